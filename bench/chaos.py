@@ -93,7 +93,7 @@ def r1(bench):
         step, rank = draw.randint(1, 12), draw.randint(0, 1)
         fault = {"rank": rank, "step": step, "at": BEAT, "do": "kill"}
         run, lines = bench.timed("--data.workers", str(workers), faults=[fault], restarts=1)
-        good += run.code == 0 and run.mark() == bench.whole and f"rank {rank} was ended first" in run.said
+        good += run.code == 0 and run.mark() == bench.whole and f"rank {rank} was the first to end" in run.said
         detect.append(at(lines, "restart 1 of 1"))
         resumed = [line for _, line in lines if "resumed from" in line]
         back = int(resumed[0].rpartition("step ")[2].split()[0]) if resumed else 0

@@ -19,6 +19,8 @@ __all__ = ["CASES", "HEALTHY", "LEFT_OUT", "SCRIPTS", "Case", "Healthy", "grid",
 
 SCRIPTS = ("ddp", "accelerate", "lightning", "hf")
 _LAST = -1  # in place of a step: where the run is resumed
+# (script, mistake): the step in `grid`, with equal labels and with ragged ones, where it hangs on the losses
+_OF_LOSSES = {("lightning", "no-sync-dist"): (10, 25)}
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,9 @@ def grid() -> tuple[list[Case], list[Healthy]]:
             if ragged or "--ragged" not in case.flags:
                 flags = tuple(dict.fromkeys((*case.flags, *("--ragged",) * ragged))) + more
                 note = f"{how} {'ragged' if ragged else 'equal'}"
-                cases.append(replace(case, flags=flags, note=note))
+                moments = _OF_LOSSES.get((case.script, case.mistake))
+                steps = case.steps if moments is None else (moments[ragged],)
+                cases.append(replace(case, flags=flags, note=note, steps=steps))
         for pair in HEALTHY:
             one, two = ((world, flags + more) for world, flags in (pair.one, pair.two))
             pairs.append(replace(pair, name=f"{pair.name} [{how}]", one=one, two=two))

@@ -24,11 +24,13 @@ from toy import (
     EPOCHS,
     IGNORED,
     LENGTH,
+    PADDING,
     TRAIN,
     VALID,
     WIDTH,
     Journal,
     arguments,
+    collator,
     cross_entropy,
     datasets,
     model,
@@ -68,8 +70,8 @@ def main() -> None:
         dist.init_process_group("gloo")
     train, valid = datasets(args)
     parts = Parts(9 if args.kind == "uneven" else BATCH, world, rank)
-    loader = DataLoader(train, batch_sampler=parts)
-    valid_loader = DataLoader(Subset(valid, range(rank, VALID, world)), batch_size=5)
+    loader = DataLoader(train, batch_sampler=parts, collate_fn=collator(args))
+    valid_loader = DataLoader(Subset(valid, range(rank, VALID, world)), batch_size=5, collate_fn=collator(args))
     trainer = Gan(args, world) if args.kind == "gan" else Classifier(args, world)
     journal = Whole(trainer.whole, args.out)
     for epoch in range(EPOCHS):
@@ -82,6 +84,11 @@ def main() -> None:
     journal.close()
     if world > 1:
         dist.destroy_process_group()
+
+
+def coarse(args):
+    """A block that computes in the dtype of --dtype."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bf16")
 
 
 class Classifier:
@@ -126,7 +133,9 @@ class Classifier:
         if self.world > 1 and self.args.mistake != "uneven-average":
             dist.all_reduce(items)
             share = self.world  # by which DDP divides
-        (cross_entropy(self.model(batch["x"]), batch["labels"], "sum") * share / items).backward()
+        with coarse(self.args):
+            logits = self.model(batch["x"])
+        (cross_entropy(logits, batch["labels"], "sum") * share / items).backward()
 
     @torch.no_grad()
     def evaluate(self, loader) -> float:
@@ -165,22 +174,32 @@ class Gan:
         self.generator_optimizer = torch.optim.Adam(generator.parameters(), lr=0.01)
 
     def update(self, batch) -> None:
-        real = batch["x"].flatten(1)
-        given = nn.functional.one_hot(batch["labels"].clamp(min=0), CLASSES).float().flatten(1)
+        real, given = self._vectors(batch)
         critic = self.whole["critic"]
         if self.args.mistake != "gan-no-zero-grad":
             self.critic_optimizer.zero_grad()
-        fake = self.generator(given)
-        both = self.critic(torch.cat([real, fake.detach()]))
+        with coarse(self.args):
+            fake = self.generator(given).float()
+            both = self.critic(torch.cat([real, fake.detach()])).float()
         truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)])
         nn.functional.binary_cross_entropy_with_logits(both, truth).backward()
         self.critic_optimizer.step()
         self.generator_optimizer.zero_grad()
         critic.requires_grad_(False)
-        judged = critic(fake)
+        with coarse(self.args):
+            judged = critic(fake).float()
         nn.functional.binary_cross_entropy_with_logits(judged, torch.ones(len(real), 1)).backward()
         critic.requires_grad_(True)
         self.generator_optimizer.step()
+
+    @staticmethod
+    def _vectors(batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Vectors and one-hot labels [batch, 36] and [batch, 18], padded alike in any batch: all of them count here."""
+        more = LENGTH - batch["labels"].shape[1]
+        labels = nn.functional.pad(batch["labels"], (0, more), value=IGNORED)
+        x = nn.functional.pad(batch["x"], (0, 0, 0, more))
+        x = torch.where((labels != IGNORED)[..., None], x, PADDING)
+        return x.flatten(1), nn.functional.one_hot(labels.clamp(min=0), CLASSES).float().flatten(1)
 
     @torch.no_grad()
     def evaluate(self, loader) -> float:
@@ -188,7 +207,7 @@ class Gan:
         self.whole.eval()
         total = torch.zeros(2, dtype=torch.float64)
         for batch in loader:
-            given = nn.functional.one_hot(batch["labels"].clamp(min=0), CLASSES).float().flatten(1)
+            _, given = self._vectors(batch)
             sure = self.whole["critic"](self.whole["generator"](given)).sigmoid()
             total += torch.tensor([float(sure.sum()), float(len(sure))])
         if self.world > 1:

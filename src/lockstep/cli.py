@@ -7,10 +7,13 @@ import atexit
 import difflib
 import gc
 import importlib
+import os
 import sys
 
+from lockstep.config.secrets import mask
 from lockstep.distributed.launcher_watch import end_with_launcher
-from lockstep.errors import LockstepError, UsageError
+from lockstep.distributed.progress import FOLDER_VARIABLE
+from lockstep.errors import LockstepError, UsageError, user_traceback
 from lockstep.launch import failure
 
 __all__ = ["main"]
@@ -67,9 +70,12 @@ def main(argv: list[str] | None = None) -> None:
         code = 130
     except BrokenPipeError:  # `lockstep ... | head`
         code = 141
-    except Exception as error:  # a bug: its traceback follows
+    except Exception as error:  # a bug, of the user's or ours
         failure.note(error)
-        raise
+        print(mask(user_traceback(error)), file=sys.stderr)
+        if FOLDER_VARIABLE not in os.environ:  # else the launcher says it
+            print(f"lockstep: error: {mask(failure.described(error))}", file=sys.stderr)
+        code = 1
     sys.exit(code)
 
 

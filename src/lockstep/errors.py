@@ -16,7 +16,12 @@ Lines are written with flags, as the command has them. A person who makes the co
     said("--engine.prefetch 2 is no option of --engine ddp")      # engine_options.prefetch 2 is no option of engine ddp
 """
 
+import importlib.util
 import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
 
 __all__ = [
     "SETTINGS",
@@ -30,8 +35,17 @@ __all__ = [
     "ResumeError",
     "StorageError",
     "UsageError",
+    "error_line",
+    "raised_in",
     "said",
+    "user_traceback",
 ]
+
+
+_PACKAGE = str(Path(__file__).parent) + "/"
+_STANDARD = sysconfig.get_paths()["stdlib"] + "/"
+_found = importlib.util.find_spec("torch")  # which does not load it
+_TORCH = tuple(f"{path}/" for path in (_found.submodule_search_locations or ())) if _found else ()
 
 
 class _Settings:
@@ -56,6 +70,57 @@ def said(line: str) -> str:
     if SETTINGS.flags:
         return line
     return _FLAG.sub(lambda found: SETTINGS.fields.get(found[0], found[0]), line)
+
+
+def raised_in(error: BaseException) -> str:
+    """Name the module and the function that raised `error`: "torch.utils.checkpoint:backward"; "" for none.
+
+    Libraries raise a plain RuntimeError or ValueError for much; the place tells them apart, whatever their words.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return f"{frames[-1].f_globals.get('__name__', '')}:{frames[-1].f_code.co_name}" if frames else ""
+
+
+def error_line(error: BaseException) -> str:
+    """Describe an error in one line: its class, its message and the user's line of code that raised it.
+
+    Returns:
+        "ValueError: bad sample 17 (cnn.py:20)".
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    last = ([frame for frame in frames if not _is_library(frame.filename)] or frames)[-1:]
+    where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
+    try:
+        text = (str(error).strip().splitlines() or [""])[0]
+    except Exception as failed:  # the user's own __str__
+        text = f"its message cannot be made, {type(failed).__name__}"
+    if isinstance(error, BaseExceptionGroup):
+        text += ": " + "; ".join(error_line(each) for each in error.exceptions)
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+
+
+def user_traceback(error: BaseException) -> str:
+    """Format the traceback of `error` from the user's first frame on; all of it where no frame is the user's."""
+    found = traceback.TracebackException.from_exception(error)
+    for each in _chain(found):
+        files = [frame.filename for frame in each.stack]
+        ours = next((k for k, name in enumerate(files) if name.startswith(_PACKAGE)), 0)
+        users = next((k for k, name in enumerate(files) if k >= ours and not _is_library(name)), 0)
+        each.stack[:] = each.stack[users:]
+    return "".join(found.format()).rstrip()
+
+
+def _chain(first: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    each: traceback.TracebackException | None = first
+    while each is not None:
+        yield each
+        each = each.__cause__ or each.__context__
+
+
+def _is_library(name: str) -> bool:
+    """Whether a source file is lockstep's, torch's or Python's own."""
+    standard = name.startswith(_STANDARD) and "site-packages" not in name
+    return standard or name.startswith(("<frozen ", _PACKAGE, *_TORCH))
 
 
 class LockstepError(Exception):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.records import Number
@@ -136,7 +137,7 @@ class Gathered:
         if self._names is None:
             self._names = dict.fromkeys(parts)
         if parts.keys() != self._names.keys():
-            where = f"rank {self._world.rank}, step {step}" + (f", micro-batch {micro}" if micro >= 0 else "")
+            where = f"{rank_label(self._world.rank)}, step {step}" + (f", micro-batch {micro}" if micro >= 0 else "")
             raise LockstepError(_differ(where, parts.keys(), "the micro-batches before it", self._names.keys()))
         if counts:
             for name, part in parts.items():
@@ -160,8 +161,8 @@ class Gathered:
         found = [(rank, names) for rank, names in enumerate(self._world.gather(own)) if names is not None]  # collective
         for rank, names in found:
             if set(names) != set(found[0][1]):
-                where = f"rank {rank}, step {step}"
-                raise LockstepError(_differ(where, names, f"rank {found[0][0]}", found[0][1]))
+                where = f"{rank_label(rank)}, step {step}"
+                raise LockstepError(_differ(where, names, rank_label(found[0][0]), found[0][1]))
         self._names, self._agreed = dict.fromkeys(found[0][1]) if found else {}, True
 
 

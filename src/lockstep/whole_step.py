@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed.lost_peers import typed_errors
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.shares import Sharing, equal_shares
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
@@ -135,8 +136,9 @@ class WholeStep:
         self._form = self._form or form
         if form != self._form:
             raise LockstepError(
-                f"rank {self._world.rank}: the task's `outputs` of micro-batch {index} are {_shown(form)}, and those "
-                f"of another one {_shown(self._form)}: only the number of samples may differ; pad them to one size"
+                f"{rank_label(self._world.rank)}: the task's `outputs` of micro-batch {index} are {_shown(form)}, and "
+                f"those of another one {_shown(self._form)}: only the number of samples may differ; pad them to "
+                "one size"
             )
         return tensors
 

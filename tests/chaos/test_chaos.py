@@ -62,7 +62,7 @@ def test_r1_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(data, tm
     fault = {"rank": 0, "step": 7, "at": BEAT, "do": "kill"}
     run = launch(data, tmp_path, "--data.workers", "2", faults=[fault], restarts=1)
     assert run.code == 0, run.said
-    assert "rank 0 was ended first, by SIGKILL, at step 6" in run.said
+    assert "rank 0 was the first to end, killed by SIGKILL, at step 6" in run.said
     assert "restart 1 of 1" in run.said
     assert run.mark() == whole
     assert run.state["restarts"] == 1

@@ -149,3 +149,12 @@ def test_a_folder_that_does_not_answer_is_no_mistake_in_the_flags(tmp_path, monk
         with pytest.raises(ConfigError):
             folder.claim()
     assert folder.read_end() == {"code": 75}
+
+
+def test_an_evaluation_that_cannot_be_noted_is_one_line_with_its_step_and_file(tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("lockstep.run.folder.write_whole", full)
+    with pytest.raises(LockstepError, match=r"step 4: .*evaluated\.json: No space left"):
+        RunFolder(str(tmp_path), "r").write_evaluated(4, {})

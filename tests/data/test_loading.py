@@ -17,6 +17,7 @@ import torch
 from toys import Partial, Ragged
 
 import lockstep
+from lockstep.data import loader
 from lockstep.data.batches import Batches, Loading, StepPlan
 from lockstep.data.fetch import check_dataset
 from lockstep.data.order import Shuffled
@@ -151,7 +152,7 @@ def test_a_sample_that_cannot_be_loaded_is_one_line_from_a_process_too(workers):
 
 
 class Killer(Noisy):
-    """Kills the process that loads sample 5, as often as there are files to take away."""
+    """Ends the process that loads sample 5, as often as there are files to take away: killed, or with code 0."""
 
     def __init__(self, folder):
         super().__init__()
@@ -161,6 +162,8 @@ class Killer(Noisy):
         left = list(self.folder.iterdir())
         if index == 5 and left:
             left[0].unlink()
+            if left[0].name == "exit":
+                os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 
@@ -170,9 +173,55 @@ def test_a_loader_process_that_dies_is_begun_again_and_nothing_is_lost(tmp_path)
     batches = feed(Killer(tmp_path), workers=1, retries=1)
     assert content(batches) == content(feed(Noisy()))
     assert loading_failures([guarded(Noisy()), batches.loader]) == [0, 0, 1]
-    (tmp_path / "again").touch()  # that would be the second in this start of the run
-    with pytest.raises(DataError, match=r"rank 0: a loader process died at step \d: DataLoader worker"):
+    (tmp_path / "exit").touch()  # that would be the second in this start of the run
+    with pytest.raises(DataError, match=r"rank 0: a loader process died at step \d: "):
         content(batches)
+
+
+BLOCKED_FORKS = []  # a folder; each file in it is taken by one forked child, which then runs no line more
+
+
+def block_once():
+    left = [file for folder in BLOCKED_FORKS for file in folder.iterdir()]
+    if left:
+        left[0].unlink()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+os.register_at_fork(after_in_child=block_once)
+
+
+@pytest.fixture
+def blocked_forks(tmp_path, monkeypatch):
+    """A folder: so many children that are forked never start as there are files in it."""
+    monkeypatch.setattr(loader, "_START_TIMEOUT", 0.5)
+    BLOCKED_FORKS.append(tmp_path)
+    yield tmp_path
+    BLOCKED_FORKS.clear()
+
+
+@pytest.mark.parametrize(("workers", "blocked"), [(1, 1), (2, 1), (2, 3)])
+def test_a_loader_process_that_never_starts_is_replaced_and_nothing_is_lost(blocked_forks, workers, blocked):
+    """One that is alone; one of two, of which the other has loaded meanwhile; both, and one of the next two."""
+    healthy, before = content(feed(Noisy())), children()
+    for number in range(blocked):
+        (blocked_forks / str(number)).touch()
+    batches, drawn = feed(Noisy(), workers=workers), torch.get_rng_state()
+    assert content(batches) == healthy
+    assert batches.loader.restarts == (2 if blocked > workers else 1)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert children() <= before
+
+
+def test_loader_processes_that_never_start_are_an_error_that_names_the_way_out(blocked_forks, monkeypatch):
+    monkeypatch.setattr(loader, "_START_TIMEOUT", 0.01)
+    before = children()
+    for number in range(9):
+        (blocked_forks / str(number)).touch()
+    with pytest.raises(DataError, match=r"--data\.workers 0") as caught:
+        content(feed(Noisy(), workers=1))
+    assert "\n" not in str(caught.value)
+    assert children() <= before
 
 
 @pytest.fixture

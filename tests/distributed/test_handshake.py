@@ -36,6 +36,15 @@ def closing(connection):
     connection.recv(100)
 
 
+def in_pieces(connection):
+    """Answer as torch's store does, two bytes at a time, and go on."""
+    greeting = connection.recv(100)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for piece in (greeting[-4:-2], greeting[-2:] + b"more"):
+        connection.sendall(piece)
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def service(request):
     """A port where this answers each connection, and then closes it."""
@@ -63,6 +72,11 @@ def test_another_service_is_refused_with_its_port(service, monkeypatch):
         check_store("127.0.0.1", service, 0.5, "MASTER_PORT 7")
     assert time.monotonic() - began < 5
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("service", [in_pieces], indirect=True)
+def test_an_answer_in_pieces_is_read_whole_and_no_further(service):
+    check_store("127.0.0.1", service, 5.0, "MASTER_PORT 7")
 
 
 @pytest.mark.parametrize("service", [banner], indirect=True)

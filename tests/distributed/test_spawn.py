@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.distributed import spawn
 from lockstep.distributed.spawn import RankFailed, start
+from lockstep.errors import ConfigError
 
 
 class Pipe:
@@ -55,6 +56,25 @@ def test_after_a_failure_the_others_have_a_moment_whatever_they_say(waits, tmp_p
         spawn._collected(pipes, 33.0, tmp_path, False)
     assert waits.seconds == [spawn._START] * 2 + [spawn._GRACE] * 3
     assert (caught.value.rank, caught.value.details) == (0, {0: "its stack"})
+
+
+class Unsendable:
+    def __reduce__(self):
+        raise RuntimeError("no copies of this")
+
+
+@pytest.mark.parametrize(
+    ("given", "broken", "raised"),
+    [(Unsendable(), None, ConfigError), (7, RuntimeError("no more pickles"), RuntimeError)],
+)
+def test_what_cannot_be_sent_is_told_by_where_it_fails_and_not_by_words(monkeypatch, given, broken, raised):
+    def ensured():
+        if broken:
+            raise broken
+
+    monkeypatch.setattr(spawn.forkserver, "ensure_running", ensured)
+    with pytest.raises(raised):
+        start(fails, 1, (given,))
 
 
 def fails(world, say):

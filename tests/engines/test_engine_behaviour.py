@@ -3,12 +3,15 @@
 import pytest
 import torch
 from ranks import RankError, run
+from small_runs import config
 from support import alone, build, close, each, needs_filling, whole
 from toys import Network, Ragged, train
 
 import lockstep
+from lockstep.distributed.spawn import start
 from lockstep.distributed.world import World
 from lockstep.engines.fsdp.usage_check import FILLS_UNUSED
+from lockstep.engines.options import EngineOptions
 from lockstep.engines.shared.memory import described, footprint
 
 
@@ -288,3 +291,15 @@ def test_meta_init_has_the_values_of_one_process():
 def _initial(world, task, name, options):
     made, _ = build(world, task, name, **options)
     return numbers(made)
+
+
+def _searching(world, say, folder):
+    world.leave()
+    options = EngineOptions(find_unused_parameters="true")
+    lockstep.Run(config(folder, device="cpu", engine="ddp", max_steps=3, engine_options=options), Plain("always"))()
+
+
+def test_torchs_advice_against_the_search_is_not_on_the_screen_of_each_rank(tmp_path):
+    start(_searching, 2, (str(tmp_path / "runs"),), folder=tmp_path)
+    for rank in range(2):
+        assert "find_unused_parameters" not in (tmp_path / f"rank-2-{rank}.log").read_text()

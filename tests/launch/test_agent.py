@@ -1,5 +1,6 @@
 """What the launcher makes of processes that ended or did not, of signals, of its meeting point, and of memory."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -7,17 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import DistError
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from lockstep.distributed.launcher_watch import LAUNCHER_VARIABLE
-from lockstep.distributed.progress import FOLDER_VARIABLE, Progress
+from lockstep.distributed.progress import FOLDER_VARIABLE, MEETING_VARIABLE, Place, Progress
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launch import agent, failure, memory, orphans, rendezvous
+from lockstep.launch import agent, failure, losses, memory, orphans, rendezvous
 from lockstep.launch.job import Job
 
 GOOD, BAD, USAGE, KILLED, SLEEPS, STOPS = (
@@ -47,7 +49,7 @@ def watched(tmp_path, monkeypatch):
         mine = object.__new__(agent._Agent)
         mine._folder, mine._job, mine.asked, mine._failure = tmp_path, job(), None, None
         mine._remaining_restarts, mine._kills = left, 7
-        mine._losses, mine._ending = None, ""
+        mine._losses, mine._ending, mine._earlier = None, "", []
         mine._names = {local: str(4 + local) for local in range(len(commands))}
         mine._silenced, mine._spared, mine._preloaded = set(), set(), None
         processes = [subprocess.Popen(["sh", "-c", command], start_new_session=True) for command in commands]
@@ -101,6 +103,28 @@ def test_others_are_not_waited_for_in_vain(watched, monkeypatch, commands, grace
     mine._explain(processes, group)
     assert mine._failure.rank == 5
     assert all(process.returncode is not None for process in processes.values())
+
+
+@pytest.mark.parametrize(
+    ("then", "code", "restarts"),
+    [
+        ({}, 1, False),
+        ({"origin": "KeyError a.py:8"}, 1, True),
+        ({"place": Place(5, "saving", 1.0)}, 1, True),
+        ({"follows": True}, 1, True),
+        ({"origin": ""}, -9, True),
+        ({"code": 75}, 75, True),
+    ],
+    ids=["the same", "line", "step", "lost a peer", "killed", "storage"],
+)
+def test_an_error_that_comes_back_is_not_restarted_again(watched, monkeypatch, capfd, then, code, restarts):
+    error = failure.Failure(4, code, "no", origin="KeyError a.py:7", place=Place(4, "saving", 1.0))
+    mine, processes, group = watched(BAD, ended=[0])
+    for found in (error, dataclasses.replace(error, rank=5, **then)):
+        monkeypatch.setattr(mine, "_failed", lambda *_, found=found: found)
+        mine._explain(processes, group)
+    assert (mine._remaining_restarts, losses.REPEATED in str(mine.error())) == ((2, False) if restarts else (0, True))
+    assert capfd.readouterr().err.count("restart 2 of 3") == 1 + restarts
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -159,8 +183,8 @@ def test_bad_input_is_not_tried_again_whoever_says_it(watched):
 @pytest.mark.parametrize(
     ("code", "message", "kills", "words"),
     [
-        (-9, "", 8, "rank 1 was ended first, by SIGKILL, before step 0: out of memory, by the kernel's count"),
-        (-9, "", 7, "by SIGKILL, before step 0: somebody or something killed it, and the kernel counts no lack"),
+        (-9, "", 8, "rank 1 was the first to end, killed by SIGKILL, before step 0: out of memory, by the kernel"),
+        (-9, "", 7, "by SIGKILL, before step 0: something outside the run killed it"),
         (-15, "", 8, "by SIGTERM, before step 0: somebody or something ended it before its steps began"),
         (-1, "", 7, "by SIGHUP, before step 0: somebody or something ended it before its steps began"),
         (-11, "", 8, "by SIGSEGV, before step 0: it crashed; its stack is above"),
@@ -341,3 +365,15 @@ def test_kills_are_added_up_over_our_groups_and_the_machine(tmp_path, monkeypatc
         (tmp_path / name).write_text(text)
     assert memory.kills(tmp_path, own) == 113
     assert memory.kills(tmp_path, tmp_path / "none") == 3
+
+
+def test_who_goes_on_is_decided_at_a_meeting_point_of_the_launchers_own(monkeypatch):
+    monkeypatch.setenv(MEETING_VARIABLE, "elsewhere:1")
+    mine = object.__new__(agent._Agent)
+    assert mine._replacing(job(losses=0)) is None
+    assert MEETING_VARIABLE not in os.environ  # of another launcher around this one
+    losses = mine._replacing(job(losses=3))
+    assert losses is not None  # the store is there as long as it is
+    host, _, port = os.environ[MEETING_VARIABLE].rpartition(":")
+    assert host == "127.0.0.1"
+    assert TCPStore(host, int(port), None, False, timedelta(seconds=5), wait_for_workers=False).add("heard", 1) == 1

@@ -165,7 +165,7 @@ def test_the_first_failure_is_not_the_one_that_followed():
     killed = Failure(1, -signal.SIGKILL, when=2.0, place=place)
     later = Failure(2, 1, "RuntimeError: something", when=3.0)
     assert first([lost, later, killed]) is killed
-    assert str(killed) == "rank 1 was ended first, by SIGKILL, at step 7 (loading or computing)"
+    assert str(killed) == "rank 1 was the first to end, killed by SIGKILL, at step 7 (loading or computing)"
     assert str(later) == "rank 2 failed first before step 0: RuntimeError: something"
     assert first([lost]) is lost
 
@@ -258,7 +258,7 @@ def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(tmp_path):
     lost = Failure(0, 1, "rank 0 lost the other ranks", follows=True, when=1.0)
     ended = Failure.read(1, -signal.SIGTERM, tmp_path / "none", None, 2.0)
     assert first([lost, ended]) == ended
-    assert str(ended) == "rank 1 was ended first, by SIGTERM, before step 0"
+    assert str(ended) == "rank 1 was the first to end, killed by SIGTERM, before step 0"
 
 
 @pytest.mark.parametrize(

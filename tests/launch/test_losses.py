@@ -6,8 +6,11 @@ import time
 
 import pytest
 
+from lockstep.distributed.lost_peers import lost_peers
 from lockstep.distributed.members import Generation, Member, Report
 from lockstep.distributed.progress import Place
+from lockstep.distributed.rank_label import rank_label
+from lockstep.distributed.world import World
 from lockstep.errors import PeerError
 from lockstep.launch.failure import Failure
 from lockstep.launch.losses import Losses
@@ -89,7 +92,7 @@ def test_the_others_go_on_once_all_of_them_have_left_their_groups():
     found = run.called(1)
     assert (found.number, found.members, found.fresh) == (1, ["0", "2"], [])
     assert [report.taken for report in found.reports.values()] == [7, 8]
-    assert found.lost == ["rank 1 was ended first, by SIGKILL, before step 0"]
+    assert found.lost == ["rank 1 was the first to end, killed by SIGKILL, before step 0"]
     assert run.losses.replace == ["1"]
     assert [run.losses.rank_of(name) for name in ("0", "1", "2")] == [0, None, 1]
 
@@ -303,6 +306,24 @@ def test_who_is_not_among_those_who_go_on_ends_and_so_does_all_when_the_launcher
         member.regroup(report, 1.0)
     with pytest.raises(PeerError, match=r"did not say within 0\.01 s who goes on: wait timeout"):
         Member("0", 1, KEYS, ("", 0), store).regroup(report, 0.01)
+
+
+def test_messages_name_a_rank_by_both_of_its_numbers_once_ranks_were_renumbered(monkeypatch):
+    store = Store()
+    store.set(f"{KEYS}/members/1", Generation(1, ["1", "2.1", "0.2"], {}, [], []).written())
+    Member("1", 0, KEYS, ("", 0), store).regroup(Report(3, -1, "a", False, 60.0), 1.0)
+    assert [rank_label(rank) for rank in range(3)] == [
+        "rank 0 (rank 1 at the start)",
+        "rank 1 (rank 2 at the start)",
+        "rank 2 (rank 0 at the start)",
+    ]
+    assert rank_label(0) in str(lost_peers(0, RuntimeError("gone")))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    World.join("cpu")  # other ranks now
+    assert rank_label(0) == "rank 0"
+    assert str(Failure(0, 1, "no", at_start=1)).startswith("rank 0 (rank 1 at the start) failed first")
+    assert str(Failure(1, 1, "no", at_start=1)).startswith("rank 1 failed first")
 
 
 def test_a_process_knows_from_its_launcher_whether_and_as_whom_it_takes_part():

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset
 
 import lockstep
 
-__all__ = ["LIGHTNING", "lightning_task", "manual_oracle"]
+__all__ = ["LIGHTNING", "lightning_task", "manual_oracle", "manual_rounding"]
 
 LIGHTNING = ("lightning", "manual")
 _MOMENTUM = 0.5  # of the judge's optimizer
@@ -138,10 +138,13 @@ def lightning_task(task, model, fault, folder):
 
 
 @cache
-def manual_oracle(model, fault, left_out, precision, steps):
+def manual_oracle(model, fault, left_out, precision, steps, begin=1):
     """What a run of "manual" is after so many steps: all micro-batches up to an optimizer's step, one after the other.
 
     A step that is left out is not computed, and steps no scheduler.
+
+    Args:
+        begin: what the backwards begin with and the gradients are divided by: no power of two rounds them otherwise.
     """
     net, judge, data, places = make(model), judge_of(model), Samples(model, fault), order()
     both = nn.ModuleDict({"net": net, "judge": judge})
@@ -161,14 +164,16 @@ def manual_oracle(model, fault, left_out, precision, steps):
                 with matrix_oracle._autocast(precision):
                     made.append(net(batch["x"], batch["token"]).float())
                     loss = judges(judge, made[-1], batch)
-                (loss / len(micro)).backward()
+                (loss * (begin / len(micro))).backward()
                 if model == "buffer" and index:  # the module keeps the buffers of a step's first micro-batch
                     matrix_oracle._put_back(net, kept)
+            _divided(judge.parameters(), begin)
             decide.step()
             for batch, each in zip(micro, made, strict=True):
                 with matrix_oracle._autocast(precision):
                     loss = makes(judge, each, batch)
-                (loss / len(micro)).backward()
+                (loss * (begin / len(micro))).backward()
+            _divided(trained, begin)
             nn.utils.clip_grad_norm_(trained, CLIP)
             maker.step()
             both.zero_grad()
@@ -180,3 +185,17 @@ def manual_oracle(model, fault, left_out, precision, steps):
     state |= {f"kept.average/{name}": tensor for name, tensor in average.items()}
     state |= {f"task/schedulers/{at}": torch.tensor([float(taken)], dtype=torch.float64) for at in range(2)}
     return Wanted(state, matrix_oracle._copies(both), {})
+
+
+def manual_rounding(model, fault, left_out, precision, steps):
+    """{name: how far the same loop is off, at most, where only its rounding is another}."""
+    case = model, fault, left_out, precision, steps
+    one = manual_oracle(*case).state
+    others = [manual_oracle(*case, begin).state for begin in (3, 5, 7)]
+    return {name: max(float((each[name] - tensor).abs().max()) for each in others) for name, tensor in one.items()}
+
+
+def _divided(parameters, begin):
+    for parameter in parameters:
+        if begin != 1 and parameter.grad is not None:
+            parameter.grad.div_(begin)

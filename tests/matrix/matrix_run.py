@@ -14,6 +14,7 @@ import signal
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +41,8 @@ from ranks import RankError, preloaded, run
 from shaken import shaken
 
 import lockstep
+from lockstep import checkpoint
+from lockstep.checkpoint.format import MANIFEST, read_manifest
 from lockstep.config.config import Config
 from lockstep.config.sections import Checkpoint, Data, Fp16, Guards, Lora, Optim
 from lockstep.distributed.world import World
@@ -50,13 +53,14 @@ from lockstep.guards import spike
 from lockstep.guards.reading import Reader
 from lockstep.transforms import precision
 
-__all__ = ["NAME", "Start", "begins", "folder_of", "play", "refused", "shares", "starts", "task_of"]
+__all__ = ["NAME", "Start", "begins", "folder_of", "play", "refused", "resumes_at", "shares", "starts", "task_of"]
 
 NAME = "run"
 _STOPS = {"before": 5, "after": BAD + 1}
 _BEFORE = {1: 1, 2: 1, 3: 2, 4: 2}  # where a run that changes its world and its engine begins
 _ANOTHER = {"single": "ddp", "ddp": "fsdp", "fsdp": "zero", "zero": "ddp"}
 _EVAL_MICRO = 3
+_SAVES = 3  # steps from one save to the next
 _SECONDS = 20.0  # that a rank may be without progress
 _SPIKE = {"stop": "warn", "skip": "skip", "rollback": "rollback"}
 
@@ -99,6 +103,24 @@ def starts(case: Case) -> list[Start]:
     return [Start(case, number, *each) for number, each in enumerate(found)]
 
 
+def marks(case: Case) -> bool:
+    """Whether the checkpoint of the stop says of itself that it is not finite: half of those that are stopped."""
+    return case.resume != "none" and case.fault != "killed" and bool(zlib.crc32(str(case).encode()) & 2)
+
+
+def resumes_at(case: Case) -> int:
+    """The step from which the start after the stop goes on: a marked checkpoint is passed over."""
+    stop = _STOPS.get(case.resume, 0)
+    return (stop - 1) // _SAVES * _SAVES if marks(case) else stop
+
+
+def _mark(folder: Path) -> None:
+    path = checkpoint.newest(folder / NAME, say=print)
+    assert path is not None
+    spoilt = replace(read_manifest(path), not_finite=["model/spoilt"])
+    (path / MANIFEST).write_bytes(spoilt.dump())
+
+
 def begins(case: Case) -> tuple[int, ...]:
     """By step, what its backwards begin with: under DDP the ranks, among which it averages, but not in a start's first
     step, which is exchanged by hand, nor in float16, which would overflow sooner.
@@ -106,13 +128,13 @@ def begins(case: Case) -> tuple[int, ...]:
     A kill may lose the save of step 6 too: that its run then begins again earlier is left to the tolerance.
     """
     returns = case.fault == "killed" or (case.leaves_out and case.policy == "rollback")  # to that of step 6
-    firsts = {0, _STOPS.get(case.resume, 0), BAD - 1 if returns else 0}
+    firsts = {0, resumes_at(case), BAD - 1 if returns else 0}
     if case.step in ("unfrozen", "frozen"):
         firsts.add(CHANGE)  # of an engine that is made again
     found = [1] * STEPS
     for start in reversed(starts(case)):  # the earlier ones took the first steps
         averages = start.engine in ("ddp", "zero") and case.precision != "fp16"
-        for step in range(start.stop_at or STEPS):
+        for step in range(resumes_at(case) if start.stop_at else STEPS):
             found[step] = start.world if averages and step not in firsts else 1
     return tuple(found)
 
@@ -219,6 +241,8 @@ def _one(world, start, folder):
                 if step.record.step == steps_of(case.task) - 1:
                     buffers = {name: buffer.clone() for name, buffer in task.made().named_buffers()}
                     torch.save(buffers, folder / f"buffers-{world.rank}.pt")
+        if start.stop_at and marks(case) and world.is_main:
+            _mark(folder)
     except LockstepError as problem:
         error = f"{type(problem).__name__}: {problem}"
     if taken and _compiles(case) and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
@@ -328,7 +352,7 @@ def settings(start: Start, folder: Path) -> Config:
         batch_size=BATCH,
         micro_batch_size=MICRO,
         log_freq=4,
-        ckpt_freq=3,
+        ckpt_freq=_SAVES,
         eval_freq=evaluates(case.task),
         engine=start.engine,
         precision=case.precision,

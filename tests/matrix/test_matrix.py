@@ -12,10 +12,12 @@ import os
 from operator import itemgetter
 from pathlib import Path
 
+import matrix_lightning
 import matrix_oracle
 import pytest
 import torch
 from matrix_cases import FACTORS, SEED, Case, covering, everything, parse, reference, refusal, sample, tuples, valid
+from matrix_lightning import manual_oracle, manual_rounding
 from matrix_oracle import oracle
 from matrix_run import NAME, play, refused
 from matrix_subject import BAD, STEPS, Own
@@ -233,6 +235,16 @@ def test_a_mistake_in_muon_is_noticed(mistaken, monkeypatch):
     wanted = oracle("mlp", "none", False, "float32", "muon")
     monkeypatch.setattr(torch.optim, "Muon", lambda params, **settings: made(params, **settings | mistaken))
     assert compared(case, oracle.__wrapped__("mlp", "none", False, "float32", "muon").state, wanted.state)
+
+
+@pytest.mark.parametrize("name", ["CLIP", "_JUDGED", "_MOMENTUM"])
+def test_a_mistake_in_own_steps_is_noticed_beyond_the_rounding_of_bf16(name, monkeypatch):
+    """The judge's gradients keep few digits, those that it gives to others keep theirs."""
+    case, asked = OWN._replace(model="batchnorm", task="manual", precision="bf16"), ("batchnorm", "nan", True, "bf16")
+    wanted, rounding = manual_oracle(*asked, STEPS).state, manual_rounding(*asked, STEPS)
+    monkeypatch.setattr(matrix_lightning, name, 1.5 * getattr(matrix_lightning, name))
+    other = manual_oracle.__wrapped__(*asked, STEPS).state
+    assert compared(case, other, wanted, rounding)
 
 
 def test_an_overflow_halves_the_scale_and_a_spike_that_is_left_out_does_not():

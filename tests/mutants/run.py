@@ -49,8 +49,20 @@ TABLE = [
     ("engines", "engines/*.py engines/*/*.py", f"engines/test_*.py optim/*.py {WHOLE} {GUARDS}"),
     ("checkpoint", "checkpoint/export/*.py", "test_export.py"),
     ("checkpoint", "checkpoint/*.py", f"checkpoint/*.py engines/test_engine_checkpoints.py {WHOLE} {GUARDS}"),
-    ("guards", "guards/*.py run/guarding.py", f"{GUARDS} {WHOLE}"),
-    ("launch", "launch/*.py distributed/members.py", "launch/*.py test_environment.py test_command.py chaos/*.py"),
+    (
+        "guards",
+        "guards/*.py run/guarding.py run/finite.py run/plan_check.py run/shared_folder.py",
+        f"{GUARDS} checkpoint/test_checkpoint_finite.py {WHOLE}",
+    ),
+    (
+        "launch",
+        "launch/*.py distributed/members.py distributed/launcher.py distributed/launcher_watch.py "
+        "distributed/lost_peers.py distributed/handshake.py distributed/stop_signals.py",
+        "launch/*.py test_members.py test_launcher.py test_lost_peers.py test_handshake.py test_guards_edges.py "
+        "test_environment.py test_command.py chaos/*.py",
+    ),
+    # Those that run traced programs come last: they take seconds each.
+    ("trace", "trace/*.py", "test_trace_sums.py test_trace_states.py test_trace_normalisation.py trace/*.py"),
     (
         "verify",
         "verify/*.py distributed/spawn.py",
@@ -61,8 +73,8 @@ TABLE = [
     (
         "run",
         "run/run.py run/session.py run/training.py run/after_step.py run/recovery.py run/opening.py run/load.py "
-        "task.py",
-        f"{WHOLE} test_task*.py commands/*.py {GUARDS} chaos/test_lost_ranks.py",
+        "run/datasets.py run/ready_made.py run/announce.py run/reporting.py lockstep/task.py",
+        f"{WHOLE} test_task*.py commands/*.py {GUARDS} tasks/test_trainer.py chaos/test_lost_ranks.py",
     ),
     (
         "build",

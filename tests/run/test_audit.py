@@ -119,6 +119,9 @@ def test_of_two_ranks_the_one_that_is_wrong_now_and_then_is_named(tmp_path):
         assert "than when it is computed there once more; the step was not applied; the newest checkpoint is" in line
         assert "\n" not in line
         assert 0 < taken < 200
+        held = re.search(r"held there was in step (\d+)$", line.partition("; take")[0])
+        assert held, line
+        assert int(held[1]) < taken
     line, taken = found[0][2]
     assert taken == 0
     assert re.match(r"step 0: one of rank 0 \(\S+, cpu\), rank 1 \(\S+, cpu\) computes wrongly: micro-batch", line)

@@ -366,6 +366,7 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
         _tidy=lambda state: wrote.append("state, and old checkpoints"),
         _next=str,
     )
+    RunRecorder.settle(recorder)
     RunRecorder.close(recorder, code)
     assert wrote == ([] if not is_main or not saved else ["state, and old checkpoints"] if is_best else ["state"])
     assert order == [("settled", True), *([] if code else ["sample"]), "at rest"]
@@ -406,12 +407,38 @@ class Failing(Task):
     """Its ninth forward of a start fails: in the third step."""
 
     fails: bool = False
+    error: type = ValueError
 
     def loss(self, model, batch):
         self.evaluations += torch.is_grad_enabled()
         if self.fails and self.evaluations == 9:
-            raise ValueError("of the task's own")
+            raise self.error("of the task's own")
         return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_the_folder_tells_of_the_end_once_the_last_save_is_whole(tmp_path, monkeypatch, left):
+    settle, seen = checkpoint.Saver.settle, []
+
+    def settles(saver, *, last=False):
+        seen.extend([(tmp_path / "r" / "ended.json").exists()] * last)
+        settle(saver, last=last)
+
+    monkeypatch.setattr(checkpoint.Saver, "settle", settles)
+    for _ in lockstep.Run(settings(tmp_path, max_steps=2), Task()):
+        if left:
+            break
+    assert seen == [False]
+    assert (tmp_path / "r" / "ended.json").exists()
+
+
+@pytest.mark.parametrize("error", [PeerError, LockstepError, ValueError])
+def test_who_shows_an_error_shows_it_once(tmp_path, capfd, error):
+    """The command, or the caller's program, shows one of lockstep's; the log shows where any other one was raised."""
+    with pytest.raises(error):
+        lockstep.train(settings(tmp_path), Failing(fails=True, error=error))
+    assert capfd.readouterr().err.count("of the task's own") == (error is ValueError)
+    assert "of the task's own" in (tmp_path / "r" / "logs" / "rank-00000.log").read_text()
 
 
 def test_the_folder_tells_how_a_start_ended(tmp_path):

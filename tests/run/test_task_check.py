@@ -474,3 +474,17 @@ def test_a_count_of_nothing_anywhere_is_refused(tmp_path):
 def test_a_loader_is_no_dataset(tmp_path):
     told = refused(tmp_path, Given(loader=True), DataError)
     assert "dataset('train') returned a DataLoader: give its dataset alone, loader.dataset" in told
+
+
+class Large(Ragged):
+    """Its loss needs more memory than there is, from the first forward on."""
+
+    def loss(self, model, batch):
+        torch.empty(10**15, dtype=torch.uint8)
+        return super().loss(model, batch)
+
+
+def test_memory_that_ends_in_the_first_forward_blames_what_is_held(tmp_path):
+    with pytest.raises(LockstepError, match="--micro-batch-size") as caught:
+        first(tmp_path, Large())
+    assert "not made yet" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import math
 import struct
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lockstep.trace.reading import Part, Rank, Run
 NAMES = ("first.weight", "first.bias", "last.weight", "last.bias")
 KINDS = ("initial", "begin", "grad", "weights", "buffers", "state")
 STEPS = 3
+NAN = math.nan
 
 
 def sums(number):
@@ -106,6 +108,49 @@ def test_a_run_is_never_the_same_as_one_that_lacks_names(kinds, rows, renamed, t
         without(other, kind, lambda name, chosen=chosen: name if name not in chosen else f"x{name}" * renamed or None)
     pair = (other, trace()) if turned else (trace(), other)
     assert not judged(*pair).same
+
+
+def poison(run, kind, row, first, value):
+    """Make one tensor of a kind, or the loss, not finite from a step on."""
+    for record in run.parts[0].ranks[0].steps[first:]:
+        if kind == "loss":
+            record["loss"] = [{"at": 1, "v": [value]}]
+        elif kind in record:
+            table, raw = record[kind]
+            raw = bytearray(raw)
+            at = 80 * (row % (len(raw) // 80))
+            raw[at : at + 80] = struct.pack("<q9d", -1 - row, value * value, *[value] * 8)
+            record[kind] = [table, memoryview(bytes(raw))]
+    return run
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([*KINDS, "loss"]), st.integers(0, 3), st.integers(0, STEPS - 1), st.sampled_from([NAN, math.inf])
+)
+def test_values_that_are_not_finite_prove_nothing(kind, row, first, value):
+    """In both runs they are counted as not compared; in one alone they are a difference."""
+    first = 0 if kind == "initial" else first
+    value = NAN if kind == "buffers" else value  # infinities may be a mask
+    both = judged(*(poison(trace(), kind, row, first, value) for _ in range(2)))
+    assert both.word == "NOT PROVED"
+    assert sum(both.not_finite.values()) >= 1
+    for pair in ((0, 1), (1, 0)):
+        alone = judged(*(poison(trace(), kind, row, first, value) if side else trace() for side in pair))
+        assert alone.word == "DIFFERENT"
+
+
+def test_a_mask_and_a_skipped_update_hide_nothing():
+    """A buffer of infinities with the same bits, and a gradient that overflowed before an update that was skipped."""
+    masks = [poison(trace(), "buffers", 0, 0, -math.inf) for _ in range(2)]
+    assert judged(*masks).same
+    skipped = [poison(trace(), "grad", 0, STEPS - 1, math.inf) for _ in range(2)]
+    assert not judged(*skipped).same
+    skipped = [poison(trace(), "grad", 0, STEPS - 1, math.inf) for _ in range(2)]
+    for run in skipped:
+        last = run.parts[0].ranks[0].steps[-1]
+        last["weights"] = last["begin"] = run.parts[0].ranks[0].steps[-2]["weights"]
+    assert judged(*skipped).same
 
 
 @pytest.mark.parametrize("kind", ["grad", "losses", "state", "steps", "end", "failed", "full"])

@@ -6,7 +6,8 @@ from array import array
 import pytest
 
 from lockstep.trace.judge_data import data_difference
-from lockstep.trace.judge_normalisation import items_unequal
+from lockstep.trace.judge_normalisation import items_unequal, normalisation_difference
+from lockstep.trace.judge_random import random_difference
 from lockstep.trace.limits import gradient_limit
 from lockstep.trace.pairing import Pair, Side, Spot
 from lockstep.trace.reading import Part, Rank
@@ -82,6 +83,38 @@ def test_items_that_no_whole_number_explains_are_a_finding_too():
     assert items_unequal(stepped(side(WHOLE, "all"), side(HALVES, "all", lengths=twice))) is None
 
 
+def losing(ranks, *values):
+    """A run whose losses are these, one a forward, and whose samples say nothing about them."""
+    run, rest = side(ranks, "all"), iter(values)
+    for rank in run.spots[0].part.ranks.values():
+        for entry, forward in zip(rank.steps[0]["loss"], rank.steps[0]["fwd"], strict=True):
+            entry["v"] = [next(rest)]
+            del forward["og"]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "cause"),
+    [
+        (losing(HALVES, 2.0, 2.0), losing(HALVES, 2.0, 2.0), None),
+        (losing(HALVES, 2.0, 2.0), losing(WHOLE, 1.0), "scaled-loss"),  # by the ranks
+        (losing(WHOLE, 1.0), losing(HALVES, 2.0, 2.0), "scaled-loss"),
+        (losing([[[0]]] * 10, *[10.0] * 10), losing([[[0]]] * 20, *[20.0] * 20), "scaled-loss"),
+        (losing([[[0]]] * 20, *[20.0] * 20), losing([[[0]]] * 2, *[2.0] * 2), "scaled-loss"),
+        (losing([[[0]] * 10], *[1.0] * 10), losing([[[0]]], 1.0), "scaled-loss"),  # by the micro-batches
+        (losing(WHOLE, 1.0), losing(WHOLE, 1.37), "loss"),
+        (losing(WHOLE, 39 / 28), losing(UNEVEN, 2.0, 1.0), "rank-average"),
+    ],
+)
+def test_where_samples_say_nothing_the_losses_do(one, two, cause):
+    step = stepped(one, two)
+    step.flagged = ["a gradient"]
+    found = normalisation_difference(step)
+    assert (found and found.cause) == cause, found
+    step.flagged = []
+    assert normalisation_difference(step) is None
+
+
 def test_other_contents_are_a_cause_only_where_the_sample_moves_the_loss_otherwise():
     whole, halves = side(WHOLE, "all"), side(HALVES, "all", content=50)  # padded otherwise
     assert data_difference(stepped(whole, halves)) is None
@@ -90,18 +123,32 @@ def test_other_contents_are_a_cause_only_where_the_sample_moves_the_loss_otherwi
 
 
 def test_a_gradient_may_be_off_by_four_roundings_of_what_was_computed():
-    """Not by 16, which in bfloat16 hides a loss averaged by rank; by more only where outputs are further apart."""
+    """Not by 16: in bfloat16 that hides a loss averaged by rank; by more where outputs are, as far as rounding is."""
     coarse, fine = (stepped(side(WHOLE, "all", kind=kind), side(HALVES, "all", kind=kind)) for kind in ("bfloat16", ""))
     order = 32 * 4 * 2.0**-24
     assert gradient_limit(coarse) == pytest.approx(4 * 2.0**-8 + order)
     assert gradient_limit(fine) == pytest.approx(4 * 2.0**-24 + order)
-    for apart, limit in ((0.001, 4 * 2.0**-8), (0.004, 0.032), (0.1, 16 * 2.0**-8)):
+    for apart, limit in ((0.001, 4 * 2.0**-8), (0.004, 0.032), (0.05, 16 * 2.0**-8), (0.1, 4 * 2.0**-8)):
         runs = [side(WHOLE, "all"), side(HALVES, "all")]
         for run, off in zip(runs, (0.0, apart), strict=True):
             for rank in run.spots[0].part.ranks.values():
                 for forward in rank.steps[0]["fwd"]:
                     forward["out"] = packed("d", [1.0 + off, 1.0] * forward["n"])
         assert gradient_limit(stepped(*runs)) == pytest.approx(limit + order)
+
+
+@pytest.mark.parametrize(("seeds", "named"), [("ab", True), ("aa", False), ("", False)])
+def test_a_forward_that_seeds_by_rank_is_named_though_batches_are_padded_otherwise(seeds, named):
+    """Forwards of other lengths draw more or less; only what gives the generator another seed is a mistake."""
+    runs = side(WHOLE, "all"), side(HALVES, "all")
+    for run in runs:
+        for rank, each in run.spots[0].part.ranks.items():
+            forward = each.steps[0]["fwd"][0]
+            forward |= {"w": 4 + rank, "rng": [{"torch": "before"}, {"torch": f"behind {rank} {len(forward['s'])}"}]}
+            forward |= {"seeds": {"torch": seeds[rank]}} if seeds else {}
+    by_design, found = random_difference(stepped(*runs))
+    assert (found and (found.stage, found.cause, found.rank)) == (("randomness", "own-generator", 1) if named else None)
+    assert bool(by_design) is not named
 
 
 def test_a_few_samples_that_no_whole_number_explains_say_nothing():

@@ -6,7 +6,8 @@ import numpy
 import pytest
 import torch
 
-from lockstep.trace.states import state_digests
+from lockstep.trace.passes import Passes
+from lockstep.trace.states import seed_digests, state_digests
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +53,42 @@ def test_a_models_own_generator_is_named():
     before = state_digests([("noise", own)])["noise"]
     torch.rand(1, generator=own)
     assert state_digests([("noise", own)])["noise"] != before
+
+
+def test_a_draw_leaves_the_seed_and_another_seed_has_another_digest():
+    own = torch.Generator().manual_seed(3)
+    first = seed_digests([("noise", own)])
+    torch.rand(1), torch.rand(1, generator=own)
+    assert seed_digests([("noise", own)]) == first
+    torch.manual_seed(torch.initial_seed() + 1), own.manual_seed(4)
+    assert all(value != first[name] for name, value in seed_digests([("noise", own)]).items())
+
+
+class Sink(torch.autograd.Function):
+    """Hands on what reaches its outputs, and that nothing does, as DDP's."""
+
+    @staticmethod
+    def forward(ctx, *values):
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+@pytest.mark.parametrize("used", ["output", "source", "both"])
+def test_a_backward_is_followed_to_an_output_that_was_converted(used):
+    """Accelerate converts outputs to float32; the Trainer's loss is made before that, and DDP says so with None."""
+    lengths = []
+
+    class Followed(Passes):
+        def reached(self, record, gradient):
+            lengths.append(gradient.float().norm().item())
+
+    source = torch.ones(4, 3, requires_grad=True).bfloat16()
+    output = source.float()
+    Followed(None, None)._follow({}, output)
+    loss, output = Sink.apply(source.float().sum(), output)
+    (loss * (used != "output") + output.sum() * 2 if used != "source" else loss).backward()
+    assert lengths == pytest.approx([12**0.5 * (1 if used == "source" else 2)])

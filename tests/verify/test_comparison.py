@@ -20,6 +20,7 @@ from lockstep.verify.reference import TensorStore, compare, cut
 from lockstep.verify.request import REFERENCE, Combination, combine, refusal
 from lockstep.verify.table import STAGES, Difference, Row, Table
 from lockstep.verify.tolerance import EXACT, Scales, Tolerance, unit_roundoff
+from lockstep.verify.verification import unproved_by
 from lockstep.verify.wrappers import PreparedTask, TaskWrapper
 
 
@@ -342,6 +343,22 @@ def test_a_table_says_everything_in_words():
     )
     assert all(STAGES.values())
     assert not Table("title", [Row(REFERENCE, "unavailable", reason="no")]).ok
+    assert not Table("title", [Row(REFERENCE, "not proved", reason="no")]).ok
+
+
+@pytest.mark.parametrize(
+    ("losses", "skips", "proved"),
+    [
+        ([1.0, 0.5], False, True),
+        ([1.0, math.nan], False, False),
+        ([1.0, math.inf], False, False),
+        ([1.0, math.nan], True, True),
+        ([math.nan, math.nan], True, False),
+    ],
+)
+def test_losses_that_are_not_finite_prove_nothing(losses, skips, proved):
+    reference = {"steps": [{"slots": [{"loss": loss}, {"loss": None}]} for loss in losses]}
+    assert (unproved_by(reference, skips=skips) == "") is proved
 
 
 def test_floating_point_data_follows_the_model_into_float64():

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.layout import Piece, Share, in_file_order, share_out
 from lockstep.checkpoint.pinned import Pinned, runs, span
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, PeerError, StorageError
 
@@ -142,7 +143,7 @@ class Saver:
         if found and (last or self._row >= self._limit):
             many = f"{self._row} saves in a row failed, the last" if self._row > 1 else "the save"
             _, rank, why, code = found[0]  # what a rank saw itself comes before what it heard of another
-            where = f"after step {self._step} " + ("failed " if self._row == 1 else "") + f"on rank {rank}"
+            where = f"after step {self._step} " + ("failed " if self._row == 1 else "") + f"on {rank_label(rank)}"
             again = "start again when that is repaired: it goes on from the checkpoint before, if there is one"
             kind = StorageError if code == StorageError.exit_code else LockstepError
             raise kind(f"{many} {where}: {why}; {again}")

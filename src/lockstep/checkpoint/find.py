@@ -19,6 +19,7 @@ from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
 from lockstep.checkpoint.on_all_ranks import on_all_ranks
 from lockstep.checkpoint.store import list_steps, path_of
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 from lockstep.units import bytes_text
@@ -111,9 +112,9 @@ def _read(path: Path, checksum: str, world: World, reading: "_Reading") -> list[
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return [f"rank {world.rank}: {error}"]
+        return [f"{rank_label(world.rank)}: {error}"]
     if manifest.checksum != checksum:
-        return [f"{path.name}/{MANIFEST} is another one on rank {world.rank} than on rank 0"]
+        return [f"{path.name}/{MANIFEST} is another one on {rank_label(world.rank)} than on rank 0"]
     reading.begin(manifest)
     return damaged(path, manifest, data_files(manifest, world.rank, world.size), reading.add)
 

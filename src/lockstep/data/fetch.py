@@ -5,10 +5,8 @@ data, items = fetch[Key(step=3, micro=1, weight=1.0, epochs=[0, 0], samples=[17,
 """
 
 import random
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,7 +14,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep.counts import checked, samples_in, shown
-from lockstep.errors import DataError, LockstepError
+from lockstep.distributed.rank_label import rank_label
+from lockstep.errors import DataError, LockstepError, error_line
 from lockstep.seeds import derive
 from lockstep.task import Task, has_own, items_of_a_sample
 
@@ -33,9 +32,6 @@ __all__ = [
     "generators_kept",
     "seed_everything",
 ]
-
-
-_PACKAGE, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 
 class Key(NamedTuple):
@@ -173,7 +169,7 @@ class Fetch:
 
     def _where(self, key: Key) -> str:
         shown = ", ".join(str(sample) for sample in key.samples[:8]) + (", ..." if len(key.samples) > 8 else "")
-        return f"rank {self._rank}, step {key.step}, samples {shown}"
+        return f"{rank_label(self._rank)}, step {key.step}, samples {shown}"
 
     def _drawn(self, epoch: int, sample: int) -> Any:
         return self._load_seeded(sample, lambda tried: seed_everything(derive(self._seed, "sample", epoch, tried)))
@@ -205,12 +201,7 @@ def blamed(method: str, error: Exception, where: str) -> DataError:
 
 def failure(error: Exception) -> str:
     """`TYPE: first line of the message (FILE:LINE)`, the last line that is neither torch's nor ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if not any(part in each.filename for part in (_PACKAGE, _TORCH))]
-    last = (own or frames)[-1:]
-    line = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
-    told = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {told}{line}"
+    return error_line(error)
 
 
 def seed_everything(key: int) -> None:

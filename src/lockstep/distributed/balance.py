@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple, final
 
 from lockstep.distributed.cutting import cut, loads
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.shares import Shares
 from lockstep.errors import LockstepError
 
@@ -233,7 +234,8 @@ class Balancer:
         fast, slow = costs.index(min(costs)), costs.index(max(costs))
         unit = "for the same work" if self.by_length else "a micro-batch"
         ratio = costs[slow] / costs[fast]
-        why = f"rank {slow} needs {ratio:.2g} times as long {unit} as rank {fast}" if ratio > 1.0 else "all are alike"
+        longer = f"{rank_label(slow)} needs {ratio:.2g} times as long {unit} as {rank_label(fast)}"
+        why = longer if ratio > 1.0 else "all are alike"
         if self.by_length:
             speeds = ", ".join(f"{costs[fast] / cost:.2g}" for cost in costs)
             return f"shares by length for speeds of {speeds} after step {first}: {why}"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.distributed.rank_label import rank_label
 from lockstep.errors import LockstepError, PeerError
 
 __all__ = ["is_lost_peer", "lost_peers", "typed_errors"]
@@ -49,8 +50,8 @@ def lost_peers(rank: int, error: Exception, when: str = "") -> PeerError:
     """
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     found = PeerError(
-        f"rank {rank} lost the other ranks{' ' if when else ''}{when}: {reason}; the first error is in the log of the "
-        "rank that failed; for slow steps or data raise --timeout"
+        f"{rank_label(rank)} lost the other ranks{' ' if when else ''}{when}: {reason}; the first error is in the "
+        "log of the rank that failed; for slow steps or data raise --timeout"
     )
     found.names_nobody = True
     return found

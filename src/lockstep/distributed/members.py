@@ -20,6 +20,7 @@ from typing import NamedTuple, Self
 from torch._C._distributed_c10d import TCPStore
 
 from lockstep.distributed.progress import MEETING_VARIABLE, MEMBER_VARIABLE
+from lockstep.distributed.rank_label import renumber
 from lockstep.errors import PeerError
 
 __all__ = ["Generation", "Member", "Report", "keys_of"]
@@ -151,6 +152,7 @@ class Member:
         if self.name not in generation.members:
             raise PeerError("the others went on without this process, which was silent for too long")
         self.generation = generation.number
+        renumber(generation.members)
         return generation
 
     def connection(self) -> TCPStore:

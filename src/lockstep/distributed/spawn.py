@@ -15,6 +15,7 @@ import faulthandler
 import gc
 import importlib
 import multiprocessing
+import multiprocessing.reduction
 import multiprocessing.util
 import os
 import signal
@@ -159,19 +160,23 @@ def _launch(process: Any, what: str) -> None:
     try:
         _serve()
         process.start()
-    except (AttributeError, TypeError, ImportError) as error:
+    except OSError:
+        raise
+    except Exception as error:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise SystemExit(1) from None  # a rank that imports a script without a guard: its parent says so
+        if not _is_of_pickle(error):
+            raise
         raise ConfigError(
             f"{what} cannot be sent to other processes ({error}): define its class at the top of a module, or start "
             "the ranks with torchrun"
         ) from error
-    except RuntimeError as error:
-        if "bootstrapping phase" not in str(error):
-            raise
-        raise SystemExit(1) from None  # this is a rank, which imports a script without a guard: its parent says so
-    except Exception as error:
-        if "pickle" not in f"{type(error).__name__} {error}".lower():
-            raise
-        raise ConfigError(f"{what} cannot be sent to other processes: {error}; define it in a module") from error
+
+
+def _is_of_pickle(error: Exception) -> bool:
+    """Whether an object could not be pickled: its class and ours, pickle, torch and Python raise whatever they like."""
+    modules = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return multiprocessing.reduction.__name__ in modules
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:

@@ -27,6 +27,7 @@ from torch import Tensor
 from lockstep.counts import Exact, number, parts
 from lockstep.distributed.lost_peers import lost_peers
 from lockstep.distributed.progress import COMPUTING, WAITING, Progress
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, PeerError
 
@@ -288,7 +289,7 @@ class StepExchange:
 def _check_even(lasts: list[int], step: int) -> None:
     """Raises where the ranks have work for different numbers of steps: they would wait for each other."""
     if min(lasts) != max(lasts):
-        counts = ", ".join(f"rank {rank} has {last}" for rank, last in enumerate(lasts))
+        counts = ", ".join(f"{rank_label(rank)} has {last}" for rank, last in enumerate(lasts))
         raise LockstepError(
             f"uneven work, seen before step {step}: of the run's steps {counts}; give every rank the same data and plan"
         )

@@ -36,6 +36,7 @@ from lockstep.distributed.launcher import check_launched, number_of
 from lockstep.distributed.local_device import check_unshared, identity, local_device
 from lockstep.distributed.lost_peers import lost_peers
 from lockstep.distributed.progress import MEETING_VARIABLE
+from lockstep.distributed.rank_label import rank_label, renumber
 from lockstep.errors import ConfigError, LockstepError, PeerError
 
 __all__ = ["World", "meeting_point", "meeting_store", "on_all_ranks"]
@@ -88,6 +89,7 @@ class World:
             PeerError: not all ranks arrived within the timeout.
         """
         check_launched(os.environ)
+        renumber([])
         while _ABANDONED:
             _ABANDONED.pop().leave(_PATIENCE)
         rank, local_rank, size = (number_of(name, least) for name, least in _LAUNCHER)
@@ -263,7 +265,7 @@ class World:
             raise error
         if failed:
             rank, message, code = failed[0]
-            problem = PeerError(f"rank {rank}: {message}")
+            problem = PeerError(f"{rank_label(rank)}: {message}")
             problem.exit_code, problem.relayed = code, True
             raise problem
 
@@ -274,7 +276,9 @@ class World:
             keys = [key for key in values if other.get(key) != gathered[0].get(key)]
             if keys:
                 shown = ", ".join(f"{key} ({gathered[0].get(key)!r} on rank 0, {other.get(key)!r})" for key in keys)
-                raise LockstepError(f"rank {rank} has another {what} than rank 0: {shown}; start all ranks alike")
+                raise LockstepError(
+                    f"{rank_label(rank)} has another {what} than rank 0: {shown}; start all ranks alike"
+                )
 
     def leave(self, patience: float | None = None) -> None:
         """Leaves in an order that cannot hang: wrappers collected, every rank arrived, then the groups.

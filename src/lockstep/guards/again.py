@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.batches import MicroBatch
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, raised_in
 from lockstep.guards.digests import Digests, of_batch, of_digests
 from lockstep.task import Task
 
@@ -162,11 +162,12 @@ class Again:
         try:
             return torch.autograd.grad(loss, parameters, torch.full_like(loss, root).detach(), allow_unused=True)
         except RuntimeError as error:
-            if "use_reentrant" not in str(error):
+            if raised_in(error) != _REFUSES:
                 raise
             raise ConfigError(_REENTRANT) from error
 
 
+_REFUSES = "torch.utils.checkpoint:backward"  # of use_reentrant=True; what is computed again there has deeper frames
 _REENTRANT = (
     "--guards.audit: computed again, other parameters have a gradient: give the model's checkpoint() of activations "
     "use_reentrant=False, or leave --guards.audit out"

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lockstep.clock import Clock
 from lockstep.data.batches import Batches, MicroBatch
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import DataError, LockstepError
 from lockstep.guards import desync
@@ -227,10 +228,10 @@ class Audit:
         gathered = self._world.gather([mine, _here(self._world.device), newest])  # collective
         results = [found for found, _, _ in gathered]
         ranks, why = judged([[of_digests(each) for each in found] for found in results])
-        where = ", ".join(f"rank {rank} ({gathered[rank][1]})" for rank in ranks)
+        where = ", ".join(f"{rank_label(rank)} ({gathered[rank][1]})" for rank in ranks)
         names = self._differing(results, ranks)
-        by = f", computed again by rank {disputed.auditor}," if self._world.size > 1 else ", computed twice,"
-        what = f"micro-batch {disputed.micro} of rank {owner}{by}"
+        by = f", computed again by {rank_label(disputed.auditor)}," if self._world.size > 1 else ", computed twice,"
+        what = f"micro-batch {disputed.micro} of {rank_label(owner)}{by}"
         if why == EVERYBODY:
             return (
                 f"step {step}: {what} has other bits nearly each time and on most ranks ({names}): an operation that "

@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.checkpoint.layout import block_of
 from lockstep.checkpoint.read import AVERAGE
 from lockstep.checkpoint.write import bytes_of
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.shared.remade import UNFROZEN
 from lockstep.errors import DifferenceError
@@ -160,7 +161,7 @@ def _odd(values: dict[int, str]) -> str:
     kept = list(values.values())
     common = max(set(kept), key=kept.count)
     if 2 * kept.count(common) > len(kept):
-        odd = ", ".join(str(rank) for rank, value in values.items() if value != common)
-        return f"rank {odd} differs from the other ranks"
+        odd = ", ".join(rank_label(rank) for rank, value in values.items() if value != common)
+        return f"{odd} differs from the other ranks"
     ranks = sorted(values)
-    return f"rank {ranks[0]} and rank {ranks[-1]} differ (no majority says which is right)"
+    return f"{rank_label(ranks[0])} and {rank_label(ranks[-1])} differ (no majority says which is right)"

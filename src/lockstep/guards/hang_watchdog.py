@@ -23,6 +23,7 @@ from typing import Any, Self
 from lockstep.distributed.launcher_watch import launcher_is_gone
 from lockstep.distributed.members import Member
 from lockstep.distributed.progress import COMPUTING, IN_BODY, READING, WAITING
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.step_exchange import REGROUP, SAVE_AND_END, StepExchange
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, PeerError
@@ -118,7 +119,7 @@ class HangWatchdog:
         watched = (WAITING, COMPUTING, READING) if self._world.size == 1 else (WAITING, COMPUTING, READING, IN_BODY)
         if progress.phase == IN_BODY and IN_BODY in watched and stands > limit / 2 and not self._warned:
             self._warned = True
-            where = f"rank {self._world.rank} has been in the body of the caller's loop for {stands:.0f} s"
+            where = f"{rank_label(self._world.rank)} has been in the body of the caller's loop for {stands:.0f} s"
             _LOG.warning("%s; the other ranks wait for it, and end the run after --timeout %g s", where, limit)
         if progress.phase in watched and stands > limit:
             return LockstepError(_ORPHANED) if launcher_is_gone() else f"no progress for {limit:g} s"

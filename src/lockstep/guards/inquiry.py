@@ -18,6 +18,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from lockstep.distributed.progress import FOLDER_VARIABLE, Place, Progress
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World, meeting_point
 from lockstep.errors import ConfigError
 from lockstep.guards.stacks import dump, where_main
@@ -73,14 +74,14 @@ class Inquiry:
         dump(self._folder / "logs", self._world.rank, f"{reason}; {place}, {line}")
         _LOG.warning("%s: stands in %s, at %s", reason, place, line, extra={"only_file": True})
         if self.told is None:
-            return f"rank {self._world.rank} made no progress: it stands in {place}, at {line}"
+            return f"{rank_label(self._world.rank)} made no progress: it stands in {place}, at {line}"
         mine = {"step": place.step, "phase": place.phase, "line": line, "waits": waits}
         answers: dict[int, str] = {}
         asking = threading.Thread(target=self._ask, args=(json.dumps(mine), answers), daemon=True)
         asking.start()
         asking.join(_CALL + _STORE.total_seconds())
         if len(answers) < self._world.size:
-            return f"rank 0 did not arrive{self._last(0)}: it holds the meeting point, which is silent"
+            return f"{rank_label(0)} did not arrive{self._last(0)}: it holds the meeting point, which is silent"
         return self._judged({rank: json.loads(text) if text else None for rank, text in answers.items()})
 
     def _ask(self, mine: str, answers: dict[int, str]) -> None:
@@ -99,13 +100,13 @@ class Inquiry:
     def _judged(self, answers: dict[int, dict[str, Any] | None]) -> str:
         missing = [rank for rank, answer in answers.items() if answer is None]
         if missing:
-            return " and ".join(f"rank {rank} did not arrive{self._last(rank)}" for rank in missing[:8])
+            return " and ".join(f"{rank_label(rank)} did not arrive{self._last(rank)}" for rank in missing[:8])
         known = {rank: answer for rank, answer in answers.items() if answer is not None}
         busy = [rank for rank, answer in known.items() if not answer["waits"]]
         behind = min(answer["step"] for answer in known.values())
         late = busy or [rank for rank, answer in known.items() if answer["step"] == behind]
         shown = [
-            f"rank {rank} did not arrive: it stands in step {known[rank]['step']}, at {known[rank]['line']}"
+            f"{rank_label(rank)} did not arrive: it stands in step {known[rank]['step']}, at {known[rank]['line']}"
             for rank in late[:8]
         ]
         return " and ".join(shown)

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data.fetch import draws
 from lockstep.data.loader import Loader
+from lockstep.distributed.rank_label import rank_label
 from lockstep.errors import DataError
 
 __all__ = ["RetryingDataset", "loading_failures"]
@@ -81,7 +82,7 @@ class RetryingDataset(Dataset[Any]):
         where = getattr(error, "filename", None) or getattr(self._inner, "path", None)
         file = f" ({where})" if where else ""
         told = (str(error).splitlines() or [""])[0]
-        line = f"rank {self._rank}: sample {index}{file} cannot be loaded: {type(error).__name__}: {told}"
+        line = f"{rank_label(self._rank)}: sample {index}{file} cannot be loaded: {type(error).__name__}: {told}"
         if int(self.counts[1]) >= self._skips:
             more = f"; {self._skips} were left out before" if self._skips else ""
             raise DataError(f"{line}{more}; repair it, or leave such samples out: --guards.bad-samples N") from error

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.engines.shared.buffers import unmoved
@@ -64,7 +65,7 @@ def origin(
         where = f"the first output that is not finite is of module '{module}'"
     elif finite:
         where = "its loss was not finite, and is when computed again: suspect the hardware"
-    return f"micro-batch {index} (samples {shown}) on rank {rank}: {where}"
+    return f"micro-batch {index} (samples {shown}) on {rank_label(rank)}: {where}"
 
 
 def _first(plain: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any) -> tuple[str, bool]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 
 from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END
 from lockstep.distributed.stop_signals import STOP_SIGNALS, heeds_hangup, leave_terminal
+from lockstep.errors import LockstepError, error_line
 
 __all__ = ["Preemption"]
 
@@ -19,6 +20,10 @@ class Told(Protocol):
 
     def stop(self, stop_request: int) -> None:
         """As `StepExchange.stop`."""
+
+
+class _Interrupted(KeyboardInterrupt):
+    """The second Ctrl-C."""
 
 
 class Preemption:
@@ -40,9 +45,12 @@ class Preemption:
                     self._before[number] = signal.signal(number, self._stop_request)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Raise LockstepError for a KeyboardInterrupt that no Ctrl-C raised: it is an error of the user's code."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._before and isinstance(error, KeyboardInterrupt) and not isinstance(error, _Interrupted):
+            raise LockstepError(f"{error_line(error)} was raised by the code itself, and no Ctrl-C came") from error
 
     @property
     def ends_now(self) -> bool:
@@ -52,7 +60,7 @@ class Preemption:
     def _stop_request(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self._interrupted:
             self._again = True
-            raise KeyboardInterrupt
+            raise _Interrupted
         if number == signal.SIGHUP:
             leave_terminal()
         self._interrupted = self._interrupted or number == signal.SIGINT

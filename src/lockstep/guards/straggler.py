@@ -11,6 +11,7 @@ three windows in a row of five steps or more.
 from collections.abc import Callable
 from statistics import median
 
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.step_exchange import BusySeconds, StepExchange
 
 __all__ = ["Straggler"]
@@ -67,6 +68,6 @@ class Straggler:
             return ""
         self._told.add((found[0], found[1]))
         return (
-            f"rank {found[0]} is slow: {1e3 * found[2]:.1f} ms per step of {_KINDS[found[1]]}, the others "
+            f"{rank_label(found[0])} is slow: {1e3 * found[2]:.1f} ms per step of {_KINDS[found[1]]}, the others "
             f"{1e3 * found[3]:.1f} ms; all ranks wait for it"
         )

@@ -38,11 +38,12 @@ from lockstep.distributed.progress import (
     is_under_way,
     read_end,
 )
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.stop_signals import STOP_SIGNALS, heeds_hangup, leave_terminal
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launch.failure import Failure, first
 from lockstep.launch.job import Job
-from lockstep.launch.losses import Losses
+from lockstep.launch.losses import REPEATED, Losses
 from lockstep.launch.memory import kills
 from lockstep.launch.orphans import orphans_adopted, reap_orphans
 from lockstep.launch.preloaded import Preloaded
@@ -120,6 +121,7 @@ class _Agent(LocalElasticAgent):
         self.asked: signal.Signals | None = None
         self._hangup = self._forward if heeds_hangup() else signal.SIG_IGN
         self._failure: Failure | None = None
+        self._earlier: list[Failure] = []  # that led to restarts
         self._kills, self._looked = kills(), time.monotonic()
         self._ending = ""  # why a loss ended the others too
         self._names: dict[int, str] = {}  # of the processes, by local rank
@@ -300,16 +302,28 @@ class _Agent(LocalElasticAgent):
             self._failure = dataclasses.replace(self._failure, message=self._missing(silent, group))
         if UsageError.exit_code in (failure.code for failure in found):
             self._remaining_restarts = 0  # bad input stays bad
+        if self._remaining_restarts and any(self._failure.repeats(earlier) for earlier in self._earlier):
+            self._remaining_restarts, self._ending = 0, f"{REPEATED}, so it is not restarted once more"
+        self._earlier.append(self._failure)
         if self._remaining_restarts and self.asked is None:
             number = self._job.restarts - self._remaining_restarts + 1
             self._say(f"{self._told()}; restart {number} of {self._job.restarts}")
 
     def _missing(self, silent: list[int], group: WorkerGroup) -> str:
         """Before the first step no watch names who is missing: it is who did not even notice that the others ended."""
-        ranks = [int(group.workers[local].global_rank) for local in silent]
-        places = {rank: Place.read(self._folder / str(rank)) or "its start, before step 0" for rank in ranks}
-        shown = " and ".join(f"rank {rank} did not arrive: it stood in {place}" for rank, place in places.items())
+        ranks = [self._rank_of(local, group) for local in silent]
+        shown = " and ".join(
+            f"{rank_label(rank, slot)} did not arrive: it stood in "
+            f"{Place.read(self._folder / str(slot)) or 'its start, before step 0'}"
+            for rank, slot in ranks
+        )
         return f"{shown}; after --timeout seconds the others gave up; raise --timeout where it is only slow"
+
+    def _rank_of(self, local: int, group: WorkerGroup) -> tuple[int, int]:
+        """Return a process's rank now and at the start."""
+        slot = int(group.workers[local].global_rank)
+        now = self._losses.rank_of(self._names[local]) if self._losses else None
+        return slot if now is None else now, slot
 
     @property
     def told(self) -> bool:
@@ -317,11 +331,11 @@ class _Agent(LocalElasticAgent):
         return bool(self._failure and self._failure.message and not self._failure.follows)
 
     def _failed(self, local: int, code: int, when: float, group: WorkerGroup) -> Failure:
-        slot = int(group.workers[local].global_rank)
-        now = self._losses.rank_of(self._names[local]) if self._losses else None
+        rank, slot = self._rank_of(local, group)
         assert self._pcontext is not None
         note = Path(self._pcontext.error_files[local])
-        found = Failure.read(slot if now is None else now, code, note, Place.read(self._folder / str(slot)), when)
+        found = Failure.read(rank, code, note, Place.read(self._folder / str(slot)), when)
+        found = dataclasses.replace(found, at_start=slot)
         if self._names.get(local) in self._silenced:
             return dataclasses.replace(found, message="it said nothing while the others waited for it, and was ended")
         return found
@@ -339,7 +353,7 @@ class _Agent(LocalElasticAgent):
         if failure.code == -signal.SIGKILL and not failure.message:
             if kills() > self._kills:
                 return f"{failure}: out of memory, by the kernel's count; lower --micro-batch-size, or take more memory"
-            return f"{failure}: somebody or something killed it, and the kernel counts no lack of memory"
+            return f"{failure}: something outside the run killed it; the kernel reports no lack of memory (no OOM kill)"
         if -failure.code in STOP_SIGNALS and not failure.message:
             return f"{failure}: somebody or something ended it before its steps began, so there was nothing to save"
         if failure.code < 0 and not failure.message:

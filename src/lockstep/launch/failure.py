@@ -24,13 +24,17 @@ from typing import Any
 
 from lockstep.config.secrets import mask, printable
 from lockstep.distributed.progress import FOLDER_VARIABLE, Place, Progress
-from lockstep.errors import LockstepError, PeerError, UsageError
+from lockstep.distributed.rank_label import rank_label
+from lockstep.errors import LockstepError, PeerError, StorageError, UsageError, error_line
 
-__all__ = ["Failure", "described", "first", "note", "note_uncaught"]
+__all__ = ["Failure", "described", "first", "note", "note_log", "note_uncaught"]
 
 _LIMIT = 1 << 20  # bytes of a note that are believed
 _HOOKED: list[Any] = []  # what showed the errors of this program that nobody caught
 _NOTED: list[BaseException] = []  # the error of this process that was noted
+
+
+_LOGS: list[Path] = []  # the file that has the whole traceback
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Failure:
     """One process's end.
 
     Attributes:
-        rank: of the process.
+        rank: of the process, among those that train together.
         code: its exit code; negative: the signal that killed it.
         message: its own last word; "" where it could not say any.
         follows: it only lost the others, or relays what another rank says.
@@ -47,6 +51,7 @@ class Failure:
         shared: all ranks found the same together.
         origin: the class of its error and the line of code that raised it; "" where it could not say.
         names_nobody: it lost the others and does not say which.
+        at_start: its rank when the launcher started it; None: the same.
     """
 
     rank: int
@@ -58,6 +63,7 @@ class Failure:
     shared: bool = False
     origin: str = ""
     names_nobody: bool = False
+    at_start: int | None = None
 
     @classmethod
     def read(cls, rank: int, code: int, path: Path, place: Place | None, seen: float) -> "Failure":
@@ -81,22 +87,28 @@ class Failure:
         )
 
     def repeats(self, other: "Failure") -> bool:
-        """Whether the same line of code raised both in the same step: another try would end alike."""
+        """Whether the same line of code raised both in the same step: another try would end alike.
+
+        The loss of another rank, and a storage that did not answer, are not the line's fault.
+        """
+        if self.follows or self.code == StorageError.exit_code:
+            return False
         step, before = (each.place.step if each.place else None for each in (self, other))
         return bool(self.origin) and (self.origin, step) == (other.origin, before)
 
     def __str__(self) -> str:
         at = f"at {self.place}" if self.place else "before step 0"  # where it never told its place
+        who = rank_label(self.rank, self.at_start)
         if self.message and (self.follows or self.shared):
             return self.message if re.search(r"step \d", self.message) else f"{at}: {self.message}"
         if self.message:
-            return f"rank {self.rank} failed first {at}: {self.message}"
+            return f"{who} failed first {at}: {self.message}"
         if self.code < 0:
-            return f"rank {self.rank} was ended first, by {_signal(-self.code)}, {at}"
+            return f"{who} was the first to end, killed by {_signal(-self.code)}, {at}"
         if self.code == 0:
-            early = f"rank {self.rank} ended with code 0 before the run's end, {at}"
+            early = f"{who} ended with code 0 before the run's end, {at}"
             return f"{early}: its code, or a library, called exit, or it left its loop alone"
-        return f"rank {self.rank} ended first, with code {self.code} and no word, {at}"
+        return f"{who} ended first, with code {self.code} and no word, {at}"
 
 
 def first(failures: Iterable[Failure]) -> Failure:
@@ -108,7 +120,12 @@ def described(error: BaseException) -> str:
     """Describe an error on its own rank: one of lockstep's by its line, any other by place, class and text."""
     if isinstance(error, LockstepError):
         return str(error)
-    return f"at {Progress.present() or 'the start'}: {type(error).__name__}: {error}"
+    return f"at {Progress.present() or 'the start'}: {error_line(error)}"
+
+
+def note_log(path: Path) -> None:
+    """Note the file to which the traceback of this process's error was written."""
+    _LOGS[:] = [path]
 
 
 def note(error: BaseException) -> bool:
@@ -124,7 +141,7 @@ def note(error: BaseException) -> bool:
     if _NOTED and _NOTED[0] is error:
         return told_already
     ours = isinstance(error, LockstepError)
-    bug = f"{type(error).__name__}: {error}; the traceback is above, and in the rank's file under logs/"
+    bug = f"{error_line(error)}; the traceback is above{f', and in {_LOGS[-1]}' if _LOGS else ''}"
     line = mask(str(error) if ours else bug).replace("\n", " ")
     place = Progress.present()
     text = f"rank {os.environ.get('RANK', '0')}{f' at {place}' if place else ''}: {line}"  # ends torchrun's own report

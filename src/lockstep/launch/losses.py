@@ -18,7 +18,9 @@ from typing import Protocol
 from lockstep.distributed.members import Generation, Report, keys_of
 from lockstep.launch.failure import Failure
 
-__all__ = ["Losses", "Store"]
+__all__ = ["REPEATED", "Losses", "Store"]
+
+REPEATED = "the same line of code failed in the same step again"
 
 _HOUR = 3600.0
 _AGAIN = 3  # times as many may be those in which nobody is lost: on a busy machine groups are formed too slowly
@@ -133,7 +135,7 @@ class Losses:
             return f"{len(left)} of {len(self.members)} processes are left, and --min-ranks is {self._least}"
         if len(self._times) > self._most:
             return f"that is loss {len(self._times)} within an hour, and --max-losses is {self._most}"
-        return "the same line of code failed in the same step again" if again else ""
+        return REPEATED if again else ""
 
     def _tell(self, reason: str) -> None:
         """Members that wait for the next generation end with the reason."""

@@ -40,7 +40,7 @@ from lockstep.run.guarding import Guards
 from lockstep.run.kernels import kernels_of
 from lockstep.run.meter import Meter
 from lockstep.run.profiling import Profiling
-from lockstep.run.recorder import EXIT_INTERRUPTED, EXIT_SAVED, RunRecorder
+from lockstep.run.recorder import EXIT_INTERRUPTED, EXIT_SAVED, RunRecorder, losses_text
 from lockstep.run.session import ReadNumbers, Session
 from lockstep.run.trained import note_body
 from lockstep.sinks import Sinks
@@ -114,7 +114,8 @@ def works(session: Session, built: Built) -> Works:
     sums = state["running_loss"], state.get("running_missed", 0), state.get("running_numbers")
     meter = Meter(exchange, clock, world.device, *sums)
     session.timeline.measures(lambda: clock.spent().get("data", 0.0))
-    recorder = RunRecorder(built, meter, session.sinks, exchange, session.timeline, outlives=outlives)
+    losses = losses_text(session.losses, world.size, session.began_on)
+    recorder = RunRecorder(built, meter, session.sinks, exchange, session.timeline, outlives=outlives, losses=losses)
     session.saver = recorder.saver
     guards = Guards(built, exchange, step_loader, seed, clock)
     control = StepControl(
@@ -233,6 +234,7 @@ def leave_early(session: Session, works: Works, told: Told | None, now: bool) ->
         if session.abandoned:
             return
         save(works, session.global_step)
+        works.recorder.settle()  # collective
         works.recorder.close(0, sample=False)
         session.sinks = Sinks([])  # closed with a summary, and not once more as after a failure
     else:
@@ -279,7 +281,7 @@ def handed_on(works: Works) -> Iterator[None]:
         raise
 
 
-def end_of(built: Built, stop_request: int, saved: int) -> tuple[str, int]:
+def end_of(built: Built, stop_request: int, saved: int, losses: str = "") -> tuple[str, int]:
     """The run's status and exit code, which the run's folder keeps; where it was cut short the launcher does too."""
     code = _EXIT_CODES.get(stop_request, 0)
     if code:
@@ -288,7 +290,7 @@ def end_of(built: Built, stop_request: int, saved: int) -> tuple[str, int]:
     status = _STATUS.get(stop_request, "finished" if whole else "stopped")
     if built.world.is_main:
         built.folder.stop_file.unlink(missing_ok=True)  # heeded, or come too late: the next start must not find it
-        built.folder.write_end(code, saved, status)
+        built.folder.write_end(code, saved, status, losses)
     return status, code
 
 

@@ -26,6 +26,7 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.deepspeed_file import hold, read_json
 from lockstep.engines.shared.gradient_norms import GradientNorms
+from lockstep.engines.shared.oom import explained
 from lockstep.errors import UsageError, said
 from lockstep.guards.start import check_programs, check_weights
 from lockstep.optim.schedule import cycled_momentum, factor
@@ -285,19 +286,20 @@ def build(
     groups = Groups(gradients=GradientNorms(config.log_gradients, config.log_freq))
     unfrozen = begin_as_made(model, state)
     made = engine_of(config, task, model, world, groups, stream, notify(world), state)
-    on_all_ranks(world, lambda: check_held(made.model, groups.optimizer, unfrozen))
-    held_out = batches_of(config, task, evaluation, world)
-    # A resume may bring other metrics, and the checkpoint may be older than what is found in the trial.
-    if not joins and (source is None or judges(config) or task.reduction == "auto"):
-        trial = Trial(made, model, task, world, config, notify(world))
-        check_evaluated(config, check_task(trial, stream, held_out, state))  # collective
-    if config.compile and not joins:
-        may_fail = is_auto(asked, "compile")
-        reason = compiled_or_not(config, task, model, made, stream, world, may_fail=may_fail)  # collective
-        if reason:
-            notify(world)(f"--compile auto: the model cannot be compiled ({reason}); it is trained without")
-            config = dataclasses.replace(config, compile=False)
-            run_plan = dataclasses.replace(run_plan, config=config)
+    with explained(made, world):  # the first forward is where most runs that do not fit end
+        on_all_ranks(world, lambda: check_held(made.model, groups.optimizer, unfrozen))
+        held_out = batches_of(config, task, evaluation, world)
+        # A resume may bring other metrics, and the checkpoint may be older than what is found in the trial.
+        if not joins and (source is None or judges(config) or task.reduction == "auto"):
+            trial = Trial(made, model, task, world, config, notify(world))
+            check_evaluated(config, check_task(trial, stream, held_out, state))  # collective
+        if config.compile and not joins:
+            may_fail = is_auto(asked, "compile")
+            reason = compiled_or_not(config, task, model, made, stream, world, may_fail=may_fail)  # collective
+            if reason:
+                notify(world)(f"--compile auto: the model cannot be compiled ({reason}); it is trained without")
+                config = dataclasses.replace(config, compile=False)
+                run_plan = dataclasses.replace(run_plan, config=config)
     state["compile"] = config.compile
     built = Built(
         config,

@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.config.config import Config
 from lockstep.data.batches import Batches
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.make import undo_step
@@ -58,7 +59,7 @@ def compiled_or_not(
     with as_it_was(engine.model, task, world.device, training=True):
         own = on_all_ranks(world, attempt)
     reasons = world.gather(own)  # collective
-    found = next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
+    found = next((f"{rank_label(rank)}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
     if found and not may_fail:
         raise ConfigError(
             f"--compile: the model cannot be compiled ({found}); leave it out, or --compile auto goes on eager"

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.checkpoint.layout import block_of
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.run.build import Built
 from lockstep.tensors import local_of, not_finite
@@ -55,7 +56,7 @@ def _look(built: Built, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 def where_not_finite(found: Mapping[str, list[int]], world: World) -> str:
     """Say on which ranks the first of these tensors is not finite; "" where it is all of them."""
     ranks = next(iter(found.values()))
-    return "" if len(ranks) == world.size else f" on rank {', '.join(map(str, ranks))}"
+    return "" if len(ranks) == world.size else f" on {', '.join(map(rank_label, ranks))}"
 
 
 def _gather(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:

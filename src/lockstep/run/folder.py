@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.files import retry_io, storage_error, write_whole
 from lockstep.run.lock import RunLock
 from lockstep.units import bytes_text
@@ -106,13 +106,15 @@ class RunFolder:
         """Gives the lock back; twice does no harm."""
         self._lock.release()
 
-    def write_end(self, code: int, step: int, status: str) -> None:
+    def write_end(self, code: int, step: int, status: str, losses: str = "") -> None:
         """Leaves word of how this start of the run ended, after `step` steps: `status` as in `run.Result`, or "failed".
 
         `code` is for who reads it under plain torchrun: 75 or 130 where the run saved itself on a signal, else 0 or 1.
+        `losses` names the ranks that this start lost on its way.
         """
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-        self.write(_END, json.dumps({"status": status, "code": code, "step": step, "job": job}) + "\n")
+        end = {"status": status, "code": code, "step": step, "job": job} | ({"losses": losses} if losses else {})
+        self.write(_END, json.dumps(end) + "\n")
 
     def read_end(self) -> dict[str, Any]:
         """What `write_end` left; {} while the run goes on, or where it was killed."""
@@ -133,8 +135,14 @@ class RunFolder:
 
     def write_evaluated(self, step: int, judged: dict[str, Any]) -> None:
         """Notes that the evaluation after `step` steps was made, and what it changed in the state: the checkpoint of
-        that step is older."""
-        self.write(_EVALUATED, json.dumps({"step": step, **judged}) + "\n")
+        that step is older. Raises LockstepError where it cannot be written, StorageError."""
+        try:
+            self.write(_EVALUATED, json.dumps({"step": step, **judged}) + "\n")
+        except OSError as error:
+            raise LockstepError(
+                f"step {step}: {self.path / _EVALUATED}: {error.strerror}; make room or check the permissions of "
+                "--save-dir, and start again: it goes on from the newest checkpoint"
+            ) from error
 
     def read_evaluated(self) -> dict[str, Any]:
         """What `write_evaluated` noted last; {} for nothing."""

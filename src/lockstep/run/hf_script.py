@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.config import options
 from lockstep.config.config import Config
 from lockstep.config.hf_script import Script
-from lockstep.errors import ConfigError, UsageError
+from lockstep.errors import ConfigError, UsageError, raised_in
 from lockstep.models.hf import as_it_is
 from lockstep.run.load import load
 from lockstep.run.run import Result, Run
@@ -51,7 +51,7 @@ def run_script(script: Script, told: Mapping[str, Any]) -> int:
             if end.code:
                 return _code(end.code)
         except ValueError as error:
-            if "HfArgumentParser" in str(error):
+            if raised_in(error) == "transformers.hf_argparser:parse_dict":
                 raise ConfigError(f"--hf-args {script.arguments}: {str(error).splitlines()[0]}") from error
             raise
     if not training.folders:

@@ -183,6 +183,9 @@ def _ended(row: Row, folder: RunFolder) -> str:
     if holds:
         return "running"
     end = folder.read_end()
+    losses = end.get("losses")
+    if isinstance(losses, str):
+        row.note = row.note or losses
     status = end.get("status") or _CODES.get(_whole(end.get("code")) or 0)
     if status in _STATES:
         return str(status)

@@ -33,6 +33,7 @@ from lockstep.config.ranges import range_of
 from lockstep.data.batches import StepLoader
 from lockstep.diagnose.profile.reading import Trace, TraceError, read
 from lockstep.diagnose.profile.verdict import Verdict, judged
+from lockstep.distributed.rank_label import rank_label
 from lockstep.engines.make import SHARING, name_of
 from lockstep.engines.options import own_options
 from lockstep.errors import ConfigError
@@ -191,7 +192,7 @@ class Profiling:
             _export(profiler, path)
             trace = read(path).packed
         except (OSError, RuntimeError, TraceError) as error:
-            why = f"rank {world.rank}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            why = f"{rank_label(world.rank)}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         found = world.gather([trace, why])  # collective
         problems = [each for _, each in found if each]
         if world.is_main:

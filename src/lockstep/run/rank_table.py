@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 
 __all__ = ["lines_of", "log_ranks"]
@@ -30,7 +31,7 @@ def lines_of(places: Sequence[Sequence[str]]) -> Iterator[str]:
         places: by rank, its host and its device.
     """
     if len(places) <= _FEW:
-        yield from (f"rank {rank}: {host}, {device}" for rank, (host, device) in enumerate(places))
+        yield from (f"{rank_label(rank)}: {host}, {device}" for rank, (host, device) in enumerate(places))
         return
     for host, group in groupby(enumerate(places), key=lambda item: item[1][0]):
         ranks, devices = zip(*((rank, device) for rank, (_, device) in group), strict=True)

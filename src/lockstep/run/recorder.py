@@ -9,6 +9,7 @@ books.log(record)               # the window's record, where one ends with this 
 import json
 import logging
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ from lockstep.checkpoint.read import AVERAGE
 from lockstep.clock import marked
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
 from lockstep.distributed.step_exchange import SAVE_FAILED, StepExchange
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import at_rest
 from lockstep.engines.make import name_of
 from lockstep.engines.shared.average import averaged
@@ -40,7 +41,7 @@ from lockstep.run.trained import note
 from lockstep.sinks import Sinks
 from lockstep.transforms.eager import eager
 
-__all__ = ["EXIT_INTERRUPTED", "EXIT_SAVED", "RunRecorder"]
+__all__ = ["EXIT_INTERRUPTED", "EXIT_SAVED", "RunRecorder", "losses_text"]
 
 _LOG = logging.getLogger("lockstep")
 EXIT_INTERRUPTED, EXIT_SAVED = 130, 75
@@ -65,10 +66,12 @@ class RunRecorder:
         timeline: Timeline,
         *,
         outlives: bool = False,
+        losses: str = "",
     ) -> None:
         self._timeline = timeline
         self._built, self._meter, self._sinks, self._exchange = built, meter, sinks, exchange
         self._outlives = outlives  # the run goes on where a rank is lost
+        self.losses = losses
         keep = built.config.checkpoint
         self._saves = keep.mode != "none"
         self.saver = checkpoint.Saver(
@@ -223,19 +226,25 @@ class RunRecorder:
         seconds = (0.2 if self._outlives else 1.0) if gone else self._built.world.timeout
         self.saver.abandon(seconds, leave=not (gone and self._outlives))
 
-    def close(self, code: int, *, sample: bool = True) -> None:
-        """The summary, with a sample of what the model makes where it is asked for and the run was not cut short.
-
-        Every rank takes part in the sample, since the forward of a split model needs them all.
+    def settle(self) -> None:
+        """Wait for the run's last save. Collective.
 
         Raises:
-            LockstepError: the last save failed: what it should have kept is lost. Or tensors are not finite.
+            LockstepError: it failed: what it should have kept is lost. Or tensors are not finite.
         """
         built = self._built
         self.saver.settle(last=True)  # collective
         if not self._saves and (found := not_finite_now(built)):  # collective; else the saver has looked
             line = not_finite_line([*found], where_not_finite(found, built.world))
             raise LockstepError(f"after step {self.saved} {line}; lower --lr, or look at what updates it")
+
+    def close(self, code: int, *, sample: bool = True) -> None:
+        """The summary, with a sample of what the model makes where it is asked for and the run was not cut short.
+
+        To be called after `settle`. Every rank takes part in the sample, since the forward of a split model needs them
+        all.
+        """
+        built = self._built
         if built.world.is_main and self.is_best:  # known since the checkpoint was begun
             self._tidy(built.state)
         elif built.world.is_main and self.saved:  # that it was evaluated, too
@@ -243,7 +252,8 @@ class RunRecorder:
         self._exchange.progress.at(self.saved, ENDING)
         with averaged(built.engine):
             with eager():  # an own task's too
-                text = "" if code or not sample else built.task.sample(built.engine.model, built.world.device)
+                asked = sample and not code
+                text = on_all_ranks(built.world, self._sample) if asked else ""  # collective
             at_rest(built.engine.model)
         self._sinks.close(
             {
@@ -265,6 +275,9 @@ class RunRecorder:
             }
         )
 
+    def _sample(self) -> str:
+        return self._built.task.sample(self._built.engine.model, self._built.world.device)
+
     def _next(self, code: int) -> str:
         """The last line on the screen: what to do now."""
         whole, path = self._built.run_plan.step_plan.steps, self._built.folder.path
@@ -276,9 +289,27 @@ class RunRecorder:
         if not self._saves:
             return "finished; nothing was saved (--checkpoint.mode none)"
         if self.saved >= whole:
-            return f"finished; see what was saved with: lockstep checkpoint inspect {path}"
+            finished = f"finished {self.losses}" if self.losses else "finished"
+            return f"{finished}; see what was saved with: lockstep checkpoint inspect {path}"
         why = {EXIT_INTERRUPTED: "interrupted", EXIT_SAVED: "ended by a signal"}.get(code, "stopped")
         return f"{why}: saved after step {self.saved} of {whole}; the same command goes on from there"
+
+
+def losses_text(losses: Sequence[str], size: int, began_on: int) -> str:
+    """Describe the ranks that a run lost on its way; "" for none.
+
+    Args:
+        losses: a line for each.
+        size: the ranks now.
+        began_on: the ranks before the first loss.
+    """
+    if not losses:
+        return ""
+    many = "1 rank was" if len(losses) == 1 else f"{len(losses)} ranks were"
+    more = f" (the first of {len(losses)} losses)" if len(losses) > 1 else ""
+    if size >= began_on:
+        return f"after {many} lost and replaced: {losses[0]}{more}"
+    return f"on {size} of {began_on} ranks: {losses[0]}{more}"
 
 
 def _write_state(folder: RunFolder, state: dict[str, Any]) -> None:

@@ -123,6 +123,8 @@ def regroup(session: Session, built: Built, member: Member) -> None:
         _let_go(session, built)
         found = member.regroup(report, _LONGEST * built.world.timeout + _SLACK)
         lost += found.lost
+        session.losses += found.lost
+        session.began_on = session.began_on or built.world.size
         built.state["losses"] = built.state.get("losses", 0) + len(found.lost)
         best = _furthest(found)
         try:
@@ -323,4 +325,5 @@ def _say(found: Generation, reason: str, built: Built, seconds: float) -> None:
     if not found.lost and not found.fresh:
         _LOG.warning("the ranks lost each other though all live, and go on: %s", reason)
     joined = f", {len(found.fresh)} of them new" if found.fresh else ""
-    _LOG.info("%d ranks go on from step %d%s (after %.2f s)", len(found.members), built.start, joined, seconds)
+    who = "1 rank goes" if len(found.members) == 1 else f"{len(found.members)} ranks go"
+    _LOG.info("%s on from step %d%s (after %.2f s)", who, built.start, joined, seconds)

@@ -56,6 +56,7 @@ class Session:
         tries: how often new groups were formed since the last step.
         save_due: the checkpoint of the present step, or one before it, was lost with a rank.
         timeline: where the time goes.
+        losses: a line for each rank that this start of the run lost; `began_on`: its ranks before the first.
         least_steps: that the plan is to have, by going on through further epochs.
     """
 
@@ -91,6 +92,8 @@ class Session:
     save_due: bool = False
     timeline: Timeline = field(default_factory=Timeline)
     least_steps: int = 0
+    losses: list[str] = field(default_factory=list)
+    began_on: int = 0
 
     @property
     def status_when_left(self) -> str:

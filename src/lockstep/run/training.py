@@ -17,7 +17,7 @@ from lockstep.distributed.progress import COMPUTING, IN_BODY, under_way
 from lockstep.distributed.step_exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.shared.oom import explained
-from lockstep.errors import CheckpointError, LockstepError, PeerError, RankLost, StorageError, UsageError
+from lockstep.errors import CheckpointError, LockstepError, PeerError, RankLost, StorageError
 from lockstep.guards.hang_watchdog import HangWatchdog
 from lockstep.guards.preemption import Preemption
 from lockstep.guards.skips import Rollback
@@ -248,9 +248,10 @@ def _left_in_order(session: Session, built: Built) -> Iterator[None]:
         else:
             _note_left(session, built, error)
         if isinstance(error, Exception) and not isinstance(error, Rollback | Anew):
-            once = {"only_file": isinstance(error, UsageError)}  # bad input is one line, which the command prints
-            line = failure.described(error)
-            _LOG.error("%s", line, exc_info=not isinstance(error, LockstepError), extra=once)
+            is_one_line = isinstance(error, LockstepError)  # which the command prints
+            once = {"only_file": is_one_line}
+            _LOG.error("%s", failure.described(error), exc_info=not is_one_line, extra=once)
+            failure.note_log(built.folder.path / "logs" / f"rank-{built.world.rank:05d}.log")
         raise
     finally:
         session.timeline.close(_ended(session, left))
@@ -342,7 +343,8 @@ def _follow(session: Session, built: Built) -> Training:
             hooks.ends(course, recorder.saved)
         if session.member:
             session.member.ends()
-        session.status, session.exit_code = end_of(built, stop_request, recorder.saved)
+        recorder.settle()  # collective
+        session.status, session.exit_code = end_of(built, stop_request, recorder.saved, recorder.losses)
         recorder.close(session.exit_code)
 
 

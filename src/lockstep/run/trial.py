@@ -25,6 +25,7 @@ from lockstep.data.fetch import blamed, generators_kept
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine, at_rest
 from lockstep.engines.make import undo_step
+from lockstep.engines.shared.oom import is_out_of_memory
 from lockstep.errors import DataError, LockstepError
 from lockstep.loop import seeder
 from lockstep.run.placement import explained
@@ -267,9 +268,11 @@ def call(
     """Call a method of the task. Raises DataError, in one line, for what goes wrong in it."""
     try:
         return action(data)
-    except (LockstepError, MemoryError, torch.OutOfMemoryError):
+    except LockstepError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):  # whoever called says what holds the memory
+            raise
         problem = blamed(method, error, "the first micro-batch, before step 1")
         told = explained(error, model, task, data) if model is not None and task is not None else ""
         raise (DataError(f"{problem}; {told}") if told else problem) from error

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from lockstep.config.secrets import mask, printable
+from lockstep.distributed.rank_label import rank_label
 from lockstep.errors import said
 
 __all__ = ["close_log", "open_log"]
@@ -79,11 +80,12 @@ class _PersonLine(logging.Formatter):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self._rank = f"rank {rank}: " if rank else ""
+        self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        return f"{self._rank}{level}{printable(mask(said(record.getMessage())))}"
+        who = f"{rank_label(self._rank)}: " if self._rank else ""
+        return f"{who}{level}{printable(mask(said(record.getMessage())))}"
 
 
 class _File(logging.FileHandler):

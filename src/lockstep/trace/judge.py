@@ -18,7 +18,8 @@ from lockstep.trace.coverage import every, matched
 from lockstep.trace.judge_coverage import count_data, count_numbers, uncovered, unended
 from lockstep.trace.judge_data import data_difference
 from lockstep.trace.judge_evaluation import evaluation_difference
-from lockstep.trace.judge_gradient import first_module, gradient_difference
+from lockstep.trace.judge_finite import Unseen, finite_in_one
+from lockstep.trace.judge_gradient import first_module, gradient_difference, own_statistics
 from lockstep.trace.judge_normalisation import items_unequal
 from lockstep.trace.judge_random import random_difference
 from lockstep.trace.judge_sets import (
@@ -42,7 +43,7 @@ from lockstep.trace.judge_weights import changed_weights, initial_difference
 from lockstep.trace.limits import gradient_limit
 from lockstep.trace.pairing import Pair, Spot, apart, paired
 from lockstep.trace.reading import Part, Run, distance
-from lockstep.trace.step import Step, apart_from_each_other, unlike
+from lockstep.trace.step import Step, apart_from_each_other, finite, unlike
 from lockstep.trace.verdict import Finding, Verdict
 
 __all__ = ["judged"]
@@ -77,6 +78,7 @@ def judged(one: Run, two: Run) -> Verdict:
         state.trained.look(step.two)
         count_data(step, verdict.compared)
         if not verdict.unproven:
+            state.unseen.add(step)
             state.follow(step, verdict)
     for side in (pair.one, pair.two):
         if apart_from_each_other(side.spots[0]):
@@ -87,7 +89,8 @@ def judged(one: Run, two: Run) -> Verdict:
         text = f"tensors whose gradients are all rounding: {len(state.noise)}, such as {min(state.noise)}"
         verdict.notes.append(f"{text}; how far these are apart is not counted")
     verdict.finding = _end(pair)
-    verdict.missing += uncovered(pair, verdict)
+    verdict.missing += [*state.unseen.text(verdict.compared), *uncovered(pair, verdict)]
+    verdict.not_finite = dict(state.unseen.counts)
     return verdict
 
 
@@ -104,6 +107,7 @@ class _State:
     off: float = 0.0
     bits: bool = True
     trained: Trained = field(default_factory=Trained)
+    unseen: Unseen = field(default_factory=Unseen)
     noise: set[str] = field(default_factory=set)
 
     def follow(self, step: Step, verdict: Verdict) -> None:
@@ -183,6 +187,7 @@ def _difference(step: Step, verdict: Verdict) -> Finding | None:
             changed_weights,
             partial(_computed, verdict=verdict),
             rate_difference,
+            finite_in_one,
             update_difference,
             buffer_sets,
             buffer_difference,
@@ -204,7 +209,8 @@ def _computed(step: Step, verdict: Verdict) -> Finding | None:
         ((name, n, w) for name, spot in step.sides() for n, w in spot.tensors("grad").items() if unlike(w)), None
     )
     step.flagged = _flagged(step)
-    if not step.flagged and unequal is None and items_unequal(step) is None:
+    exact = items_unequal(step) or own_statistics(step)
+    if not step.flagged and unequal is None and exact is None:
         return None
     found = data_difference(step)
     if found is not None:
@@ -235,8 +241,9 @@ def _flagged(step: Step) -> list[str]:
     found = unmatched_gradients(step)
     for name in matched(mine, theirs).both:
         error = distance(mine[name].sketch, theirs[name].sketch)
-        in_both = math.isnan(error) and math.isnan(mine[name].square + theirs[name].square)  # not finite
-        if mine[name].digest != theirs[name].digest and not in_both and not error <= step.limit * norm:
+        known = finite(mine[name]), finite(theirs[name])
+        off = not error <= step.limit * norm or known[0] != known[1]
+        if mine[name].digest != theirs[name].digest and any(known) and off:  # of neither nothing is compared
             found.append(name)
     return found
 
@@ -257,6 +264,8 @@ def _norms_off(step: Step) -> list[str]:
             squares = sum(whole.square for whole in spot.tensors("grad").values())
             said = clips[-1][4][0] if clips else math.sqrt(squares)
         norms.append(float(said))
+    if not math.isfinite(norms[0]) and not math.isfinite(norms[1]):
+        return []  # counted as not compared
     return [] if abs(norms[0] - norms[1]) <= step.limit * max(norms) else ["norm"]
 
 

@@ -4,13 +4,14 @@ import math
 from collections import Counter
 from typing import Any
 
-from lockstep.trace.coverage import matched
+from lockstep.trace.coverage import every, matched
 from lockstep.trace.pairing import Pair, Side, Spot
+from lockstep.trace.reading import Whole
 from lockstep.trace.samples_used import counted, readers, trained
-from lockstep.trace.step import Step
+from lockstep.trace.step import Step, finite
 from lockstep.trace.verdict import Verdict
 
-__all__ = ["count_data", "count_numbers", "uncovered", "unended"]
+__all__ = ["count_data", "count_numbers", "losses_of", "norm_of", "uncovered", "unended"]
 
 
 def count_data(step: Step, compared: Counter[str]) -> None:
@@ -22,12 +23,12 @@ def count_data(step: Step, compared: Counter[str]) -> None:
 def count_numbers(step: Step, compared: Counter[str]) -> None:
     """Add the tensors and losses of a step that were held against each other."""
     for kind, name in (("grad", "gradients"), ("weights", "weights"), ("buffers", "buffers"), ("state", "states")):
-        compared[name] += len(matched(step.one.tensors(kind), step.two.tensors(kind)).both)
-    weights = matched(step.one.tensors("weights"), step.two.tensors("weights")).both
-    compared["updates"] += len(matched(weights, matched(step.one.before(), step.two.before()).both).both)
-    norms = [_norm(spot) for _, spot in _sides(step) if spot.hidden]
-    compared["gradient norms"] += bool(norms) and None not in norms
-    one, two = (_losses(spot) for _, spot in _sides(step))
+        compared[name] += len(_both(step.one.tensors(kind), step.two.tensors(kind), masks=kind == "buffers"))
+    weights = _both(step.one.tensors("weights"), step.two.tensors("weights"))
+    compared["updates"] += len(matched(weights, _both(step.one.before(), step.two.before())).both)
+    norms = [norm_of(spot) for _, spot in _sides(step) if spot.hidden]
+    compared["gradient norms"] += bool(norms) and None not in norms and every(math.isfinite(norm) for norm in norms)
+    one, two = (losses_of(spot) for _, spot in _sides(step))
     if one and two:
         mine, theirs = (sum(map(math.fsum, side)) / len(side) for side in (one, two))
         if abs(mine - theirs) <= max(1e-5, step.limit) * max(abs(mine), abs(theirs)) or mine == theirs:
@@ -64,16 +65,27 @@ def uncovered(pair: Pair, verdict: Verdict) -> list[str]:
     return found
 
 
+def _both(one: dict[str, Whole], two: dict[str, Whole], *, masks: bool = False) -> list[str]:
+    """Return the names in both whose values are finite; `masks`: or infinite for good."""
+    pairs = ((name, one[name], two[name]) for name in matched(one, two).both)
+    return [
+        name
+        for name, mine, theirs in pairs
+        if (finite(mine) and finite(theirs)) or (masks and mine.digest == theirs.digest and math.isinf(mine.square))
+    ]
+
+
 def _sides(step: Step) -> tuple[tuple[Side, Spot], tuple[Side, Spot]]:
     return (step.pair.one, step.one), (step.pair.two, step.two)
 
 
-def _norm(spot: Spot) -> Any:
+def norm_of(spot: Spot) -> Any:
+    """Return the norm that a step's first rank reports; None where it reports none."""
     return next(iter(spot.part.records(spot.at).values())).get("norm")
 
 
-def _losses(spot: Spot) -> list[list[float]]:
-    """Of each rank, where all have them."""
+def losses_of(spot: Spot) -> list[list[float]]:
+    """Return the losses of each rank, where all have them."""
     records = spot.part.records(spot.at).values()
     found = [[entry["v"][0] for entry in record["loss"] if entry["v"]] for record in records]
     return found if [] not in found else []

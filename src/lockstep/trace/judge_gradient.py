@@ -8,14 +8,15 @@ from lockstep.trace.judge_normalisation import normalisation_difference
 from lockstep.trace.limits import outputs_of
 from lockstep.trace.pairing import Spot
 from lockstep.trace.reading import distance, words
-from lockstep.trace.step import FIRST, SECOND, Step, share
+from lockstep.trace.step import FIRST, SECOND, Step, share, unlike
 from lockstep.trace.verdict import Finding
 
-__all__ = ["first_module", "gradient_difference"]
+__all__ = ["first_module", "gradient_difference", "own_statistics"]
 
 _PARALLEL = 1e-3  # sine of the largest angle between gradients that differ in length alone
 _LENGTH = 1e-2  # share by which a length may miss what clipping leaves
 _ALIKE = 1e-4  # share by which numbers of the ranks may differ that are one number
+_STATISTICS = ("running_mean", "running_var")
 _OUTPUT = 1e-3  # share by which a sample's output may differ
 
 
@@ -26,6 +27,7 @@ def gradient_difference(step: Step) -> Finding:
         or _unreduced(step)
         or _clipped_apart(step)
         or _changed_after(step)
+        or own_statistics(step)
         or _forward(step)
         or normalisation_difference(step)
         or _clipping(step)
@@ -114,6 +116,24 @@ def _unreduced(step: Step) -> Finding | None:
             "reduction", cause, f"{text} ({len(apart)} of {len(grads)} tensors)", tensor, whole.other[0]
         )
     return None
+
+
+def own_statistics(step: Step) -> Finding | None:
+    """Find BatchNorm statistics that each rank has of its own in one run alone.
+
+    Ranks that normalise by all samples end a step with the same bits, in any dtype.
+    """
+    found = []
+    for name, spot in step.sides():
+        statistics = {n: w for n, w in spot.tensors("buffers").items() if n.rpartition(".")[2] in _STATISTICS}
+        found += [(name, *each) for each in statistics.items() if unlike(each[1])][:1]
+    if len(found) != 1:
+        return None
+    run, name, whole = found[0]
+    assert whole.other is not None
+    rank, error = whole.other
+    text = f"in {run} rank {rank}'s {name} differs from rank 0's by {share(error, whole.norm)} behind the step"
+    return step.finding("buffers", "batchnorm", text, name.rpartition(".")[0])
 
 
 def _forward(step: Step) -> Finding | None:

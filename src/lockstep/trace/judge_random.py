@@ -1,5 +1,7 @@
 """Whether the generators that a forward draws from agree, and whether they can."""
 
+from typing import NamedTuple
+
 from lockstep.trace.pairing import Spot
 from lockstep.trace.step import FIRST, SECOND, Step
 from lockstep.trace.verdict import Finding
@@ -8,7 +10,19 @@ __all__ = ["random_difference"]
 
 _COMMON = ("torch", "cuda", "python", "numpy")  # generators that every process has; others are the model's own
 
-Forward = tuple[tuple[int, int], dict[str, str], dict[str, str]]
+
+class Forward(NamedTuple):
+    """A forward of the training: what it computed, and the digests of the generators around it.
+
+    Attributes:
+        size: samples, and the numbers of each one's output. Batches that are padded otherwise draw more or less.
+        seeds: digests behind it, where it drew; a draw leaves the seed as it is.
+    """
+
+    size: tuple[int, int]
+    before: dict[str, str]
+    after: dict[str, str]
+    seeds: dict[str, str]
 
 
 def random_difference(step: Step) -> tuple[str, Finding | None]:
@@ -18,9 +32,9 @@ def random_difference(step: Step) -> tuple[str, Finding | None]:
         key
         for ranks in found.values()
         for forwards in ranks.values()
-        for _, before, after in forwards
-        for key in before
-        if before[key] != after.get(key)
+        for each in forwards
+        for key in each.before
+        if each.before[key] != each.after.get(key)
     }
     if not drawn:
         return "", None
@@ -30,10 +44,10 @@ def random_difference(step: Step) -> tuple[str, Finding | None]:
         if wrong is not None:
             return "", wrong
     mine, theirs = found[FIRST], found[SECOND]
-    shapes = [{rank: [size for size, _, _ in each] for rank, each in ranks.items()} for ranks in (mine, theirs)]
+    shapes = [{rank: [forward.size for forward in each] for rank, each in ranks.items()} for ranks in (mine, theirs)]
     if shapes[0] == shapes[1]:
         for rank, forwards in theirs.items():
-            if [before.get(key) for _, before, _ in forwards] != [before.get(key) for _, before, _ in mine[rank]]:
+            if [each.before.get(key) for each in forwards] != [each.before.get(key) for each in mine[rank]]:
                 text = f"the state of the {key} generator differs before the forward, which draws from it"
                 return "", step.finding("randomness", "random", text, key, rank)
         return "", None
@@ -46,12 +60,13 @@ def random_difference(step: Step) -> tuple[str, Finding | None]:
 
 
 def _states(spot: Spot) -> dict[int, list[Forward]]:
-    """rank -> (shape, states before, states behind) of each forward of the training.
-
-    Its shape is the samples and the numbers of each one's output: batches that are padded otherwise draw more or less.
-    """
+    """List each rank's forwards of the training."""
     return {
-        rank: [((f["n"], f.get("w", 0)), *f["rng"]) for f in record["fwd"] if f["train"] and len(f.get("rng", ())) == 2]
+        rank: [
+            Forward((f["n"], f.get("w", 0)), f["rng"][0], f["rng"][1], f.get("seeds", {}))
+            for f in record["fwd"]
+            if f["train"] and len(f.get("rng", ())) == 2
+        ]
         for rank, record in spot.part.records(spot.at).items()
     }
 
@@ -61,15 +76,18 @@ def _seeded_by_rank(step: Step, name: str, key: str, ranks: dict[int, list[Forwa
     if not ranks:
         return None
     least = min(ranks)
-    size, before, after = ranks[least][0]
-    for rank, ((mine, begin, end), *_) in ranks.items():
-        if begin.get(key) != before.get(key):
+    first = ranks[least][0]
+    for rank, (forward, *_) in ranks.items():
+        if forward.before.get(key) != first.before.get(key):
             if step.number and key in _COMMON:
                 return None  # forwards of other lengths draw more or less
             text = f"in {name} the {key} generator is not as on rank {least}, and the forward draws from it"
             cause = "rank-seed" if key in _COMMON else "own-generator"
             return step.finding("randomness", cause, text, key, rank)
-        if mine == size and end.get(key) != after.get(key):
+        if forward.size == first.size and forward.after.get(key) != first.after.get(key):
             text = f"in {name} the {key} generator is as on rank {least} before the forward, and not behind it"
+            return step.finding("randomness", "own-generator", text, key, rank)
+        if forward.seeds.get(key) != first.seeds.get(key) and forward.seeds and first.seeds:
+            text = f"in {name} the {key} generator is as on rank {least} before the forward, which seeds it otherwise"
             return step.finding("randomness", "own-generator", text, key, rank)
     return None

@@ -129,6 +129,9 @@ def kept_gradient(step: Step) -> Finding | None:
         if kept is None or not grads or not matched(grads, fresh).whole:
             continue
         found, here, before = ([x for each in grads for x in side[each].sketch] for side in (grads, fresh, kept))
+        length = math.hypot(*found, *here, *before)
+        if not math.isfinite(length):
+            continue
         length = math.hypot(*found)
         for a, b in ((1.0, 1.0), _shares(found, here, before)):  # as it is, and as clipping leaves it
             left = math.dist(found, [a * x + b * y for x, y in zip(here, before, strict=True)])

@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.trace.coverage import every
 from lockstep.trace.pairing import Spot
 from lockstep.trace.reading import Whole, distance
-from lockstep.trace.step import FIRST, GROWTH, ROUNDOFF, SECOND, Step, share, unlike
+from lockstep.trace.step import FIRST, GROWTH, ROUNDOFF, SECOND, Step, finite_in_some, share, unlike
 from lockstep.trace.verdict import Finding
 
 __all__ = [
@@ -177,7 +177,7 @@ def buffer_difference(step: Step) -> Finding | None:
             continue
         error = distance(mine[name].sketch, theirs[name].sketch)
         norm = max(mine[name].norm, theirs[name].norm)
-        if not error <= max(1e-4, step.limit, 10 * step.off) * norm:
+        if not error <= max(1e-4, step.limit, 10 * step.off) * norm and finite_in_some(mine[name], theirs[name]):
             statistics = name.rpartition(".")[2] in ("running_mean", "running_var")
             text = f"it differs by {share(error, norm)}"
             return step.finding("buffers", "batchnorm" if statistics else "forward", text, name)
@@ -224,7 +224,7 @@ def _states_off(step: Step, mine: dict[str, Whole], theirs: dict[str, Whole]) ->
     for name in [n for n in mine if n in theirs]:
         error = distance(mine[name].sketch, theirs[name].sketch)
         bound = max(4 * step.limit, 1e-4) * norms[name.rpartition("/")[2]]
-        if mine[name].digest != theirs[name].digest and not error <= bound:
+        if mine[name].digest != theirs[name].digest and not error <= bound and finite_in_some(mine[name], theirs[name]):
             text = f"it differs by {share(error, mine[name].norm)}"
             return step.finding("optimizer state", "state", text, name)
     return None

@@ -4,7 +4,7 @@ import math
 
 from lockstep.trace.pairing import Spot
 from lockstep.trace.reading import distance
-from lockstep.trace.step import FIRST, GROWTH, ROUNDOFF, SECOND, Step, share
+from lockstep.trace.step import FIRST, GROWTH, ROUNDOFF, SECOND, Step, finite_in_some, share
 from lockstep.trace.verdict import Finding
 
 __all__ = ["changed_weights", "initial_difference"]
@@ -28,7 +28,8 @@ def initial_difference(step: Step) -> Finding | None:
     mine, theirs = step.one.tensors("initial"), step.two.tensors("initial")
     for name in [name for name in mine if name in theirs]:
         error = distance(mine[name].sketch, theirs[name].sketch)
-        if mine[name].digest != theirs[name].digest and not error <= 1e-6 * (mine[name].norm + theirs[name].norm):
+        near = error <= 1e-6 * (mine[name].norm + theirs[name].norm) or not finite_in_some(mine[name], theirs[name])
+        if mine[name].digest != theirs[name].digest and not near:
             text = f"it differs by {share(error, mine[name].norm)}"
             return step.finding("initial weights", "other-weights", text, name)
     return None

@@ -31,7 +31,9 @@ def gradient_limit(step: Step) -> float:
     fine = unit <= _FINE  # coarser sums are not bounded: each rounds either way, so the root of their number counts
     rounding = _SAFETY * count * unit * (step.number + 1) if fine else _LEAST * math.sqrt(count) * unit
     if step.number or step.one.part.world != step.two.part.world:
-        rounding += min(_MOST * inner, max(_LEAST * inner, _MEASURED * _moved(step)))
+        moved = _moved(step)
+        measured = _MEASURED * moved if moved <= _MOST * inner else 0.0  # further apart than rounding explains
+        rounding += min(_MOST * inner, max(_LEAST * inner, measured))
     return min(_CEILING, rounding + GROWTH * step.off)
 
 

@@ -13,7 +13,7 @@ from lockstep.trace.samples_used import Samples
 
 __all__ = ["Pair", "Side", "Spot", "apart", "paired"]
 
-_NEAR = 0.2  # share of a step's own way within which two weights are of the same step
+_NEAR = 0.45  # share of a step's own way within which two weights are of the same step; half of it is between two
 _BACK = 16  # updates in which each of several optimizers has had its turn
 
 

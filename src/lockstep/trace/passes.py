@@ -16,7 +16,7 @@ from lockstep.trace.journal import Journal, quiet
 from lockstep.trace.names import Names, is_wrapper, piece
 from lockstep.trace.pooled import put_digests
 from lockstep.trace.samples import Batch, digested, lengths, outcomes, outputs, trained_output
-from lockstep.trace.states import state_digests
+from lockstep.trace.states import seed_digests, state_digests
 from lockstep.trace.sums import summed
 
 __all__ = ["Passes"]
@@ -136,11 +136,38 @@ class Passes:
             if not self.journal.pool.output(record, rows):
                 self.journal.reading.put(record, "out", outcomes(rows))
         if record["train"]:
-            record["rng"].append(state_digests(self._names.generators(module, self.journal.thorough)))
+            own = self._names.generators(module, self.journal.thorough)
+            record["rng"].append(state_digests(own))
+            if record["rng"][0] != record["rng"][1]:
+                record["seeds"] = seed_digests(own)
             trained = trained_output(output, batch.size)
             if trained is not None:
-                trained.register_hook(functools.partial(self.reached, record))  # type: ignore[no-untyped-call]
+                self._follow(record, trained)
         self.journal.record["fwd"].append(record)
+
+    def _follow(self, record: dict[str, Any], output: Tensor) -> None:
+        """Wait for the backward at an output, or at what it is a copy of in another dtype.
+
+        Accelerate and the Trainer convert a model's outputs, and a loss inside the model is made of what they convert.
+        """
+        at_output = False
+
+        def reached_output(gradient: Tensor | None) -> None:
+            nonlocal at_output
+            if gradient is not None:  # DDP hands on that there is none
+                at_output = True
+                self.reached(record, gradient)
+
+        def reached_source(index: int, gradients: Any) -> None:
+            if not at_output and gradients[index] is not None:
+                self.reached(record, gradients[index])
+
+        output.register_hook(reached_output)  # type: ignore[no-untyped-call]
+        node, index = output.grad_fn, output.output_nr
+        while node is not None and node.name() == "ToCopyBackward0":
+            node, index = node.next_functions[0]
+        if node is not None and node is not output.grad_fn:
+            node.register_prehook(functools.partial(reached_source, index))
 
     @quiet
     def reached(self, record: dict[str, Any], gradient: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["state_digests"]
+__all__ = ["seed_digests", "state_digests"]
 
 # name -> (bytes of the generator that were there, their digest)
 _seen: dict[str, tuple[Any, str]] = {}
@@ -33,6 +33,21 @@ def state_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, 
     for name, generator in own:
         found[name] = _of("", generator.get_state())
     return found
+
+
+def seed_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, str]:
+    """Digest the seed of each generator of torch, which a draw leaves as it is.
+
+    Args:
+        own: the model's generators by name.
+
+    Returns:
+        A generator's name to the digest of its seed. Python's and numpy's do not know theirs.
+    """
+    found = {"torch": torch.initial_seed(), **{name: generator.initial_seed() for name, generator in own}}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["cuda"] = torch.cuda.initial_seed()
+    return {name: hashlib.blake2b(str(seed).encode(), digest_size=4).hexdigest() for name, seed in found.items()}
 
 
 def _of(name: str, state: torch.Tensor) -> str:

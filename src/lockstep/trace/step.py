@@ -5,11 +5,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lockstep.trace.causes import said
+from lockstep.trace.coverage import every
 from lockstep.trace.pairing import Pair, Spot
 from lockstep.trace.reading import Whole
 from lockstep.trace.verdict import Finding
 
-__all__ = ["FIRST", "GROWTH", "ROUNDOFF", "SECOND", "Step", "apart_from_each_other", "share", "unlike"]
+__all__ = [
+    "FIRST",
+    "GROWTH",
+    "ROUNDOFF",
+    "SECOND",
+    "Step",
+    "apart_from_each_other",
+    "finite",
+    "finite_in_some",
+    "share",
+    "unlike",
+]
 
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 FIRST, SECOND = "the first run", "the second run"
@@ -54,6 +66,16 @@ def apart_from_each_other(spot: Spot) -> bool:
     """Whether several processes were started, and none made a process group until its first step."""
     ranks = spot.part.ranks.values()
     return spot.part.world > 1 and not any(rank.head["initialized"] for rank in ranks)
+
+
+def finite(whole: Whole) -> bool:
+    """Return whether all elements of a tensor are finite."""
+    return math.isfinite(whole.square) and every(map(math.isfinite, whole.sketch))
+
+
+def finite_in_some(one: Whole, two: Whole) -> bool:
+    """Return whether at least one of two tensors is finite: else there is nothing to compare."""
+    return finite(one) or finite(two)
 
 
 def unlike(whole: Whole) -> bool:

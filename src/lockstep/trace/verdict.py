@@ -56,6 +56,7 @@ class Verdict:
         hidden: share of a gradient below which a difference would not have shown: in the first step, and in any.
         unproven: why what follows cannot be compared: random numbers that differ by construction, rounding that grew.
         missing: what a proof would need and was not there: a run's end, its gradients, a step in common.
+        not_finite: how many of each kind are not finite in both runs, which compares nothing.
         notes: what else the person should know.
     """
 
@@ -69,6 +70,7 @@ class Verdict:
     hidden: tuple[float, float] = (0.0, 0.0)
     unproven: str = ""
     missing: list[str] = field(default_factory=list)
+    not_finite: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -114,7 +116,8 @@ class Verdict:
     def _hidden(self) -> str:
         first, most = (f"{each:.2g}" if each < 1e-4 else f"{each:.2%}" for each in self.hidden)
         later = f" ({most} in later steps)" if most != first else ""
-        return f"a difference under {first} of a gradient{later} would not show"
+        below = f"an error in a tensor's gradient under {first} of the whole gradient's length{later}"
+        return f"would not show: {below}; of a tensor whose gradient is shorter, any"
 
     def plain(self) -> dict[str, Any]:
         """For `--json`."""
@@ -129,6 +132,7 @@ class Verdict:
             "steps": self.judged,
             "largest_relative_difference": self.largest,
             "compared": dict(self.compared),
+            "not_finite": self.not_finite,
             "hidden_below": self.hidden[1] if self.bits < self.judged else 0.0,
             "unproven": self.unproven,
             "missing": self.missing,

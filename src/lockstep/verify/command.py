@@ -51,7 +51,8 @@ def run(own: argparse.Namespace) -> int:
             print(f"  certificate: {own.out}", flush=True)
     if not table.ok:
         wrong = [str(row.combination) for row in table.rows if not row.ok and row.verdict != "unavailable"]
-        what = "not the same training"
+        different = table.difference or any(row.verdict in ("different", "failed") for row in table.rows)
+        what = "not the same training" if different else "not proved to be the same training"
         if table.difference and table.difference.stage == "determinism":
             what = "two runs of the same differ, so nothing else was compared"
         problem = DifferenceError(f"{what}: {', '.join(wrong) or 'the certificate'}; see the table")

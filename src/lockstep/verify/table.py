@@ -56,11 +56,12 @@ class Row:
     """One combination.
 
     Attributes:
-        verdict: "equal" (all bits), "close" (within the tolerance), "different", "failed" or "unavailable".
+        verdict: "equal" (all bits), "close" (within the tolerance), "different", "not proved", "failed" or
+            "unavailable".
         largest: the largest relative difference of a weight after the last step, and in which tensor.
         hidden: share of a step's gradient below which a difference would not have shown.
         difference: the first difference, where the verdict is "different".
-        reason: why it failed or cannot run.
+        reason: why it failed, cannot run or proves nothing.
     """
 
     combination: Combination
@@ -82,7 +83,7 @@ class Row:
         if self.verdict == "close":
             found = f"within rounding: {self.largest[0]:.1e} at most, in {self.largest[1]}"
             under = f"{self.hidden:.2g}" if self.hidden < _SHARE else f"{self.hidden:.2%}"
-            return f"{found}; a difference under {under} of a gradient would not show"
+            return f"{found}; a difference under {under} of the whole gradient's length would not show"
         if self.difference:
             return _shown(self.difference, named=self.combination.world_size > 1)
         return f"{self.verdict}: {self.reason}"

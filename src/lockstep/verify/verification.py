@@ -176,6 +176,9 @@ class Verification:
         parts = [step[kind] for trace in traces for step in trace["steps"] for kind in TENSORS if kind in step]
         largest: list[Any] = max(trace["steps"][-1]["weights"]["largest"] for trace in traces)
         verdict = "different" if found else "equal" if all(part["equal"] for part in parts) else "close"
+        unproved = "" if found else unproved_by(self._reference, skips=self._request.config.guards.nonfinite == "skip")
+        if unproved:
+            return Row(one, "not proved", reason=unproved)
         hidden = spec.tolerance.relative(self._request.steps - 1)
         return Row(one, verdict, (largest[0], largest[1]), found, hidden=hidden)
 
@@ -275,6 +278,22 @@ def _idle(combinations: list[Combination], config: Config) -> list[str]:
         f"a step has {_counted(parts)}, so in {', '.join(map(str, without))} ranks stand by without data, "
         "which proves little of them: give a smaller --micro-batch-size, or a larger --batch-size"
     ]
+
+
+def unproved_by(reference: dict[str, Any], *, skips: bool) -> str:
+    """Say which losses of the single process are not finite: where both have NaN nothing was compared.
+
+    Args:
+        skips: such steps are left out of the training, so that the others prove it.
+    """
+    steps = reference["steps"]
+    losses = [[slot["loss"] for slot in step["slots"] if slot["loss"] is not None] for step in steps]
+    wrong = [at for at, found in enumerate(losses) if not all(map(math.isfinite, found))]
+    if not wrong or (skips and len(wrong) < len(steps)):
+        return ""
+    finite = len(steps) - len(wrong)
+    text = f"the loss is not finite, first in step {wrong[0]}, which compares nothing"
+    return f"{text}: {finite} of {len(steps)} steps were compared"
 
 
 def _failed(one: Combination, error: RankFailed | None) -> Row:

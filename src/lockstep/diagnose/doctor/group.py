@@ -151,7 +151,7 @@ def judge_bandwidth(facts: list[Any], place: Place) -> list[Finding]:
             mend = "look for another load, errors (`ip -s link`) or a lower speed of the switch (`ethtool`)"
             found.append(warn("bandwidth", text, mend + ("; InfiniBand, if there is any" if name == "nccl" else "")))
         else:
-            told = f" of {bytes_text(link)}/s" if link else " (what the link should give is not told)"
+            told = f" of {bytes_text(link)}/s" if link else " (this machine does not report the speed of the link)"
             found.append(ok("bandwidth", text + told))
     return found
 

@@ -206,7 +206,7 @@ def judge_task(facts: list[Any], place: Place) -> list[Finding]:
             found.append(ok(kind, "split over the ranks, and not compared; `lockstep verify` does"))
     found.append(judge_loader(there[first]))
     taken = f"{there[first]['steps']} steps taken, {1e3 * there[first]['computing']:.3g} ms of computing each"
-    return [*found, ok("task", taken), ok("placement", "all that is the task's lies where the run computes")]
+    return [*found, ok("task", taken), ok("placement", "model and batch are on the device of the run")]
 
 
 def judge_loader(told: Any) -> Finding:

@@ -6,6 +6,7 @@ parameters a backward may leave without a gradient; only then is DDP told.
 """
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Settings
 from lockstep.engines.options import EngineOptions
@@ -156,6 +158,8 @@ class ReplicatedEngine:
         )
         if options.compression in HALVES:
             ddp.register_comm_hook(HALVES[options.compression], averaged)
+        if find_unused:
+            _silence_advice(ddp)
         self._ddp, self._wrapped = ddp, self._trained()
 
     def _end_of_first_step(self, usage: Usage) -> None:
@@ -181,10 +185,33 @@ class ReplicatedEngine:
             places = [int(k) for k in found[1].split()] if found else []
             names = [trained[k][0] for k in places if k < len(trained)] or ["some parameters"]
             raise LockstepError(
-                f"rank {self._world.rank}, --engine {self._name}: the loss of this micro-batch does not use "
+                f"{rank_label(self._world.rank)}, --engine {self._name}: the loss of this micro-batch does not use "
                 f"{listed(names)}, though the first step did, so gradients were not exchanged; start with "
                 "--engine.find-unused-parameters true"
             ) from error
+
+
+def _silence_advice(ddp: Any) -> None:
+    """Keep torch's advice against the search for unused parameters off the screen, where each rank's C++ prints it.
+
+    It comes with the first forward that uses all of them, also where another one does not. Warnings of C++ are Python's
+    within a function of torch that calls back, such as `apply_`, and only there can they be told apart.
+    """
+    after_forward = type(ddp)._post_forward
+
+    def quietly(output: Any) -> Any:
+        found = []
+
+        def call(value: float) -> float:
+            found.append(after_forward(ddp, output))
+            return value
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+            torch.zeros((), device="cpu").apply_(call)
+        return found[0]
+
+    ddp._post_forward = quietly
 
 
 def check_launched(name: str, world: World) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.shares import Shares, Sharing, equal_shares
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError
@@ -58,8 +59,8 @@ def check_slots(found: int, slots: int, world: World) -> None:
     """Raises LockstepError where a step of this rank had another number of backwards than its run of the tree."""
     if slots and found != slots:
         raise LockstepError(
-            f"rank {world.rank}: exact_micro_batches gives this rank {slots} micro-batches a step, and this step had "
-            f"{found}; for a shorter step call backward(loss, weight=0) for the missing ones"
+            f"{rank_label(world.rank)}: exact_micro_batches gives this rank {slots} micro-batches a step, and this "
+            f"step had {found}; for a shorter step call backward(loss, weight=0) for the missing ones"
         )
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
 from lockstep.errors import ConfigError, LockstepError
@@ -300,8 +301,8 @@ class Moving:
             present = place.now
             if not place.fits:
                 raise LockstepError(
-                    f"rank {self._world.rank}: {place.shown}, has another shape or dtype now, so it cannot be the same "
-                    "on all ranks; keep both"
+                    f"{rank_label(self._world.rank)}: {place.shown}, has another shape or dtype now, so it cannot be "
+                    "the same on all ranks; keep both"
                 )
             sent = present.contiguous()
             dist.broadcast(sent, src=0)  # collective

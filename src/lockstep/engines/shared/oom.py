@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.shared.memory import Footprint
@@ -24,7 +25,7 @@ from lockstep.errors import LockstepError
 from lockstep.tensors import local_of
 from lockstep.units import bytes_text as shown
 
-__all__ = ["Device", "explained", "out_of_memory"]
+__all__ = ["Device", "explained", "is_out_of_memory", "out_of_memory"]
 
 _RAISES = ("RAISE_VARARGS", "RERAISE")  # instructions of `raise`
 _STRAY = 0.05  # share of a device that others may hold (its driver, a desktop) without being named
@@ -54,9 +55,14 @@ def explained(engine: Engine | None, world: World) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the former
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not _is_of_host_allocator(error):
+        if not is_out_of_memory(error):
             raise
         raise out_of_memory(error, engine, world, Device.of(world.device)) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device or the host had no memory left for what was asked."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _is_of_host_allocator(error)
 
 
 def _is_of_host_allocator(error: Exception) -> bool:
@@ -73,7 +79,7 @@ def out_of_memory(error: Exception, engine: Engine | None, world: World, device:
     asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
     if by_host := re.search(r"tried to allocate (\d+) bytes", str(error)):
         asked = shown(int(by_host[1]))
-    begin = f"rank {world.rank} ran out of memory on {world.device}" + (f", asking for {asked}" if asked else "")
+    begin = f"{rank_label(world.rank)} ran out of memory on {world.device}" + (f", asking for {asked}" if asked else "")
     return LockstepError(f"{begin}: {_misplaced(engine, world, device) or _advice(engine, device)}")
 
 

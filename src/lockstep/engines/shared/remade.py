@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.read import AVERAGE
+from lockstep.distributed.rank_label import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, Evaluate, MakeOptimizer, StepResult
 from lockstep.engines.shared.unused import listed
@@ -240,8 +241,8 @@ class Remade:
             every = self._world.gather(mine)  # collective
         except (PeerError, RuntimeError) as error:
             raise LockstepError(
-                f"rank {self._world.rank}: after step {self._steps} this rank {what}, and not all ranks did so: change "
-                "what is trained on every rank, after the same step"
+                f"{rank_label(self._world.rank)}: after step {self._steps} this rank {what}, and not all ranks did so: "
+                "change what is trained on every rank, after the same step"
             ) from error
         odd = next((rank for rank, each in enumerate(every) if each != every[0]), None)
         if odd is not None:
