@@ -225,7 +225,7 @@ def loads_nothing_big(code):
     [
         "import lockstep",
         "import lockstep.cli as c; c.dispatch(['--help'])",
-        "import lockstep.lint",
+        "import lockstep_lint",
     ],
 )
 def test_nothing_but_training_loads_torch(code):

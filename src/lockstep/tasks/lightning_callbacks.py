@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.config.config import Config
 from lockstep.errors import ConfigError
-from lockstep.lint.tables.lightning import WAYS
+from lockstep.tasks.tables.lightning import WAYS
 from lockstep.tasks.lightning_package import PACKAGES, written
 
 __all__ = ["DONE", "settings_of"]

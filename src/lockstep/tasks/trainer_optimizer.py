@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.errors import ConfigError
-from lockstep.lint.tables.trainer import OPTIMIZERS
+from lockstep.tasks.tables.trainer import OPTIMIZERS
 from lockstep.optim.torch_schedule import torch_schedule
 from lockstep.tasks.trainer_arguments import value
 
