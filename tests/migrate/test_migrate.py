@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_lint.analysis.source import parse
-from lockstep_lint.command import command
 from lockstep.migrate import objects
-from lockstep.migrate.command import MigrateProblem, rows_of
+from lockstep.migrate.command import rows_of
+from lockstep.migrate.parsing import MigrateProblem
 from lockstep.migrate.script import ACTIONS
 from lockstep.tasks.tables import lightning, trainer
+from lockstep_lint.analysis.source import parse
+from lockstep_lint.command import command
 
 ROOT = Path(__file__).parents[2]
 
@@ -449,7 +450,7 @@ def test_it_loads_no_torch(tmp_path):
     (tmp_path / "a.py").write_text(DDP)
     code = (
         "import sys; from lockstep import cli; cli.dispatch(['lint', '--migrate', sys.argv[1]]); "
-        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'lockstep.tasks')))"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'lockstep.task')))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.py")], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr

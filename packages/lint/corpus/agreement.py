@@ -1,4 +1,4 @@
-"""`python bench/lint/agreement.py [LABELS] [--part PART] [--details]`: how far two readers of the scripts agree.
+"""`python corpus/agreement.py [LABELS] [--part PART] [--details]`: how far two readers of the scripts agree.
 
 LABELS is labels2.json unless another file is named. A reader's label is in common where the other reader has one of the
 same rule within LINES lines (anywhere in the file for what is missing), once among strong labels alone, once also where

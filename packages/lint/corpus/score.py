@@ -1,4 +1,4 @@
-"""`python bench/lint/score.py FOLDER [--labels FILE] [--part PART]... [--details]`: precision and recall of the linter.
+"""`python corpus/score.py FOLDER [--labels FILE] [--part PART]... [--details]`: precision and recall of the linter.
 
 FOLDER holds the labelled repositories at the labelled commits, each as FOLDER/OWNER+NAME. A finding is right if a
 label of the same rule stands within LINES lines, or anywhere in the file for rules about something that is missing.

@@ -1,4 +1,4 @@
-"""`python bench/lint/speed.py [FOLDER] [--files 1000] [--parts N]`: how long `lockstep lint` takes for many files.
+"""`python corpus/speed.py [FOLDER] [--files 1000] [--parts N]`: how long the linter takes for many files.
 
 Without FOLDER, training scripts are made from the rules' own examples: about 200 lines each, a hundred to a folder,
 every tenth imported by its neighbours. With FOLDER, files that are drawn from it (by a fixed lot) are checked where
@@ -39,7 +39,7 @@ def scripts(folder, count):
 def measure(paths):
     """The wall and the processor seconds of one command over the paths, its exit code, and the findings."""
     start, before = time.perf_counter(), os.times()
-    command = [sys.executable, "-m", "lockstep", "lint", "--select", "ALL", "--format", "json", *paths]
+    command = [sys.executable, "-m", "lockstep_lint", "--select", "ALL", "--format", "json", *paths]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     used = os.times()
     worked = used.children_user + used.children_system - before.children_user - before.children_system

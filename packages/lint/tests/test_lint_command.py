@@ -40,7 +40,7 @@ def test_text(folder, capsys):
         "    | model.load(torch.load('cuda.pt'))",
         "    |            ^",
         "1 finding in 1 file: LS015 1",
-        "why, and what to write instead: lockstep lint --explain LS015, docs/lint/LS015.md",
+        "why, and what to write instead: lockstep lint --explain LS015",
     ]
 
 
@@ -134,8 +134,7 @@ def test_nothing_heavy_is_imported():
     script = (
         "import sys, lockstep_lint.command\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'libcst', 'rich')"
-        " or m.startswith('lockstep.') and not m.startswith('lockstep_lint')"
-        " and m not in ('lockstep.verify', 'lockstep.errors')])"  # which the package's __init__ binds, and its errors
+        " or m.split('.')[0] == 'lockstep'])"
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lockstep_lint.docs import main, pages
 
-FOLDER = Path(__file__).parents[2] / "docs" / "lint"
+FOLDER = Path(__file__).parents[1] / "docs" / "rules"
 
 
 def test_the_pages_are_up_to_date():

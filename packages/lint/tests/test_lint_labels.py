@@ -1,4 +1,4 @@
-"""bench/lint: the labelled scripts, the agreement of their two readers and the score against them."""
+"""corpus: the labelled scripts, the agreement of their two readers and the score against them."""
 
 import importlib
 import json
@@ -10,12 +10,12 @@ import pytest
 
 from lockstep_lint.rules import RULES
 
-HOME = Path(__file__).parents[2] / "bench" / "lint"
+HOME = Path(__file__).parents[1] / "corpus"
 
 
 @pytest.fixture(scope="module")
 def bench():
-    """The modules of bench/lint, by name."""
+    """The modules of corpus, by name."""
     sys.path.insert(0, str(HOME))
     names = ("labelled", "agreement", "score")
     try:

@@ -13,7 +13,7 @@ import yaml
 from lockstep_lint.command import command, parser
 from lockstep_lint.sarif import LEVELS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BAD = "import torch\n\nmodel.load(torch.load('cuda.pt'))\n"
 
 
@@ -96,15 +96,20 @@ def test_the_action(folder):
     assert "no file or folder 'missing.py'" in wrong.stderr
 
 
-def test_the_hook(folder, capsys):
+def test_the_hook(folder):
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
-    assert (hook["id"], hook["language"]) == ("lockstep-lint", "python")
+    assert (hook["id"], hook["language"]) == ("lockstep-lint", "script")  # python would install all of lockstep
     assert set(hook["types_or"]) == {"python", "jupyter"}
-    words = hook["entry"].split()
-    assert words[:2] == ["lockstep", "lint"]
-    assert command([*words[2:], "idle.py", "broken.py"]) == 1  # as pre-commit runs it: the entry, then the files
-    assert command([*words[2:], "idle.py", "--ignore", "LS015"]) == 0
-    capsys.readouterr()
+    for words, code in ((["idle.py", "broken.py"], 1), (["idle.py", "--ignore", "LS015"], 0)):
+        command = [
+            sys.executable,
+            "-I",
+            ROOT / hook["entry"],
+            *words,
+        ]  # as pre-commit does
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (code, "")
+    assert os.access(ROOT / hook["entry"], os.X_OK)
 
 
 def test_every_format_is_offered():

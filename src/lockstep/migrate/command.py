@@ -5,15 +5,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lockstep_lint.analysis.budget import WORK, TooIntricate
-from lockstep_lint.analysis.notebooks import place
-from lockstep_lint.analysis.source import Source, read
 from lockstep.migrate import lightning, objects, plain, trainer
+from lockstep.migrate.parsing import WORK, MigrateProblem, Source, TooIntricate, place, read
 from lockstep.migrate.script import ACTIONS, REFUSED, Row, Script
 
-__all__ = ["FORMATS", "MigrateProblem", "migrate", "rows_of"]
+__all__ = ["migrate", "rows_of"]
 
-FORMATS = ("text", "json")
 _OWN_LOOP = "its loop stays, with the parts of docs/own-loop.md; or write a lockstep.Task: docs/coming-from.md"
 # Kind -> what is told of a script of it, and where to read on. The first that fits wins, but for modules of Lightning
 # and loops around a Fabric, which may stand beside each other.
@@ -25,10 +22,6 @@ KINDS: dict[str, tuple[Callable[[Script], Iterator[Row]], str]] = {
     "a plain DDP loop": (lambda script: plain.rows(script) if plain.is_distributed(script) else iter(()), _OWN_LOOP),
     "a plain loop": (plain.rows, _OWN_LOOP),
 }
-
-
-class MigrateProblem(Exception):
-    """A file of which nothing can be told. The message is one line: what, where, and the way out."""
 
 
 def migrate(paths: list[str], form: str) -> int:

@@ -4,8 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import argument, constant, dotted, keyword
+from lockstep.migrate.parsing import Scope, Site, argument, constant, dotted, keyword
 from lockstep.migrate.script import BECOMES, REFUSED, STAYS, Row, Script, shortened
 from lockstep.tasks.tables.lightning import ARGUMENTS, CALLBACKS, HOOKS, PRECISIONS, WAYS
 

@@ -7,10 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.index import Site
-from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import argument, dotted, keyword, last
-from lockstep_lint.analysis.training import Training
+from lockstep.migrate.parsing import EVALUATION, Site, Training, argument, dotted, keyword, last
 from lockstep.migrate.script import BECOMES, GOES, REFUSED, STAYS, Row, Script
 
 __all__ = ["loop_rows"]

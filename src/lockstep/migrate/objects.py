@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from lockstep_lint.analysis.nodes import constant
 from lockstep.migrate.loops import loop_rows
+from lockstep.migrate.parsing import constant
 from lockstep.migrate.script import BECOMES, GOES, REFUSED, STAYS, Row, Script, shortened
 
 __all__ = ["ACCELERATE", "FABRIC", "Kind", "rows"]

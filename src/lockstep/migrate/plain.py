@@ -4,9 +4,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.index import Site
-from lockstep_lint.analysis.nodes import dotted, idents
 from lockstep.migrate.loops import loop_rows
+from lockstep.migrate.parsing import Site, dotted, idents
 from lockstep.migrate.script import BECOMES, GOES, STAYS, Row, Script
 
 __all__ = ["is_distributed", "rows"]

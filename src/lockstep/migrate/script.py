@@ -12,11 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, final
 
-from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import dotted, walk
-from lockstep_lint.analysis.project import Project
-from lockstep_lint.analysis.source import Source
-from lockstep_lint.analysis.view import Analysis, View
+from lockstep.migrate.parsing import Analysis, Module, Project, Scope, Site, Source, View, dotted, walk
 
 __all__ = ["ACTIONS", "BECOMES", "GOES", "REFUSED", "STAYS", "Row", "Script"]
 

@@ -4,8 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.index import Site
-from lockstep_lint.analysis.nodes import constant, dotted, is_true, keyword
+from lockstep.migrate.parsing import Site, constant, dotted, is_true, keyword
 from lockstep.migrate.script import BECOMES, GOES, REFUSED, STAYS, Row, Script, shortened
 from lockstep.tasks.tables.trainer import ARGUMENTS, CALLBACKS, EVALUATION, LOOP, OPTIMIZERS, SAMPLING, SINKS
 

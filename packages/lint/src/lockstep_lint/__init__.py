@@ -1,4 +1,4 @@
-"""`lockstep lint PATH ...`: finds the mistakes of PyTorch training scripts without running them.
+"""Finds the mistakes of PyTorch training scripts without running them.
 
-Apart from the rest of the package: it reads source text only, imports no torch and nothing else of lockstep.
+A distribution of its own, `lockstep-lint`: it reads source text only, and imports neither torch nor lockstep.
 """

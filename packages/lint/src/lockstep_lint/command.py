@@ -12,8 +12,8 @@ from lockstep_lint.discover import find_files
 from lockstep_lint.docs import page
 from lockstep_lint.finding import Finding
 from lockstep_lint.fixes import FixProblem, fix_files
-from lockstep.migrate.command import FORMATS as MIGRATE_FORMATS
-from lockstep.migrate.command import MigrateProblem, migrate
+from lockstep_lint.migration import FORMATS as MIGRATE_FORMATS
+from lockstep_lint.migration import MigrateProblem, migrate
 from lockstep_lint.output import FORMATS, render, summary
 from lockstep_lint.proposals import diff
 from lockstep_lint.rules import RULES

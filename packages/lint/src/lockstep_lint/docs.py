@@ -50,8 +50,8 @@ def pages() -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    """Writes the pages into the folder (default: docs/lint)."""
-    folder = Path(argv[0] if argv else "docs/lint")
+    """Writes the pages into the folder (default: packages/lint/docs/rules)."""
+    folder = Path(argv[0]) if argv else Path(__file__).parents[2] / "docs" / "rules"
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in pages().items():
         (folder / name).write_text(content, encoding="utf-8")

@@ -123,7 +123,7 @@ def _library() -> tuple[Any, Any]:
     try:
         return importlib.import_module("libcst"), importlib.import_module("libcst.metadata")
     except ImportError:
-        raise FixProblem("--fix needs libcst: pip install 'torch-lockstep[lint]'") from None
+        raise FixProblem("--fix needs libcst: pip install 'lockstep-lint[fix]'") from None
 
 
 def _fits(cst: Any, node: Any, edit: Edit) -> bool:

@@ -23,7 +23,7 @@ def text(findings: list[Finding], lines: dict[str, list[str]]) -> str:
     parts.append(summary(findings))
     known = [finding.rule for finding in findings if finding.rule in RULES]
     if known:
-        parts.append(f"why, and what to write instead: lockstep lint --explain {known[0]}, docs/lint/{known[0]}.md")
+        parts.append(f"why, and what to write instead: lockstep lint --explain {known[0]}")
     return "\n".join(parts)
 
 

@@ -36,7 +36,7 @@ def log(findings: list[Finding]) -> dict[str, object]:
 
 def _version() -> str:
     try:
-        return version("torch-lockstep")
+        return version("lockstep-lint")
     except PackageNotFoundError:  # run from a checkout
         return "0"
 
