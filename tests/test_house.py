@@ -109,8 +109,8 @@ def test_every_module_has_its_floor():
 
 
 def test_engines_are_named_in_their_own_room_alone():
-    """But for an export's formats, what a person may call an engine (hints), a user's files, what becomes of another library's
-    loop (migrate), and the packages that a traced script may use."""
+    """But for an export's formats, what a person may call an engine (hints), a user's files, what another loop
+    becomes (migrate), and the packages that a traced script may use."""
     elsewhere = ("migrate/", "trace/", "checkpoint/export/", "commands/export.py", "config/hints.py", "templates/")
     for path in modules():
         where = path.relative_to(ROOT).as_posix()

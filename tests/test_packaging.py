@@ -118,12 +118,7 @@ def empty(tmp_path_factory):
             "lockstep",
             wheel.name.rpartition("-py3")[0] + ".dist-info",
         }
-        wanted = {
-            "lockstep/commands/lint.py",
-            "lockstep/py.typed",
-            "lockstep/completions/lockstep.bash",
-            "lockstep/completions/_lockstep",
-        }
+        wanted = {"lockstep/py.typed", "lockstep/completions/lockstep.bash", "lockstep/completions/_lockstep"}
         wanted.add("lockstep/report/page.html")
         wanted |= {f"lockstep/templates/{name}" for name in ("task.py", "config.toml", "test_task.py")}
         assert wanted <= set(content.namelist())
@@ -181,9 +176,8 @@ def test_the_wheel_trains_and_verifies_in_an_empty_environment(empty, tmp_path):
 @pytest.mark.slow
 def test_the_linters_wheel_runs_without_torch(empty, tmp_path):
     """In an environment with nothing else; then beside lockstep, which finds it, and which it finds."""
-    shutil.copytree(
-        ROOT / "packages" / "lint", tmp_path / "source", ignore=shutil.ignore_patterns("*.egg-info", "build")
-    )
+    ignored = shutil.ignore_patterns("*.egg-info", "build", "__pycache__")
+    shutil.copytree(ROOT / "packages" / "lint", tmp_path / "source", ignore=ignored)
     pip, quiet = [sys.executable, "-m", "pip", "--disable-pip-version-check"], ["--quiet", "--no-deps", "--no-index"]
     go([*pip, "wheel", *quiet, "--no-build-isolation", "--wheel-dir", tmp_path, tmp_path / "source"])
     wheel = next(tmp_path.glob("lockstep_lint-*.whl"))
