@@ -7,7 +7,7 @@ TORCH := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'to
 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train check chaos matrix mutants test test-full test-oldest test-gpu gpu clean
+.PHONY: help train check chaos matrix mutants test test-lint test-full test-oldest test-gpu gpu clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,9 +21,9 @@ help:
 	$(INSTALL) -e .
 	@touch $@
 
-# What the checks and the tests need besides.
-.venv/dev: .venv/train
-	$(INSTALL) -e '.[dev]'
+# What the checks and the tests need besides: the linter too.
+.venv/dev: .venv/train packages/lint/pyproject.toml
+	$(INSTALL) -e packages/lint -e '.[dev]'
 	@touch $@
 
 # The minor version of Lightning before that of constraints.txt, beside it, for the test that needs it.
@@ -38,10 +38,13 @@ check: .venv/dev ## ruff (lint and format), mypy (strict), lockstep lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lockstep lint src examples
+	$(BIN)/lockstep lint src packages/lint/src examples
 
 test: .venv/dev .venv/lightning-2.5.6 ## every test that needs no GPU, except the slow ones, two files at a time
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
+
+test-lint: .venv/dev ## the linter's tests alone
+	$(BIN)/python -m pytest packages/lint/tests -n 2 --dist loadfile
 
 test-full: .venv/dev .venv/lightning-2.5.6 ## the slow tests too
 	$(BIN)/python -m pytest -m "not gpu"
@@ -79,4 +82,4 @@ gpu: ## all that only a GPU shows, into outputs/gpu: ARGS="--call 1" (510 s at m
 	$(PYTHON) bench/device/run.py $(ARGS)
 
 clean: ## removes the virtual environments and every cache
-	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info
+	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info packages/lint/build packages/lint/src/*.egg-info

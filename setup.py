@@ -6,6 +6,7 @@ pip install .           # they go into the wheel; `lockstep completion bash` pri
 import argparse
 import dataclasses
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -56,12 +57,26 @@ def tree():
     root.add_argument("--version", action="version", version="", help="the version")
     commands = root.add_subparsers(parser_class=argparse.ArgumentParser)
     for name, (module, _, text) in cli.COMMANDS.items():
-        own = importlib.import_module(module)
-        parser = own.parser() if hasattr(own, "parser") else own._parser()
+        parser = of_the_linter() if name == "lint" else of(module)
         for action in every(parser):
             dress(action, parser)
         commands.add_parser(name, help=text, parents=[parser], add_help=False)
     return root
+
+
+def of(module):
+    """A command's own parser."""
+    own = importlib.import_module(module)
+    return own.parser() if hasattr(own, "parser") else own._parser()
+
+
+def of_the_linter():
+    """The parser of `lockstep lint`; without flags where its distribution is neither here nor installed."""
+    if importlib.util.find_spec("lockstep_lint"):
+        return of("lockstep_lint.command")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("paths", nargs="*", help="files and folders")
+    return parser
 
 
 def every(parser):
@@ -90,7 +105,7 @@ def dress(action, parser):
 
 def write(folder):
     """Makes the completion files in `folder`, from the sources beside this file."""
-    sys.path.insert(0, str(HERE / "src"))
+    sys.path[:0] = [str(HERE / "src"), str(HERE / "packages" / "lint" / "src")]
     folder.mkdir(parents=True, exist_ok=True)
     for shell, name in FILES.items():
         text = shtab.complete(tree(), shell)

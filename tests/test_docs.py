@@ -94,7 +94,8 @@ def test_what_is_shown_where_something_is_wrong_is_true(here, tmp_path, capsys):
     assert found == set(
         re.findall(r"LS\d{3}", text.partition("`lockstep lint train.py` finds")[2].partition(", each")[0])
     )
-    assert all((ROOT / "docs" / "lint" / f"{rule}.md").is_file() for rule in re.findall(r"LS\d{3}", text))
+    rules = ROOT / "packages" / "lint" / "docs" / "rules"
+    assert all((rules / f"{rule}.md").is_file() for rule in re.findall(r"LS\d{3}", text))
     for line in re.findall(r"^    lockstep (.*)$|`lockstep ([^`]*)`", text, re.MULTILINE):
         for words in shown_commands("".join(line)):
             with contextlib.suppress(SystemExit):
@@ -135,7 +136,7 @@ def headings(page):
 
 def test_links_between_pages_lead_somewhere():
     lost = []
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "packages" / "lint").rglob("*.md")):
         for path, anchor in re.findall(r"\]\(([\w./-]*\.md)?(?:#([\w-]+))?\)", page.read_text(encoding="utf-8")):
             target = page.parent / path if path else page
             if (path or anchor) and not (target.is_file() and (not anchor or anchor in headings(target))):

@@ -16,7 +16,7 @@ ROOT = Path(lockstep.__file__).parent
 
 def modules():
     for info in pkgutil.walk_packages([str(ROOT)], "lockstep."):
-        if info.name.endswith("__main__") or ".lint" in info.name:
+        if info.name.endswith("__main__"):
             continue
         try:
             yield importlib.import_module(info.name)

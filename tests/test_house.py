@@ -77,7 +77,7 @@ def _defaults(method):
 
 def test_what_is_left_out_of_a_call_is_the_same_in_every_engine_and_in_what_stands_before_one():
     found = {}
-    for path in sorted(set(ROOT.rglob("*.py")) - set((ROOT / "lint").rglob("*.py"))):  # lint stands apart
+    for path in sorted(ROOT.rglob("*.py")):
         for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
             methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
             for name in ("backward", "step"):
@@ -109,9 +109,9 @@ def test_every_module_has_its_floor():
 
 
 def test_engines_are_named_in_their_own_room_alone():
-    """But for an export's formats, what a person may call an engine (hints), a user's files, the linter's list, and the
-    packages that a traced script may use."""
-    elsewhere = ("lint/", "trace/", "checkpoint/export/", "commands/export.py", "config/hints.py", "templates/")
+    """But for an export's formats, what a person may call an engine (hints), a user's files, what another loop
+    becomes (migrate), and the packages that a traced script may use."""
+    elsewhere = ("migrate/", "trace/", "checkpoint/export/", "commands/export.py", "config/hints.py", "templates/")
     for path in modules():
         where = path.relative_to(ROOT).as_posix()
         if not where.startswith(("engines/", *elsewhere)):
@@ -126,7 +126,7 @@ def test_no_file_is_too_long_to_read():
 
 def test_public_names_are_sorted_and_exist():
     for info in pkgutil.walk_packages([str(ROOT)], "lockstep."):
-        if info.name.endswith("__main__") or ".lint" in info.name:
+        if info.name.endswith("__main__"):
             continue
         try:
             module = importlib.import_module(info.name)
@@ -215,7 +215,7 @@ def test_a_type_checker_sees_the_real_types(tmp_path):
 
 
 def loads_nothing_big(code):
-    check = f"{code}\nimport sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    check = f"{code}\nimport sys; sys.exit(bool({{'torch', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -225,7 +225,7 @@ def loads_nothing_big(code):
     [
         "import lockstep",
         "import lockstep.cli as c; c.dispatch(['--help'])",
-        "import lockstep.lint",
+        "import lockstep.cli as c; c.dispatch(['lint', '--help'])",
     ],
 )
 def test_nothing_but_training_loads_torch(code):
@@ -281,6 +281,21 @@ def test_the_command_knows_its_commands(capsys):
     assert cli.dispatch([]) == 2
     with pytest.raises(UsageError, match="unknown command 'trian': did you mean 'train'"):
         cli.dispatch(["trian"])
+
+
+def test_the_linter_is_found_by_its_entry_point(monkeypatch, capsys):
+    assert cli.dispatch(["lint", "--explain", "LS018"]) == 0
+    assert capsys.readouterr().out.startswith("# LS018 ")
+    monkeypatch.setattr("lockstep.commands.lint.entry_points", lambda **wanted: ())
+    with pytest.raises(UsageError, match=r"pip install 'torch-lockstep\[lint\]'"):
+        cli.dispatch(["lint", "train.py"])
+
+
+def test_only_migrate_loads_the_linter():
+    code = "import lockstep.cli as c, sys; c.dispatch(['--help']); sys.exit('lockstep_lint' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    loading = [path for path in modules() if "lockstep_lint." in path.read_text(encoding="utf-8")]
+    assert [path.relative_to(ROOT).as_posix() for path in loading] == ["migrate/parsing.py"]
 
 
 def test_errors_become_one_line_and_a_code(capsys, monkeypatch):

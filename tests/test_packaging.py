@@ -1,4 +1,4 @@
-"""What is declared is what is imported, and a wheel in an empty environment trains, lints and verifies."""
+"""What is declared is what is imported, and a wheel in an empty environment trains and verifies, the linter's lints."""
 
 import ast
 import importlib.metadata
@@ -147,7 +147,7 @@ def test_the_wheel_brings_itself_and_nothing_that_is_not_declared(empty, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_lints_and_verifies_in_an_empty_environment(empty, tmp_path):
+def test_the_wheel_trains_and_verifies_in_an_empty_environment(empty, tmp_path):
     (tmp_path / "code.txt").write_text("".join(f"def f_{i}(x):\n    return x + {i * i}\n\n" for i in range(800)))
     settings = (
         "--dataset-name code.txt --data.vocab-size 300 --data.cache cache --seq-len 32 --batch-size 8 --device cpu"
@@ -163,16 +163,42 @@ def test_the_wheel_trains_lints_and_verifies_in_an_empty_environment(empty, tmp_
     assert "ddp x2" in done.stdout
     assert not list(tmp_path.glob("*.json"))
 
-    (tmp_path / "fixable.py").write_text(FIXABLE)
-    assert "LS023" in go([empty / "lockstep", "lint", "fixable.py"], code=1, cwd=tmp_path).stdout
     line = "pip install 'torch-lockstep["
     for flags in (
-        ["lint", "--fix", "fixable.py"],
+        ["lint", "train.py"],
         ["train", "--model-name", "someone/model", "--dataset-name", "code.txt", "--device", "cpu"],
         ["train", *settings.split(), "--wandb"],
     ):
         last = go([empty / "lockstep", *flags], code=2, cwd=tmp_path).stderr.splitlines()[-1]
         assert line in last, last
+
+
+@pytest.mark.slow
+def test_the_linters_wheel_runs_without_torch(empty, tmp_path):
+    """In an environment with nothing else; then beside lockstep, which finds it, and which it finds."""
+    ignored = shutil.ignore_patterns("*.egg-info", "build", "__pycache__")
+    shutil.copytree(ROOT / "packages" / "lint", tmp_path / "source", ignore=ignored)
+    pip, quiet = [sys.executable, "-m", "pip", "--disable-pip-version-check"], ["--quiet", "--no-deps", "--no-index"]
+    go([*pip, "wheel", *quiet, "--no-build-isolation", "--wheel-dir", tmp_path, tmp_path / "source"])
+    wheel = next(tmp_path.glob("lockstep_lint-*.whl"))
+    with zipfile.ZipFile(wheel) as content:
+        assert {name.partition("/")[0].partition("-")[0] for name in content.namelist()} == {"lockstep_lint"}
+    go([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"])
+    alone = tmp_path / "env" / "bin"
+    for python in (alone / "python", empty / "python"):
+        go([*pip, "--python", python, "install", *quiet, wheel])
+    (tmp_path / "fixable.py").write_text(FIXABLE)
+    try:
+        for command in ([alone / "lockstep-lint"], [empty / "lockstep", "lint"]):
+            assert "LS023" in go([*command, "fixable.py"], code=1, cwd=tmp_path).stdout
+            refused = go([*command, "--fix", "fixable.py"], code=2, cwd=tmp_path).stderr
+            assert "pip install 'lockstep-lint[fix]'" in refused
+        (tmp_path / "loop.py").write_text("loss.backward()\noptimizer.step()\n")
+        assert "a plain loop" in go([empty / "lockstep", "lint", "--migrate", "loop.py"], cwd=tmp_path).stdout
+        refused = go([alone / "lockstep-lint", "--migrate", "loop.py"], code=2, cwd=tmp_path).stderr
+        assert "pip install 'torch-lockstep[lint]'" in refused
+    finally:
+        go([*pip, "--python", empty / "python", "uninstall", "--quiet", "--yes", "lockstep-lint"])
 
 
 FIXABLE = "import torch\n\nwith torch.cuda.amp.autocast():\n    pass\n"

@@ -42,7 +42,7 @@ COMMANDS = {
     "profile": ("lockstep.commands.profile", "command", "where the time of a step goes, and what to change first"),
     "doctor": ("lockstep.commands.doctor", "command", "find what is wrong with machine, network, devices and task"),
     "completion": ("lockstep.commands.completion", "command", "print the completion file of bash or zsh"),
-    "lint": ("lockstep.lint.command", "command", "find mistakes in PyTorch training scripts without running them"),
+    "lint": ("lockstep.commands.lint", "command", "find mistakes in PyTorch training scripts without running them"),
 }
 
 USAGE = """usage: lockstep COMMAND [flags]     (lockstep COMMAND --help for the flags of one)

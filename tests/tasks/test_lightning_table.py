@@ -22,10 +22,10 @@ from torch.utils.data import (
 
 import lockstep
 from lockstep.errors import ConfigError
-from lockstep.lint.tables.lightning import ARGUMENTS as TABLE
-from lockstep.lint.tables.lightning import HOOKS
 from lockstep.tasks.lightning_data import named_loaders, taken_apart
 from lockstep.tasks.lightning_optimizers import read
+from lockstep.tasks.tables.lightning import ARGUMENTS as TABLE
+from lockstep.tasks.tables.lightning import HOOKS
 
 pytest.importorskip("lightning")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import lockstep
 from lockstep.errors import ConfigError
-from lockstep.lint.tables.trainer import ARGUMENTS as TABLE
+from lockstep.tasks.tables.trainer import ARGUMENTS as TABLE
 from lockstep.tasks.trainer_data import Batching, EpochShuffled, labelled
 
 transformers = pytest.importorskip("transformers")

@@ -18,10 +18,10 @@ from lockstep.config.config import Config
 from lockstep.config.spans import in_batches
 from lockstep.engines.options import ENGINES
 from lockstep.errors import ConfigError
-from lockstep.lint.tables.lightning import ARGUMENTS
 from lockstep.tasks.lightning_callbacks import settings_of
 from lockstep.tasks.lightning_loaders import Loaders
 from lockstep.tasks.lightning_trainer import Standing
+from lockstep.tasks.tables.lightning import ARGUMENTS
 
 __all__ = ["Plan", "check_arguments", "config_of", "describe", "plan_of"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from lockstep.config.config import Config
 from lockstep.errors import ConfigError
-from lockstep.lint.tables.lightning import WAYS
 from lockstep.tasks.lightning_package import PACKAGES, written
+from lockstep.tasks.tables.lightning import WAYS
 
 __all__ = ["DONE", "settings_of"]
 

@@ -10,10 +10,10 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.data.fetch import generators_kept
 from lockstep.errors import ConfigError
-from lockstep.lint.tables.lightning import HOOKS
 from lockstep.tasks.lightning_data import Parts
 from lockstep.tasks.lightning_leavings import Leavings
 from lockstep.tasks.lightning_package import calls, kind_of, takes, written
+from lockstep.tasks.tables.lightning import HOOKS
 
 __all__ = ["check_module", "made_whole"]
 

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from lockstep.config.config import Config
 from lockstep.data.order import Sequential
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.lint.tables.trainer import EVALUATION, LOOP
 from lockstep.task import Order, Task
+from lockstep.tasks.tables.trainer import EVALUATION, LOOP
 from lockstep.tasks.trainer_arguments import check_arguments, config_of, value
 from lockstep.tasks.trainer_callbacks import settings_of
 from lockstep.tasks.trainer_data import Batching, EpochShuffled, collator_of, labelled, samples_of

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.config.config import Config
 from lockstep.errors import ConfigError
-from lockstep.lint.tables.trainer import ARGUMENTS, SAMPLING, SINKS
+from lockstep.tasks.tables.trainer import ARGUMENTS, SAMPLING, SINKS
 
 __all__ = ["check_arguments", "config_of", "step_size", "value"]
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.errors import ConfigError
-from lockstep.lint.tables.trainer import OPTIMIZERS
 from lockstep.optim.torch_schedule import torch_schedule
+from lockstep.tasks.tables.trainer import OPTIMIZERS
 from lockstep.tasks.trainer_arguments import value
 
 __all__ = ["check_optimizer", "given_optimizer", "made_optimizer", "schedule_of"]

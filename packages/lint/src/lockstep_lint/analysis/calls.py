@@ -1,0 +1,251 @@
+"""Who calls whom in a project, and which class an object has."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.index import Module, Scope, Site
+from lockstep_lint.analysis.kept import kept
+from lockstep_lint.analysis.names import Names, bound_locally
+from lockstep_lint.analysis.nodes import dotted, element_of, keyword, last
+
+__all__ = ["Calls", "given", "passed"]
+
+# Calls that run a function given as an argument, in this process or in others.
+# A name that is bound more often than this in one scope is generated code.
+MAX_BINDS = 20
+MAX_CLASS_STEPS = 60
+RUNNERS = {"spawn", "start_processes", "Process", "Thread", "partial", "notebook_launcher", "elastic_launch", "timeit"}
+RUNNERS |= {"step", "run"}  # an optimizer's, with a closure; a launcher's
+RUNNERS |= {"TorchTrainer"}
+# The arguments by which they are given it.
+HANDS = ("fn", "target", "function", "train_loop_per_worker")
+# Those of them that give it other arguments than they are given themselves.
+STARTERS = ("spawn", "Process", "start_processes", "notebook_launcher", "TorchTrainer")
+
+
+class Calls:
+    """The call graph, worked out file by file as rules ask."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.project = names.project
+        self.targets: dict[ast.Call, Scope | None] = {}
+        self.classes: dict[tuple[ast.expr, Scope], Scope | None] = {}
+
+    @kept
+    def method_names(self, module: Module) -> frozenset[str]:
+        """The names of all methods that a file's programs define: a call of any other name need not be looked up."""
+        return frozenset().union(*(member.methods for member in self.project.family(module)))
+
+    def target(self, call: ast.Call, scope: Scope) -> Scope | None:
+        """The project's function that a call runs (a class's `__init__`, an object's `__call__`), if it is known."""
+        if call not in self.targets:
+            self.targets[call] = self.resolve(call, scope)
+        return self.targets[call]
+
+    def resolve(self, call: ast.Call, scope: Scope) -> Scope | None:
+        found = self.names.definition(call.func, scope)
+        if found is None and isinstance(call.func, ast.Attribute):
+            found = self.method(call.func, scope)
+        if found is None and "__call__" in self.method_names(scope.module):
+            owner = self.class_of(call.func, scope) if isinstance(call.func, ast.Name | ast.Attribute) else None
+            return self.names.member(owner, "__call__") if owner is not None else None
+        if found is not None and found.kind == "class":
+            return self.names.member(found, "__init__")
+        return found
+
+    def method(self, func: ast.Attribute, scope: Scope) -> Scope | None:
+        owner: Scope | None
+        if isinstance(func.value, ast.Name) and func.value.id in ("self", "cls"):
+            owner = scope.owner
+        elif isinstance(func.value, ast.Call) and getattr(func.value.func, "id", "") == "super":
+            parents = self.names.parents(scope.owner) if scope.owner is not None else iter(())
+            return next((m for p in parents if (m := self.names.member(p, func.attr)) is not None), None)
+        elif func.attr in self.method_names(scope.module):
+            owner = self.class_of(func.value, scope)
+        else:
+            return None
+        return self.names.member(owner, func.attr) if owner is not None else None
+
+    def class_of(self, node: ast.expr, scope: Scope) -> Scope | None:
+        """The project's class of an object, found by the assignment that made it."""
+        key = (node, scope)
+        if key not in self.classes:
+            self.classes[key] = self.find_class(node, scope)
+        return self.classes[key]
+
+    def find_class(self, node: ast.expr, scope: Scope) -> Scope | None:
+        """The first class on the ways back from a value. One search by itself: what it cut short is remembered by none
+        of the expressions on the way, so that answers do not depend on which question came first.
+        """
+        seen: set[tuple[ast.expr, Scope]] = set()
+        stack: list[tuple[ast.expr, Scope, str]] = [(node, scope, "")]
+        for _ in range(MAX_CLASS_STEPS):
+            if not stack:
+                return None
+            current, home, annotated = stack.pop()
+            if annotated:  # comes after all values that the name was given
+                found = _annotated(annotated, home, self.names)
+                if found is not None:
+                    return found
+            elif (current, home) not in seen:
+                seen.add((current, home))
+                if isinstance(current, ast.Call):
+                    found = self.made_class(current, home, stack)
+                    if found is not None:
+                        return found
+                else:
+                    key = dotted(current)
+                    if key is not None:
+                        stack.append((current, home, key))
+                        stack.extend((value, at, "") for value, at in reversed(list(self.values(key, home))))
+                        stack.extend((made, at, "") for made, at in self.items(key, home))
+                        stack.extend((made, at, "") for made, at in self.imported(key, home))
+        return None
+
+    def imported(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+        """What another file of the project gives a name that it is imported by (`from utils.comm import comm`)."""
+        found = scope.module.imports.get(key)
+        if found is None or not found.name or bound_locally(key, scope):
+            return
+        target = self.project.find(scope.module, found.module, found.level)
+        for bind in target.top.binds.get(found.name, [])[:MAX_BINDS] if target is not None else ():
+            if target is not None and bind.value is not None and not bind.path and bind.how == "assign":
+                yield bind.value, target.top
+
+    def made_class(self, node: ast.Call, scope: Scope, stack: list[tuple[ast.expr, Scope, str]]) -> Scope | None:
+        """The class that a call makes an object of; what a function returns is put on the stack."""
+        found = self.names.definition(node.func, scope)
+        if found is None and isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cuda", "eval", "train"):
+            stack.append((node.func.value, scope, ""))
+        if found is not None and found.kind == "function":
+            stack.extend((value, found, "") for value in reversed(list(found.returns())))
+            return None
+        return found
+
+    def values(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+        """The plain values that a name is given in its own or an enclosing scope, or in the methods of its class."""
+        homes: list[Scope] = []
+        if key.startswith("self.") and scope.owner is not None:
+            for owner in (scope.owner, *self.names.parents(scope.owner)):
+                homes += owner.defs.values()
+        current: Scope | None = scope
+        while current is not None:
+            homes.append(current)
+            current = current.parent
+        for home in homes:
+            binds = [b for b in home.binds.get(key, [])[:MAX_BINDS] if b.how in ("assign", "with")]
+            found = [
+                value for b in binds for value in element_of(b.value, b.path)
+            ]  # also `total, meter = 0.0, Meter()`
+            if found:
+                yield from ((value, home) for value in found)
+                return
+
+    def items(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+        """What makes the items of the `defaultdict` whose values a loop gives a name (`for m in meters.values():`)."""
+        for bind in scope.binds.get(key, [])[:MAX_BINDS]:
+            over = bind.value if bind.how == "for" and bind.path in ((), (1,)) else None
+            if isinstance(over, ast.Call) and last(over) == ("items" if bind.path else "values"):
+                table = dotted(over.func.value) if isinstance(over.func, ast.Attribute) else None
+                for value, home in self.values(table, scope) if table is not None else ():
+                    if isinstance(value, ast.Call) and last(value) == "defaultdict" and value.args:
+                        yield ast.copy_location(ast.Call(value.args[0], [], []), value), home
+
+    def runs(self, site: Site) -> Iterator[Scope]:
+        """The functions that a call runs: its target, and functions handed to something that runs them."""
+        target = self.target(site.call, site.scope)
+        if target is not None:
+            yield target
+        if site.name in RUNNERS:
+            candidates = [*site.call.args[:1], *(keyword(site.call, name) for name in HANDS)]
+            given = keyword(site.call, "args") or (site.call.args[1] if len(site.call.args) > 1 else None)
+            candidates += given.elts if isinstance(given, ast.Tuple | ast.List) else []
+            for value in candidates:
+                found = self.handed(value, site.scope) if value is not None else None
+                if found is not None and found.kind == "function":
+                    yield found
+
+    def handed(self, value: ast.expr, scope: Scope) -> Scope | None:
+        """The function, or the method of a known object (`self.work`), that an expression hands on."""
+        found = self.names.definition(value, scope)
+        if found is None and isinstance(value, ast.Attribute):
+            return self.method(value, scope)
+        if found is None and isinstance(value, ast.Name):  # `run = partial(work, cfg=cfg)`
+            given, home = next(self.values(value.id, scope), (value, scope))
+            inner = given.args[0] if isinstance(given, ast.Call) and last(given) == "partial" and given.args else given
+            return self.names.definition(inner, home)
+        return found
+
+    @kept
+    def edges(self, module: Module) -> dict[Scope, list[Site]]:
+        """For each function, the calls in one file that run it."""
+        table: dict[Scope, list[Site]] = {}
+        for site in module.sites():
+            for function in self.runs(site):
+                table.setdefault(function, []).append(site)
+        return table
+
+    @kept
+    def callers(self, function: Scope) -> list[Site]:
+        """The calls in the project that run a function."""
+        return [site for module in self.project.users(function.module) for site in self.edges(module).get(function, [])]
+
+    @kept
+    def subclasses(self, owner: Scope) -> tuple[Scope, ...]:
+        """The project's classes that derive from a class, directly or not."""
+        scopes = [scope for module in self.project.users(owner.module) for scope in module.scopes]
+        return tuple(s for s in scopes if s.kind == "class" and s is not owner and owner in self.names.parents(s))
+
+    @kept
+    def by_base(self, method: Scope) -> list[Site]:
+        """The calls that run a method in a class which its own derives from (`self.train_epoch(loader)` there): of one
+        that the class leaves to others, or that is overridden here.
+        """
+        owner = method.parent if method.kind == "function" and not method.name.startswith("__") else None
+        if owner is None or owner.kind != "class":
+            return []
+        return [
+            site
+            for parent in self.names.parents(owner)
+            for caller in parent.defs.values()
+            for site in caller.named(method.name)
+            if dotted(site.receiver) in ("self", "cls")
+        ]
+
+    def namesakes(self, function: Scope) -> list[Site]:
+        """The calls in the function's programs that may run it, going by their name alone."""
+        members = self.project.family(function.module)
+        return [s for m in members for s in m.sites(function.name) if self.target(s.call, s.scope) is None]
+
+
+def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:
+    """The class that a parameter's annotation names."""
+    node = scope.node
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            if arg.arg == key and arg.annotation is not None:
+                found = names.definition(arg.annotation, scope)
+                return found if found is not None and found.kind == "class" else None
+    return None
+
+
+def passed(site: Site, function: Scope, name: str) -> ast.expr | None:
+    """The expression that a call passes for the parameter `name`; what starts processes adds a rank of its own."""
+    if site.name in STARTERS:
+        return next((item.value for item in site.call.keywords if item.arg == name), None)
+    if site.name == "partial" and function.name != "partial":  # its own first argument is the function
+        return given(ast.Call(site.call.func, site.call.args[1:], site.call.keywords), function, name)
+    return given(site.call, function, name)
+
+
+def given(call: ast.Call, function: Scope, name: str) -> ast.expr | None:
+    """The expression that a call of a function gives for the parameter `name`."""
+    for item in call.keywords:
+        if item.arg == name:
+            return item.value
+    params = function.params
+    place = params.index(name) - (1 if params[:1] in (["self"], ["cls"]) else 0)
+    if 0 <= place < len(call.args) and not any(isinstance(a, ast.Starred) for a in call.args[: place + 1]):
+        return call.args[place]
+    return None

@@ -1,0 +1,102 @@
+"""DeepSpeed's engine, Accelerate and Fabric: the calls of them that wait for all ranks."""
+
+import ast
+import re
+
+from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.context import guards
+from lockstep_lint.analysis.effects import COLLECTIVES
+from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.nodes import Words, dotted, idents, is_true, last, walk
+from lockstep_lint.analysis.view import View
+
+__all__ = ["asks_for_deepspeed", "saves_on_all", "shared_out", "waits_in_accelerate"]
+
+# With ZeRO each rank writes its own part, or hands it to the others; the engine waits for all of them in any case.
+SAVES = {"save_checkpoint", "save_16bit_model", "save_fp16_model"}
+# They save by themselves, in their own way.
+OTHERS = {"lightning", "pytorch_lightning", "lockstep", "composer", "accelerate"}
+
+# The methods of an Accelerator that end when all processes are in them: names that nothing else has, and others.
+WAITS = {"wait_for_everyone", "gather_for_metrics", "check_trigger"}
+GATHERS = {"gather", "reduce", "pad_across_processes"}
+MAX_CALLS, MAX_CALLERS = 2, 20
+ACCELERATOR = Words(r"accelerator$", re.IGNORECASE)
+# Those of Lightning's Fabric, which saves on the main process by itself, after all have come.
+OF_FABRIC = {"barrier", "save", "all_gather", "all_reduce", "broadcast"}
+FABRIC = Words(r"^_?fabric$")
+
+
+def waits_in_accelerate(view: View, site: Site) -> bool:
+    """Whether a call of Accelerate, or of Lightning's Fabric, ends when all processes are in it; a notebook is one
+    process.
+    """
+    if site.name not in WAITS | GATHERS | COLLECTIVES | OF_FABRIC | {"prepare"} or site.module.path.endswith(".ipynb"):
+        return False
+    if FABRIC.search(last(site.receiver)):
+        return site.name in OF_FABRIC and "lightning_fabric" in view.frameworks
+    if view.full(site).startswith("accelerate.utils."):
+        return site.name in WAITS | GATHERS | COLLECTIVES  # `save` writes on the main process, and waits for nobody
+    if site.receiver is None or view.calls.target(site.call, site.scope) is not None:
+        return False
+    if site.name in WAITS:
+        return True
+    if not ACCELERATOR.search(last(site.receiver)):
+        return False
+    prepares = site.name == "prepare" and any(is_trained(view, value, site.scope) for value in site.call.args)
+    return prepares or site.name in GATHERS
+
+
+def shared_out(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
+    """Whether a loop's header runs over a loader that Accelerate has prepared: each process has its part."""
+    key = dotted(view.kinds.iterated(node, scope) if not depth else node)
+    if key is None or "accelerate" not in view.frameworks or depth > MAX_CALLS:
+        return False
+    binds = view.origins.binds(key, scope, node.lineno)
+    if not binds and key in scope.params:
+        given = [(passed(site, scope, key), site.scope) for site in view.calls.callers(scope)[:MAX_CALLERS]]
+        return any(value is not None and shared_out(view, value, home, depth + 1) for value, home in given)
+    makers = [bind.value.func for bind, _ in binds if isinstance(bind.value, ast.Call)]
+    return any(
+        isinstance(func, ast.Attribute) and func.attr == "prepare" and ACCELERATOR.search(last(func.value))
+        for func in makers
+    )
+
+
+def is_trained(view: View, value: ast.expr, scope: Scope) -> bool:
+    """Whether a value is a model, which Accelerate wraps, and nothing that is only called after one."""
+    kinds = view.kinds
+    others = (kinds.is_optimizer, kinds.is_scheduler, kinds.is_loader)
+    return kinds.is_model(value, scope) and not any(ask(value, scope) for ask in others)
+
+
+def saves_on_all(view: View, site: Site) -> bool:
+    """Whether a call has DeepSpeed's engine save, by what made its object, what that is called, or the test around."""
+    if site.name not in SAVES or site.receiver is None or OTHERS & view.frameworks:
+        return False
+    if view.calls.target(site.call, site.scope) is not None or kept_out(view, site):
+        return False
+    if "deepspeed" in view.frameworks and ("engine" in last(site.receiver) or by_deepspeed(view, site)):
+        return True
+    return any(guard.when and asks_for_deepspeed(guard.test) for guard in guards(site.stmt, site.module))
+
+
+def kept_out(view: View, site: Site) -> bool:
+    """Whether the flag of the main rank around a call is True wherever another flag is off (`main = True` under `if not
+    ddp`), as it may be where DeepSpeed runs the processes.
+    """
+    keys = {key for guard in guards(site.stmt, site.module) for node in walk(guard.test) if (key := dotted(node))}
+    binds = [bind for key in keys for bind, _ in view.ranks.tests.numbers.bound(key, site.scope)]
+    return any(is_true(bind.value) for bind in binds)
+
+
+def by_deepspeed(view: View, site: Site) -> bool:
+    """Whether the object of a call is what DeepSpeed made of a model, whatever it is called."""
+    binds = view.origins.binds(dotted(site.receiver) or "", site.scope, site.line)
+    made = ((bind.value, home) for bind, home in binds if isinstance(bind.value, ast.Call))
+    return any(view.names.qualify(call.func, home) == "deepspeed.initialize" for call, home in made)
+
+
+def asks_for_deepspeed(test: ast.expr) -> bool:
+    """Whether a test asks whether DeepSpeed is used."""
+    return any("deepspeed" in name.lower() for name in idents(test))

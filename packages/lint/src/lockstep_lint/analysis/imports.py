@@ -1,0 +1,267 @@
+"""Which file an import means, which files a project has, and what their lines import, read without parsing any."""
+
+import functools
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep_lint.analysis.source import MAX_BYTES
+
+__all__ = ["KNOWN", "ROOT_MARKS", "SKIPPED", "Lines", "Paths", "lines_of", "root_of", "scan", "stem"]
+
+EXTERNAL = sys.stdlib_module_names | {"torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "sklearn"}
+EXTERNAL |= {"matplotlib", "transformers", "accelerate", "deepspeed", "lightning", "pytorch_lightning", "wandb", "tqdm"}
+EXTERNAL |= {"apex", "yaml", "cv2", "PIL", "timm", "einops", "tensorboardX", "omegaconf", "hydra", "composer"}
+EXTERNAL |= {"ignite", "optuna", "loguru", "torchmetrics", "tensorboard", "albumentations"}
+# Packages that a project may have a file of the same name for; without one, nothing that they do is hidden.
+KNOWN = {
+    "datasets",
+    "diffusers",
+    "peft",
+    "bitsandbytes",
+    "tokenizers",
+    "evaluate",
+    "sentencepiece",
+    "safetensors",
+    "nltk",
+}
+KNOWN |= {"huggingface_hub", "tiktoken", "torch_geometric", "torch_scatter", "torchtext", "monai", "gym", "gymnasium"}
+KNOWN |= {"psutil", "fire", "rich", "click", "requests", "termcolor", "packaging", "absl", "ml_collections", "easydict"}
+KNOWN |= {"h5py", "lmdb", "librosa", "soundfile", "skimage", "imageio", "seaborn", "networkx", "dgl", "faiss", "kornia"}
+KNOWN |= {"neptune", "mlflow", "comet_ml", "swanlab", "tabulate", "gdown", "yacs", "ftfy", "decord"}
+KNOWN |= {"fairscale", "xformers", "lpips", "pycocotools", "segmentation_models_pytorch", "jsonlines", "regex", "boto3"}
+ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
+SKIPPED = {"__pycache__", "node_modules", "venv", "site-packages", "build", "dist", "wandb"}
+# Files of one project that are searched for imports: a bound for a script that lies in a huge tree.
+MAX_SCANNED = 5000
+MAX_FOLDERS = 5000
+MAX_DEPTH = 3
+MAX_UP = 6
+IMPORTS = re.compile(
+    r"^[ \t]*(?:from[ \t]+(?P<module>[.\w]+)[ \t]+import[ \t\\\n]+(?P<names>\([^)]*\)|(?:[^\n#;\\]|\\\n)*)"
+    r"|import[ \t]+(?P<plain>(?:[^\n#;\\]|\\\n)*))",
+    re.MULTILINE,
+)
+NAME = re.compile(r"(?:(?<=^)|(?<=[\s,(]))([\w.]+|\*)(?:\s+as\s+\w+)?")
+
+
+# A folder that a program adds to the places where Python looks, as far as it is written out
+# (`sys.path.append("../utils")`, `sys.path.insert(0, os.path.join(ROOT, "models"))`).
+ADDS = re.compile(r"""^[ \t]*sys\.path\.(?:append|insert|extend)\(([^\n#]*)""", re.MULTILINE)
+TEXT = re.compile(r"""["']([\w./ -]+)["']""")
+CALLED = re.compile(r"(?<![.\w])[A-Za-z_]\w*(?!\w|\(|\s*=)")
+# What gives a name such a text, and a function its first parameter.
+ASSIGNS = re.compile(r"^[ \t]*(\w+)[ \t]*=(?!=)([^\n#]*)", re.MULTILINE)
+TAKES = re.compile(r"^def (\w+)\([ \t]*(\w+)", re.MULTILINE)
+RUNS = re.compile(r"^(\w+)\(([^\n#]*)\)", re.MULTILINE)
+# How many names stand between such a call and a text, and how many expressions are looked at for all calls of a file.
+MAX_NAMES = 2
+MAX_GIVEN = 200
+
+
+class Paths:
+    """Finds the file that an import means; reads no file. `added` tells the folders where the programs of a project
+    look too, those that they add to `sys.path`, by the project's root.
+    """
+
+    def __init__(self, added: Callable[[str], tuple[str, ...]] | None = None) -> None:
+        self.added = added
+        self.is_file = functools.cache(os.path.isfile)
+        self.real = functools.cache(os.path.realpath)
+        self.root = functools.cache(root_of)
+        self.known: dict[tuple[str, str, int], str | None] = {}
+        self.starts: dict[str, tuple[str, ...]] = {}
+
+    def where(self, folder: str, name: str, level: int = 0) -> str | None:
+        """The file that the dotted name means in a file of `folder`, if the project has it."""
+        key = (folder, name, level)
+        if key not in self.known:
+            self.known[key] = self.search(folder, name, level)
+        return self.known[key]
+
+    def search(self, folder: str, name: str, level: int) -> str | None:
+        parts = [part for part in name.split(".") if part and part != "*"]
+        if level:
+            return self.locate(os.path.join(folder, *[".."] * (level - 1)), parts)
+        if not parts or (parts[0] in EXTERNAL and not self.hides(folder, parts[0])):
+            return None
+        more = self.added(self.root(folder)) if self.added is not None else ()
+        found = (self.locate(start, parts) for start in (*self.bases(folder), *above(folder, parts[0]), *more))
+        return next((path for path in found if path is not None), None)
+
+    def hides(self, folder: str, name: str) -> bool:
+        """Whether a folder beside the script hides an installed package of the same name (Python looks there first)."""
+        return name not in {"torch", "numpy"} and self.is_file(os.path.join(folder, name, "__init__.py"))
+
+    def bases(self, folder: str) -> tuple[str, ...]:
+        """The folders that imports in `folder` can start from: it and its parents, up to the repository's root."""
+        if folder not in self.starts:
+            self.starts[folder] = self.climb(folder)
+        return self.starts[folder]
+
+    def climb(self, folder: str) -> tuple[str, ...]:
+        found = [folder]
+        absolute = Path(os.path.abspath(folder))
+        for i, parent in enumerate([absolute, *absolute.parents][:MAX_UP]):
+            if i:
+                found.append(str(parent))
+            found.append(str(parent / "src"))
+            if any((parent / mark).exists() for mark in ROOT_MARKS):
+                return tuple(found)
+        return tuple(found[:4])
+
+    def locate(self, folder: str, parts: list[str]) -> str | None:
+        if not parts:
+            return None
+        path = os.path.join(folder, *parts)
+        candidates = (f"{path}.py", os.path.join(path, "__init__.py"))
+        return next((candidate for candidate in candidates if self.is_file(candidate)), None)
+
+
+def above(folder: str, name: str) -> Iterator[str]:
+    """Where a package starts that a file of its own names: `import model.layers` in model/parts/ means the folder that
+    holds model/, however high.
+    """
+    parents = os.path.abspath(folder).split(os.sep)[-MAX_UP:]
+    if name in parents:
+        yield os.path.join(folder, *[".."] * (len(parents) - parents.index(name)))
+
+
+@functools.cache
+def _places() -> tuple[Path, ...]:
+    return (Path.home(), Path(tempfile.gettempdir()).resolve(), Path("/"))
+
+
+def root_of(folder: str) -> str:
+    """The root of the project that a folder belongs to: the repository, or the highest folder with a project's mark.
+
+    Without any, the highest of the next folders that hold Python files or the package.
+    """
+    absolute = Path(os.path.realpath(folder))
+    top: Path | None = None
+    for count, parent in enumerate([absolute, *absolute.parents]):
+        if parent in _places() and parent != absolute:
+            break
+        if (parent / ".git").exists():
+            return str(parent)
+        if count < MAX_UP and any((parent / mark).exists() for mark in ROOT_MARKS):
+            top = parent
+    if top is not None:
+        return str(top)
+    top = absolute
+    for parent in absolute.parents[:3]:
+        if parent in _places() or not ((top / "__init__.py").exists() or any(parent.glob("*.py"))):
+            break
+        top = parent
+    return str(top)
+
+
+def scan(root: str) -> list[str]:
+    """The Python files of a project, in a fixed order; without a project's mark those near its root only."""
+    files: list[str] = []
+    top = Path(root)
+    marked = any((top / mark).exists() for mark in ROOT_MARKS)
+    depth = None if marked else 0 if top in _places() else MAX_DEPTH
+    for count, (folder, folders, names) in enumerate(os.walk(root)):
+        deep = depth is not None and len(Path(folder).relative_to(top).parts) >= depth
+        folders[:] = sorted(name for name in folders if not deep and name not in SKIPPED and not name.startswith("."))
+        files += [os.path.realpath(os.path.join(folder, name)) for name in sorted(names) if name.endswith(".py")]
+        if len(files) >= MAX_SCANNED or count >= MAX_FOLDERS:
+            break
+    return files[:MAX_SCANNED]
+
+
+def stem(path: str) -> str:
+    """The last word by which a file is imported."""
+    folder, name = os.path.split(path)
+    return os.path.basename(folder) if name == "__init__.py" else name.removesuffix(".py")
+
+
+def contents(path: str) -> str:
+    """The text of a file, "" where it is too long or cannot be read."""
+    try:
+        if os.path.getsize(path) > MAX_BYTES:
+            return ""
+        return Path(path).read_bytes().decode("utf-8", "ignore").replace("\r", "")
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What the lines of a file say of others: the dotted names that they may import, each with its number of leading
+    dots, and the texts in each call that adds a folder to those where Python looks.
+    """
+
+    mentioned: tuple[tuple[str, int], ...] = ()
+    added: tuple[tuple[str, ...], ...] = ()
+
+    def places(self, path: str, root: str) -> Iterator[str]:
+        """The folders of a project that the file at `path` adds: each is told from the file's own folder, or from one
+        above it, where the program is started or which it names first.
+        """
+        for texts in self.added:
+            start = os.path.dirname(path)
+            while start.startswith(root):
+                place = os.path.normpath(os.path.join(start, *texts))
+                if place.startswith(root + os.sep) and os.path.isdir(place):
+                    yield place
+                    break
+                start = os.path.dirname(start)
+
+
+def lines_of(path: str) -> Lines:
+    """What the lines of the file at `path` say."""
+    text = contents(path)
+    words = folders_added(text) if "sys.path" in text else ()
+    return Lines(tuple(mentioned(text)), tuple(dict.fromkeys(words)))
+
+
+def folders_added(text: str) -> Iterator[tuple[str, ...]]:
+    """The texts that each folder is made of which a file adds to `sys.path`: in the call, or in what its names stand
+    for (`lib = join(here, "lib")`), also where a function is given it (`def add(path): sys.path.insert(0, path)`).
+    """
+    given = values_of(text)
+    queue = [(call[1], 0) for call in ADDS.finditer(text)]
+    seen: set[str] = set()
+    while queue and len(seen) < MAX_GIVEN:
+        value, depth = queue.pop(0)
+        if value in seen:
+            continue
+        seen.add(value)
+        found = tuple(word for word in TEXT.findall(value) if word.strip("./ "))
+        if found:
+            yield found
+        elif depth < MAX_NAMES:
+            queue += [(each, depth + 1) for name in CALLED.findall(value) for each in given.get(name, ())[:MAX_GIVEN]]
+
+
+def values_of(text: str) -> dict[str, list[str]]:
+    """What each name of a file is given, by an assignment or as a function's first argument in a line of its own."""
+    given: dict[str, list[str]] = {}
+    for name, value in ASSIGNS.findall(text):
+        given.setdefault(name, []).append(value)
+    calls: dict[str, list[str]] = {}
+    for function, value in RUNS.findall(text):
+        calls.setdefault(function, []).append(value)
+    for function, name in TAKES.findall(text):
+        given.setdefault(name, []).extend(calls.get(function, ()))
+    return given
+
+
+def mentioned(text: str) -> Iterator[tuple[str, int]]:
+    """The dotted names that the import lines of a text may mean, each with its number of leading dots."""
+    lines = dict.fromkeys(match.group("plain", "module", "names") for match in IMPORTS.finditer(text))
+    for plain, dots, names in lines:
+        if plain is not None:
+            yield from ((name, 0) for name in NAME.findall(plain))
+            continue
+        module = dots.lstrip(".")
+        level = len(dots) - len(module)
+        yield module, level
+        for name in NAME.findall(names):
+            yield (f"{module}.{name}" if module else name), level

@@ -1,0 +1,184 @@
+"""What an object is: optimizer, scheduler, scaler, model, loader, by where it comes from or else by its name."""
+
+import ast
+import re
+
+from lockstep_lint.analysis.index import Scope
+from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
+from lockstep_lint.analysis.origins import Origins
+from lockstep_lint.analysis.parts import divides
+
+__all__ = ["EVALUATION", "MODEL", "OPTIMIZER", "SCALER", "TORCH_OPTIMIZERS", "Kinds"]
+
+OPTIMIZER = Words(r"optim|^opt$|^opt_|_opt$|_opt_", re.IGNORECASE)
+SCHEDULER = Words(r"sched|^lr_?warm|warmup", re.IGNORECASE)
+SCALER = Words(r"scaler", re.IGNORECASE)
+LOADER = Words(r"loader|^dl$|_dl$|^dl_|batches|data_?iter|iterator$", re.IGNORECASE)
+MODEL = Words(
+    r"(^|_)(model|net|network|netg|netd|generator|discriminator|encoder|decoder|backbone|classifier|gpt|unet|vae|module|student|teacher|critic|actor)s?(_|$|\d)|model$|net$",
+    re.IGNORECASE,
+)
+EVALUATION = Words(
+    r"(^|_)(val|valid|validate|validation|test|eval|evaluate|evaluation|dev|inference|infer|testing|evaluating)(_|$|\d)|^(val|valid|test|eval)(loader|_?set|iter|data)|(val|valid|test|eval)_?(loader|dl)$|^(eval|valid|test)[A-Z]|Eval(uat|$)|Valid|Test",
+    re.ASCII,
+)
+TORCH_OPTIMIZERS = re.compile(r"^torch\.optim\.(?!lr_scheduler|swa)\w+(\.\w+)*$")
+SCHEDULERS = re.compile(r"lr_scheduler\.\w+$")
+SAMPLER = "DistributedSampler"
+# What shows how far a loop is.
+BARS = {"tqdm", "tqdm_notebook", "track", "progress_bar"}
+SCALERS = re.compile(r"\.GradScaler$")
+
+
+class Kinds:
+    """Recognises the objects of a training script."""
+
+    def __init__(self, origins: Origins) -> None:
+        self.origins = origins
+        self.names = origins.names
+
+    def made_by(self, node: ast.expr | None, scope: Scope, pattern: re.Pattern[str]) -> bool:
+        """Whether some origin of a value is a call of something whose full name matches."""
+        return any(pattern.search(full) for _, _, full in self.origins.calls_of(node, scope))
+
+    def is_optimizer(self, node: ast.expr | None, scope: Scope) -> bool:
+        """Whether a value is an optimizer."""
+        name = last(node)
+        if SCHEDULER.search(name) or SCALER.search(name):
+            return False
+        return OPTIMIZER.search(name) or self.made_by(node, scope, TORCH_OPTIMIZERS)
+
+    def is_scheduler(self, node: ast.expr | None, scope: Scope) -> bool:
+        """Whether a value is a learning-rate scheduler."""
+        return SCHEDULER.search(last(node)) or self.made_by(node, scope, SCHEDULERS)
+
+    def is_scaler(self, node: ast.expr | None, scope: Scope) -> bool:
+        """Whether a value is a gradient scaler."""
+        if SCALER.search(last(node)):
+            return True
+        return self.names.project.says(scope.module, "GradScaler") and self.made_by(node, scope, SCALERS)
+
+    def is_model(self, node: ast.expr | None, scope: Scope) -> bool:
+        """Whether a value is a model, by its name or because a project class or torch.nn made it."""
+        name = last(node)
+        if MODEL.search(name):
+            return True
+        return self.module_class(node, scope) is not None if node is not None else False
+
+    def module_class(self, node: ast.expr | None, scope: Scope) -> Scope | None:
+        """The project's nn.Module class of a value."""
+        for call, home, _ in self.origins.calls_of(node, scope):
+            found = self.names.definition(call.func, home)
+            if found is not None and found.kind == "class" and self.is_module_class(found):
+                return found
+        return None
+
+    def run_class(self, func: ast.expr, scope: Scope) -> Scope | None:
+        """The project's class of a model that is called, also where Accelerate prepared it or DDP wraps it."""
+        found = self.module_class(func, scope)
+        if found is not None or dotted(func) is None:
+            return found
+        for call, home, _ in self.origins.calls_of(func, scope):
+            if last(call) in ("prepare", "prepare_model") or last(call).endswith(("DataParallel", "DDP")):
+                same = (value for value in call.args if dotted(value) == dotted(func))
+                found = next(filter(None, (self.module_class(value, home) for value in same)), None)
+                if found is not None:
+                    return found
+        return None
+
+    def is_module_class(self, owner: Scope) -> bool:
+        """Whether a class derives from nn.Module, as far as can be seen."""
+        return any(name.endswith("Module") or name.startswith("torch.nn.") for name in self.names.bases_of(owner))
+
+    def is_loader(self, node: ast.expr | None, scope: Scope) -> bool:
+        """Whether a value yields batches."""
+        return LOADER.search(last(node)) or self.loader_call(node, scope) is not None
+
+    def iterated(self, node: ast.expr, scope: Scope) -> ast.expr:
+        """What a loop's header runs over in the end, without `enumerate`, progress bars and the names given to them."""
+        for _ in range(8):
+            if isinstance(node, ast.IfExp):  # `tqdm(loader) if rank == 0 else loader`
+                node = node.orelse if isinstance(node.body, ast.Call) else node.body
+            inner = within(node)
+            if (
+                isinstance(node, ast.Call)
+                and inner is not None
+                and not self.names.qualify(node.func, scope).endswith("DataLoader")
+                and not self.gives_loader(node, scope)
+            ):
+                node = inner
+                continue
+            key = dotted(node)
+            binds = self.origins.binds(key, scope, node.lineno) if key is not None else []
+            loader = LOADER.search(last(node))  # is one itself, unless a bar shows how far it is
+            values: list[ast.expr] = [
+                bind.value
+                for bind, _ in binds
+                if not bind.path
+                and (
+                    (isinstance(bind.value, ast.IfExp) and not loader)
+                    or (isinstance(bind.value, ast.Call) and within(bind.value) is not None)
+                )
+                and (not loader or last(bind.value) in BARS)
+            ]
+            if len(values) > 1:  # `bar = enumerate(loader)`, and on the first rank `bar = tqdm(bar)`
+                values = [value for value in values if dotted(within(value)) != key]
+            if len(values) != 1 or last(values[0]) == "DataLoader":
+                return node
+            node = values[0]
+        return node
+
+    def gives_loader(self, call: ast.Call, scope: Scope) -> bool:
+        """Whether a call makes a loader out of something else, rather than running over one that it is given."""
+        if self.origins.calls.target(call, scope) is not None and self.loader_call(call, scope) is not None:
+            return True
+        return LOADER.search(last(call)) and not any(LOADER.search(last(value)) for value in call.args)
+
+    def loader_call(self, node: ast.expr | None, scope: Scope) -> tuple[ast.Call, Scope] | None:
+        """The DataLoader(...) that made a value, if that is certain."""
+        found = [(call, home) for call, home, full in self.origins.calls_of(node, scope) if full.endswith("DataLoader")]
+        return found[0] if found else None
+
+    def is_shard(self, node: ast.expr, scope: Scope, alike: bool = False) -> bool:
+        """Whether a loop's header runs over a loader of a rank's own part of the data: with a distributed sampler, or
+        over what was divided by hand. With `alike`, one of several loaders that are all made so, without a test.
+        """
+        calls = self.origins.calls_of(self.iterated(node, scope), scope)
+        found = [(call, home) for call, home, full in calls if full.endswith("DataLoader")]
+        if alike and (len(found) != 1 or any(isinstance(part, ast.IfExp) for part in walk(found[0][0]))):
+            return False
+        return any(self.gives_shard(call, home) for call, home in found)
+
+    def gives_shard(self, made: ast.Call, scope: Scope) -> bool:
+        """Whether a loader is given a rank's own part of the data."""
+        sampler = keyword(made, "sampler")
+        found = [(call, home) for call, home, full in self.origins.calls_of(sampler, scope) if full.endswith(SAMPLER)]
+        if any(not self.whole(call, home) for call, home in found):
+            return True
+        given = [value for value in (argument(made, 0, "dataset"), sampler) if value is not None]
+        return any(self.is_part(value, scope, 0) for value in given)
+
+    def whole(self, sampler: ast.Call, scope: Scope) -> bool:
+        """Whether a distributed sampler is told that there is one process, by all who have it made."""
+        count = argument(sampler, 1, "num_replicas")
+        found = self.origins.of(count, scope)
+        return bool(found) and all(constant(origin.node) == 1 for origin in found)
+
+    def is_part(self, node: ast.expr, scope: Scope, depth: int) -> bool:
+        """Whether a data set or a sampler is made of a rank's own part of something."""
+        return any(
+            divides(origin.node)
+            or (
+                depth < 2
+                and origin.call is not None
+                and any(self.is_part(value, origin.scope, depth + 1) for value in origin.call.args)
+            )
+            for origin in self.origins.of(node, scope)
+        )
+
+
+def within(node: ast.expr) -> ast.expr | None:
+    """What a call is given to run over: its first argument, or the `iterable` of a progress bar."""
+    if not isinstance(node, ast.Call):
+        return None
+    return node.args[0] if node.args else keyword(node, "iterable")

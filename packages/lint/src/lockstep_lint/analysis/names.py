@@ -1,0 +1,241 @@
+"""What a name means in a file and across files: full names, functions, classes, what classes derive from."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.imports import EXTERNAL
+from lockstep_lint.analysis.index import Bind, Imported, Module, Scope
+from lockstep_lint.analysis.nodes import dotted
+from lockstep_lint.analysis.project import Project
+
+__all__ = ["Names", "bound_locally"]
+
+# What a star import of a project file usually brings along.
+COMMON = {
+    "torch": "torch",
+    "nn": "torch.nn",
+    "F": "torch.nn.functional",
+    "optim": "torch.optim",
+    "dist": "torch.distributed",
+    "np": "numpy",
+    "DataLoader": "torch.utils.data.DataLoader",
+    "Dataset": "torch.utils.data.Dataset",
+}
+
+# A package that passes on what its files pass on.
+MAX_STARS = 3
+MAX_RENAMES = 4
+
+
+class Names:
+    """Resolves names in the files of a project."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+        self.qualified: dict[ast.AST, str] = {}
+
+    def qualify(self, node: ast.AST | None, scope: Scope) -> str:
+        """The full name of what an expression names (`torch.nn.Linear`), "" where that is not known."""
+        if node is None:
+            return ""
+        known = self.qualified.get(node)
+        if known is None:
+            name = dotted(node)
+            known = self.qualified[node] = self.qualify_name(name, scope) if name else ""
+        return known
+
+    def qualify_name(self, name: str, scope: Scope, depth: int = 0) -> str:
+        """The full name behind a dotted name in a scope."""
+        head, _, rest = name.partition(".")
+        module = scope.module
+        imported = module.imports.get(head)
+        if imported is not None and not bound_locally(head, scope):
+            full = self.passed_on(module, imported) or (imported.full if not imported.level else "")
+            return f"{full}.{rest}" if rest and full else full
+        bind = _alias(head, scope)
+        if bind is not None and depth < 4:
+            alias = dotted(bind.value)
+            if alias and alias != head:
+                return self.qualify_name(f"{alias}.{rest}" if rest else alias, scope, depth + 1)
+            return ""
+        if module.stars and head in COMMON and head not in module.top.binds:
+            return f"{COMMON[head]}.{rest}" if rest else COMMON[head]
+        brought = self.brought(head, module)
+        if brought:
+            return f"{brought}.{rest}" if rest else brought
+        return self.star_name(name, module)
+
+    def passed_on(self, module: Module, imported: Imported) -> str:
+        """The full name of what a project's file only imports itself (`from data import Images, DataLoader`)."""
+        if not imported.name or imported.module.partition(".")[0] in EXTERNAL:
+            return ""
+        target = self.project.find(module, imported.module, imported.level)
+        inner = target.imports.get(imported.name) if target is not None else None
+        if inner is None or inner.level or inner.module.partition(".")[0] not in EXTERNAL:
+            return ""
+        return inner.full
+
+    def brought(self, head: str, module: Module, depth: int = 0) -> str:
+        """The full name of what a star import of a project's file brings because that file imports it, itself or by a
+        star import of its own (`from src import *`, a package that passes its files on).
+        """
+        if not module.stars or head in module.top.binds or head in module.top.defs:
+            return ""
+        for star in module.stars:
+            target = self.project.find(module, star.module, star.level)
+            if target is None or "__all__" in target.top.binds:
+                continue
+            imported = target.imports.get(head)
+            if imported is None:
+                inner = self.brought(head, target, depth + 1) if depth < MAX_STARS else ""
+                if inner:
+                    return inner
+            elif not imported.level and not self.project.find(module, imported.full, 0):
+                return imported.full
+        return ""
+
+    def star_name(self, name: str, module: Module) -> str:
+        """A name that an external star import may have brought (`from torch.nn import *`)."""
+        head = name.split(".")[0]
+        if head in module.top.binds or head in module.top.defs:
+            return ""
+        for star in module.stars:
+            if star.module.split(".")[0] == "torch" and head[:1].isupper():
+                return f"{star.module}.{name}"
+        return ""
+
+    def definition(self, node: ast.AST | None, scope: Scope) -> Scope | None:
+        """The project's function or class that a name or `module.name` stands for."""
+        name = dotted(node)
+        if name is None:
+            return None
+        head, _, rest = name.partition(".")
+        if not rest:
+            return self.named(head, scope)
+        imported = scope.module.imports.get(head)
+        if imported is not None and not bound_locally(head, scope):
+            return self.exported(scope.module, imported, rest)
+        owner = self.named(head, scope)
+        return self.member(owner, rest) if owner is not None and owner.kind == "class" else None
+
+    def named(self, name: str, scope: Scope, depth: int = 0) -> Scope | None:
+        current: Scope | None = scope
+        while current is not None:
+            if name in current.defs and (current.kind != "class" or current is scope):
+                return current.defs[name]
+            if name in current.binds and name not in current.params and current.kind != "class":
+                other = self.renamed(name, current, depth)
+                if other is not None or current.kind == "function":
+                    return other  # a variable of the function's own hides what the file calls so
+            current = current.parent
+        imported = scope.module.imports.get(name)
+        if imported is not None:
+            return self.exported(scope.module, imported, "", depth)
+        for star in scope.module.stars:
+            target = self.project.find(scope.module, star.module, star.level)
+            found = self.attribute(target, [name], depth) if target is not None else None
+            if found is not None:
+                return found
+        return None
+
+    def renamed(self, name: str, scope: Scope, depth: int) -> Scope | None:
+        """What the only assignment of a name just gives another name to (`Data = TrafficData`); nothing where the file
+        imports the name as well (`try: from fast import Data`, `except ImportError: Data = SlowData`).
+        """
+        binds = scope.binds[name]
+        value = binds[0].value if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path else None
+        if not isinstance(value, ast.Name) or value.id == name or depth >= MAX_RENAMES:
+            return None
+        if scope.kind == "module" and name in scope.module.imports:
+            return None
+        return self.named(value.id, scope, depth + 1)
+
+    def exported(self, module: Module, imported: Imported, rest: str, depth: int = 0) -> Scope | None:
+        """What an imported name is, through packages that only pass it on."""
+        parts = rest.split(".") if rest else []
+        target = self.project.find(module, imported.full, imported.level)
+        found = self.attribute(target, parts, depth) if target is not None and parts else None
+        for cut in range(len(parts) - 1, 0, -1) if found is None else ():  # `import moco.builder; moco.builder.MoCo()`
+            inner = self.project.find(module, ".".join([imported.full, *parts[:cut]]), imported.level)
+            found = self.attribute(inner, parts[cut:], depth) if inner is not None else None
+            if found is not None:
+                break
+        if found is not None or (target is not None and parts):
+            return found
+        target = self.project.find(module, imported.module, imported.level)
+        if target is not None and imported.name:
+            return self.attribute(target, [imported.name, *parts], depth)
+        return None
+
+    def attribute(self, module: Module, parts: list[str], depth: int) -> Scope | None:
+        scope = module.top.defs.get(parts[0])
+        if scope is None and parts[0] in module.top.binds:
+            scope = self.renamed(parts[0], module.top, depth)
+        if scope is not None:
+            return self.member(scope, parts[1]) if len(parts) > 1 else scope
+        if depth > 4:
+            return None
+        passed = module.imports.get(parts[0])
+        if passed is not None:
+            return self.exported(module, passed, ".".join(parts[1:]), depth + 1)
+        for star in module.stars:
+            target = self.project.find(module, star.module, star.level)
+            if target is not None and target is not module:
+                found = self.attribute(target, parts, depth + 1)
+                if found is not None:
+                    return found
+        return None
+
+    def parents(self, owner: Scope) -> Iterator[Scope]:
+        """The project's classes that a class derives from, nearest first."""
+        queue, seen = [owner], {owner}
+        while queue:
+            current = queue.pop(0)
+            node = current.node
+            for expression in node.bases if isinstance(node, ast.ClassDef) else []:
+                found = self.definition(expression, current.parent or current)
+                if found is not None and found not in seen:
+                    seen.add(found)
+                    queue.append(found)
+                    yield found
+
+    def bases_of(self, owner: Scope) -> Iterator[str]:
+        """The full names of everything that a class derives from."""
+        for current in (owner, *self.parents(owner)):
+            node = current.node
+            for expression in node.bases if isinstance(node, ast.ClassDef) else []:
+                yield self.qualify(expression, current.parent or current) or dotted(expression) or ""
+
+    def member(self, owner: Scope, name: str) -> Scope | None:
+        """The method of a class, its own or inherited."""
+        for current in (owner, *self.parents(owner)):
+            if name in current.defs:
+                return current.defs[name]
+        return None
+
+
+def bound_locally(name: str, scope: Scope) -> bool:
+    """Whether a function's own parameter or variable hides an import of the same name."""
+    current: Scope | None = scope
+    while current is not None and current.kind == "function":
+        if name in current.params or name in current.binds:
+            return True
+        current = current.parent
+    return False
+
+
+def _alias(name: str, scope: Scope) -> Bind | None:
+    """The only assignment of a name that just renames something."""
+    current: Scope | None = scope
+    while current is not None:
+        binds = current.binds.get(name)
+        if binds:
+            return (
+                binds[0]
+                if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path
+                else Bind(name, None, (), binds[0].stmt, "assign")
+            )
+        if current.kind == "function" and name in current.params:
+            return Bind(name, None, (), ast.Pass(), "assign")
+        current = current.parent
+    return None

@@ -1,0 +1,343 @@
+"""Where a value comes from: through names, attributes, parameters, returns and methods that give back their object."""
+
+import ast
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lockstep_lint.analysis.budget import WORK
+from lockstep_lint.analysis.calls import Calls, given, passed
+from lockstep_lint.analysis.context import above, loops
+from lockstep_lint.analysis.index import Bind, Scope
+from lockstep_lint.analysis.literals import Entry, excluded, returned, truth
+from lockstep_lint.analysis.nodes import constant, dotted, element_of, last
+
+__all__ = ["SAME", "Origin", "Origins", "reaching", "under"]
+
+# Methods of a module or tensor that return the object itself, as far as the questions here go.
+SAME = {
+    "to",
+    "cuda",
+    "cpu",
+    "train",
+    "eval",
+    "half",
+    "float",
+    "bfloat16",
+    "double",
+    "apply",
+    "requires_grad_",
+    "detach",
+}
+SAME |= {"contiguous", "clone", "xpu", "npu"}
+# What a function is given and gives back alike: compiled, or as a copy.
+PASSING = {"torch.compile", "copy.deepcopy", "copy.copy"}
+MAX_STEPS = 120
+# A name that is bound more often than this in one scope is generated code.
+MAX_BINDS = 40
+# A function that returns another's tuples, which returns another's ...
+MAX_TUPLES = 3
+
+
+@dataclass(eq=False, slots=True)
+class Origin:
+    """An expression that a value may come from, and the scope that it stands in."""
+
+    node: ast.expr
+    scope: Scope
+
+    @property
+    def call(self) -> ast.Call | None:
+        """The call that made the value, if it was one."""
+        return self.node if isinstance(self.node, ast.Call) else None
+
+
+class Origins:
+    """Follows values backwards through a project; what cannot be followed is an origin by itself."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+        self.names = calls.names
+        self.project = calls.project
+        self.memo: dict[tuple[ast.expr, Scope], list[Origin]] = {}
+
+    def of(self, node: ast.expr | None, scope: Scope) -> list[Origin]:
+        """Every expression that the value of `node` may come from, as of where `node` stands."""
+        if node is None:
+            return []
+        key = (node, scope)
+        if key not in self.memo:
+            self.memo[key] = _Walk(self).run(node, scope)
+        return self.memo[key]
+
+    def calls_of(self, node: ast.expr | None, scope: Scope) -> Iterator[tuple[ast.Call, Scope, str]]:
+        """The calls among the origins of `node`, each with the full name of what it calls."""
+        for origin in self.of(node, scope):
+            if origin.call is not None:
+                yield origin.call, origin.scope, self.names.qualify(origin.call.func, origin.scope)
+
+    def binds(self, key: str, scope: Scope, line: int) -> list[tuple[Bind, Scope]]:
+        """The bindings of a name that may hold at a line of a scope."""
+        if key.startswith("self.") and scope.owner is not None:
+            return self.attribute_binds(scope.owner, key, scope, line)
+        current: Scope | None = scope
+        inner = scope
+        while current is not None:
+            found = current.binds.get(key)
+            if found and current.kind != "class":
+                if current is scope and key in current.params and _after(found[0], line):
+                    return []  # `model = model.to(device)`: on the right it is still the parameter
+                held = reaching(found, current, line) if current is scope else held_by(found, current, inner)
+                return [(bind, current) for bind in held]
+            if current.kind == "function" and key.split(".")[0] in current.params:
+                return []
+            inner, current = current, current.parent
+        return []
+
+    def attribute_binds(self, owner: Scope, key: str, scope: Scope, line: int) -> list[tuple[Bind, Scope]]:
+        """The bindings of `self.x` in the methods of a class; those before `line` where the method itself has some."""
+        here = [bind for bind in scope.binds.get(key, []) if not _after(bind, line)]
+        if here:
+            return [(bind, scope) for bind in reaching(here, scope, line)]
+        found = []
+        for current in (owner, *self.names.parents(owner)):
+            for method in current.defs.values():
+                binds = method.binds.get(key, [])
+                found += [(bind, method) for bind in (reaching(binds, method, 10**9) if binds else [])]
+        return found
+
+
+def reaching(binds: list[Bind], scope: Scope, line: int) -> list[Bind]:
+    """The bindings that may hold at a line: the last certain one before it and all uncertain ones after that."""
+    end = bisect.bisect_left(binds, line, key=lambda bind: bind.stmt.lineno)
+    kept: list[Bind] = []
+    for bind in reversed(binds[max(0, end - MAX_BINDS) : end]):
+        if bind.how == "aug" or _covers(bind, line):
+            continue
+        kept.append(bind)
+        if _encloses(bind, line) or not any(
+            isinstance(node, ast.If | ast.Try | ast.While | ast.For) and not _holds(node, place, line)
+            for node, place in above(bind.stmt, scope.module)
+        ):
+            break
+    return kept[::-1] or [bind for bind in binds[:MAX_BINDS] if bind.how != "aug"]
+
+
+def held_by(binds: list[Bind], scope: Scope, inner: Scope) -> list[Bind]:
+    """The bindings that may hold when a function of a scope runs: those that hold where it is defined, and all later
+    ones.
+    """
+    line = getattr(inner.node, "lineno", 0)
+    before = [bind for bind in binds if bind.stmt.lineno < line]
+    return [*(reaching(before, scope, line) if before else []), *binds[len(before) :]]
+
+
+def _after(bind: Bind, line: int) -> bool:
+    """Whether an assignment holds only after a line: it starts there or later, or the line is part of it."""
+    return bind.stmt.lineno >= line or _covers(bind, line)
+
+
+def _covers(bind: Bind, line: int) -> bool:
+    """Whether a line stands in the assignment itself, whose right side still sees what was there before."""
+    return isinstance(bind.stmt, ast.Assign | ast.AnnAssign) and line <= (bind.stmt.end_lineno or 0)
+
+
+def _holds(node: ast.stmt, place: str, line: int) -> bool:
+    """Whether a line stands in the same block of a statement, so that what is bound in it before holds there."""
+    block = getattr(node, place, [])
+    return bool(block) and isinstance(block[-1], ast.stmt) and line <= (block[-1].end_lineno or 0)
+
+
+def _encloses(bind: Bind, line: int) -> bool:
+    """Whether a loop's own variable is asked for inside that loop."""
+    end = bind.stmt.end_lineno or bind.stmt.lineno
+    return bind.how == "for" and bind.stmt.lineno <= line <= end
+
+
+Item = tuple[ast.expr, Scope, Entry | None]
+
+
+class _Walk:
+    """One question, with a bound on its steps."""
+
+    def __init__(self, origins: Origins) -> None:
+        self.origins = origins
+        self.names = origins.names
+        self.project = origins.project
+        self.steps = MAX_STEPS
+        self.seen: set[tuple[ast.expr, Scope, ast.Call | None]] = set()
+        self.found: list[Origin] = []
+
+    def run(self, node: ast.expr, scope: Scope) -> list[Origin]:
+        queue: list[Item] = [(node, scope, None)]
+        while queue and self.steps > 0:
+            self.steps -= 1
+            WORK.spend(4)
+            item = queue.pop()
+            key = (item[0], item[1], item[2][0] if item[2] else None)
+            if key in self.seen:
+                continue
+            self.seen.add(key)
+            below = list(self.back(*item))
+            if not below:
+                self.found.append(Origin(item[0], item[1]))
+            queue.extend(below)
+        self.found.extend(Origin(item[0], item[1]) for item in queue)
+        return self.found
+
+    def back(self, node: ast.expr, scope: Scope, entry: Entry | None) -> Iterator[Item]:
+        """One step back from an expression; nothing if it is where the value was made."""
+        if isinstance(node, ast.IfExp):
+            known = truth(node.test, scope, entry)
+            yield from (
+                (arm, scope, entry)
+                for arm, when in ((node.body, True), (node.orelse, False))
+                if known is not (not when)
+            )
+        elif isinstance(node, ast.BoolOp):
+            yield from ((value, scope, entry) for value in node.values)
+        elif isinstance(node, ast.NamedExpr | ast.Await | ast.Starred):
+            yield node.value, scope, entry
+        elif isinstance(node, ast.Call):
+            yield from self.call(node, scope, entry)
+        elif isinstance(node, ast.Name | ast.Attribute):
+            yield from self.name(node, scope, entry)
+        elif isinstance(node, ast.Subscript):
+            yield from self.item(node, scope, entry)
+
+    def call(self, node: ast.Call, scope: Scope, entry: Entry | None) -> Iterator[Item]:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in SAME and not self.names.qualify(node.func, scope):
+            yield node.func.value, scope, entry
+            return
+        if node.args and self.names.qualify(node.func, scope) in PASSING:
+            yield node.args[0], scope, entry
+            return
+        target = self.origins.calls.target(node, scope)
+        if target is not None and target.kind == "function":
+            for value in returned(target, (node, scope)):
+                if not isinstance(value, ast.Tuple):
+                    yield value, target, (node, scope)
+            for value in drawn(target):
+                yield value, target, (node, scope)
+
+    def name(self, node: ast.expr, scope: Scope, entry: Entry | None) -> Iterator[Item]:
+        key = dotted(node)
+        if key is None:
+            return
+        binds = self.origins.binds(key, scope, node.lineno)
+        for bind, home in binds:
+            if home is scope and excluded(bind.stmt, scope, entry):
+                continue
+            for value, place in self.values(bind, home):
+                yield value, place, entry if home is scope and place is scope else None
+        if not binds:
+            yield from self.parameter(key, scope, entry)
+        if not binds or all("." in key and _covers(bind, node.lineno) for bind, _ in binds):  # `x.net = DDP(x.net)`
+            yield from ((value, home, None) for value, home in self.elsewhere(key, node, scope))
+
+    def item(self, node: ast.Subscript, scope: Scope, entry: Entry | None) -> Iterator[Item]:
+        """What stands under a key of a dictionary that is written out (`loaders["train"]`)."""
+        key = dotted(node.value)
+        for bind, home in self.origins.binds(key, scope, node.lineno) if key is not None else []:
+            tables = [(bind.value, home)] if not bind.path else []
+            if isinstance(bind.value, ast.Call):
+                target = self.origins.calls.target(bind.value, home)
+                tables = [(value, target) for value in target.returns()] if target is not None else []
+            for table, place in tables:
+                if isinstance(table, ast.Dict):
+                    yield from ((value, place, None) for value in under(table, constant(node.slice)))
+                elif isinstance(table, ast.DictComp):
+                    yield table.value, place, None
+
+    def values(self, bind: Bind, home: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+        """What a binding may give its name: the value, or what stands at the name's place in a tuple or in the tuples
+        that a function returns.
+        """
+        value = bind.value
+        if value is None or bind.how in ("for", "aug"):
+            return
+        if bind.path and isinstance(value, ast.Call):
+            if _gives_back(value, bind.path[0]):
+                yield value.args[bind.path[0]], home
+                return
+            for pair, target in self.tuples(value, home):
+                yield from ((element, target) for element in element_of(pair, bind.path))
+            return
+        if bind.path and isinstance(value, ast.Name) and value.id in home.params and value.id not in home.binds:
+            for site in self.origins.calls.callers(home)[:8]:
+                whole = passed(site, home, value.id)
+                yield from ((part, site.scope) for part in element_of(whole, bind.path))
+            return
+        yield from ((element, home) for element in element_of(value, bind.path))
+
+    def tuples(self, call: ast.Call, scope: Scope, depth: int = 0) -> Iterator[tuple[ast.expr, Scope]]:
+        """The tuples that a call may give: its function's own, or those of the functions that it leaves the work to."""
+        target = self.origins.calls.target(call, scope)
+        for value in returned(target, (call, scope)) if target is not None else ():
+            if target is not None and isinstance(value, ast.Tuple | ast.List):
+                yield value, target
+            elif target is not None and isinstance(value, ast.Call) and depth < MAX_TUPLES:
+                yield from self.tuples(value, target, depth + 1)
+
+    def parameter(self, key: str, scope: Scope, entry: Entry | None) -> Iterator[Item]:
+        """What the callers of a function pass for a parameter: the one that the search came from, or all."""
+        home: Scope | None = scope
+        while home is not None and key not in home.params:
+            home = home.parent
+        if home is None:
+            return
+        if entry is not None and home is scope:
+            value = given(entry[0], home, key)
+            if value is not None:
+                yield value, entry[1], None
+            return
+        for site in self.origins.calls.callers(home)[:8]:
+            value = passed(site, home, key)
+            if value is not None:
+                yield value, site.scope, None
+
+    def elsewhere(self, key: str, node: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+        """An attribute of another object of the project (`trainer.model`), a getter's result, another file's name."""
+        if isinstance(node, ast.Attribute):
+            own = key.startswith("self.")
+            owner = scope.owner if own else self.origins.calls.class_of(node.value, scope)
+            if owner is not None:
+                for bind, home in [] if own else self.origins.attribute_binds(owner, f"self.{node.attr}", owner, 10**9):
+                    yield from self.values(bind, home)
+                getter = self.names.member(owner, node.attr)
+                if getter is not None and any(last(d) in GETTERS for d in getter.decorators):
+                    yield from ((value, getter) for value in getter.returns())
+        imported = scope.module.imports.get(key)
+        if imported is not None and imported.name:
+            target = self.project.find(scope.module, imported.module, imported.level)
+            for bind in target.top.binds.get(imported.name, []) if target is not None else []:
+                yield from self.values(bind, target.top) if target is not None else ()
+
+
+GETTERS = ("property", "cached_property")
+
+
+def under(table: ast.Dict, key: object) -> Iterator[ast.expr]:
+    """The values that a written dictionary may give for a key; all of them where the key is not known."""
+    pairs = [(constant(k), v) for k, v in zip(table.keys, table.values, strict=True)]
+    same = [value for name, value in pairs if key is not None and name == key]
+    yield from same or ([value for _, value in pairs] if key is None else [])
+
+
+def drawn(function: Scope) -> Iterator[ast.expr]:
+    """What a generator yields the items of, one by one (`while True: for batch in loader: yield batch`)."""
+    for stmt in function.stmts:
+        if isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Yield):
+            around = loops(stmt, function.module)
+            if around and isinstance(around[0], ast.For) and dotted(around[0].iter) is not None:
+                yield around[0].iter
+
+
+def _gives_back(call: ast.Call, place: int) -> bool:
+    """Whether a call of a framework returns its arguments, prepared (`model, optimizer = amp.initialize(model,
+    optimizer)`).
+    """
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    return (
+        name in ("initialize", "prepare", "setup") and place < len(call.args) and isinstance(call.args[place], ast.Name)
+    )

@@ -1,0 +1,399 @@
+"""The training loops of a file: which loop runs a step, which an epoch, what runs in every step, what evaluates."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+
+from lockstep_lint.analysis.arms import chooses, evaluates, given_by, leaves, once, sites_in
+from lockstep_lint.analysis.context import Guard, Loop, above, following, guards, inside, loops
+from lockstep_lint.analysis.effects import Effects
+from lockstep_lint.analysis.index import Module, Scope, Site
+from lockstep_lint.analysis.kept import kept
+from lockstep_lint.analysis.kinds import EVALUATION, SCALER
+from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, walk
+from lockstep_lint.analysis.pace import (
+    each_update,
+    every_so_often,
+    far_apart,
+    first_time,
+    in_most_turns,
+    in_turn,
+    meant,
+    never,
+    now_and_then,
+    turned_off,
+)
+from lockstep_lint.analysis.project import unit_test
+from lockstep_lint.analysis.ranks import Ranks
+from lockstep_lint.analysis.settled import held_names, is_fixed, is_option, of_a_name, parts
+from lockstep_lint.analysis.steps import Steps
+
+__all__ = ["LOSSES", "Training", "Trainings"]
+
+# A test that holds in every step or in none: it says nothing about how often.
+STEADY = re.compile(
+    r"cuda|gpu|(?<![a-z])amp(?![a-z])|fp16|half|dist(?!anc)|ddp|train(?!\w*(?:loss|acc|score))|scaler|clip|method|"
+    r"mode(?!l)|accel|device|world|use_|isinstance|hasattr|is_tensor|sync_grad|rank|warm",
+    re.IGNORECASE,
+)
+
+EPOCH = Words(r"^(epoch|ep|epoch_idx|cur_epoch)$")
+# From when on something is done in every step.
+STARTS = Words(r"(^|_)(start|begin|after)(s|_|$)", re.IGNORECASE)
+# What a loss is called.
+LOSSES = Words(r"criterion|loss|^crit$|^criteria(_|\d|$)", re.IGNORECASE)
+# What may step an optimizer out of sight.
+UPDATES = Words(r"(^|_)(steps?|updates?|optimi[sz]er?|learn|fit|gradients)(_|$)", re.IGNORECASE)
+# What a step by hand is made with.
+RATES = {"lr", "learning_rate", "alpha", "eta"}
+# What a loop over the micro-batches of one step is about.
+MICRO = Words(r"accum|micro", re.IGNORECASE)
+# A file with more training loops than this is generated.
+MAX_TRAININGS = 40
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """A loop that trains: each turn computes gradients."""
+
+    loop: Loop
+    scope: Scope
+    backward: Site
+    micro: Loop | None
+
+    @property
+    def module(self) -> Module:
+        """The file of the loop."""
+        return self.scope.module
+
+    def holds(self, stmt: ast.stmt) -> bool:
+        """Whether a statement of its scope stands in the loop, or in the function that is taken for one."""
+        return self.loop is self.scope.node or inside(stmt, self.loop, self.module)
+
+
+class Trainings:
+    """Finds training loops and answers what belongs to them."""
+
+    def __init__(self, steps: Steps, effects: Effects, ranks: Ranks) -> None:
+        self.steps = steps
+        self.effects = effects
+        self.ranks = ranks
+        self.calls = effects.calls
+        self.kinds = steps.kinds
+
+    @kept
+    def of(self, module: Module) -> tuple[Training, ...]:
+        """The training loops whose backward call stands in a file."""
+        found: dict[tuple[Loop, Site | None], Training] = {}
+        helpers = [s for name, sites in module.by_name.items() if SCALER.search(name) for s in sites]
+        for site in (*module.sites("backward", "manual_backward", "step"), *helpers):
+            if len(found) < MAX_TRAININGS and self.steps.backwards(site):
+                for training in self.around(site):
+                    found.setdefault((training.loop, None), training)
+        return tuple(found.values())
+
+    @kept
+    def near(self, module: Module) -> tuple[Training, ...]:
+        """The training loops of all files of the programs that a file is part of."""
+        return tuple(t for member in self.calls.project.family(module) for t in self.of(member))
+
+    @kept
+    def engines(self, module: Module) -> tuple[Training, ...]:
+        """The functions that an Engine of ignite runs in every step, each as if its body were a loop's."""
+        found: dict[Scope, Training] = {}
+        for member in self.calls.project.family(module):
+            for site in member.sites("Engine"):
+                function = self.calls.names.definition(next(iter(site.call.args), None), site.scope)
+                full = self.calls.names.qualify(site.call.func, site.scope)
+                if function is None or function.kind != "function" or not full.startswith("ignite."):
+                    continue
+                backward = next(filter(self.steps.backwards, function.sites), None)
+                if backward is not None:
+                    found[function] = Training(cast(Loop, function.node), function, backward, None)
+        return tuple(found.values())
+
+    @kept
+    def lone(self, module: Module) -> tuple[Training, ...]:
+        """The methods of a file, and the functions that another one makes, that make one whole step of a training whose
+        loop is out of sight, or around a loop over micro-batches in them, each as if its body were a loop's.
+        """
+        found: dict[Scope, Training] = {}
+        for site in filter(self.steps.backwards, () if unit_test(module) else module.sites("backward")):
+            method, nest = site.scope, loops(site.stmt, module)
+            if method.kind != "function" or any(map(once, self.calls.callers(method))):
+                continue
+            if nest and not self.accumulates(nest, method):
+                continue
+            if not nest and (
+                (method.owner is None and not given_by(method))
+                or not any(map(self.steps.steps_optimizer, method.sites))
+                or next(self.around(site), None) is not None
+            ):
+                continue
+            found.setdefault(method, Training(cast(Loop, method.node), method, site, nest[0] if nest else None))
+        return tuple(found.values())
+
+    def accumulates(self, nest: list[Loop], function: Scope) -> bool:
+        """Whether a function makes one step of several micro-batches, by a loop that says so, for a loop of others."""
+        inner = nest[0]
+        header = inner.test if isinstance(inner, ast.While) else ast.Tuple([inner.target, inner.iter], ast.Load())
+        if len(nest) > 1 or not any(map(MICRO.search, idents(header))) or self.steps_in(inner, function):
+            return False
+        turns = function.owner is not None or any(loops(c.stmt, c.module) for c in self.calls.callers(function))
+        return turns and any(map(self.steps.steps_optimizer, function.sites))
+
+    def around(self, site: Site) -> Iterator[Training]:
+        """The step loops that run a backward call: around it, or around a call of its function."""
+        entries = [(site.stmt, site.scope)]
+        for _ in range(4):
+            outside: list[tuple[ast.stmt, Scope]] = []
+            for stmt, scope in entries:
+                nest = loops(stmt, scope.module)
+                if nest:
+                    yield self.pick(nest, scope, site)
+                else:
+                    outside += [(caller.stmt, caller.scope) for caller in self.calls.callers(scope)[:6]]
+            entries = outside
+        return
+
+    def pick(self, nest: list[Loop], scope: Scope, site: Site) -> Training:
+        """The loop of a nest that runs one optimizer step a turn; inside it the loop over micro-batches, if any."""
+        inner = nest[0]
+        if len(nest) > 1 and not self.steps_in(inner, scope) and self.steps_in(nest[1], scope):
+            return Training(nest[1], scope, site, inner)
+        return Training(inner, scope, site, None)
+
+    @kept
+    def steps_in(self, loop: Loop, scope: Scope) -> bool:
+        block = self.body(loop, scope)
+        return self.effects.find(block, self.steps.steps_optimizer) is not None
+
+    @kept
+    def updates(self, training: Training) -> bool:
+        """Whether the parameters may be changed beside a loop that computes gradients: by an optimizer, by something
+        called like one, or by hand. Else its gradients are for something else (the normals of a surface, an estimate).
+        """
+        scope = training.scope
+        near = [site for caller in self.calls.callers(scope) for site in caller.scope.sites]
+        sites = (*scope.sites, *self.each_step(training), *near)
+        called = (scope.name, *(site.name for site in sites))
+        trains = "train" in scope.name.lower() or any(map(UPDATES.search, called))
+        return trains or bool(RATES & set(idents(training.loop)))
+
+    def body(self, loop: Loop, scope: Scope) -> list[Site]:
+        """The calls in the body of a loop, without those of its header."""
+        return [s for s in self.effects.block(loop, scope) if s.stmt is not loop or isinstance(loop, ast.While)]
+
+    def epochs(self, training: Training) -> Iterator[tuple[Loop, Scope, ast.stmt]]:
+        """The loops over epochs around a training loop, each with the statement in it that holds the training."""
+        nest = loops(training.loop, training.module)
+        if nest:
+            yield nest[0], training.scope, training.loop
+            return
+        queue, seen = [training.scope], {training.scope}
+        while queue and len(seen) < 12:
+            for site in self.calls.callers(queue.pop()):
+                outer = loops(site.stmt, site.module)
+                if outer:
+                    yield outer[-1] if len(outer) == 1 else outer[0], site.scope, site.stmt
+                elif site.scope not in seen:
+                    seen.add(site.scope)
+                    queue.append(site.scope)
+
+    @kept
+    def each_step(self, training: Training) -> tuple[Site, ...]:
+        """The calls that run in every step of a training loop, in it and in the functions that it calls."""
+        return tuple(self.walk_step(training))
+
+    def walk_step(self, training: Training) -> Iterator[Site]:
+        seen: set[Scope] = set()
+        queue = [(self.body(training.loop, training.scope), training.loop, training.scope)]
+        while queue and len(seen) < 40:
+            sites, within, _ = queue.pop()
+            for site in sites:
+                if self.rare(site.stmt, site.scope, within):
+                    continue
+                yield site
+                for function in (*self.calls.runs(site), *self.forwards(site), *self.overrides(site)):
+                    if function not in seen and function.name not in ("__init__", "__str__", "display"):
+                        seen.add(function)
+                        queue.append((function.sites, None, function))  # type: ignore[arg-type]
+
+    def forwards(self, site: Site) -> Iterator[Scope]:
+        """The forward of a loss of the project's own, or of a model of the same file, which a call of the object runs
+        (`criterion(output, target)`).
+        """
+        if "forward" not in self.calls.method_names(site.module) or not site.call.args:
+            return
+        if LOSSES.search(site.name):
+            owner = self.calls.class_of(site.call.func, site.scope)
+            owner = owner if owner is not None and self.kinds.is_module_class(owner) else None
+        else:
+            owner = self.kinds.run_class(site.call.func, site.scope)
+            owner = owner if owner is not None and owner.module is site.module else None
+        forward = self.calls.names.member(owner, "forward") if owner is not None else None
+        yield from [forward] if forward is not None else []
+
+    def overrides(self, site: Site) -> Iterator[Scope]:
+        """The methods that a call of the object's own method may run in classes that derive from this one."""
+        target = self.calls.target(site.call, site.scope) if dotted(site.receiver) == "self" else None
+        if target is not None and target.owner is not None:
+            for owner in self.calls.subclasses(target.owner):
+                yield from [owner.defs[target.name]] if target.name in owner.defs else []
+
+    def rare(self, stmt: ast.stmt, scope: Scope, within: ast.stmt | None) -> bool:
+        """Whether a statement runs only now and then, or not for certain, in a turn of the loop `within`."""
+        for node, place in above(stmt, scope.module):
+            if node is within:
+                break
+            if place == "handlers":
+                return True
+        for found in guards(stmt, scope.module, within):
+            test = meant(found.test, scope)
+            guard = found if test is found.test else replace(found, test=test)
+            if self.steps_when(guard.stmt, guard.when, scope) and not self.once_more(guard, scope, within):
+                continue  # what stands beside the optimizer's step is done in every step of the training
+            if self.each_update(guard, scope, within) or self.waits(guard, scope):
+                continue
+            if self.within_step(guard, scope, within):
+                continue
+            if never(guard) or turned_off(stmt, scope) or first_time(guard, scope):
+                return True
+            if self.apart(guard.stmt, guard.when, scope):
+                return True
+            if now_and_then(guard.test, guard.when) or evaluates(guard) or self.seldom(guard.test, scope):
+                return True
+            if not leaves(guard, stmt) and not in_most_turns(guard) and not self.steady(guard.test, scope, within):
+                return True
+        return False
+
+    def within_step(self, guard: Guard, scope: Scope, within: ast.stmt | None) -> bool:
+        """Whether a test holds in every n-th turn of a loop that counts inside the step (`for t in range(n): ... if t %
+        2 == 0:`), where nothing is trained: that comes in every step.
+        """
+        if in_turn(guard.test) is not guard.when or not guard.when:
+            return False
+        asked = set(idents(guard.test))
+        for loop in loops(guard.stmt, scope.module):
+            if loop is within:
+                return False
+            if isinstance(loop, ast.For) and (dotted(loop.target) or "") in asked:
+                ranges = isinstance(loop.iter, ast.Call) and dotted(loop.iter.func) == "range"
+                return ranges and not self.trains(self.body(loop, scope))
+        return False
+
+    def seldom(self, test: ast.expr, scope: Scope) -> bool:
+        """Whether a test calls a function of the project that asks for every n-th step."""
+        asked = self.calls.target(test, scope) if isinstance(test, ast.Call) else None
+        return asked is not None and any(map(every_so_often, asked.returns()))
+
+    @kept
+    def steps_when(self, branch: ast.stmt, when: bool, scope: Scope) -> bool:
+        """Whether the arm of a test, or what an early exit leaves, steps the optimizer, itself or by a call of a
+        function that does (`if step % 4 == 0: agent.learn(memory)`).
+        """
+        if not isinstance(branch, ast.If):
+            return False
+        arm = branch.body if when else branch.orelse or following(branch, scope.module)
+        if not arm:
+            return False
+        here = sites_in(arm, scope)
+        return any(self.steps.steps_optimizer(site) and self.certain(site, arm, scope) for site in here) or any(
+            self.steps.steps_optimizer(site) and not loops(site.stmt, function.module)
+            for call in here
+            if any(call.stmt is stmt for stmt in arm)
+            for function in self.calls.runs(call)
+            for site in function.sites
+        )
+
+    def once_more(self, guard: Guard, scope: Scope, within: ast.stmt | None) -> bool:
+        """Whether an arm that runs in every n-th turn steps an optimizer once more that steps in every turn (`if i % n
+        == 0: path_loss.backward(); g_optim.step()`), or other ones far more seldom than the loop's own.
+        """
+        if not guard.when or not isinstance(within, Loop) or not now_and_then(guard.test, True):
+            return False
+        steps = [site for site in self.body(within, scope) if self.steps.steps_optimizer(site)]
+        arm = [site for site in steps if inside(site.stmt, guard.stmt, scope.module)]
+        every = {
+            self.steps.stepped(site)
+            for site in steps
+            if site not in arm
+            and all(
+                leaves(g, site.stmt) or self.steady(g.test, scope, within) or self.each_update(g, scope, within)
+                for g in guards(site.stmt, site.module, within)
+            )
+        }
+        return bool(arm and every) and (far_apart(guard.test) or {self.steps.stepped(site) for site in arm} <= every)
+
+    def each_update(self, guard: Guard, scope: Scope, within: ast.stmt | None) -> bool:
+        """Whether a statement runs once for each step of the optimizer, also where something besides is asked that is
+        the same in every turn (`if step % accumulation_steps == 0 and rank == 0:`).
+        """
+        if not isinstance(guard.test, ast.BoolOp) or not isinstance(guard.test.op, ast.And) or not guard.when:
+            return each_update(guard)
+        parts = [(part, each_update(replace(guard, test=part))) for part in guard.test.values]
+        return any(each for _, each in parts) and all(each or self.steady(part, scope, within) for part, each in parts)
+
+    def waits(self, guard: Guard, scope: Scope) -> bool:
+        """Whether an arm computes gradients that another arm's step of the optimizer waits for
+        (`if update: ... optimizer.step() else: loss.backward()`).
+        """
+        if not isinstance(guard.stmt, ast.If) or not self.steps_when(guard.stmt, not guard.when, scope):
+            return False
+        arm = guard.stmt.body if guard.when else guard.stmt.orelse
+        return bool(arm) and any(self.steps.backwards(site) for site in sites_in(arm, scope))
+
+    @kept
+    def apart(self, branch: ast.stmt, when: bool, scope: Scope) -> bool:
+        """Whether an arm of a test does not train, and the other arm does (`if export: write(batch) else: ...`), or
+        what follows does where the arm ends the turn (`if show: plot(batch); continue`).
+        """
+        own = getattr(branch, "body" if when else "orelse", [])
+        if not isinstance(branch, ast.If) or not own:
+            return False
+        other = branch.orelse if when else branch.body
+        if not other and isinstance(own[-1], ast.Continue | ast.Break):
+            other = following(branch, scope.module)
+        if not other:
+            return False
+        return self.trains(sites_in(other, scope)) and not self.trains(sites_in(own, scope))
+
+    def certain(self, site: Site, arm: list[ast.stmt], scope: Scope) -> bool:
+        """Whether a call is made whenever a block runs: at once, or where an option says so."""
+        tops = set(map(id, arm))
+        for node in (site.stmt, *(node for node, _ in above(site.stmt, scope.module))):
+            if isinstance(node, Loop) or (isinstance(node, ast.If) and not self.steady(node.test, scope, None)):
+                return False
+            if id(node) in tops:
+                return True
+        return False
+
+    def steady(self, test: ast.expr, scope: Scope, within: ast.stmt | None) -> bool:
+        """Whether a test comes out alike in every turn of the loop `within`, or else of the loop that calls `scope`."""
+        if self.ranks.tests.test(test, scope) or self.ranks.tests.many(test, scope):
+            return True
+        named = isinstance(test, ast.Compare) and isinstance(constant(test.comparators[0]), str)
+        if isinstance(test, ast.Compare) and named and (is_option(test.left) or chooses(test, scope)):
+            return True
+        if any(STEADY.search(name) for name in idents(test)) or any(map(of_a_name, walk(test))):
+            return True
+        after = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Gt | ast.GtE) and test.comparators[0]
+        if after and any(map(STARTS.search, idents(after))):
+            return True  # in every step from then on (`step > discriminator_start`)
+        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Gt | ast.GtE | ast.Lt | ast.LtE):
+            name = dotted(test.left) or ""
+            if (
+                within is not None
+                and EPOCH.search(name)
+                and all(bind.stmt.lineno < within.lineno for bind in scope.binds.get(name, []))
+            ):
+                return True  # in every step of these epochs
+        return not any(map(EVALUATION.search, held_names(test))) and all(
+            is_option(part) or is_fixed(part, scope, within) for part in parts(test)
+        )
+
+    def trains(self, sites: list[Site]) -> bool:
+        """Whether a block computes gradients, itself or by what it calls."""
+        return self.effects.find(sites, self.steps.backwards) is not None

@@ -1,0 +1,280 @@
+"""What a rule is given: one file, and the answers about the programs that it is part of."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.calls import Calls
+from lockstep_lint.analysis.context import guards
+from lockstep_lint.analysis.effects import Effects
+from lockstep_lint.analysis.hosts import asks_for_gpu
+from lockstep_lint.analysis.index import Imported, Module, Scope, Site
+from lockstep_lint.analysis.kept import kept
+from lockstep_lint.analysis.kinds import Kinds
+from lockstep_lint.analysis.names import Names
+from lockstep_lint.analysis.nodes import Words, base, constant, last
+from lockstep_lint.analysis.origins import Origins
+from lockstep_lint.analysis.pins import oldest_torch
+from lockstep_lint.analysis.project import Project
+from lockstep_lint.analysis.ranks import Ranks
+from lockstep_lint.analysis.steps import Steps
+from lockstep_lint.analysis.training import Training, Trainings
+from lockstep_lint.analysis.wrappers import Wrappers
+
+__all__ = ["TRAINS", "Analysis", "View"]
+
+# Packages that take over parts of the training, and the calls that show that they do.
+FRAMEWORKS: dict[str, tuple[str, ...]] = {
+    "accelerate": ("Accelerator",),
+    "lightning": ("Trainer", "LightningModule"),
+    "pytorch_lightning": ("Trainer", "LightningModule"),
+    "lightning_fabric": ("Fabric",),
+    "transformers": ("Trainer", "Seq2SeqTrainer", "TrainingArguments", "HfArgumentParser"),
+    "trl": ("SFTTrainer", "DPOTrainer", "PPOTrainer", "GRPOTrainer", "RewardTrainer"),
+    "deepspeed": ("initialize", "init_distributed", "init_inference"),
+    "composer": ("Trainer",),
+    "lockstep": ("train", "engine"),
+    "horovod": ("init",),
+    "fastai": ("Learner",),
+    "ignite": ("Engine",),
+    "ray": ("TorchTrainer",),
+    "mmengine": ("Runner",),
+    "mmcv": ("Runner",),
+    "fairseq": (),
+    "detectron2": (),
+    "colossalai": (),
+    "megatron": (),
+    "tensorflow": (),
+    "jax": (),
+}
+
+CPU = re.compile(r"""["']cpu["']|\bgloo\b""")
+OTHER = re.compile(r"cuda|gpu|nccl|accelerat|\bmps\b|(?<![a-z])([xnh]pu|xla)\b|(?<!torch)\.device\b", re.IGNORECASE)
+MPS = re.compile(r"\bmps\b")
+GRADIENTS = ("backward", "manual_backward", "grad", "value_and_grad")
+# What may compute gradients out of sight.
+TRAINS = Words(r"train|^fit$|backward|^step$|^learn$|^run$|optim", re.IGNORECASE)
+# What a device is called that a program is told to use.
+DEVICE = Words(r"^(\w+_)?device$|^dev$", re.IGNORECASE)
+# Where a program keeps its options.
+OPTIONS = Words(r"arg|opt|cfg|conf|hparams|hp$|flags|param", re.IGNORECASE)
+
+
+class Analysis:
+    """All questions about a project, with their answers kept for the length of a run."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+        self.names = Names(project)
+        self.calls = Calls(self.names)
+        self.origins = Origins(self.calls)
+        self.effects = Effects(self.calls)
+        self.ranks = Ranks(self.calls)
+        self.kinds = Kinds(self.origins)
+        self.steps = Steps(self.kinds)
+        self.wrappers = Wrappers(self.names, self.origins)
+        self.trainings = Trainings(self.steps, self.effects, self.ranks)
+
+    @kept
+    def frameworks(self, module: Module) -> frozenset[str]:
+        """The frameworks that run the training in the programs of a file."""
+        own = (
+            bool(self.trainings.of(module)) and "manual_backward" not in module.text
+        )  # a loop of its own, not a framework's
+        related = dict.fromkeys((module,) if own else (*self.project.closure(module), *self.project.users(module)))
+        return frozenset(name for member in related for name in self.named(member))
+
+    @kept
+    def named(self, module: Module) -> frozenset[str]:
+        """The frameworks that a file itself names."""
+        return frozenset(_frameworks(module))
+
+
+class View:
+    """One file, as a rule sees it."""
+
+    def __init__(self, module: Module, analysis: Analysis) -> None:
+        self.module = module
+        self.project = analysis.project
+        self.names = analysis.names
+        self.calls = analysis.calls
+        self.steps = analysis.steps
+        self.wrappers = analysis.wrappers
+        self.origins = analysis.origins
+        self.effects = analysis.effects
+        self.ranks = analysis.ranks
+        self.kinds = analysis.kinds
+        self.trainings = analysis.trainings
+        self.frameworks = analysis.frameworks(module)
+
+    @functools.cached_property
+    def torch(self) -> tuple[int, int] | None:
+        """The lowest version of torch that the file's project allows; None where nothing says."""
+        return oldest_torch(self.module.path)
+
+    def full(self, site: Site) -> str:
+        """The full name of what a call calls, "" where it is not known."""
+        return self.names.qualify(site.call.func, site.scope)
+
+    def sites(self, *names: str) -> Iterator[Site]:
+        """The file's calls of the given last names."""
+        return self.module.sites(*names)
+
+    @functools.cached_property
+    def scopes(self) -> list[Scope]:
+        """The file's module, class and function scopes."""
+        return self.module.scopes
+
+    @functools.cached_property
+    def training(self) -> tuple[Training, ...]:
+        """The file's training loops."""
+        return self.trainings.of(self.module)
+
+    @functools.cached_property
+    def gpu(self) -> bool:
+        """Whether the programs of the file know of GPUs at all: by a word, by the number of a device (`.to(0)`), by one
+        that an option names (`torch.device(cfg.device)`), or by one that only somebody else knows (`.to(device)`).
+        """
+        return (
+            self.effects.mentioned(self.module, "cuda", "accelerat", "gpu", "device_map", "deepspeed.initialize")
+            or any(map(_on_mps, self.project.family(self.module)))
+            or any(
+                isinstance(constant(origin.node), int)
+                for site in self.sites("to")
+                for origin in self.origins.of(next(iter(site.call.args), None), site.scope)
+            )
+            or any(self.names_device(site) for site in self.sites("to", "device"))
+        )
+
+    @functools.cached_property
+    def mps_only(self) -> bool:
+        """Whether Apple's GPUs are all that the programs of the file name: no memory is pinned for them."""
+        return any(map(_on_mps, self.project.family(self.module))) and not self.effects.mentioned(self.module, "cuda")
+
+    def names_device(self, site: Site) -> bool:
+        """Whether a move or a `torch.device` is given what is called a device and comes from outside: an option, or a
+        parameter that no call in sight gives.
+        """
+        given = next(iter(site.call.args), None)
+        if site.name == "device":
+            return isinstance(given, ast.Attribute | ast.Subscript) and self.full(site) == "torch.device"
+        if given is None or not DEVICE.search(_called(given)):
+            return False
+        return any(
+            DEVICE.search(_called(origin.node))
+            and not isinstance(base(origin.node), ast.Call)
+            and (isinstance(origin.node, ast.Subscript) or _outside(origin.node, origin.scope))
+            for origin in self.origins.of(given, site.scope)
+        )
+
+    @functools.cached_property
+    def cpu_only(self) -> bool:
+        """Whether the programs of the file say that they run on a CPU and name no other device."""
+        members = self.project.family(self.module)
+        return any(map(_on_cpu, members)) and not any(map(_on_other, members))
+
+    def on_cpu(self, site: Site) -> bool:
+        """Whether a call is made only where there is no GPU: in such a program, or on that side of a test."""
+        return self.cpu_only or any(
+            asks_for_gpu(guard.test) == (-1 if guard.when else 1) for guard in guards(site.stmt, site.module)
+        )
+
+    def is_cpu(self, node: ast.expr | None, scope: Scope) -> bool:
+        """Whether a device certainly is the CPU."""
+        found = self.origins.of(node, scope)
+        return bool(found) and all(
+            constant(origin.node) == "cpu"
+            or (
+                origin.call is not None
+                and self.names.qualify(origin.call.func, origin.scope) == "torch.device"
+                and constant(next(iter(origin.call.args), None)) == "cpu"
+            )
+            for origin in found
+        )
+
+    def hidden(self, words: Words) -> bool:
+        """Whether the programs call something of such a name that comes from a file that cannot be found."""
+        return any(True for _ in self.hidden_calls(words))
+
+    def hidden_calls(self, words: Words) -> Iterator[Site]:
+        """The programs' calls of something of such a name that comes from a file that cannot be found."""
+        alone = self.module.is_script  # what other scripts that import it call is not its program
+        for member in self.project.closure(self.module) if alone else self.project.family(self.module):
+            unseen = self.project.unseen(member)
+            for site in member.sites() if unseen else ():
+                root = base(site.call) if words.search(site.name) else None
+                if root is not None and ("*" in unseen or (isinstance(root, ast.Name) and root.id in unseen)):
+                    yield site
+
+    @functools.cached_property
+    def only_evaluates(self) -> bool:
+        """Whether the file is a script that evaluates what another has trained: it puts a model into eval mode, and
+        nothing in its program computes gradients or puts one into training mode.
+        """
+        if not self.module.is_script or self.frameworks or self.hidden(TRAINS):
+            return False
+        sites = [site for member in self.project.closure(self.module) for site in member.sites("eval", "train")]
+        if any(_trains(site) for site in sites) or not any(site.name == "eval" for site in sites if site.receiver):
+            return False
+        return not any(any(member.sites(*GRADIENTS)) for member in self.project.closure(self.module))
+
+    @functools.cached_property
+    def distributed(self) -> bool:
+        """Whether the programs of the file run in several processes."""
+        return self.ranks.programs.distributed(self.module)
+
+
+def _trains(site: Site) -> bool:
+    """Whether a call puts a model into training mode."""
+    return (
+        site.name == "train" and site.receiver is not None and constant(next(iter(site.call.args), None)) is not False
+    )
+
+
+@kept
+def _on_cpu(module: Module) -> bool:
+    return ("cpu" in module.text or "gloo" in module.text) and CPU.search(module.text) is not None
+
+
+@kept
+def _on_mps(module: Module) -> bool:
+    return "mps" in module.text and MPS.search(module.text) is not None
+
+
+def _called(node: ast.expr) -> str:
+    """What a name, an attribute or a key is called."""
+    return str(constant(node.slice)) if isinstance(node, ast.Subscript) else last(node)
+
+
+def _outside(node: ast.expr, scope: Scope) -> bool:
+    """Whether a name is a parameter, or an attribute of where a program keeps its options: nothing else gives it."""
+    if isinstance(node, ast.Attribute):
+        return OPTIONS.search(last(node.value))
+    return isinstance(node, ast.Name) and node.id in scope.params
+
+
+@kept
+def _on_other(module: Module) -> bool:
+    return OTHER.search(module.text) is not None
+
+
+def _used(module: Module, imported: Imported) -> bool:
+    """Whether a file names what it imports again."""
+    return any(item == imported and module.words[name] for name, item in module.imports.items())
+
+
+def _frameworks(module: Module) -> Iterator[str]:
+    for imported in module.imported:
+        root = imported.full.split(".")[0]
+        wanted = FRAMEWORKS.get(root)
+        if wanted is None:
+            continue
+        if imported.name:
+            taken = imported.name in wanted and _used(module, imported)
+        else:
+            taken = any(f".{name}" in module.text for name in wanted)
+        if not wanted or taken:
+            yield root
+        if root == "lightning" and (imported.name == "Fabric" or ".Fabric" in module.text):
+            yield "lightning_fabric"

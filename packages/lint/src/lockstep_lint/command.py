@@ -1,0 +1,157 @@
+"""`lockstep lint [PATH ...]`: checks files and folders; exits 0 if clean, 1 with findings, 2 for bad input."""
+
+import argparse
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+from lockstep_lint.analysis.source import read
+from lockstep_lint.config import Config, ConfigProblem, configure, find_table
+from lockstep_lint.discover import find_files
+from lockstep_lint.docs import page
+from lockstep_lint.finding import Finding
+from lockstep_lint.fixes import FixProblem, fix_files
+from lockstep_lint.migration import FORMATS as MIGRATE_FORMATS
+from lockstep_lint.migration import MigrateProblem, migrate
+from lockstep_lint.output import FORMATS, render, summary
+from lockstep_lint.proposals import diff
+from lockstep_lint.rules import RULES
+from lockstep_lint.runner import check_paths, in_order
+
+__all__ = ["command"]
+
+# A correction may show the next one on its line; a bound for corrections that would show each other for ever.
+MAX_ROUNDS = 20
+
+
+def command(argv: list[str]) -> int:
+    """Runs `lockstep lint` with the arguments after that name, and returns its exit code."""
+    try:
+        args = parser().parse_args(argv)
+    except SystemExit as end:  # argparse has printed its line, or the help
+        return 2 if end.code else 0
+    try:
+        if args.migrate:
+            return _migrate(args)
+        return explain(args.explain) if args.explain else check(args)
+    except FileNotFoundError as error:
+        return refuse(f"there is no file or folder '{error.args[0]}': name one that exists")
+    except (ConfigProblem, FixProblem, MigrateProblem) as problem:
+        return refuse(str(problem))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    flags = argparse.ArgumentParser(prog="lockstep lint", description="Finds mistakes in PyTorch training scripts.")
+    flags.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="files and folders (default: here)")
+    flags.add_argument("--select", metavar="CODES", help="the rules to run, such as LS004,LS018, or ALL")
+    flags.add_argument("--ignore", metavar="CODES", help="rules to leave out")
+    flags.add_argument("--format", choices=FORMATS, default="text", help="how to print findings (default: text)")
+    flags.add_argument("--fix", action="store_true", help="make the corrections that are safe")
+    flags.add_argument("--unsafe-fixes", action="store_true", help="print the next corrections as a diff to read")
+    flags.add_argument("--explain", metavar="CODE", help="print what a rule finds, why it matters and what to write")
+    flags.add_argument("--migrate", action="store_true", help="print which lines of FILE become which in lockstep")
+    return flags
+
+
+def _migrate(args: argparse.Namespace) -> int:
+    for name in ("select", "ignore", "fix", "unsafe_fixes", "explain"):
+        if getattr(args, name):
+            raise MigrateProblem(f"--migrate checks nothing and writes nothing: leave out --{name.replace('_', '-')}")
+    if args.format not in MIGRATE_FORMATS:
+        raise MigrateProblem(f"--migrate has --format {' or '.join(MIGRATE_FORMATS)}, not {args.format}")
+    if args.paths == ["."]:
+        raise MigrateProblem("--migrate needs the script: lockstep lint --migrate train.py")
+    return migrate(args.paths, args.format)
+
+
+def check(args: argparse.Namespace) -> int:
+    """Checks the paths and prints what was found."""
+    paths = find_files(args.paths)
+    groups = settings(args, paths)
+    findings = check_all(groups)
+    if args.fix:
+        findings = fix(findings, groups)
+    if args.unsafe_fixes:
+        print(diff(findings), end="")
+        print(summary(findings), file=sys.stderr)
+        return 1 if findings else 0
+    print(render(findings, args.format, sources(findings)))
+    return 1 if findings else 0
+
+
+def fix(findings: list[Finding], groups: list[tuple[Config, list[str]]]) -> list[Finding]:
+    """Corrects until nothing is left to correct, so that a second run changes nothing; returns what is still found."""
+    total, assumed = 0, (0, 0)
+    for _ in range(MAX_ROUNDS):
+        changed, needed = fix_files(findings)
+        total, assumed = total + changed, max(assumed, needed)
+        if not changed:
+            break
+        findings = check_all(groups)
+    if total:
+        print(f"fixed {total} place{'s' * (total > 1)}", file=sys.stderr)
+    elif findings:
+        print(unfixed(findings), file=sys.stderr)
+    if assumed > (0, 0):
+        version = ".".join(map(str, assumed))
+        print(f"no file of the project pins torch: assumed {version} or newer", file=sys.stderr)
+    return findings
+
+
+def unfixed(findings: list[Finding]) -> str:
+    """Says that nothing was corrected, and whether --unsafe-fixes has corrections to read."""
+    found = f"fixed nothing: {len(findings)} finding{'s' * (len(findings) > 1)}, none that --fix can correct"
+    return f"{found}; --unsafe-fixes prints corrections to read first" if diff(findings) else found
+
+
+def check_all(groups: list[tuple[Config, list[str]]]) -> list[Finding]:
+    """The findings in all files, each under the configuration that holds for it."""
+    return in_order(finding for config, paths in groups for finding in check_paths(paths, config))
+
+
+def settings(args: argparse.Namespace, paths: list[str]) -> list[tuple[Config, list[str]]]:
+    """The files by the configuration of the project that each belongs to, with the flags on top."""
+    homes: dict[str, list[str]] = {}
+    for path in paths:
+        homes.setdefault(os.path.dirname(os.path.abspath(path)), []).append(path)
+    groups: dict[str, tuple[Config, list[str]]] = {}
+    for folder, files in (homes or {os.getcwd(): []}).items():
+        table, root = find_table(Path(folder))
+        if root not in groups:
+            groups[root] = configure(table, args.select, args.ignore, root), []
+        groups[root][1].extend(files)
+    return list(groups.values())
+
+
+def sources(findings: list[Finding]) -> dict[str, list[str]]:
+    """The lines of the files, or of the notebooks' cells, that have findings."""
+    lines: dict[str, list[str]] = {}
+    for path in {finding.path for finding in findings}:
+        if path.endswith(".ipynb"):
+            source = read(path)
+            starts = [cell.start for cell in source.cells] + [len(source.lines) + 1]
+            for cell, end in zip(source.cells, starts[1:], strict=True):
+                lines[f"{path}:cell {cell.number}"] = source.lines[cell.start - 1 : end - 1]
+            continue
+        try:
+            lines[path] = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            lines[path] = []
+    return lines
+
+
+def explain(code: str) -> int:
+    """Prints a rule's page."""
+    rule = RULES.get(code.upper())
+    if rule is None:
+        return refuse(f"--explain: there is no rule '{code}': use a code from {min(RULES)} to {max(RULES)}")
+    print(textwrap.dedent(page(rule)).rstrip())
+    return 0
+
+
+def refuse(message: str) -> int:
+    """Says in one line why nothing was checked."""
+    print(f"lockstep lint: error: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,165 @@
+"""Makes the safe corrections. The only file that needs libcst, which keeps the rest of a file as it was."""
+
+import ast
+import importlib
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from lockstep_lint.analysis.pins import oldest_torch
+from lockstep_lint.analysis.syntax import parsed
+from lockstep_lint.finding import Edit, Finding
+
+__all__ = ["FixProblem", "fix_files", "fix_text"]
+
+
+class FixProblem(Exception):
+    """Why nothing was corrected. The message is one line."""
+
+
+def fix_files(findings: list[Finding]) -> tuple[int, tuple[int, int]]:
+    """Corrects the files that have findings with an edit that their project's torch has.
+
+    Returns how many places were changed, and the newest torch that was taken for granted where no project pins one.
+    """
+    edits: dict[str, list[Edit]] = defaultdict(list)
+    assumed = (0, 0)
+    for finding in findings:
+        if finding.edit is not None and finding.path.endswith(".py"):
+            pin = oldest_torch(finding.path)
+            if pin is None or pin >= finding.edit.needs:
+                edits[finding.path].append(finding.edit)
+                assumed = max(assumed, finding.edit.needs if pin is None else (0, 0))
+    changed = 0
+    for path, wanted in edits.items():
+        try:
+            before = Path(path).read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue  # in another encoding: its findings stay for the user
+        after, count = fix_text(before, wanted)
+        if count:
+            Path(path).write_bytes(after.encode("utf-8"))
+            changed += count
+    return changed, assumed if changed else (0, 0)
+
+
+def fix_text(text: str, edits: list[Edit]) -> tuple[str, int]:
+    """The text with the edits made, and how many could be."""
+    cst, metadata = _library()
+    try:
+        wrapper = metadata.MetadataWrapper(cst.parse_module(text))
+    except cst.ParserSyntaxError:  # newer syntax than libcst knows
+        return text, 0
+    positions = wrapper.resolve(metadata.PositionProvider)
+    lines = text.split("\n")
+    wanted = {_characters(edit, lines): edit for edit in edits}
+    chosen: dict[Any, Edit] = {}
+    for node, place in positions.items():
+        edit = wanted.get((place.start.line, place.start.column, place.end.line, place.end.column))
+        if edit is not None and _fits(cst, node, edit) and edit not in chosen.values():
+            chosen[node] = edit
+    done = wrapper.module.visit(_transformer(cst, chosen)).code if chosen else text
+    return _without_idle_imports(cst, text, done), len(chosen)
+
+
+def _without_idle_imports(cst: Any, before: str, after: str) -> str:
+    """The text after the edits, without the imports that they have made unused."""
+    idle = _imported(after) & _used(before) - _used(after)
+    if not idle:
+        return after
+    return str(cst.parse_module(after).visit(_remover(cst, idle)).code)
+
+
+def _imported(text: str) -> set[str]:
+    """The names that a text's imports bind."""
+    found = set()
+    for node in ast.walk(parsed(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    return found
+
+
+def _used(text: str) -> set[str]:
+    """The names that a text reads or sets, and its strings: an import may be named in `__all__` or an annotation."""
+    found = set()
+    for node in ast.walk(parsed(text)):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found.add(node.value)
+    return found
+
+
+def _remover(cst: Any, idle: set[str]) -> Any:
+    def bound(alias: Any) -> str:
+        if alias.asname is not None:
+            return str(alias.asname.name.value)
+        name = alias.name
+        while isinstance(name, cst.Attribute):
+            name = name.value
+        return str(name.value)
+
+    class Remover(cst.CSTTransformer):  # type: ignore[misc]
+        """Takes idle names out of the imports."""
+
+        def leave_Import(self, original: Any, updated: Any) -> Any:
+            return self.shorter(updated)
+
+        def leave_ImportFrom(self, original: Any, updated: Any) -> Any:
+            return updated if isinstance(updated.names, cst.ImportStar) else self.shorter(updated)
+
+        def shorter(self, node: Any) -> Any:
+            kept = [alias for alias in node.names if bound(alias) not in idle]
+            if not kept:
+                return cst.RemoveFromParent()
+            if len(kept) == len(node.names):
+                return node
+            return node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
+
+    return Remover()
+
+
+def _library() -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("libcst"), importlib.import_module("libcst.metadata")
+    except ImportError:
+        raise FixProblem("--fix needs libcst: pip install 'lockstep-lint[fix]'") from None
+
+
+def _fits(cst: Any, node: Any, edit: Edit) -> bool:
+    """Whether a node is the kind of expression that an edit is for."""
+    if edit.kind == "method":
+        return isinstance(node, cst.BaseExpression)
+    return isinstance(node, cst.Call)
+
+
+def _characters(edit: Edit, lines: list[str]) -> tuple[int, int, int, int]:
+    """The edit's span with columns in characters, as libcst counts them."""
+    line, column, end, last = edit.span
+    return line, _count(lines, line, column), end, _count(lines, end, last)
+
+
+def _count(lines: list[str], line: int, column: int) -> int:
+    return len(lines[line - 1].encode()[:column].decode(errors="replace"))
+
+
+def _transformer(cst: Any, plan: dict[Any, Edit]) -> Any:
+    def change(node: Any, updated: Any) -> Any:
+        edit = plan[node]
+        if edit.kind == "method":
+            return cst.Call(cst.Attribute(updated, cst.Name(edit.name)))
+        if edit.kind == "keyword":
+            bare = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+            added = cst.Arg(cst.parse_expression(edit.value), cst.Name(edit.name), equal=bare)
+            return updated.with_changes(args=[*updated.args, added])
+        first = cst.Arg(cst.parse_expression(edit.value))
+        return updated.with_changes(func=cst.parse_expression(edit.name), args=[first, *updated.args])
+
+    class Transformer(cst.CSTTransformer):  # type: ignore[misc]
+        """Applies the planned edits."""
+
+        def on_leave(self, original: Any, updated: Any) -> Any:
+            updated = super().on_leave(original, updated)
+            return change(original, updated) if original in plan else updated
+
+    return Transformer()

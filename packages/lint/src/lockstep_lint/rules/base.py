@@ -1,0 +1,63 @@
+"""What a rule is: a check, and the words and examples that explain and test it."""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lockstep_lint.analysis.index import Site
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Change, Confidence, Edit, Severity
+
+__all__ = ["Check", "Found", "Rule", "at", "edit"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A place where a check found its pitfall. An opinion is reported only where its rule is asked for by name."""
+
+    node: ast.AST
+    message: str
+    opinion: bool = False
+    edit: Edit | None = None
+    proposal: tuple[Change, ...] = ()
+
+
+Check = Callable[[View], Iterator[Found]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One pitfall: how to find it, why it costs, what it looks like and what to write instead.
+
+    `bad` and `good` are whole scripts; the tests run every one of them. `moot` names the packages that do the thing
+    for the user. `fix` says how safe a correction is: "safe" is what `--fix` does, "unsafe" needs a look, "none" has
+    no single right answer. `note` says where it is told, and what near it does not count.
+    """
+
+    code: str
+    name: str
+    what: str
+    why: str
+    bad: tuple[str, ...]
+    good: tuple[str, ...]
+    severity: Severity
+    confidence: Confidence
+    check: Check
+    fix: str = "none"
+    remedy: str = ""
+    default: bool = True
+    moot: frozenset[str] = frozenset()
+    note: str = ""
+
+
+def at(
+    site: Site, message: str, *, opinion: bool = False, edit: Edit | None = None, proposal: tuple[Change, ...] = ()
+) -> Found:
+    """A finding at a call."""
+    return Found(site.call, message, opinion, edit, proposal)
+
+
+def edit(kind: str, node: ast.expr, name: str, value: str = "", needs: tuple[int, int] = (0, 0)) -> Edit:
+    """A change of one expression, for `--fix`."""
+    span = (node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset or 0)
+    return Edit(kind, span, name, value, needs)

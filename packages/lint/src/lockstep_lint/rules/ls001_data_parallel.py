@@ -1,0 +1,134 @@
+"""LS001: nn.DataParallel."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.context import guards
+from lockstep_lint.analysis.index import Site
+from lockstep_lint.analysis.nodes import constant, idents, keyword, last, walk
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+MESSAGE = "DataParallel runs all GPUs from one process: use DistributedDataParallel, one process a GPU"
+NAMES = ("DataParallel", "data_parallel")
+# Where one of them is given another name, by an import or by an assignment.
+ALIASED = re.compile(r"\b(?:DataParallel|data_parallel) +as\b|=\s*[\w.]*\b(?:DataParallel|data_parallel)\b(?!\s*[(.])")
+# Where a Trainer of Lightning is told how to run on several devices, and what makes it DataParallel.
+TOLD = ("strategy", "accelerator", "distributed_backend", "plugins")
+STRATEGIES = ("DataParallelStrategy", "DataParallelPlugin")
+
+
+def check(view: View) -> Iterator[Found]:
+    """Finds calls of DataParallel, the class or the function, and Trainers of Lightning that are told to use it."""
+    aliased = ALIASED.search(view.module.text) is not None  # else the calls of these names alone need be asked
+    for site in view.sites() if aliased else view.sites(*NAMES):
+        full = view.full(site)
+        torchs = full.startswith(("torch.nn.", "torch_geometric.nn.")) and full.rpartition(".")[2] in NAMES
+        unknown = not full and site.name == "DataParallel" and view.names.definition(site.call.func, site.scope) is None
+        if (torchs or unknown) and not again(view, site):
+            yield at(site, MESSAGE)
+    for site in view.sites("Trainer", "from_argparse_args"):
+        full = view.full(site)
+        if full.startswith(("pytorch_lightning.", "lightning.")) and "Trainer" in full and told(view, site):
+            yield at(site, MESSAGE)
+    for site in view.module.sites() if "Parallel" in view.module.text else ():
+        owner = view.names.definition(site.call.func, site.scope) if "Parallel" in site.name else None
+        if owner is not None and owner.kind == "class" and any(map(is_torchs, view.names.bases_of(owner))):
+            yield at(site, MESSAGE)
+
+
+def told(view: View, site: Site) -> bool:
+    """Whether a Trainer of Lightning is told to run a model by DataParallel (`strategy="dp"`), always or by a test."""
+    values = (value for name in TOLD if (value := keyword(site.call, name)) is not None)
+    return any(
+        constant(origin.node) == "dp" or (origin.call is not None and last(origin.call) in STRATEGIES)
+        for value in values
+        for origin in view.origins.of(value, site.scope)
+    )
+
+
+def again(view: View, site: Site) -> bool:
+    """Whether only what is wrapped already comes to a call (`if isinstance(model, DataParallel): ...`): a copy of it is
+    wrapped like it, and the first wrapping is what is told.
+    """
+    return any(
+        guard.when
+        and isinstance(guard.test, ast.Call)
+        and last(guard.test) == "isinstance"
+        and any(names_it(view, kind, site) for kind in guard.test.args[1:])
+        for guard in guards(site.stmt, site.module)
+    )
+
+
+def names_it(view: View, kind: ast.expr, site: Site) -> bool:
+    """Whether a class, or one of several, is DataParallel, by that name or another (`from torch.nn import DataParallel
+    as DP`).
+    """
+    if "DataParallel" in idents(kind):
+        return True
+    parts = (node for node in walk(kind) if isinstance(node, ast.Name | ast.Attribute))
+    return any(is_torchs(view.names.qualify(node, site.scope)) for node in parts)
+
+
+def is_torchs(name: str) -> bool:
+    """Whether the full name of a class is torch's DataParallel, or PyG's, which derives from it."""
+    return name.startswith(("torch.nn.", "torch_geometric.nn.")) and name.endswith(".DataParallel")
+
+
+RULE = Rule(
+    code="LS001",
+    name="nn.DataParallel",
+    what=(
+        "A model is wrapped in `nn.DataParallel` (or run by `data_parallel`), or Lightning's Trainer is told to do so "
+        '(`strategy="dp"`).'
+    ),
+    why=(
+        "One Python process drives all GPUs: the interpreter's lock serialises them, the model is copied in every "
+        "step and the first GPU holds all outputs. DistributedDataParallel is two to three times as fast on eight "
+        "GPUs, also on one machine."
+    ),
+    bad=(
+        """
+import torch
+from torch import nn
+
+model = nn.DataParallel(nn.Linear(4, 2)).cuda()
+""",
+        """
+import torch.nn.parallel as parallel
+
+def forward(model, batch):
+    return parallel.data_parallel(model, batch)
+""",
+        """
+import pytorch_lightning as pl
+
+def fit(module, loader):
+    pl.Trainer(devices=2, strategy="dp").fit(module, loader)
+""",
+    ),
+    good=(
+        """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+def wrap(model, local_rank):
+    return DistributedDataParallel(model.to(local_rank), device_ids=[local_rank])
+""",
+        """
+import torch
+
+def plain(model):
+    return model.module if isinstance(model, torch.nn.DataParallel) else model
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Wrap in DistributedDataParallel and start one process a GPU with torchrun",
+)

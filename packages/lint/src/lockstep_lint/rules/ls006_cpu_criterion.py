@@ -1,0 +1,180 @@
+"""LS006: criterion or target left on the CPU."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.index import Bind, Scope, Site
+from lockstep_lint.analysis.nodes import base, dotted, keyword, last, mentions, targets, walk
+from lockstep_lint.analysis.training import Training
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+MOVES = ("to", "cuda")
+LOSSES = re.compile(
+    r"^torch\.nn\.(?!.*CTC)(\w+\.)*\w+Loss$|^torch\.nn\.functional\.(?!ctc)\w+(_loss|_entropy|_with_logits)$"
+)
+TENSORS = {"tensor", "as_tensor", "FloatTensor", "from_numpy", "ones", "zeros", "Tensor", "full"}
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks for class weights made on the CPU and for targets that were not moved with the inputs."""
+    if not view.gpu:
+        return
+    for site in view.sites("CrossEntropyLoss", "NLLLoss", "BCEWithLogitsLoss", "BCELoss"):
+        weight = keyword(site.call, "weight") or keyword(site.call, "pos_weight")
+        if weight is not None and on_cpu(view, weight, site.scope) and not moved(view, site.call, site.scope):
+            yield at(
+                site,
+                "the weights of this loss stay on the CPU: move the criterion to the model's device with .to(device)",
+            )
+    for training in view.training:
+        yield from left_target(view, training)
+
+
+def on_cpu(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether a tensor is certainly made on the CPU and not moved."""
+    found = view.origins.of(node, scope)
+    direct = [node, *(o.node for o in found)]
+    for item in direct:
+        for part in walk(item):
+            if isinstance(part, ast.Call) and (last(part.func) in MOVES or keyword(part, "device") is not None):
+                return False
+    if any(bound_with_move(bind) for bind, _ in view.origins.binds(dotted(node) or "", scope, node.lineno)):
+        return False
+    return bool(found) and all(isinstance(o.node, ast.Call) and last(o.node.func) in TENSORS for o in found)
+
+
+def bound_with_move(bind: Bind) -> bool:
+    """Whether a binding's value was moved on the way."""
+    return bind.value is not None and any(isinstance(n, ast.Call) and last(n.func) in MOVES for n in walk(bind.value))
+
+
+def moved(view: View, call: ast.Call, scope: Scope) -> bool:
+    """Whether the criterion is moved where it is made, or later under its name."""
+    name = next(
+        (
+            b.key
+            for bs in scope.binds.values()
+            for b in bs
+            if b.value is not None and any(n is call for n in walk(b.value))
+        ),
+        None,
+    )
+    if (
+        name is not None
+        and name.startswith("self.")
+        and scope.owner is not None
+        and view.kinds.is_module_class(scope.owner)
+    ):
+        return True  # a submodule, which moves with its owner
+    for member in view.project.family(view.module):
+        for site in member.sites(*MOVES):
+            if site.receiver is call or (name is not None and last(site.receiver) == name.split(".")[-1]):
+                return True
+    return name is None
+
+
+def left_target(view: View, training: Training) -> Iterator[Found]:
+    """A loop that moves its inputs and compares the outputs with targets that it did not move."""
+    loop, scope = training.loop, training.scope
+    if not isinstance(loop, ast.For):
+        return
+    names = [name for name, _ in targets(loop.target)]
+    body = view.trainings.body(loop, scope)
+    shifted = {name for name in names if any(moves(view, s.call, name) for s in body)}
+    for site in body:
+        for value in site.call.args[1:2] if shifted else ():
+            name = dotted(value)
+            if name not in names or name in shifted or not compares(view, site):
+                continue
+            rebound = any(b.stmt.lineno > loop.lineno for b in scope.binds.get(name or "", []) if b.stmt is not loop)
+            if not rebound and feeds_model(view, shifted, body):
+                yield at(
+                    site, f"'{name}' was not moved to the device that the model's output is on: move it like the inputs"
+                )
+
+
+def compares(view: View, site: Site) -> bool:
+    """Whether a call is a loss of torch's, which wants both of its values on one device: CTC's targets may be on the
+    CPU, and a loss of the project's own may move them.
+    """
+    called = site.call.func
+    made = [full for _, _, full in view.origins.calls_of(called, site.scope)]
+    found = made or [view.full(site)]
+    return all(LOSSES.search(full) for full in found)
+
+
+def moves(view: View, call: ast.Call, name: str) -> bool:
+    """Whether a call moves a variable, or something read from it."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr in MOVES and getattr(base(call), "id", "") == name
+
+
+def feeds_model(view: View, shifted: set[str], body: list) -> bool:  # type: ignore[type-arg]
+    """Whether a moved variable is what a model is called with."""
+    return any(
+        view.kinds.is_model(site.call.func, site.scope)
+        and any(mentions(arg, name) for arg in site.call.args for name in shifted)
+        for site in body
+    )
+
+
+RULE = Rule(
+    code="LS006",
+    name="criterion or target on the CPU",
+    what="The weights of a loss, or the targets of a batch, stay on the CPU while the model's outputs are on a GPU.",
+    why=(
+        "The first step stops with 'Expected all tensors to be on the same device'; if it is in the evaluation, "
+        "only after the first epoch."
+    ),
+    bad=(
+        """
+import torch
+from torch import nn
+
+def train(model, loader, optimizer):
+    model.cuda()
+    criterion = nn.CrossEntropyLoss()
+    for inputs, targets in loader:
+        inputs = inputs.cuda()
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+""",
+        """
+import torch
+from torch import nn
+
+def make(model):
+    weights = torch.tensor([1.0, 3.0])
+    criterion = nn.CrossEntropyLoss(weight=weights)
+    return model.cuda(), criterion
+""",
+    ),
+    good=(
+        """
+import torch
+from torch import nn
+
+def train(model, loader, optimizer, device):
+    model.to(device)
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]).to(device))
+    for inputs, targets in loader:
+        inputs, targets = inputs.to(device), targets.to(device)
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+""",
+    ),
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Move criterion and targets to the model's device",
+    moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
+)

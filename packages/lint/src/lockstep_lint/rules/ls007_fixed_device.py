@@ -1,0 +1,383 @@
+"""LS007: a fixed device in a script of several processes."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.context import loops
+from lockstep_lint.analysis.index import Module, Scope, Site
+from lockstep_lint.analysis.kept import kept
+from lockstep_lint.analysis.kinds import MODEL
+from lockstep_lint.analysis.nodes import Words, constant, idents, keyword, last, strings
+from lockstep_lint.analysis.placing import (
+    after_cuda,
+    chosen_by_test,
+    index_of,
+    is_default,
+    is_global,
+    numbered,
+    placed_before,
+    plain,
+    same_for_all,
+)
+from lockstep_lint.analysis.rankwords import RANK
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+SETTERS = ("set_device", "set_device_index", "CUDA_VISIBLE_DEVICES", "set_default_device", "cuda.device(")
+# What mentions them and sets no process's own device: comments, and several GPUs that every process is shown alike.
+IDLE = re.compile(r"""^[ \t]*\#[^\n]*$|CUDA_VISIBLE_DEVICES(["']\])?[ ]*=[ ]*["']?\d+([ ]?,[ ]?\d+)+""", re.MULTILINE)
+
+# What makes a device, takes it, or moves something there.
+NAMES = {"device", "to", "cuda", "set_device", "set_device_index", "load", "DistributedDataParallel", "DDP"}
+
+MOVES = ("device", "to", "cuda", "DistributedDataParallel", "DDP")
+
+# A program that shows each process its own GPUs alone, by numbers that it works out: to each they begin with 0.
+PICKED = re.compile(r"""environ\[["']CUDA_VISIBLE_DEVICES["']\]\s*=(?!=)[^\n]*(rank|range\()""", re.IGNORECASE)
+GLOBAL = "takes the global rank for the device, which a second machine has no device for: use LOCAL_RANK"
+# What starts the processes, or chooses their devices.
+STARTERS = Words(r"launch|init|setup|set_up|dist|spawn", re.IGNORECASE)
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at every place that names a device, in the code that all ranks run."""
+    if not view.distributed or any(map(picks, view.project.family(view.module))):
+        return
+    chosen = any(map(sets, view.project.family(view.module))) or view.hidden(STARTERS)
+    done: set[ast.AST] = set()
+    asked = "cuda:" in view.module.text
+    for site in view.sites():
+        if site.name not in NAMES and not (asked and keyword(site.call, "device")):
+            continue
+        message = fixed(view, site) or ("" if chosen else bare(view, site))
+        if message and (view.ranks.every(site.stmt, site.scope) or handed_to_all(view, site)):
+            place = made_at(view, site)
+            if place not in done:
+                yield Found(place, message)
+            done |= {place, site.scope.node}
+    if not chosen and view.gpu:
+        yield from batches(view, done)
+    if view.ranks.programs.spawned(view.module) is None and not view.cpu_only:
+        yield from by_global_rank(view)
+    if (
+        not chosen
+        and view.gpu
+        and view.effects.mentioned(view.module, "nccl")
+        and not view.effects.mentioned(view.module, "device_id=")
+    ):
+        for site in view.sites(*OBJECTS):
+            if view.full(site).startswith("torch.distributed") and view.ranks.every(site.stmt, site.scope):
+                yield at(site, "goes through GPU 0 on every rank: call torch.cuda.set_device(local_rank) first")
+
+
+@kept
+def picks(module: Module) -> bool:
+    """Whether a file shows each process its own GPUs alone."""
+    return "CUDA_VISIBLE_DEVICES" in module.text and PICKED.search(module.text) is not None
+
+
+@kept
+def sets(module: Module) -> bool:
+    """Whether a file may set each process's own device."""
+    if not any(word in module.text for word in SETTERS):
+        return False
+    text = IDLE.sub("", module.text)
+    return any(word in text for word in SETTERS)
+
+
+def handed_to_all(view: View, site: Site) -> bool:
+    """Whether the device is put on an object that is handed to every spawned process (`args.device = ...; spawn(main,
+    args=(args,))`), which nothing changes there.
+    """
+    keys = [bind.key for bind in site.scope.bound(site.stmt) if "." in bind.key]
+    if site.name != "device" or not keys:
+        return False
+    for start in site.scope.named("spawn"):
+        given = keyword(start.call, "args")
+        if given is not None and keys[0].split(".")[0] in set(idents(given)):
+            name = keys[0].split(".")[-1]
+            return any(
+                name == last(value) and view.kinds.is_model(moved.receiver, moved.scope)
+                for function in view.calls.runs(start)
+                for moved in function.named("to")
+                for value in moved.call.args[:1]
+                if not any(key.split(".")[-1] == name for key in function.binds)
+            )
+    return False
+
+
+def made_at(view: View, site: Site) -> ast.AST:
+    """Where the device of a move is made that is the same on every rank, if the file shows it; else the move."""
+    given = site.call.args[0] if site.name == "to" and site.call.args else None
+    if isinstance(given, ast.Name | ast.Attribute):
+        wanted = "cuda" if plain(view, given, site.scope) else same_for_all(view, given, site.scope)
+        for origin in view.origins.of(given, site.scope) if wanted else ():
+            if origin.scope.module is view.module and wanted in strings(origin.node):
+                return origin.node
+    return site.call
+
+
+def batches(view: View, done: set[ast.AST]) -> Iterator[Found]:
+    """A tensor that goes to "cuda" without a number in every step, where nothing says which: the first of each function
+    of which nothing is told, and each device that is made so.
+    """
+    steps = {site for training in view.training for site in view.trainings.each_step(training)}
+    for site in view.sites("cuda", "to"):
+        if not goes_to_plain(view, site) or view.full(site) or site.scope.name == "forward":
+            continue
+        often = site in steps or bool(loops(site.stmt, view.module))
+        if (
+            often
+            and view.ranks.every(site.stmt, site.scope)
+            and not view.on_cpu(site)
+            and not placed_before(view, site)
+        ):
+            place = made_at(view, site)
+            told = site.scope.node if place is site.call else place
+            if told not in done:
+                yield Found(place, "goes through GPU 0 on every rank: call torch.cuda.set_device(local_rank) first")
+            done.add(told)
+
+
+def goes_to_plain(view: View, site: Site) -> bool:
+    """Whether a call moves something to "cuda" without a number, to a device that this file makes if it has a name."""
+    if site.receiver is None:
+        return False
+    if site.name == "cuda":
+        return not site.call.args and not site.call.keywords
+    given = site.call.args[0] if site.call.args else None
+    if isinstance(given, ast.Name | ast.Attribute):
+        return plain(view, given, site.scope) and made_at(view, site) is not site.call
+    return constant(given) == "cuda"
+
+
+def by_global_rank(view: View) -> Iterator[Found]:
+    """A device chosen by the rank among all machines: where the process's device is set, else the first place of each
+    function.
+    """
+    done: set[Scope] = set()
+    for names in (("set_device", "set_device_index"), MOVES):
+        for site in view.sites(*names) if not done else ():
+            if site.scope in done or not view.ranks.several(site.stmt, site.scope):
+                continue
+            number = index_of(view, site)
+            if number is not None and is_global(view, number, site.scope):
+                done.add(site.scope)
+                yield Found(renamed(number, site) or site.call, GLOBAL)
+    for scope in view.scopes if not done else ():
+        for bind in (bind for binds in scope.binds.values() for bind in binds):  # `device = f"cuda:{rank}"`, handed on
+            number = after_cuda(bind.value) if bind.how == "assign" and not bind.path else None
+            if (
+                number is not None
+                and RANK.search(last(number))
+                and view.ranks.several(bind.stmt, scope)
+                and is_global(view, number, scope)
+            ):
+                yield Found(bind.stmt, GLOBAL)
+
+
+def renamed(node: ast.expr, site: Site) -> ast.stmt | None:
+    """Where a function gives another name to the number of its device (`device = rank`), or makes its name of it."""
+    binds = site.scope.binds.get(node.id, []) if isinstance(node, ast.Name) else []
+    if len(binds) != 1 or (not isinstance(binds[0].value, ast.Name) and after_cuda(binds[0].value) is None):
+        return None
+    return binds[0].stmt
+
+
+def fixed(view: View, site: Site) -> str:
+    """What is wrong with a call that names GPU 0 (or another number)."""
+    first = site.call.args[0] if site.call.args else None
+    if isinstance(first, ast.IfExp) and constant(first.orelse) == "cpu":
+        first = first.body
+    text = certain(view, first, site.scope)
+    if site.name == "device" and text == "cuda" and len(site.call.args) == 2 and view.full(site) == "torch.device":
+        index = certain(view, site.call.args[1], site.scope)
+        text = f"cuda:{index}" if isinstance(index, int) else text  # `torch.device("cuda", 0)`
+    if site.name in ("device", "to") and numbered(text) and not chosen_by_test(site.stmt, first):
+        if site.name == "device" and is_default(view, site):
+            return ""
+        return f"every rank uses '{text}': use the local rank, f\"cuda:{{local_rank}}\""
+    if (
+        site.name in ("set_device", "set_device_index")
+        and isinstance(text, int)
+        and "cuda" in ast.unparse(site.call.func)
+    ):
+        return f"every rank uses GPU {text}: pass the local rank"
+    if site.name == "to" and isinstance(first, ast.Name | ast.Attribute):
+        text = same_for_all(view, first, site.scope) if view.kinds.is_model(site.receiver, site.scope) else ""
+        return f"every rank uses '{text}': use the local rank, f\"cuda:{{local_rank}}\"" if text else ""
+    if site.name == "cuda" and isinstance(text, int) and view.kinds.is_model(site.receiver, site.scope):
+        return f"every rank uses GPU {text}: pass the local rank"
+    where = constant(keyword(site.call, "map_location"))
+    if site.name == "load" and isinstance(where, str) and where.startswith("cuda:"):
+        return f"every rank loads onto '{where}': load onto 'cpu' or the rank's own device"
+    given = keyword(site.call, "device")
+    if numbered(constant(given)) and not chosen_by_test(site.stmt, given):
+        return f"every rank uses '{constant(given)}': use the local rank, f\"cuda:{{local_rank}}\""
+    ids = keyword(site.call, "device_ids")
+    number = certain(view, ids.elts[0], site.scope) if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
+    return f"every rank uses GPU {number}: pass device_ids=[local_rank]" if isinstance(number, int) else ""
+
+
+def certain(view: View, node: ast.expr | None, scope: Scope) -> object:
+    """The constant that a device or its number is: written out, behind "cuda:", or under a name that has no other."""
+    number = after_cuda(node)
+    if number is not None:
+        found = certain(view, number, scope)
+        return f"cuda:{found}" if isinstance(found, int) else None
+    if not isinstance(node, ast.Name):
+        return constant(node)
+    binds = view.origins.binds(node.id, scope, node.lineno)  # none for a parameter, which each process gets another of
+    values = {constant(bind.value) if bind.how == "assign" and not bind.path else None for bind, _ in binds}
+    value = values.pop() if len(values) == 1 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def bare(view: View, site: Site) -> str:
+    """A move to "cuda" without a number, where nothing chose the rank's device."""
+    if site.name == "cuda" and not site.call.args and not site.call.keywords and site.receiver is not None:
+        moved = moves_model(view, site) and not view.full(site)
+    else:
+        moved = site.name == "to" and bool(site.call.args) and plain(view, site.call.args[0], site.scope)
+        moved = moved and moves_model(view, site)
+    moved = moved and not placed_before(view, site)
+    return "moves to GPU 0 on every rank: call torch.cuda.set_device(local_rank) first" if moved else ""
+
+
+def moves_model(view: View, site: Site) -> bool:
+    """Whether a move is of a model, or gives one its name (`model = resnet50().cuda()`)."""
+    made = isinstance(site.receiver, ast.Call)
+    names = [b.key for b in site.scope.bound(site.stmt) if b.value is site.call and b.how == "assign"] if made else []
+    return view.kinds.is_model(site.receiver, site.scope) or any(MODEL.search(name.split(".")[-1]) for name in names)
+
+
+RULE = Rule(
+    code="LS007",
+    name="fixed device",
+    what=(
+        "Code that every rank runs names a fixed GPU (`cuda:0`, `set_device(0)`), takes the global rank for the "
+        "device's number, or uses plain `cuda` where nothing chose the rank's own."
+    ),
+    why=(
+        "All processes of a machine share one GPU, which runs out of memory while the others idle; NCCL refuses "
+        "two ranks on one device."
+    ),
+    bad=(
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model):
+    dist.init_process_group("nccl")
+    device = torch.device("cuda:0")
+    model = DDP(model.to(device))
+    dist.destroy_process_group()
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model):
+    dist.init_process_group("nccl")
+    model = model.cuda()
+    model = DDP(model)
+    dist.destroy_process_group()
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model):
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    model = DDP(model.to(rank), device_ids=[rank])
+    dist.destroy_process_group()
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model):
+    dist.init_process_group("nccl")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = DDP(model.to(device))
+    names = [None] * dist.get_world_size()
+    dist.all_gather_object(names, "x")
+    dist.destroy_process_group()
+""",
+    ),
+    good=(
+        """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model):
+    dist.init_process_group("nccl")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    model = DDP(model.cuda(), device_ids=[local_rank])
+    dist.destroy_process_group()
+""",
+        """
+import torch
+
+def main(model):
+    return model.to(torch.device("cuda:0"))
+""",
+        """
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def worker(index, model):
+    dist.init_process_group("nccl", rank=index, world_size=2)
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    model = DDP(model.to(rank), device_ids=[rank])
+    dist.destroy_process_group()
+
+def main(model):
+    mp.spawn(worker, nprocs=2, args=(model,))
+""",
+        """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model):
+    dist.init_process_group("nccl")
+    index = dist.get_rank() % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    model = DDP(model.to(index), device_ids=[index])
+    dist.destroy_process_group()
+""",
+    ),
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Use the device of the local rank: torch.cuda.set_device(local_rank)",
+    moot=frozenset(
+        {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl", "horovod"}
+    ),
+    note=(
+        "A device that has a name is told once, where the file makes it, else where it is used. It is also told of "
+        "helpers that every step calls and of any call's `device=`. Silent where something sets each process's own "
+        "device (a Trainer's arguments do) or shows it its own GPUs alone, and for the global rank where the script "
+        "itself starts the processes."
+    ),
+)

@@ -1,0 +1,106 @@
+"""LS009: accumulation under DDP without no_sync."""
+
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.accumulation import accumulations
+from lockstep_lint.analysis.drafts import synced_last
+from lockstep_lint.analysis.exchanges import outside
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+SKIPS = (
+    "no_sync",
+    "require_backward_grad_sync",
+    "set_requires_gradient_sync",
+    "set_is_last_backward",
+    "accelerator.accumulate(",
+)
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks for accumulation loops in programs that wrap in DDP and never skip the exchange."""
+    if view.effects.mentioned(view.module, *SKIPS):
+        return
+    if "ddp" not in view.wrappers.kinds(view.module):
+        return
+    for found in accumulations(view):
+        programs, training = view.ranks.programs, found.training
+        if outside(view, training):
+            continue  # what is wrapped is not what is trained
+        if programs.apart(training.scope) or programs.elsewhere(training.backward.scope):
+            continue  # trains without the group, or is run by scripts of one process
+        yield at(
+            found.training.backward,
+            "exchanges gradients in every micro-batch: run all but the last backward under model.no_sync()",
+            proposal=synced_last(view, found),
+        )
+
+
+RULE = Rule(
+    code="LS009",
+    name="accumulation without no_sync",
+    what="Gradients are accumulated over several micro-batches under DDP, and every backward exchanges them.",
+    why=(
+        "The exchange is needed once, in the last micro-batch. Eight micro-batches make eight times the traffic, "
+        "and across machines most of the step's time."
+    ),
+    bad=(
+        """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def train(model, loader, optimizer, criterion, local_rank, steps):
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x.to(local_rank)), y.to(local_rank)) / steps
+        loss.backward()
+        if (i + 1) % steps == 0 or i + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+    ),
+    good=(
+        """
+import contextlib
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def train(model, loader, optimizer, criterion, local_rank, steps):
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    for i, (x, y) in enumerate(loader):
+        last = (i + 1) % steps == 0 or i + 1 == len(loader)
+        with contextlib.nullcontext() if last else model.no_sync():
+            loss = criterion(model(x.to(local_rank)), y.to(local_rank)) / steps
+            loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def train(model, batches, optimizer, criterion, local_rank, steps):
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    while True:
+        optimizer.zero_grad()
+        for micro in range(steps):
+            model.require_backward_grad_sync = micro == steps - 1
+            x, y = batches.next()
+            loss = criterion(model(x), y) / steps
+            loss.backward()
+        optimizer.step()
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Run all but the last micro-batch under model.no_sync()",
+    moot=frozenset(
+        {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "composer", "lockstep", "trl"}
+    ),
+)

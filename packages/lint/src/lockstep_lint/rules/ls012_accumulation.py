@@ -1,0 +1,340 @@
+"""LS012: accumulation with the loss undivided, a step after the first micro-batch, or leftovers dropped."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.accumulation import Accumulation, accumulations, modulo, steps_by
+from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.context import loops
+from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.nodes import constant, dotted, element_of, has_star, idents, keyword, last, targets, walk
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+# Settings by which an Accelerator may know of the accumulation.
+TOLD = re.compile(r"accumulation|plugin")
+SCALES = ("div", "div_", "mul", "mul_", "true_divide")
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at every accumulating loop for the three mistakes."""
+    for found in accumulations(view):
+        if undivided(view, found):
+            yield at(
+                found.training.backward,
+                "accumulates whole losses: divide the loss by the number of micro-batches",
+            )
+        if found.guard is None:
+            continue
+        if starts_at_zero(found) or first_of_hand(view, found):
+            yield Found(found.guard.test, "is true for the first micro-batch alone: test (i + 1) % n == 0")
+        elif drops_leftovers(view, found):
+            yield Found(
+                found.guard.test,
+                "the micro-batches after the last full group are never stepped on: step also in the loop's last turn",
+            )
+
+
+def undivided(view: View, found: Accumulation) -> bool:
+    """Whether nothing between the model and backward divides or scales the loss."""
+    site = found.training.backward
+    if divides_itself(view, site):
+        return False
+    loss = view.steps.loss_of(site)
+    if site.call.args and loss is not site.call.args[0]:
+        return False  # a gradient is given, which may be scaled
+    if any(
+        s.name in SCALES and "grad" in idents(s.call.func) for s in view.trainings.body(found.training.loop, site.scope)
+    ):
+        return False  # the gradients themselves are divided
+    seen: set[tuple[Scope, str]] = set()
+    queue: list[tuple[ast.expr, Scope]] = [(loss, site.scope)] if loss is not None else []
+    while queue:
+        value, scope = queue.pop()
+        if scales(value) or sums(view, value, scope) or hidden(view, value, scope):
+            return False
+        queue += parts(view, value, scope)
+        key = dotted(value)
+        if key is None or (scope, key) in seen:
+            continue
+        seen.add((scope, key))
+        before = given(view, key, scope)
+        if before is None:
+            return False
+        queue += before
+    return loss is not None
+
+
+def divides_itself(view: View, site: Site) -> bool:
+    """Whether Accelerate's backward divides the loss: by the number of steps that its Accelerator is told, which is 1
+    where nothing is told.
+    """
+    if "Accelerator" not in view.module.text and last(site.receiver) != "accelerator":
+        return False
+    made = [s for member in view.project.family(view.module) for s in member.sites("Accelerator")]
+    told = any(has_star(s.call) or any(TOLD.search(k.arg or "") for k in s.call.keywords) for s in made)
+    return (
+        told
+        or not made
+        or view.effects.mentioned(view.module, "accelerator.gradient_accumulation_steps", "accelerator.accumulate")
+    )
+
+
+def parts(view: View, value: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    """The terms of a sum, and what a method reduces (`loss.mean()`)."""
+    if isinstance(value, ast.BinOp):
+        yield from ((value.left, scope), (value.right, scope))
+    elif (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and last(value.func.value) != "self"
+        and view.calls.target(value, scope) is None  # an object of the project is no part of the loss
+    ):
+        yield value.func.value, scope
+
+
+def given(view: View, key: str, scope: Scope) -> list[tuple[ast.expr, Scope]] | None:
+    """What a loss is made of, here or by all callers; None where that cannot be seen or it is divided on the way."""
+    binds = scope.binds.get(key, [])
+    if not binds and key in scope.params:
+        callers = view.calls.callers(scope)
+        values = [(value, call.scope) for call in callers if (value := passed(call, scope, key)) is not None]
+        return values if callers and len(values) == len(callers) else None
+    found: list[tuple[ast.expr, Scope]] = []
+    for bind in binds:
+        if isinstance(bind.stmt, ast.AugAssign) and isinstance(bind.stmt.op, ast.Div | ast.Mult):
+            return None
+        if bind.value is not None and bind.how in ("assign", "aug"):
+            found.append((bind.value, scope))
+        elif isinstance(bind.value, ast.Call) and bind.how == "with":
+            found += [(value, scope) for value in bind.value.args[:1]]  # with amp.scale_loss(loss, optimizer) as scaled
+    return found
+
+
+def scales(node: ast.AST) -> bool:
+    """Whether an expression divides or multiplies."""
+    if isinstance(node, ast.Call) and last(node) in SCALES:
+        return True
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult | ast.FloorDiv)
+
+
+def sums(view: View, node: ast.AST, scope: Scope) -> bool:
+    """Whether a call makes a loss that is a sum over the samples, which needs no share of its own."""
+    if not isinstance(node, ast.Call):
+        return False
+    makers = [node, *(call for call, _, _ in view.origins.calls_of(node.func, scope))]
+    return any(constant(keyword(maker, "reduction")) == "sum" for maker in makers)
+
+
+def hidden(view: View, node: ast.AST, scope: Scope) -> bool:
+    """Whether a call of the project divides inside, where the loss may come out already divided."""
+    if not isinstance(node, ast.Call):
+        return False
+    if any(word in name for name in idents(node) for word in ("accum", "grad_acc")):
+        return True
+    target = view.calls.target(node, scope)
+    return target is not None and any(
+        scales(item) or (isinstance(item, ast.AugAssign) and isinstance(item.op, ast.Div)) for item in walk(target.node)
+    )
+
+
+def starts_at_zero(found: Accumulation) -> bool:
+    """Whether the test is `i % n == 0` with `i` counted from 0 by the loop."""
+    loop, guard = found.training.loop, found.guard
+    if guard is None or not guard.when or not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call):
+        return False
+    scope = found.step.scope
+    node, test = modulo(guard.test, scope) or (None, guard.test)
+    if node is None or not isinstance(node.left, ast.Name) or not equals_zero(test, node):
+        return False
+    if last(loop.iter) == "enumerate":
+        start = keyword(loop.iter, "start") or (loop.iter.args[1] if len(loop.iter.args) > 1 else None)
+        counter = next((name for name, path in targets(loop.target) if path == (0,)), None)
+        zero = start is None or constant(start) == 0
+    elif last(loop.iter) == "range":
+        counter = dotted(loop.target)
+        zero = len(loop.iter.args) == 1
+    else:
+        inner = loop.iter.args[0] if loop.iter.args else None  # tqdm(enumerate(loader))
+        zero = (
+            isinstance(inner, ast.Call) and last(inner) == "enumerate" and len(inner.args) == 1 and not inner.keywords
+        )
+        counter = next((name for name, path in targets(loop.target) if path == (0,)), None)
+    if not zero or counter is None or rebound(found, node.left.id):
+        return False
+    return counter == node.left.id or over_epochs(found, node.left.id, counter)
+
+
+def first_of_hand(view: View, found: Accumulation) -> bool:
+    """Whether the test is `n % k == 0` with `n` counted from 0 by hand, after the test."""
+    guard, scope = found.guard, found.step.scope
+    node, test = (modulo(guard.test, scope) or (None, guard.test)) if guard is not None else (None, None)
+    if guard is None or test is None or node is None or not guard.when or not isinstance(node.left, ast.Name):
+        return False
+    later = [bind.stmt.lineno > guard.test.lineno for bind in scope.binds.get(node.left.id, []) if bind.how == "aug"]
+    return all(later) and equals_zero(test, node) and counted_anew(view, found, node.left.id)
+
+
+def over_epochs(found: Accumulation, name: str, counter: str) -> bool:
+    """Whether a name counts the turns of all epochs (`step = i + epoch * len(loader)`)."""
+    binds = found.step.scope.binds.get(name, [])
+    value = binds[0].value if len(binds) == 1 else None
+    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
+        return False
+    sides = (value.left, value.right)
+    return any(
+        dotted(one) == counter and isinstance(other, ast.BinOp) and isinstance(other.op, ast.Mult)
+        for one, other in (sides, sides[::-1])
+    )
+
+
+def rebound(found: Accumulation, name: str) -> bool:
+    """Whether the counter is changed in the loop."""
+    return any(b.how == "aug" for b in found.step.scope.binds.get(name, []))
+
+
+def equals_zero(test: ast.expr, node: ast.BinOp) -> bool:
+    """Whether a test is true when `node` is 0."""
+    for item in walk(test):
+        if isinstance(item, ast.Compare) and item.left is node:
+            return isinstance(item.ops[0], ast.Eq) and constant(item.comparators[0]) == 0
+    return isinstance(test, ast.UnaryOp) and test.operand is node
+
+
+def drops_leftovers(view: View, found: Accumulation) -> bool:
+    """Whether the loop's last turns may never be followed by a step, in a loop that counts anew in every epoch."""
+    loop, guard, scope = found.training.loop, found.guard, found.step.scope
+    if guard is None or scope is not found.training.scope or not isinstance(loop, ast.For):
+        return False
+    node, test = modulo(guard.test, scope) or (None, guard.test)
+    counters = {name for name, _ in targets(loop.target)}
+    if node is None or adds_epochs(found, node):
+        return False
+    if not any(name in counters or counted_anew(view, found, name) for name in idents(node.left)):
+        return False
+    text = ast.unparse(test)
+    if "len(" in text or "last" in text or " or " in text or once(view, found):
+        return False
+    end = loop.end_lineno or loop.lineno
+    return not any(s.line > end and steps_by(view, s) for s in scope.sites)
+
+
+def counted_anew(view: View, found: Accumulation, name: str) -> bool:
+    """Whether a name counts the loop's turns by hand, from 0 in every epoch (`n = 0; for x in loader: n += 1`)."""
+    loop, module = found.training.loop, found.training.module
+    start, nest = [], loops(loop, module)
+    for bind in found.step.scope.binds.get(name, []):
+        if bind.how == "aug":
+            plain = isinstance(bind.stmt, ast.AugAssign) and isinstance(bind.stmt.op, ast.Add)
+            if not plain or constant(bind.value) != 1 or loops(bind.stmt, module)[:1] != [loop]:
+                return False
+        elif [constant(value) for value in element_of(bind.value, bind.path)] != [0]:
+            return False
+        else:
+            start.append(loops(bind.stmt, module) == nest and bind.stmt.lineno < loop.lineno)
+    anew = bool(nest) or any(True for _ in view.trainings.epochs(found.training))
+    return bool(start) and all(start) and anew and len(start) < len(found.step.scope.binds[name])
+
+
+def adds_epochs(found: Accumulation, node: ast.BinOp) -> bool:
+    """Whether what is counted by takes in the earlier epochs (`step += epoch * len(loader)`), as groups do then."""
+    binds = [b for name in idents(node.left) for b in found.step.scope.binds.get(name, []) if b.how == "aug"]
+    parts = [node.left, *(bind.value for bind in binds if bind.value is not None)]
+    return any(isinstance(item, ast.BinOp) and isinstance(item.op, ast.Mult) for part in parts for item in walk(part))
+
+
+def once(view: View, found: Accumulation) -> bool:
+    """Whether a loop runs once and ends by a count of its own: no loop over epochs is around it or around its calls."""
+    training = found.training
+    ends = any(isinstance(stmt, ast.Break) for stmt in walk(training.loop))
+    return ends and not any(True for _ in view.trainings.epochs(training))
+
+
+RULE = Rule(
+    code="LS012",
+    name="accumulation",
+    what=(
+        "Gradients are accumulated, but the loss is not divided by the number of micro-batches, the step comes "
+        "after the first one (`i % n == 0`), or the last incomplete group is dropped."
+    ),
+    why=(
+        "An undivided loss makes the gradient n times too large. `i % n == 0` steps on one micro-batch first and is "
+        "off by one ever after. Leftovers are lost, or leak into the next epoch's first step."
+    ),
+    bad=(
+        """
+import torch
+
+def train(model, loader, optimizer, criterion, n):
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y)
+        loss.backward()
+        if (i + 1) % n == 0 or i + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        """
+import torch
+
+def train(model, loader, optimizer, criterion, n):
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y) / n
+        loss.backward()
+        if i % n == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        """
+import torch
+
+def train(model, loader, optimizer, criterion, n):
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y) / n
+        loss.backward()
+        if (i + 1) % n == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+    ),
+    good=(
+        """
+import torch
+
+def train(model, loader, optimizer, criterion, n):
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y) / n
+        loss.backward()
+        if (i + 1) % n == 0 or i + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        """
+import torch
+
+def train(model, loader, g_optimizer, d_optimizer, n):
+    for i, x in enumerate(loader):
+        d_optimizer.zero_grad()
+        model.d_loss(x).backward()
+        d_optimizer.step()
+        if i % n == 0:
+            g_optimizer.zero_grad()
+            model.g_loss(x).backward()
+            g_optimizer.step()
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.MEDIUM,
+    check=check,
+    fix="unsafe",
+    remedy="Divide the loss by n and step when (i + 1) % n == 0 or in the last turn",
+    moot=frozenset({"lightning", "pytorch_lightning", "deepspeed", "composer", "lockstep", "trl"}),
+    note=(
+        "Left over are micro-batches of a loop that counts anew in each epoch, by itself or by hand, also where their "
+        "gradients go into the next epoch's first group: that group is larger than the others. A counter that runs on "
+        "over epochs is no finding."
+    ),
+)

@@ -1,0 +1,65 @@
+"""LS015: torch.load without map_location or with weights_only=False."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.nodes import argument, constant, has_star, keyword
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at every torch.load."""
+    for site in view.sites("load"):
+        if view.full(site) != "torch.load":
+            continue
+        weights = keyword(site.call, "weights_only")
+        if isinstance(weights, ast.Constant) and constant(weights) is False:
+            yield at(
+                site, "runs whatever code the file holds: load with weights_only=True, or from a trusted source only"
+            )
+        elif argument(site.call, 1, "map_location") is None and not has_star(site.call) and not view.cpu_only:
+            yield at(site, "loads onto the GPU that saved the file, on every rank: pass map_location")
+
+
+RULE = Rule(
+    code="LS015",
+    name="torch.load",
+    what="`torch.load` has no `map_location`, or `weights_only=False`.",
+    why=(
+        "Without map_location all ranks restore onto the GPU that the file was saved from, usually GPU 0, and a "
+        "machine without it fails. With weights_only=False a checkpoint is a program that runs when it is loaded."
+    ),
+    bad=(
+        """
+import torch
+
+def resume(model, path):
+    model.load_state_dict(torch.load(path))
+    model.cuda()
+""",
+        """
+import torch
+
+def resume(model, path):
+    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=False))
+""",
+    ),
+    good=(
+        """
+import torch
+
+def resume(model, path):
+    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    model.cuda()
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy='torch.load(path, map_location="cpu", weights_only=True)',
+)

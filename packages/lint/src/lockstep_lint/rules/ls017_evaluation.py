@@ -1,0 +1,290 @@
+"""LS017: evaluation without eval() or no_grad, or train mode not restored."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.context import Loop, above, guards
+from lockstep_lint.analysis.evaluations import evaluations
+from lockstep_lint.analysis.forwards import is_forward, run_model, shields
+from lockstep_lint.analysis.idle import idle_calls
+from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.kinds import EVALUATION
+from lockstep_lint.analysis.modes import lasting
+from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, last, walk
+from lockstep_lint.analysis.phases import forward_of_phases
+from lockstep_lint.analysis.sight import foreign, without_graph
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+TRAINS = Words(r"^(is_)?train$|^training$")
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at the loops that evaluate, and at training loops that evaluate in between."""
+    done: set[Scope] = set()
+    for site in evaluations(view):
+        if site.scope in done:
+            continue
+        missing = [
+            what
+            for what, present in (
+                ("model.eval()", in_eval_mode(view, site)),
+                ("torch.no_grad()", without_graph(view, site)),
+            )
+            if present is False
+        ]
+        if missing:
+            done.add(site.scope)
+            yield at(site, f"evaluates without {' and '.join(missing)}")
+    yield from by_flag(view)
+    yield from by_phase(view)
+    yield from without_training(view)
+    yield from not_restored(view)
+
+
+def by_flag(view: View) -> Iterator[Found]:
+    """`self.run(loader, train=False)` where the shared loop never calls eval(), or nothing keeps it from a graph."""
+    switched = any(
+        site.name in ("eval", "train") and site.receiver is not None and is_mode(view, site)
+        for site in view.sites("eval", "train")
+    )
+    for site in view.sites():
+        flag = says_so(site)
+        target = view.calls.target(site.call, site.scope) if flag is not None else None
+        if target is None or flag is None:
+            continue
+        below = [s for s in view.effects.below(target.sites) if s.module is view.module and forwards(view, s)]
+        if not below:
+            continue
+        if not switched and TRAINS.search(flag):
+            yield at(below[0], f"also evaluates, for line {site.line}, without model.eval()")
+        elif (
+            switched
+            and any(view.steps.backwards(s) and asks(s, flag) for s in target.sites)
+            and not view.effects.mentioned_in(below[0].scope, "grad_enabled")
+            and not view.effects.mentioned_in(below[0].scope, "no_grad")
+            and without_graph(view, below[0]) is False
+        ):
+            yield at(below[0], f"also evaluates, for line {site.line}, without torch.no_grad()")
+
+
+def by_phase(view: View) -> Iterator[Found]:
+    """A loop over phases whose evaluating phase builds the graph too."""
+    for backward in (site for site in view.sites("backward") if view.steps.backwards(site)):
+        forward = forward_of_phases(view, backward)
+        if forward is not None:
+            yield at(forward, "also evaluates, in another phase, without torch.no_grad()")
+
+
+def without_training(view: View) -> Iterator[Found]:
+    """`self.run(loader)` or `self.run(loader, optimizer=None)` where the shared loop trains only with an optimizer."""
+    for backward in (site for site in view.sites("backward") if view.steps.backwards(site)):
+        for call in idle_calls(view, backward):
+            if call.module is not view.module or says_so(call) is not None or without_graph(view, call) is not False:
+                continue
+            sites = list(view.effects.below([call]))
+            below = [site for site in sites if forwards(view, site)]
+            trains = any(view.steps.backwards(s) and s.scope is not backward.scope for s in sites)
+            flagged = any(shields(s) or view.effects.mentioned_in(s.scope, "grad_enabled") for s in below)
+            flagged = flagged or runs_shielded(view, backward.scope)
+            if below and not trains and not flagged:
+                yield at(call, "evaluates without torch.no_grad()")
+
+
+def runs_shielded(view: View, scope: Scope) -> bool:
+    """Whether a function runs the model without a graph too, on another of its ways."""
+    shielded = [site for site in scope.sites if shields(site)]
+    return any(forwards(view, site) for site in view.effects.below(shielded))
+
+
+def says_so(site: Site) -> str | None:
+    """The flag by which a call asks a shared loop to evaluate (`train=False`, `validate=True`)."""
+    for item in site.call.keywords:
+        value, name = constant(item.value), item.arg or ""
+        if (value is False and TRAINS.search(name)) or (value is True and EVALUATION.search(name)):
+            return name
+    return None
+
+
+def asks(site: Site, flag: str) -> bool:
+    """Whether a call is made by a test of a flag."""
+    return any(flag in idents(guard.test) for guard in guards(site.stmt, site.module))
+
+
+def is_mode(view: View, site: Site) -> bool:
+    """Whether `x.train(...)` or `x.eval()` sets a module's mode rather than running a method of the project."""
+    return site.name == "eval" or (
+        view.calls.target(site.call, site.scope) is None and view.kinds.is_model(site.receiver, site.scope)
+    )
+
+
+def forwards(view: View, site: Site) -> bool:
+    """Whether a call runs the model."""
+    return is_forward(view, site) or (site.name == "forward" and view.kinds.is_model(site.receiver, site.scope))
+
+
+def in_eval_mode(view: View, site: Site) -> bool | None:
+    """Whether eval() is called before, here or by the callers; None where that cannot be seen."""
+    if any(
+        full.endswith("from_pretrained") or last(call) == "from_pretrained"
+        for call, _, full in view.origins.calls_of(site.call.func, site.scope)
+    ) and not any(dotted(s.receiver) == run_model(site) for s in site.scope.named("train")):
+        return None  # comes in eval mode, and stays so
+    if site.scope.binds.get(run_model(site) or "") and site.scope.kind == "function":  # no caller has it
+        return view.effects.find([s for s in site.scope.sites if s.line <= site.line], switches) is not None
+    found = present(view, site.scope, site.line, 0)
+    return False if found is None and never_switched(view, site.scope) else found
+
+
+def never_switched(view: View, scope: Scope) -> bool:
+    """Whether no file of the programs switches any mode, and nothing that runs a method is out of sight."""
+    owner = scope.owner
+    if owner is None or any(name != "object" for name in foreign(view, owner)) or view.project.unseen(view.module):
+        return False
+    return not any(
+        switches(site) for member in view.project.family(view.module) for site in member.sites("eval", "train")
+    )
+
+
+def switches(site: Site) -> bool:
+    """Whether a call is `model.eval()` or `model.train(False)`, or `train(mode)`."""
+    return site.receiver is not None and (site.name == "eval" or (site.name == "train" and len(site.call.args) == 1))
+
+
+def present(view: View, scope: Scope, line: int, depth: int, call: ast.Call | None = None) -> bool | None:
+    """Whether a switch comes before a line: in the function, in what it calls, or in all that call it; `call` is the
+    one that led to the function that was asked before, which does not count with what stands in it further down.
+    """
+    if view.effects.find([s for s in scope.sites if s.line <= line and s.call is not call], switches) is not None:
+        return True
+    if scope.kind != "function":
+        return False
+    callers = view.calls.callers(scope) or view.calls.by_base(scope)
+    if not callers or depth > 4:
+        return None
+    answers = [present(view, c.scope, c.line, depth + 1, c.call) for c in callers[:6]]
+    if depth == 0 and False in answers:
+        return False  # evaluated in eval mode too, but not everywhere
+    if any(answer is True for answer in answers):
+        return True
+    return None if None in answers else False
+
+
+def not_restored(view: View) -> Iterator[Found]:
+    """A loop that switches to eval mode and trains on in it."""
+    for training in view.training:
+        before = (s for s in training.scope.named("eval") if s.line < training.loop.lineno)
+        meant = any(s.receiver is not None for s in before)  # frozen statistics
+        steps = (training.loop, training.scope, training.loop)
+        for loop, scope, _ in (*view.trainings.epochs(training), steps):
+            if scope.module is not view.module or meant:
+                continue
+            sites = [s for s in view.effects.block(loop, scope) if s.stmt is not loop]
+            found = (s for s in lasting(view, sites, training) if loop is not training.loop or between(s, loop))
+            switch = next(found, None)
+            if switch is not None:
+                yield at(switch, "the model stays in eval mode for the training that follows: call model.train() after")
+                break
+
+
+def between(site: Site, loop: Loop) -> bool:
+    """Whether more steps follow a call in a loop over steps: neither is it made in the last one only, nor does the
+    loop end after it.
+    """
+    if any(in_last(guard.test) for guard in guards(site.stmt, site.module, loop)):
+        return False
+    blocks = [node for node, _ in above(site.stmt, site.module)]
+    inner = blocks[: blocks.index(loop)] if loop in blocks else []
+    held = [stmt for node in (*inner, loop) for part in ("body", "orelse") for stmt in getattr(node, part, [])]
+    return not any(isinstance(stmt, ast.Break | ast.Return) and stmt.lineno > site.line for stmt in held)
+
+
+def in_last(test: ast.expr) -> bool:
+    """Whether a test compares with the number of batches, in each of its parts where one of them is enough."""
+    if isinstance(test, ast.BoolOp):
+        found = map(in_last, test.values)
+        return all(found) if isinstance(test.op, ast.Or) else any(found)
+    parts = list(walk(test)) if isinstance(test, ast.Compare) else []
+    counted = any(isinstance(part, ast.Call) and last(part) == "len" for part in parts)
+    often = any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod | ast.FloorDiv) for part in parts)
+    return counted and not often  # `i % (len(loader) // 4) == 0`
+
+
+RULE = Rule(
+    code="LS017",
+    name="evaluation mode",
+    what="An evaluation runs without `model.eval()` or without `torch.no_grad()`, or training goes on in eval mode.",
+    why=(
+        "Without eval(), dropout and batch statistics disturb the score, and the validation data leak into the running "
+        "statistics. Without no_grad() the graph is built for nothing. In eval mode, training silently loses both."
+    ),
+    bad=(
+        """
+import torch
+
+def evaluate(model, val_loader):
+    correct = 0
+    with torch.no_grad():
+        for x, y in val_loader:
+            correct += (model(x).argmax(1) == y).sum()
+    return correct
+
+def main(model, val_loader):
+    print(evaluate(model, val_loader))
+
+if __name__ == "__main__":
+    main(torch.nn.Linear(4, 2), [])
+""",
+        """
+import torch
+
+def train(model, loader, val_loader, optimizer, criterion, epochs):
+    model.train()
+    for epoch in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            print(sum(criterion(model(x), y) for x, y in val_loader))
+""",
+    ),
+    good=(
+        """
+import torch
+
+@torch.no_grad()
+def evaluate(model, val_loader):
+    model.eval()
+    correct = 0
+    for x, y in val_loader:
+        correct += (model(x).argmax(1) == y).sum()
+    model.train()
+    return correct
+
+def main(model, val_loader):
+    print(evaluate(model, val_loader))
+
+if __name__ == "__main__":
+    main(torch.nn.Linear(4, 2), [])
+""",
+    ),
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="model.eval(), with torch.no_grad(): ..., then model.train()",
+    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl", "fastai"}),
+    note=(
+        "It is told once a function, at the first call of the model that evaluates (at the call of a shared loop, "
+        "where that loop runs without an optimizer), and at `model.eval()` where training goes on in eval mode, for "
+        "the rest of an epoch too. What is run over held-out data as a whole (`model(X_test)`) counts where it builds "
+        "the graph and nothing is trained on it, and so do rows of it in a loop that counts (`model(x_test[i])`). "
+        "A method that a class of the project only inherits the calls of is judged by what its base class does before. "
+        "A model that is run with nothing done with what it gives (to show its layers) is no evaluation."
+    ),
+)

@@ -1,0 +1,136 @@
+"""LS019: no destroy_process_group."""
+
+import re
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.index import Scope
+from lockstep_lint.analysis.nodes import Words
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+ENDS = Words(
+    r"(?<!is_)(?<!get_)(?<!to_)dist(?!anc|il|ort|\d|_?(loss|mat|map)|ributed\w*(sampler|loader|data|model|optim))|ddp(?!m)"
+    r"|clean|destroy|teardown|tear_down|shut_?down|finali[sz]e|finish|(?<![a-z])exit|launch|^init(?!_?log|_?seed)"
+    r"|^setup(?!_?log|_?seed)|^main|^run|worker(?!_?(init|seed))",
+    re.IGNORECASE,
+)
+# What only asks for something, or changes a value (`is_dist_avail`, `convert_to_distributed_tensor`, `cdist`).
+ASKS = re.compile(r"(is|has|get|convert)_|[pc]?dists?$")
+
+END = "destroy_process_group"
+# Helpers of that name end it, wherever they come from.
+HELPERS = ("cleanup_dist", "dist_cleanup")
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks for the end of the process group in the programs that start one."""
+    if ended(view) or any(not ASKS.match(site.name) for site in view.hidden_calls(ENDS)):
+        return  # what a file that is not here does may end it
+    runnable = any(member.is_script for member in view.project.users(view.module))
+    for site in view.sites("init_process_group"):
+        if runnable or view.training or site.scope.kind == "module" or run_here(view, site.scope):
+            yield at(
+                site, "the process group is never ended: call torch.distributed.destroy_process_group() at the end"
+            )
+
+
+def run_here(view: View, scope: Scope) -> bool:
+    """Whether the own lines of a file that nothing imports call a function (`main()`, without the usual test)."""
+    called = any(site.scope is view.module.top for site in view.calls.callers(scope))
+    return called and not view.project.importers(view.module)
+
+
+def ended(view: View) -> bool:
+    """Whether a program ends the group: not in a function of an imported package that nothing in sight names."""
+    if not view.module.by_name.get("init_process_group"):
+        return True
+    own = view.module.is_script  # other scripts that import it end their own runs
+    members = view.project.closure(view.module) if own else view.project.family(view.module)
+    for member in members:
+        if any(word in member.text for word in HELPERS):
+            return True
+        calls = member.by_name.get(END, []) if END in member.text else []
+        if member.words[END] > len(calls):
+            return True  # handed on (`atexit.register(dist.destroy_process_group)`)
+        for site in calls:
+            name = called_as(site.scope)
+            if not name or site.scope.named("init_process_group") or sum(m.words[name] for m in members) > 1:
+                return True
+    return False
+
+
+def called_as(scope: Scope) -> str:
+    """The name by which a function is run, or its class where that runs it by itself; "" for a file's own lines."""
+    while scope.kind == "function" and scope.parent is not None and scope.parent.kind == "function":
+        scope = scope.parent
+    owner = scope.owner
+    return owner.name if owner is not None and scope.name.startswith("__") else scope.name
+
+
+RULE = Rule(
+    code="LS019",
+    name="no destroy_process_group",
+    what="A program starts a process group and never calls `destroy_process_group`.",
+    why=(
+        "NCCL's threads and sockets are torn down in any order at exit: hangs, warnings, and leaked GPU memory; "
+        "torch warns of it at every exit."
+    ),
+    bad=(
+        """
+import torch.distributed as dist
+
+def main():
+    dist.init_process_group("nccl")
+
+if __name__ == "__main__":
+    main()
+""",
+        """
+import torch.distributed as dist
+from helpers.meters import AverageMeter
+
+def main():
+    dist.init_process_group("nccl")
+    return AverageMeter()
+
+if __name__ == "__main__":
+    main()
+""",
+    ),
+    good=(
+        """
+import torch.distributed as dist
+
+def main():
+    dist.init_process_group("nccl")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+""",
+        """
+import torch.distributed as dist
+from helpers.comm import cleanup
+
+def main():
+    dist.init_process_group("nccl")
+    cleanup()
+
+if __name__ == "__main__":
+    main()
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Call torch.distributed.destroy_process_group() when training has ended",
+    moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
+    note=(
+        "It is told at `init_process_group`, in the file that calls it, be it the script or its helper. A "
+        "`destroy_process_group` in the programs silences it, but not one in a function that nothing in sight names."
+    ),
+)

@@ -1,0 +1,384 @@
+"""LS026: metrics averaged over uneven shards."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.context import inside, loops
+from lockstep_lint.analysis.heldout import serves_both, shards
+from lockstep_lint.analysis.hosts import MADE
+from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.kinds import EVALUATION
+from lockstep_lint.analysis.means import JOINS, by_ranks, divided_after, mean_after, means_given
+from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, walk
+from lockstep_lint.analysis.parts import parts
+from lockstep_lint.analysis.phases import phased
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+# Whatever may bring the values of several ranks together.
+EXCHANGE = Words(
+    r"reduce|gather|sync|collect|aggregat|metric|(?<!para)meter|compute|merge|evaluator|average|^dist_", re.IGNORECASE
+)
+
+# What an average of a score is called.
+SCORE = Words(r"loss|acc(?!el|um)|top_?\d|prec|correct|(?<!para)meter|iou(?!s)|(?<!in)dice|psnr|error", re.IGNORECASE)
+
+# What says that a statement is about held-out data, as text (`create_pipeline(valdir, is_training=False)`).
+HELD = re.compile(r"(?<![a-z])(val(?!u)|test|eval)", re.IGNORECASE)
+MAX_CALLERS = 20
+# What works on one rank alone, though its name sounds like an exchange (`torch.cuda.synchronize`, `torch.gather`).
+ALONE = Words(
+    r"^torch\.(?!distributed)|^(warnings|gc|numpy|scipy|sklearn|pandas|collections|itertools|statistics|nltk|sacrebleu)\."
+    r"|^timm\.utils\.\w*Meter|sync_?batch_?norm|syncbn",
+    re.IGNORECASE,
+)
+# What a list is called that takes in what is scored after the loop, and what scores it.
+PREDICTED = Words(
+    r"pred|label|target|truth|reference|^refs$|hypothes|^hyps$|gold|output|answer|prob|logit|^y_", re.IGNORECASE
+)
+SCORES = Words(
+    r"score|accuracy|f1|auc|bleu|rouge|compute|metric|report|recall|precision|kappa|confusion", re.IGNORECASE
+)
+# They make a metric of Hugging Face's, which knows of other processes only what it is told.
+METRICS = ("evaluate.load", "datasets.load_metric")
+TELLS = ("print", "info", "add_scalar", "log", "write", "debug", "warning", "add_scalars", "log_metrics")
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at evaluations over a DistributedSampler that average per-rank means, or that share nothing."""
+    samplers = [s for member in view.project.family(view.module) for s in member.sites("DistributedSampler")]
+    samplers = [s for s in samplers if constant(keyword(s.call, "drop_last")) is not True]
+    by_hand = [text for member in view.project.family(view.module) for text in parts(member)]
+    if not samplers and not by_hand:
+        return
+    yield from unshared(view)
+    said = any(shards(s) or serves_both(view, s) for s in samplers) or any(map(held_part, by_hand))
+    for scope in view.scopes:
+        for site in scope.sites if scope.kind != "class" else ():
+            if averages(view, site) and held_out(view, site) and (said or over_shard(view, scope)):
+                yield at(
+                    site,
+                    "averages the ranks' means, but the shards are uneven or padded: sum values and counts",
+                )
+                break
+
+
+def held_part(text: str) -> bool:
+    """Whether a statement that divides data may divide held-out data; those of DALI name both sorts (`is_training`)."""
+    return "train" not in text or ("shard_id" in text and HELD.search(text) is not None)
+
+
+def over_shard(view: View, scope: Scope) -> bool:
+    """Whether a function evaluates a rank's own part of the data."""
+    return any(isinstance(stmt, ast.For) and sharded(view, stmt, scope) for stmt in scope.stmts)
+
+
+def sharded(view: View, loop: ast.For, scope: Scope) -> bool:
+    """Whether a loop runs over a rank's own part of held-out data, by the names here or where a caller gives it."""
+    if EVALUATION.search(scope.name) or any(EVALUATION.search(name) for name in idents(loop.iter)):
+        return view.kinds.is_shard(loop.iter, scope)
+    if phased(loop, scope):
+        return view.kinds.is_shard(loop.iter, scope, alike=True)
+    key = dotted(view.kinds.iterated(loop.iter, scope))
+    if key not in scope.params:
+        return False
+    given = [(passed(site, scope, key), site.scope) for site in view.calls.callers(scope)[:MAX_CALLERS]]
+    return any(
+        value is not None and any(map(EVALUATION.search, idents(value))) and view.kinds.is_shard(value, home)
+        for value, home in given
+    )
+
+
+def unshared(view: View) -> Iterator[Found]:
+    """An evaluation over a rank's own shard whose score nobody adds to the others' scores."""
+    if view.hidden(EXCHANGE):
+        return
+    for scope in view.scopes:
+        for loop in (stmt for stmt in scope.stmts if isinstance(stmt, ast.For)):
+            if sums(view, loop, scope) and sharded(view, loop, scope) and not exchanges(view, scope, loop):
+                yield Found(
+                    loop,
+                    "each rank takes the score of its own shard for the whole: sum values and counts over all ranks",
+                )
+                break
+
+
+def exchanges(view: View, scope: Scope, loop: ast.For) -> bool:
+    """Whether an evaluation, what it calls or a function that calls it may bring the ranks' values together."""
+    own = (
+        [site for site in scope.sites if site.line >= loop.lineno] if not EVALUATION.search(scope.name) else scope.sites
+    )
+    if any(EXCHANGE.search(site.name) and not seen(view, site) for site in view.effects.below(own)):
+        return True
+    mapped = (name for site in own if site.name == "map" for value in site.call.args[:1] for name in idents(value))
+    if any(map(EXCHANGE.search, mapped)):
+        return True  # `map(reduce_meter if distributed else plain, meters)`
+    return any(passes_on(caller, site) for caller in view.calls.callers(scope) for site in caller.scope.sites)
+
+
+def seen(view: View, site: Site) -> bool:
+    """Whether it is known that a call exchanges nothing itself: what it runs is in sight, so that its own calls tell (a
+    meter of the project), or it is a function of torch that works on one rank.
+    """
+    if ALONE.search(view.full(site)) or ALONE.search(site.name):
+        return True
+    if site.name == "compute" and loaded(view, site):
+        return True
+    if site.name == "gather" and isinstance(constant(next(iter(site.call.args), None)), int):
+        return True  # `logits.gather(1, index)`
+    owner = view.names.definition(site.call.func, site.scope)
+    return owner is not None or view.calls.target(site.call, site.scope) is not None
+
+
+def loaded(view: View, site: Site) -> bool:
+    """Whether a call is of a metric that works on what one process has collected (`evaluate.load("bleu")`)."""
+    made = [(call, full) for call, _, full in view.origins.calls_of(site.receiver, site.scope)]
+    return bool(made) and all(full in METRICS and keyword(call, "num_process") is None for call, full in made)
+
+
+def passes_on(caller: Site, site: Site) -> bool:
+    """Whether a call exchanges what an evaluation has returned to its caller."""
+    if not EXCHANGE.search(site.name) or site.line < caller.line:
+        return False
+    names = {bind.key for bind in caller.scope.bound(caller.stmt)}
+    given = [node for value in (*site.call.args, *(k.value for k in site.call.keywords)) for node in walk(value)]
+    return any(node is caller.call or dotted(node) in names for node in given)
+
+
+def sums(view: View, loop: ast.For, scope: Scope) -> bool:
+    """Whether a loop adds up numbers, and the function tells them."""
+    within = view.effects.block(loop, scope)
+    added = any(adds(stmt) and inside(stmt, loop, scope.module) for stmt in scope.stmts)
+    added = added or any(site.name in ("update", "append") and SCORE.search(last(site.receiver)) for site in within)
+    if not added and not scored(within, loop, scope):
+        return False
+    told = any(True for _ in scope.returns()) or any(site.name in TELLS for site in view.effects.below(scope.sites))
+    return told and (phased(loop, scope) or not any(view.steps.backwards(site) for site in within))
+
+
+def adds(stmt: ast.stmt) -> bool:
+    """Whether a statement adds to a sum (`total += loss`, `total = total + loss`)."""
+    if isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.BinOp) and isinstance(stmt.value.op, ast.Add):
+        return len(stmt.targets) == 1 and dotted(stmt.value.left) == dotted(stmt.targets[0]) is not None
+    return isinstance(stmt, ast.AugAssign)
+
+
+def scored(within: list[Site], loop: ast.For, scope: Scope) -> bool:
+    """Whether lists that a loop fills with predictions are scored after it."""
+    lists = {
+        dotted(s.receiver) for s in within if s.name in ("append", "extend") and PREDICTED.search(last(s.receiver))
+    }
+    names = lists - {None}
+    end = loop.end_lineno or loop.lineno
+    for stmt in scope.stmts if names else ():
+        if stmt.lineno > end and isinstance(stmt, ast.Assign) and names & set(map(dotted, walk(stmt.value))):
+            names |= {bind.key for bind in scope.bound(stmt)}
+    after = [site for site in scope.sites if site.line > end and SCORES.search(site.name)] if names else []
+    return any(names & set(map(dotted, walk(site.call))) for site in after)
+
+
+def held_out(view: View, site: Site) -> bool:
+    """Whether a call stands in an evaluating function, in a loop or after one, or is given what an evaluation found."""
+    if EVALUATION.search(site.scope.name):
+        return True
+    if any(
+        isinstance(n, ast.For) and any(map(EVALUATION.search, idents(view.kinds.iterated(n.iter, site.scope))))
+        for n in loops(site.stmt, site.module)
+    ):
+        return True
+    values = site.call.args[: 2 if "gather" in site.name else 1]  # of those the first is the list that is filled
+    given = (name for value in values for name in idents_of(view, value, site))
+    return any(map(EVALUATION.search, given))
+
+
+def idents_of(view: View, value: ast.expr, site: Site) -> Iterator[str]:
+    """The names in what a call is given, of the call that made it, and in what that made a tensor of
+    (`total = torch.tensor(val_loss)`).
+    """
+    yield from idents(value)
+    for bind, home in view.origins.binds(dotted(value) or "", site.scope, site.line):
+        made = bind.value if isinstance(bind.value, ast.Call) else None
+        while made is not None and isinstance(made.func, ast.Attribute) and isinstance(made.func.value, ast.Call):
+            made = made.func.value  # `torch.tensor(val_loss).to(device)`
+        if made is not None:
+            yield last(made)
+            tensor = view.names.qualify(made.func, home) in MADE
+            inside_it = (name for given in made.args for name in idents(given) if tensor)
+            yield from (name for name in inside_it if name != "val")  # any value, in a helper
+
+
+def averages(view: View, site: Site) -> bool:
+    """Whether a call brings the ranks' values together and takes their mean."""
+    if site.name in ("all_reduce", "allreduce", "reduce") and any(
+        last(value) == "AVG" for value in (*site.call.args, *(k.value for k in site.call.keywords))
+    ):
+        return True  # `ReduceOp.AVG`, of whatever carries it out
+    if site.name in ("all_reduce", "reduce") and view.full(site).startswith("torch.distributed"):
+        return divided_after(site)
+    if site.name in ("all_gather", "gather", "all_gather_object") and view.full(site).startswith("torch.distributed"):
+        return mean_after(site)
+    if site.name.startswith("all_gather") and gathers(view, view.calls.target(site.call, site.scope)):
+        return means_given(site)
+    return (
+        horovod_mean(view, site)
+        or mean_gathered(view, site)
+        or any(mean_of(view, function) for function in view.calls.runs(site))
+    )
+
+
+def horovod_mean(view: View, site: Site) -> bool:
+    """Whether a call is Horovod's allreduce, which takes the mean unless it is told to sum."""
+    if site.name not in ("allreduce", "allreduce_") or not view.full(site).startswith("horovod."):
+        return False
+    summed = any(last(value) == "Sum" for value in (*site.call.args, *(k.value for k in site.call.keywords)))
+    return not summed and constant(argument(site.call, 1, "average")) is not False
+
+
+def mean_gathered(view: View, site: Site) -> bool:
+    """Whether a call is the mean of what a function of the project has gathered (`mean(gather(loss))`)."""
+    inner = site.call.args[0] if site.name in ("mean", "fmean") and site.call.args else None
+    function = view.calls.target(inner, site.scope) if isinstance(inner, ast.Call) else None
+    return gathers(view, function)
+
+
+def gathers(view: View, function: Scope | None) -> bool:
+    """Whether a function of the project gathers what the ranks give it into a list."""
+    if function is None:
+        return False
+    found = [*function.named("all_gather_object"), *function.named("all_gather")]
+    joins = JOINS - {"cat"} if any(function.named("loads")) else JOINS  # bytes are joined with what fills them up
+    return any(view.full(s).startswith("torch.distributed") for s in found) and not any(
+        s.name in joins for s in function.sites
+    )
+
+
+def mean_of(view: View, function: Scope) -> bool:
+    """Whether a function is `all_reduce, then divide by the number of ranks`."""
+    if len(function.stmts) <= 15 and any(horovod_mean(view, site) for site in function.sites):
+        return True
+    if len(function.stmts) > 15:
+        return False
+    if any(view.full(s).startswith("torch.distributed") and mean_after(s) for s in function.named("all_gather")):
+        return True
+    reduces = [s for s in function.sites if s.name in ("all_reduce", "reduce")]
+    if not reduces:
+        return False
+    return any(last(v) == "AVG" for s in reduces for v in (*s.call.args, *(k.value for k in s.call.keywords))) or any(
+        by_ranks(stmt, function) for stmt in function.stmts
+    )
+
+
+RULE = Rule(
+    code="LS026",
+    name="metrics over uneven shards",
+    what=(
+        "An evaluation divides its data among the ranks and averages the ranks' means, or takes one rank's shard "
+        "for the whole."
+    ),
+    why=(
+        "DistributedSampler pads the last shard with repeated samples, and batches differ in size: the mean of means "
+        "is not the mean, and the score changes with the number of GPUs. Without any exchange it is a "
+        "part's score."
+    ),
+    bad=(
+        """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+def make(val_data):
+    val_sampler = DistributedSampler(val_data, shuffle=False)
+    return DataLoader(val_data, batch_size=8, num_workers=2, sampler=val_sampler)
+
+@torch.no_grad()
+def validate(model, val_loader, criterion, world_size, device):
+    model.eval()
+    for x, y in val_loader:
+        loss = criterion(model(x.to(device)), y.to(device))
+        dist.all_reduce(loss)
+        loss /= world_size
+    model.train()
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+@torch.no_grad()
+def validate(model, val_loader, device):
+    model.eval()
+    right, count = torch.zeros((), device=device), 0
+    for x, y in val_loader:
+        right += (model(x.to(device)).argmax(1) == y.to(device)).sum()
+        count += len(x)
+    model.train()
+    return right / count
+
+def main(model, val_data, device):
+    val_sampler = DistributedSampler(val_data, shuffle=False)
+    val_loader = DataLoader(val_data, batch_size=8, num_workers=2, sampler=val_sampler)
+    return validate(model, val_loader, device)
+""",
+    ),
+    good=(
+        """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+def make(val_data):
+    val_sampler = DistributedSampler(val_data, shuffle=False)
+    return DataLoader(val_data, batch_size=8, num_workers=2, sampler=val_sampler)
+
+@torch.no_grad()
+def validate(model, val_loader, criterion, device):
+    model.eval()
+    total = torch.zeros(2, device=device)
+    for x, y in val_loader:
+        total[0] += criterion(model(x.to(device)), y.to(device)) * len(x)
+        total[1] += len(x)
+    dist.all_reduce(total)
+    model.train()
+    return total[0] / total[1]
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+@torch.no_grad()
+def validate(model, val_loader, device):
+    model.eval()
+    right, count = torch.zeros((), device=device), 0
+    for x, y in val_loader:
+        right += (model(x.to(device)).argmax(1) == y.to(device)).sum()
+        count += len(x)
+    total = torch.tensor([right, count], device=device)
+    dist.all_reduce(total)
+    right, count = total
+    model.train()
+    return right / count
+
+def main(model, val_data, device):
+    val_sampler = DistributedSampler(val_data, shuffle=False)
+    val_loader = DataLoader(val_data, batch_size=8, num_workers=2, sampler=val_sampler)
+    return validate(model, val_loader, device)
+""",
+    ),
+    severity=Severity.WARNING,
+    confidence=Confidence.MEDIUM,
+    check=check,
+    fix="none",
+    remedy="Sum values and counts over all ranks, then divide once",
+    moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
+    note=(
+        "Data that the script divides itself counts like a DistributedSampler's (`data[rank::world_size]`, "
+        "`indices.split(n)[rank]`, `data.shard(...)`). It is told at the call that averages over the ranks, or at the "
+        "loop over the data where nothing is exchanged."
+    ),
+)

@@ -1,0 +1,221 @@
+"""LS031: a process group but never any gradient exchange."""
+
+import re
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.drafts import wrapped
+from lockstep_lint.analysis.exchanges import around, outside, unseen
+from lockstep_lint.analysis.index import Module
+from lockstep_lint.analysis.kept import kept
+from lockstep_lint.analysis.nodes import Words
+from lockstep_lint.analysis.training import Training
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+# Wrappers that exchange gradients, and whatever else may do that, or says that the processes do not train one model
+# together.
+DDP = r"DistributedDataParallel|\bDDP\b"
+OTHERS = re.compile(
+    r"FullyShardedDataParallel|\bFSDP\b|fully_shard|ZeroRedundancy|DeepSpeed|deepspeed|"
+    r"horovod|apply_gradient_allreduce|average_gradients|sync_grad|allreduce_grad|reduce_grad|parallelize_module|"
+    r"\bDTensor|PipelineStage|pipeline|torch\.distributed\.rpc|rpc\.|Join\(|replicate\(|local_sgd|ModelAverager|"
+    r"all_reduce_grad|grad_sync|reduce_scatter|gossip|federat|bagua|byteps|megatron|fairscale|all_reduce_params|DistributedOptimizer"
+)
+EXCHANGES = re.compile(f"{DDP}|{OTHERS.pattern}")
+# Gradients that are read may be exchanged by hand, where anything is exchanged at all.
+GRADIENTS = re.compile(r"\.grad\b")
+COLLECTIVES = re.compile(r"reduce|gather|broadcast|i?send\(|all_to_all|import \*")
+
+# A function of such a name in a file that is not here may wrap the model.
+WRAPS = Words(
+    r"wrap|ddp|fsdp|dist|parallel|prepare|shard|sync|reduce|trainer|engine|(build|get|make)_model|^main|^run|^train",
+    re.IGNORECASE,
+)
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at programs with a group and a training loop for anything that could exchange gradients."""
+    starts = any(True for _ in view.sites("init_process_group"))
+    if not starts and not (".module" in view.module.text and view.training and view.distributed):
+        return
+    family = view.project.family(view.module)
+    if any(says(member, OTHERS) for member in family) or by_hand(family):
+        return
+    if any(says(member, EXCHANGES) or renamed(member) for member in family):
+        yield from unheard(view)
+        return
+    if not starts or view.hidden(WRAPS):
+        return
+    if not trainings(view):
+        return
+    for site in view.sites("init_process_group"):
+        yield at(
+            site,
+            "the ranks never exchange gradients, so each trains a model of its own: wrap the model in DDP",
+            proposal=wrapped(view),
+        )
+
+
+def unheard(view: View) -> Iterator[Found]:
+    """Looks at programs with DDP for training that it does not take part in: of a model that is not the wrapped one, or
+    by steps that go around the wrapper.
+    """
+    kinds = view.wrappers.kinds(view.module)
+    if "ddp" not in kinds or not kinds <= {"ddp", "dp"}:
+        return
+    for training in view.training:
+        site = around(view, training)
+        if site is not None and site.module is view.module and view.trainings.steps_in(training.loop, training.scope):
+            yield at(
+                site, "goes around DDP, which exchanges gradients only after its own forward: call the wrapped model"
+            )
+            return
+    starts = any(True for _ in view.sites("init_process_group"))
+    trained = trainings(view) if starts and not view.hidden(WRAPS) else []
+    if trained and all(outside(view, t) and not unseen(view, t) for t in trained):
+        for site in view.sites("init_process_group"):
+            yield at(
+                site, "the ranks never exchange gradients: what is wrapped in DDP is not the model that is trained"
+            )
+
+
+def by_hand(family: tuple[Module, ...]) -> bool:
+    """Whether the files of a program may exchange gradients by themselves."""
+    return any(says(m, GRADIENTS) for m in family) and any(says(m, COLLECTIVES) for m in family)
+
+
+@kept
+def says(module: Module, pattern: re.Pattern[str]) -> bool:
+    """Whether a pattern occurs in a file, beside its comments."""
+    return pattern.search(module.bare) is not None
+
+
+def trainings(view: View) -> list[Training]:
+    """The training loops of a file's programs, of the files that step an optimizer."""
+    family = view.project.family(view.module)
+    return [t for member in family for t in view.trainings.of(member) if steps(view, member)]
+
+
+def renamed(module: Module) -> bool:
+    """Whether a file uses a wrapper that it imports under another name."""
+    names = [name for name, imported in module.imports.items() if EXCHANGES.search(imported.full)]
+    return any(re.search(rf"\b{re.escape(name)}\b", module.bare) for name in names)
+
+
+def steps(view: View, module: Module) -> bool:
+    """Whether a file steps an optimizer."""
+    return any(view.steps.steps_optimizer(site) for site in module.sites("step"))
+
+
+RULE = Rule(
+    code="LS031",
+    name="no gradient exchange",
+    what=(
+        "A program starts a process group and trains, but nothing wraps the model or exchanges gradients, or each step "
+        "goes around the wrapper (`model.module.loss(x)`)."
+    ),
+    why=(
+        "Each rank trains a model of its own on its share of the data, and the one that is saved has seen a "
+        "fraction of it."
+    ),
+    bad=(
+        """
+import torch
+import torch.distributed as dist
+
+def main(model, loader, optimizer, criterion, local_rank):
+    dist.init_process_group("nccl")
+    model = model.to(local_rank)
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x.to(local_rank)), y.to(local_rank)).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(flow, loader, optimizer, local_rank):
+    dist.init_process_group("nccl")
+    flow = DDP(flow.to(local_rank), device_ids=[local_rank])
+    for x in loader:
+        optimizer.zero_grad()
+        loss = -flow.module.log_prob(x.to(local_rank)).mean()
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP  # the model should be wrapped in DDP
+
+def main(model, loader, optimizer, criterion, local_rank):
+    'Trains with DDP.'
+    dist.init_process_group("nccl")
+    model = model.to(local_rank)
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x.to(local_rank)), y.to(local_rank)).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+""",
+    ),
+    good=(
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, loader, optimizer, criterion, local_rank):
+    dist.init_process_group("nccl")
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x.to(local_rank)), y.to(local_rank)).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as Native
+
+def main(model, loader, optimizer, criterion, local_rank):
+    dist.init_process_group("nccl")
+    model = Native(model.to(local_rank), device_ids=[local_rank])
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x.to(local_rank)), y.to(local_rank)).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+""",
+    ),
+    severity=Severity.ERROR,
+    confidence=Confidence.MEDIUM,
+    check=check,
+    fix="unsafe",
+    remedy="Wrap the model in DistributedDataParallel, and call the wrapper",
+    moot=frozenset(
+        {
+            "accelerate",
+            "lightning",
+            "pytorch_lightning",
+            "lightning_fabric",
+            "deepspeed",
+            "composer",
+            "lockstep",
+            "trl",
+            "horovod",
+            "ray",
+            "transformers",
+            "megatron",
+            "colossalai",
+        }
+    ),
+)

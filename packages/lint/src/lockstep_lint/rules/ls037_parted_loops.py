@@ -1,0 +1,354 @@
+"""LS037: a loop that the ranks leave at different times, or run a different number of times."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+
+from lockstep_lint.analysis.context import Loop, above, guards, inside, loops
+from lockstep_lint.analysis.decisions import Slice, counts, made_of
+from lockstep_lint.analysis.engines import shared_out, waits_in_accelerate
+from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.nodes import Words, dotted, idents, last, walk
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule
+
+__all__ = ["RULE"]
+
+# Whatever may tell all ranks what one of them has found.
+TELLS = Words(
+    r"reduce|gather|broadcast(?!_param|_optim)|sync(?!_?(batch|bn))|barrier|send|recv|store|agree|any_rank|all_ranks",
+    re.IGNORECASE,
+)
+# The same without what only waits.
+EXCHANGES = Words(
+    r"reduce|gather|broadcast(?!_param|_optim)|sync(?!hroni|_?(batch|bn))|send|recv|(^|_)store|agree|any_rank|all_ranks",
+    re.IGNORECASE,
+)
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at the loops in which ranks wait for each other: who leaves them, and who says how often they turn."""
+    if view.hidden(TELLS):
+        return
+    for loop, scope in waiting(view):
+        yield from left(view, loop, scope)
+        yield from counted(view, loop, scope)
+
+
+def waiting(view: View) -> Iterator[tuple[Loop, Scope]]:
+    """The file's loops in which ranks wait for each other: with a collective, or with training that
+    exchanges gradients.
+    """
+    found: dict[int, tuple[Loop, Scope]] = {}
+    wrapped = view.wrappers.kinds(view.module) & {"ddp", "fsdp"} or {"deepspeed", "horovod"} & view.frameworks
+    if wrapped or view.ranks.programs.accelerated(view.module):
+        for training in view.trainings.near(view.module):
+            found[id(training.loop)] = training.loop, training.scope
+            found.update({id(loop): (loop, scope) for loop, scope, _ in view.trainings.epochs(training)})
+    for scope in view.scopes:
+        for stmt in scope.stmts:
+            if (
+                isinstance(stmt, Loop)
+                and view.effects.find(view.trainings.body(stmt, scope), certain(view)) is not None
+            ):
+                found.setdefault(id(stmt), (stmt, scope))
+    yield from (item for item in found.values() if item[1].module is view.module)
+
+
+def certain(view: View) -> Callable[[Site], bool]:
+    """The question whether a call is a collective that all ranks reach."""
+    return lambda site: (
+        (view.effects.is_collective(site) or waits_in_accelerate(view, site))
+        and not view.ranks.side(site.stmt, site.scope)
+    )
+
+
+def left(view: View, loop: Loop, scope: Scope) -> Iterator[Found]:
+    """A `break` or `return` that some ranks take: under a test of the rank, or of a flag that only one rank sets."""
+    for stmt in scope.stmts:
+        if not isinstance(stmt, ast.Break | ast.Return) or loops(stmt, scope.module)[:1] != [loop]:
+            continue
+        if inside_else(stmt, loop, scope):
+            continue
+        tests = list(guards(stmt, scope.module, loop))
+        for guard in tests:
+            if view.ranks.tests.test(guard.test, scope, guard.when):
+                yield Found(
+                    stmt,
+                    "only some ranks leave the loop here, and the others wait for them: let all ranks decide alike",
+                )
+                break
+            name = own_flag(view, guard.test, loop, scope)
+            if name:
+                yield Found(
+                    stmt, f"'{name}' is set on one rank alone, which then leaves without the others: broadcast it first"
+                )
+                break
+        else:
+            decided = made_of([guard.test for guard in tests], loop, scope)
+            if own_score(view, decided, loop, scope):
+                yield Found(
+                    stmt,
+                    "each rank decides by the score of its own shard, so some leave the loop before others: reduce the "
+                    "score over all ranks first",
+                )
+
+
+def own_score(view: View, decided: Slice, loop: Loop, scope: Scope) -> bool:
+    """Whether a decision comes from a rank's own shard of the data, and no rank tells another anything on the way."""
+    near = [site for site in scope.sites if inside(site.stmt, loop, scope.module)]
+    if any(EXCHANGES.search(site.name) for site in view.effects.below(near)):
+        return False
+    for stmt in (stmt for stmt in decided.stmts if not counts(stmt, loop, scope)):
+        nest = loops(stmt, scope.module)
+        inner = nest[: nest.index(loop)] if loop in nest else []
+        if any(isinstance(each, ast.For) and is_part(view, each.iter, scope) for each in inner):
+            return True
+    return any(
+        isinstance(stmt, ast.For) and is_part(view, stmt.iter, function) and gives_back(stmt, function)
+        for site in decided.sites
+        for function in view.calls.runs(site)
+        for stmt in function.stmts
+    )
+
+
+def is_part(view: View, header: ast.expr, scope: Scope) -> bool:
+    """Whether a loop's header runs over a rank's own part of the data."""
+    return view.kinds.is_shard(header, scope) or shared_out(view, header, scope)
+
+
+def gives_back(loop: ast.For, function: Scope) -> bool:
+    """Whether a function returns what a loop of it has computed."""
+    bound = {key for key, binds in function.binds.items() for b in binds if inside(b.stmt, loop, function.module)}
+    return any(bound & set(idents(value)) for value in function.returns())
+
+
+def inside_else(stmt: ast.stmt, loop: Loop, scope: Scope) -> bool:
+    """Whether a statement stands in a loop's `else`, which is no part of it."""
+    return any(node is loop and place == "orelse" for node, place in above(stmt, scope.module))
+
+
+def own_flag(view: View, test: ast.expr, loop: Loop, scope: Scope) -> str:
+    """A name in a test whose value in the loop comes from one rank only, with nothing that tells the others."""
+    for node in walk(test):
+        key = dotted(node) if isinstance(node, ast.Name | ast.Attribute) else None
+        if key is None:
+            continue
+        root = key.split(".")[0]
+        binds = [b for b in scope.binds.get(key, []) if inside(b.stmt, loop, scope.module)]
+        sets = [(b.stmt, view.ranks.side(b.stmt, scope)) for b in binds]
+        if key != root:  # an object that one rank alone feeds: `if rank == 0: stopper(loss)`, then `if stopper.stop`
+            fed = [s for s in scope.sites if inside(s.stmt, loop, scope.module) and feeds(s, root)]
+            sets += [(s.stmt, view.ranks.side(s.stmt, scope)) for s in fed]
+        lone = [stmt for stmt, side in sets if side == 1]
+        shared = [stmt for stmt, side in sets if side != 1 and not constant_start(stmt)]
+        if lone and not shared and not told(scope, root, lone[-1].lineno, test.lineno):
+            return key
+    return ""
+
+
+def feeds(site: Site, root: str) -> bool:
+    """Whether a call gives an object something to decide on."""
+    func = site.call.func
+    named = isinstance(func, ast.Name) and func.id == root
+    method = isinstance(func, ast.Attribute) and dotted(func.value) == root
+    return bool(site.call.args) and (named or method)
+
+
+def constant_start(stmt: ast.stmt) -> bool:
+    """Whether a statement only gives a name its first value (`stop = False`)."""
+    return isinstance(stmt, ast.Assign | ast.AnnAssign) and isinstance(stmt.value, ast.Constant)
+
+
+def told(scope: Scope, name: str, start: int, end: int) -> bool:
+    """Whether something between two lines may tell a value to all ranks."""
+    return any(start <= site.line <= end and TELLS.search(site.name) for site in scope.sites) or any(
+        TELLS.search(last(b.value)) for b in scope.binds.get(name, []) if isinstance(b.value, ast.Call)
+    )
+
+
+def counted(view: View, loop: Loop, scope: Scope) -> Iterator[Found]:
+    """A number of turns that one rank alone has set."""
+    header = loop.test if isinstance(loop, ast.While) else loop.iter
+    if isinstance(header, ast.Call) and last(header) not in ("range", "trange"):
+        return
+    for name in dict.fromkeys(idents(header)):
+        binds = [b for b in scope.binds.get(name, []) if b.stmt.lineno < loop.lineno]
+        sides = [view.ranks.side(b.stmt, scope) for b in binds]
+        if 1 not in sides or -1 in sides:
+            continue
+        if any(side == 1 and wraps(name, b.value) for b, side in zip(binds, sides, strict=True)):
+            continue
+        rest = [b.stmt for b, side in zip(binds, sides, strict=True) if side == 0]
+        lone = next(b.stmt for b, side in zip(binds, sides, strict=True) if side == 1)
+        if all(constant_start(stmt) and stmt.lineno < lone.lineno for stmt in rest) and not told(
+            scope, name, lone.lineno, loop.lineno
+        ):
+            yield Found(
+                header,
+                f"'{name}' is set on one rank alone, so the others turn another number of times: broadcast it first",
+            )
+            return
+
+
+def wraps(name: str, value: ast.expr | None) -> bool:
+    """Whether a name is given what it stood for already, within something else (`loader = tqdm(loader)`)."""
+    return isinstance(value, ast.Call) and any(isinstance(n, ast.Name) and n.id == name for n in walk(value))
+
+
+RULE = Rule(
+    code="LS037",
+    name="ranks leave a loop apart",
+    what=(
+        "A loop in which the ranks wait for each other is left by some ranks only (early stopping on one rank, or on "
+        "each rank by the score of its own shard), or turns as often as one rank alone has set."
+    ),
+    why=(
+        "The ranks that go on wait in their next collective for those that have left, until the timeout ends the job. "
+        "What one rank decides must be told to all before they act on it."
+    ),
+    bad=(
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, loader, optimizer, criterion, evaluate, rank, local_rank):
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    best, bad, stop = float("inf"), 0, False
+    for epoch in range(100):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x.to(local_rank)), y.to(local_rank)).backward()
+            optimizer.step()
+        if rank == 0:
+            score = evaluate(model.module)
+            bad = 0 if score < best else bad + 1
+            if bad > 5:
+                stop = True
+        if stop:
+            break
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, loader, optimizer, criterion, rank, local_rank, limit):
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = criterion(model(x.to(local_rank)), y.to(local_rank))
+        loss.backward()
+        optimizer.step()
+        if rank == 0 and i > limit:
+            break
+""",
+        """
+import torch.distributed as dist
+
+def share(rank, files, value):
+    count = 0
+    if rank == 0:
+        count = len(files)
+    for _ in range(count):
+        dist.all_reduce(value)
+""",
+        """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+
+def main(model, data, optimizer, criterion, device):
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=8, num_workers=2, sampler=sampler)
+    model = DDP(model.to(device), device_ids=[device])
+    best, bad = float("inf"), 0
+    for epoch in range(100):
+        sampler.set_epoch(epoch)
+        total = torch.zeros((), device=device)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        if total < best:
+            best, bad = total, 0
+        else:
+            bad += 1
+        if bad >= 5:
+            break
+""",
+    ),
+    good=(
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, loader, optimizer, criterion, evaluate, rank, local_rank):
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    stop = torch.zeros((), device=local_rank)
+    for epoch in range(100):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x.to(local_rank)), y.to(local_rank)).backward()
+            optimizer.step()
+        if rank == 0 and evaluate(model.module) < 0.1:
+            stop += 1
+        dist.broadcast(stop, 0)
+        if stop > 0:
+            break
+""",
+        """
+import torch.distributed as dist
+
+def share(rank, files, value):
+    count = [0]
+    if rank == 0:
+        count = [len(files)]
+    dist.broadcast_object_list(count)
+    for _ in range(count[0]):
+        dist.all_reduce(value)
+    for name in files:
+        if rank == 0 and name.endswith("x"):
+            break
+""",
+        """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+
+def main(model, data, optimizer, criterion, device):
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=8, num_workers=2, sampler=sampler)
+    model = DDP(model.to(device), device_ids=[device])
+    best, bad = float("inf"), 0
+    for epoch in range(100):
+        sampler.set_epoch(epoch)
+        total = torch.zeros((), device=device)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        dist.all_reduce(total)
+        if total < best:
+            best, bad = total, 0
+        else:
+            bad += 1
+        if bad >= 5:
+            break
+""",
+    ),
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Broadcast the decision, or reduce what it is made from, before any rank acts on it",
+    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
+)

@@ -1,0 +1,183 @@
+"""Checks files: parses them together, runs the rules on each, and applies what the files say about silence."""
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+from lockstep_lint.analysis.budget import WORK, TooIntricate
+from lockstep_lint.analysis.importers import Graph, Importers, draw
+from lockstep_lint.analysis.index import Module
+from lockstep_lint.analysis.notebooks import place
+from lockstep_lint.analysis.project import Project
+from lockstep_lint.analysis.source import Problem, Source, parse, read
+from lockstep_lint.analysis.view import Analysis, View
+from lockstep_lint.config import Config
+from lockstep_lint.finding import Confidence, Finding, Severity
+from lockstep_lint.rules import RULES
+from lockstep_lint.rules.base import Found, Rule
+from lockstep_lint.suppress import Silencer
+
+__all__ = ["PROBLEM", "check_paths", "check_text", "in_order"]
+
+# The code under which a file that could not be checked is reported.
+PROBLEM = "LS000"
+# Files are checked in parts of this many, each one process's work: it bounds the memory. Files that import each other
+# are in one part where they fit; the project's other files are read as they are needed, so that a file's findings
+# depend neither on the part nor on what else is checked.
+PART = 100
+
+
+def check_paths(paths: list[str], config: Config) -> list[Finding]:
+    """The findings in the files at `paths`, in order; several processes share a long list."""
+    graph = draw(paths)
+    parts = divide(graph.together(sorted(paths)), PART)
+    workers = min(os.cpu_count() or 1, 8, len(parts))
+    if workers < 2:
+        return in_order(finding for part in parts for finding in _check_part(part, config, graph))
+    with ProcessPoolExecutor(workers, initializer=_share, initargs=(graph.projects, graph.added)) as pool:
+        return in_order(finding for part in pool.map(_check_shared, parts, [config] * len(parts)) for finding in part)
+
+
+def divide(groups: list[list[str]], size: int) -> list[list[str]]:
+    """Groups packed into parts of at most `size`; only a larger group is cut."""
+    parts: list[list[str]] = []
+    for group in groups:
+        for start in range(0, len(group), size):
+            piece = group[start : start + size]
+            if parts and len(parts[-1]) + len(piece) <= size:
+                parts[-1] += piece
+            else:
+                parts.append(piece)
+    return parts
+
+
+_SHARED: dict[str, Graph] = {}
+
+
+def _share(projects: dict[str, Importers], added: dict[str, tuple[str, ...]]) -> None:
+    """Gives a worker process what the graph knows once, not with every part."""
+    _SHARED["graph"] = Graph(projects, added)
+
+
+def _check_shared(paths: list[str], config: Config) -> list[Finding]:
+    return _check_part(paths, config, _SHARED["graph"])
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings by path, line, column and rule."""
+    return sorted(findings, key=lambda finding: finding.place)
+
+
+def _check_part(paths: list[str], config: Config, graph: Graph) -> list[Finding]:
+    if len(paths) < PART // 4:
+        return check_sources([read(path) for path in paths], config, graph)
+    with uncollected():
+        return check_sources([read(path) for path in paths], config, graph)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keeps the garbage collector out: walking a million nodes that all stay alive would double the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def check_text(text: str, config: Config | None = None, path: str = "example.py") -> list[Finding]:
+    """The findings in a piece of text, as if it were a file."""
+    return in_order(check_sources([parse(path, text)], config or Config()))
+
+
+def check_sources(sources: Iterable[Source], config: Config, graph: Graph | None = None) -> list[Finding]:
+    """The findings in parsed files; the graph says which other files import them."""
+    sources = list(sources)
+    project = Project(sources, graph)
+    try:
+        return _check(sources, project, config)
+    finally:
+        project.close()
+
+
+def _check(sources: list[Source], project: Project, config: Config) -> list[Finding]:
+    analysis = Analysis(project)
+    modules = {module.path: module for module in project.checked}
+    findings: list[Finding] = []
+    for source in sources:
+        if source.problem is not None:
+            findings.append(_problem(source))
+            continue
+        findings.extend(_located(_problem(replace(source, problem=problem)), source) for problem in source.broken)
+        found: list[Finding] = []
+        module = modules.get(source.path)
+        if module is not None and module.whole:
+            found = list(_check_module(module, analysis, config))
+        kept = Silencer(source, config.codes_for(source.path)).filter(found)
+        findings.extend(_located(finding, source) for finding in kept)
+    return findings
+
+
+def _located(finding: Finding, source: Source) -> Finding:
+    """A notebook's finding with its cell, and the line in that cell."""
+    if not source.cells:
+        return finding
+    cell, line = place(source.cells, finding.line)
+    return replace(finding, cell=cell, line=line, edit=None, proposal=())
+
+
+def _check_module(module: Module, analysis: Analysis, config: Config) -> Iterator[Finding]:
+    codes = config.codes_for(module.path)
+    WORK.start()
+    try:
+        view = View(module, analysis)
+        for rule in RULES.values():
+            if rule.code in codes and not rule.moot & view.frameworks:
+                yield from _run(rule, view, config)
+    except (TooIntricate, RecursionError):
+        problem = Problem(1, "is too large or nested for all rules: split it")
+        yield _problem(Source(module.path, problem=problem))
+
+
+def _run(rule: Rule, view: View, config: Config) -> Iterator[Finding]:
+    seen: set[int] = set()
+    for found in rule.check(view):
+        line = getattr(found.node, "lineno", 1)
+        if line not in seen and (not found.opinion or rule.code in config.opinions):
+            seen.add(line)
+            yield _finding(rule, found, view.module)
+
+
+def _finding(rule: Rule, found: Found, module: Module) -> Finding:
+    line, offset = getattr(found.node, "lineno", 1), getattr(found.node, "col_offset", 0)
+    text = module.source.lines[line - 1] if line <= len(module.source.lines) else ""
+    column = len(text.encode()[:offset].decode(errors="replace")) + 1
+    severity = Severity.INFO if found.opinion else rule.severity
+    end = getattr(found.node, "end_lineno", line) or line
+    remedy = rule.remedy or None
+    return Finding(
+        module.path,
+        line,
+        column,
+        rule.code,
+        severity,
+        rule.confidence,
+        found.message,
+        remedy,
+        found.edit,
+        end,
+        found.proposal,
+    )
+
+
+def _problem(source: Source) -> Finding:
+    assert source.problem is not None
+    problem = source.problem
+    return Finding(
+        source.path, problem.line, 1, PROBLEM, Severity.ERROR, Confidence.HIGH, f"not checked: {problem.message}"
+    )

@@ -1,0 +1,140 @@
+"""`lockstep lint`: its arguments, exit codes and formats."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lockstep_lint.command import command
+
+BAD = "import torch\n\nmodel.load(torch.load('cuda.pt'))\n"
+CLEAN = "import torch\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text(BAD)
+    (tmp_path / "clean.py").write_text(CLEAN)
+    return tmp_path
+
+
+def test_exit_codes(folder, capsys):
+    assert command(["clean.py"]) == 0
+    assert command(["bad.py"]) == 1
+    assert command([]) == 1
+    assert command(["--ignore", "LS015"]) == 0
+    assert command(["missing.py"]) == 2
+    assert command(["--select", "nonsense"]) == 2
+    assert command(["--format", "xml"]) == 2
+    assert command(["--help"]) == 0
+    capsys.readouterr()
+
+
+def test_text(folder, capsys):
+    command(["bad.py"])
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("bad.py:3:12: LS015 warning: ")
+    assert out[1:] == [
+        "    | model.load(torch.load('cuda.pt'))",
+        "    |            ^",
+        "1 finding in 1 file: LS015 1",
+        "why, and what to write instead: lockstep lint --explain LS015",
+    ]
+
+
+def test_json(folder, capsys):
+    command(["--format", "json"])
+    (finding,) = json.loads(capsys.readouterr().out)
+    assert list(finding) == ["path", "line", "column", "rule", "severity", "confidence", "message", "fix"]
+    assert (finding["path"], finding["line"], finding["column"], finding["rule"]) == ("bad.py", 3, 12, "LS015")
+    assert (finding["severity"], finding["confidence"]) == ("warning", "high")
+    command(["clean.py", "--format", "json"])
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_habit_is_told_once_to_a_person_and_whole_to_a_program(folder, capsys):
+    prints = "".join(f"    print({i})\n" for i in range(3))
+    code = f"import torch.distributed as dist\n\ndef main():\n    dist.init_process_group()\n{prints}"
+    (folder / "bad.py").write_text(f"{code}    dist.destroy_process_group()\n")
+    command(["bad.py"])
+    out = capsys.readouterr().out
+    assert out.count("LS028 warning") == 1
+    assert "print on rank 0 only (and 2 more places in this file)" in out
+    assert "3 findings in 1 file: LS028 3" in out
+    command(["bad.py", "--format", "github"])
+    assert capsys.readouterr().out.count("title=LS028") == 1
+    command(["bad.py", "--format", "json"])
+    assert len(json.loads(capsys.readouterr().out)) == 3
+
+
+def test_github(folder, capsys):
+    command(["--format", "github"])
+    assert capsys.readouterr().out.startswith("::warning file=bad.py,line=3,col=12,title=LS015::loads onto")
+
+
+def test_explain(capsys):
+    assert command(["--explain", "ls018"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("# LS018 ")
+    assert "```python" in out
+    assert command(["--explain", "LS099"]) == 2
+    assert "no rule 'LS099'" in capsys.readouterr().err
+
+
+def test_the_settings_of_the_project(folder, capsys):
+    (folder / "pyproject.toml").write_text('[tool.lockstep.lint]\nignore = ["LS015"]\n')
+    assert command([]) == 0
+    (folder / "pyproject.toml").write_text("[tool.lockstep.lint]\nlevel = 3\n")
+    assert command([]) == 2
+    (folder / "pyproject.toml").write_text("[tool.lockstep\n")
+    assert command([]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert "has no key 'level'" in errors[0]
+    assert "not valid TOML" in errors[1]
+
+
+def test_each_file_has_the_settings_of_its_own_project(folder, capsys):
+    for name in ("one", "two"):
+        (folder / name / "inner").mkdir(parents=True)
+        (folder / name / "inner" / "x.py").write_text(BAD)
+    (folder / "one" / "pyproject.toml").write_text('[tool.lockstep.lint]\nignore = ["LS015"]\n')
+    (folder / "one" / "inner" / "pyproject.toml").write_text("[project]\n")  # says nothing of lint
+    for paths in (["one", "two"], ["two", "one"], ["one/inner/x.py", "two/inner/x.py"]):
+        command([*paths, "--format", "json"])
+        assert [f["path"] for f in json.loads(capsys.readouterr().out)] == ["two/inner/x.py"]
+
+
+def test_a_file_that_does_not_parse_is_reported_and_the_rest_goes_on(folder, capsys):
+    (folder / "broken.py").write_text("import torch\n\ndef f(:\n")
+    assert command(["--format", "json"]) == 1
+    findings = json.loads(capsys.readouterr().out)
+    assert [(f["path"], f["line"], f["rule"]) for f in findings] == [("bad.py", 3, "LS015"), ("broken.py", 3, "LS000")]
+
+
+def test_hidden_and_installed_folders_are_left_out(folder, capsys):
+    for name in (".venv", "__pycache__", "node_modules"):
+        (folder / name).mkdir()
+        (folder / name / "x.py").write_text(BAD)
+    command(["--format", "json"])
+    assert [f["path"] for f in json.loads(capsys.readouterr().out)] == ["bad.py"]
+
+
+def test_many_files_are_shared_among_processes(tmp_path, capsys):
+    for i in range(120):
+        (tmp_path / f"s{i:03d}.py").write_text(BAD if i % 2 else CLEAN)
+    assert command([str(tmp_path), "--format", "json"]) == 1
+    findings = json.loads(capsys.readouterr().out)
+    assert [f["path"] for f in findings] == [str(tmp_path / f"s{i:03d}.py") for i in range(1, 120, 2)]
+
+
+def test_nothing_heavy_is_imported():
+    script = (
+        "import sys, lockstep_lint.command\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'libcst', 'rich')"
+        " or m.split('.')[0] == 'lockstep'])"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"

@@ -1,0 +1,48 @@
+"""The examples of every rule are its tests: each bad one is found by this rule alone, each good one by none."""
+
+import pytest
+
+from lockstep_lint.config import Config, default_codes
+from lockstep_lint.rules import RULES
+from lockstep_lint.runner import check_text
+
+
+def examples(kind):
+    return [
+        pytest.param(code, text, id=f"{code}-{i}")
+        for code, rule in RULES.items()
+        for i, text in enumerate(getattr(rule, kind))
+    ]
+
+
+def codes(code, text):
+    config = Config(default_codes() | {code}, frozenset({code}))
+    return {finding.rule for finding in check_text(text, config)}
+
+
+@pytest.mark.parametrize(("code", "text"), examples("bad"))
+def test_bad(code, text):
+    assert codes(code, text) == {code}
+
+
+@pytest.mark.parametrize(("code", "text"), examples("good"))
+def test_good(code, text):
+    assert codes(code, text) == set()
+
+
+def test_every_pitfall_of_the_list_has_its_rule():
+    assert list(RULES) == [f"LS{number:03d}" for number in range(1, 41)]
+
+
+@pytest.mark.parametrize("rule", list(RULES.values()), ids=list(RULES))
+def test_a_rule_explains_itself(rule):
+    assert rule.bad
+    assert rule.good
+    assert rule.remedy
+    assert rule.what.endswith(".")
+    assert rule.why.endswith(".")
+    assert rule.fix in ("safe", "unsafe", "none")
+
+
+def test_opinions_are_off_by_default():
+    assert [code for code, rule in RULES.items() if not rule.default] == ["LS008", "LS020"]

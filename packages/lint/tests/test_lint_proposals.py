@@ -1,0 +1,171 @@
+"""`--fix` twice is `--fix` once, within what the project's torch has; `--unsafe-fixes` is a diff that applies."""
+
+import ast
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lockstep_lint.analysis import pins
+from lockstep_lint.analysis.pins import oldest_torch
+from lockstep_lint.command import command
+from lockstep_lint.proposals import proposed
+from lockstep_lint.rules import RULES
+from lockstep_lint.runner import check_text
+
+BAD = [text for rule in RULES.values() for text in rule.bad]
+OLD = """\
+import torch
+from torch.cuda.amp import GradScaler, autocast
+from torch.utils.data import DataLoader
+
+
+def train(model, data, optimizer, criterion, d):
+    scaler = GradScaler()
+    for x, y in DataLoader(data, pin_memory=True):
+        x, y = x.to(d), y.to(d)
+        optimizer.zero_grad()
+        with autocast():
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    pins.forget()
+    yield
+    pins.forget()
+
+
+def fixed(path):
+    command(["--fix", "--select", "ALL", str(path)])
+    return path.read_text(encoding="utf-8")
+
+
+@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(texts=st.lists(st.sampled_from([*BAD, OLD]), min_size=1, max_size=3))
+def test_a_second_fix_changes_nothing(texts, tmp_path_factory, capsys):
+    path = tmp_path_factory.mktemp("fix") / "train.py"
+    path.write_text("\n".join(texts), encoding="utf-8")
+    once = fixed(path)
+    ast.parse(once)
+    assert fixed(path) == once
+    capsys.readouterr()
+
+
+def test_two_places_on_a_line_and_imports_that_are_no_longer_used(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(OLD)
+    text = fixed(path)
+    assert "x, y = x.to(d, non_blocking=True), y.to(d, non_blocking=True)" in text
+    assert 'scaler = torch.amp.GradScaler("cuda")' in text
+    assert 'with torch.amp.autocast("cuda"):' in text
+    assert "torch.cuda.amp" not in text
+    assert "import DataLoader" in text
+    assert "no file of the project pins torch: assumed 2.3 or newer" in capsys.readouterr().err
+
+
+def test_an_import_that_is_used_elsewhere_stays(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(
+        OLD.replace("    scaler = ", "    other = autocast\n    scaler = ") + '\n__all__ = ["GradScaler"]\n'
+    )
+    assert "from torch.cuda.amp import GradScaler, autocast" in fixed(path)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "version"),
+    [
+        ("requirements.txt", "numpy\ntorch==2.1.0  # old\ntorchvision==0.16\n", (2, 1)),
+        ("requirements-dev.txt", "torch>=1.13,<2.5\n", (1, 13)),
+        ("requirements.txt", "pytorch-lightning==2.0\ntorch\n", None),
+        ("requirements.txt", "torch<2.2\n", (2, 2)),
+        ("pyproject.toml", '[project]\nname = "x"\ndependencies = ["numpy", "torch~=2.0"]\n', (2, 0)),
+        ("pyproject.toml", '[tool.poetry.dependencies]\npython = "^3.11"\ntorch = "^2.4"\n', (2, 4)),
+        ("pyproject.toml", "not toml [\n", None),
+        ("setup.cfg", "[options]\ninstall_requires =\n    torch >= 2.0\n    numpy\n", (2, 0)),
+        ("environment.yml", "dependencies:\n  - pytorch=1.12.1\n  - pip:\n    - timm\n", (1, 12)),
+        ("environment.yml", "dependencies:\n  - pytorch::pytorch==2.3\n", (2, 3)),
+        ("setup.py", "setup(install_requires=['numpy', 'torch>=1.9'])\n", (1, 9)),
+    ],
+)
+def test_pins(tmp_path, name, content, version):
+    (tmp_path / "src").mkdir()
+    (tmp_path / name).write_text(content)
+    (tmp_path / ".git").mkdir()
+    assert oldest_torch(str(tmp_path / "src" / "train.py")) == version
+
+
+def test_nothing_is_written_that_the_pinned_torch_lacks(tmp_path, capsys):
+    (tmp_path / "requirements.txt").write_text("torch==2.1\n")
+    path = tmp_path / "train.py"
+    path.write_text(OLD)
+    text = fixed(path)
+    assert "scaler = GradScaler()" in text
+    assert "from torch.cuda.amp import GradScaler\n" in text
+    assert 'torch.amp.autocast("cuda")' in text
+    assert "assumed" not in capsys.readouterr().err
+
+
+def unsafe(text):
+    return proposed(text, [finding.proposal for finding in check_text(text)])
+
+
+def rules(text):
+    return {finding.rule for finding in check_text(text)}
+
+
+@pytest.mark.parametrize(
+    ("code", "number", "written"),
+    [
+        ("LS003", 0, "train_sampler = torch.utils.data.DistributedSampler(train_data)"),
+        ("LS004", 0, "sampler.set_epoch(epoch)"),
+        (
+            "LS009",
+            0,
+            "with contextlib.nullcontext() if (i + 1) % steps == 0 or i + 1 == len(loader) else model.no_sync():",
+        ),
+        ("LS011", 0, "scaler.unscale_(optimizer)"),
+        ("LS031", 0, "model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank])"),
+    ],
+)
+def test_the_proposal_mends_the_finding(code, number, written):
+    text = RULES[code].bad[number]
+    assert code in rules(text)
+    after = unsafe(text)
+    assert written in after
+    assert rules(after) == set()
+
+
+def test_a_clip_after_the_step_moves_before_it():
+    text = next(t for t in RULES["LS011"].bad if rules(t) == {"LS011"} and "unscale" not in unsafe(t))
+    assert rules(unsafe(text)) == set()
+
+
+def test_the_diff_applies_and_nothing_is_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(RULES["LS003"].bad[0].lstrip())
+    assert command(["--unsafe-fixes", "train.py"]) == 1
+    out, err = capsys.readouterr()
+    assert path.read_text() == RULES["LS003"].bad[0].lstrip()
+    assert out.startswith("--- a/train.py\n+++ b/train.py\n")
+    assert "LS003" in err
+    if shutil.which("git") is not None:
+        subprocess.run(["git", "apply", "-"], input=out, text=True, check=True, cwd=tmp_path)
+        assert command(["train.py"]) == 0
+    capsys.readouterr()
+
+
+def test_proposals_on_one_place_do_not_mix():
+    text = "import torch\nx = 1\n"
+    from lockstep_lint.finding import Change
+
+    one, two, broken = Change(2, 1, ("y = 2",)), Change(2, 1, ("z = 3",)), Change(1, 1, ("def",))
+    assert proposed(text, [(one,), (two,), (broken,)]) == "import torch\ny = 2\n"

@@ -1,0 +1,206 @@
+"""Loops around an `Accelerator` or a `Fabric`: what each of its methods becomes; the rest of the loop is `loops.py`'s.
+
+A table says it method by method. What it does not know is told as such.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from lockstep.migrate.loops import loop_rows
+from lockstep.migrate.parsing import constant
+from lockstep.migrate.script import BECOMES, GOES, REFUSED, STAYS, Row, Script, shortened
+
+__all__ = ["ACCELERATE", "FABRIC", "Kind", "rows"]
+
+_ENGINE = 'engine = lockstep.engine("auto", model.to(world.device), optimizer, world)'
+_CUT = "batches are cut by lockstep.loader, the same on any number of processes: leave it out"
+
+
+class Kind(NamedTuple):
+    """A framework's object.
+
+    Attributes:
+        made: the full name of what makes it.
+        arguments: of its constructor -> (action, what it becomes).
+        attributes: its methods and attributes -> (action, what each becomes).
+    """
+
+    made: re.Pattern[str]
+    arguments: Mapping[str, tuple[str, str]]
+    attributes: Mapping[str, tuple[str, str]]
+
+
+ACCELERATE = Kind(
+    re.compile(r"^accelerate\.(\w+\.)*Accelerator$"),
+    {
+        "gradient_accumulation_steps": (GOES, "batch_size and micro_batch_size of lockstep.loader"),
+        "gradient_accumulation_plugin": (GOES, "batch_size and micro_batch_size of lockstep.loader"),
+        "mixed_precision": (BECOMES, "with lockstep.autocast(world, precision) around the forward"),
+        "cpu": (BECOMES, 'lockstep.World.join(device="cpu")'),
+        "log_with": (GOES, "your tracker's own calls, where world.is_main"),
+        "project_dir": (GOES, "the folder of lockstep.save_state"),
+        "project_config": (GOES, "the folder of lockstep.save_state"),
+        "device_placement": (GOES, "the loader's batches are on world.device"),
+        "step_scheduler_with_optimizer": (GOES, "a scheduler is stepped once a step"),
+        "split_batches": (REFUSED, _CUT),
+        "dispatch_batches": (REFUSED, _CUT),
+        "even_batches": (GOES, "every sample comes once; steps are filled up with weight 0"),
+        "dataloader_config": (REFUSED, _CUT),
+        "fsdp_plugin": (BECOMES, 'lockstep.engine("fsdp", ...)'),
+        "deepspeed_plugin": (BECOMES, 'lockstep.engine("zero" or "deepspeed", ...)'),
+        "deepspeed_plugins": (REFUSED, "several configurations: an engine for each model"),
+        "megatron_lm_plugin": (REFUSED, "tensor and pipeline parallelism are not served"),
+        "parallelism_config": (REFUSED, "tensor and sequence parallelism are not served"),
+        "dynamo_backend": (BECOMES, "torch.compile of your own"),
+        "dynamo_plugin": (BECOMES, "torch.compile of your own"),
+        "kwargs_handlers": (STAYS, "look at each: the engine's own are in options=lockstep.EngineOptions(...)"),
+        "rng_types": (GOES, "random numbers are drawn by step and micro-batch"),
+    },
+    {
+        "prepare": (BECOMES, f"{_ENGINE}, the loader as below; model(...) is engine.model(...)"),
+        "prepare_model": (BECOMES, _ENGINE),
+        "prepare_optimizer": (BECOMES, _ENGINE),
+        "prepare_data_loader": (BECOMES, "lockstep.loader(dataset, world, batch_size=..., micro_batch_size=...)"),
+        "prepare_scheduler": (GOES, "the scheduler as it is"),
+        "accumulate": (BECOMES, "with engine.accumulate(batch.last):"),
+        "no_sync": (BECOMES, "with engine.accumulate(batch.last):"),
+        "backward": (BECOMES, "engine.backward(loss, batch.weight)"),
+        "clip_grad_norm_": (GOES, "clip=... of lockstep.engine; the norm is engine.step().norm"),
+        "clip_grad_value_": (REFUSED, "an engine clips by the norm: clip= of lockstep.engine"),
+        "sync_gradients": (GOES, "what follows a whole step stands behind the loop over its micro-batches"),
+        "gradient_accumulation_steps": (GOES, "loader.micro_batches, of all processes"),
+        "optimizer_step_was_skipped": (BECOMES, "not engine.step().applied"),
+        "gather_for_metrics": (BECOMES, "lockstep.gather_for_metrics(step, found), found for each micro-batch"),
+        "gather": (BECOMES, "lockstep.gather_for_metrics(step, found), or world.gather(value) of plain values"),
+        "reduce": (BECOMES, "a sum over world.gather(value), or torch.distributed.all_reduce"),
+        "pad_across_processes": (GOES, "gather_for_metrics takes rows of any number, of one width"),
+        "print": (BECOMES, "world.print(...)"),
+        "is_main_process": (BECOMES, "world.is_main"),
+        "is_local_main_process": (BECOMES, "world.is_main, where one process may print"),
+        "is_last_process": (BECOMES, "world.rank == world.size - 1"),
+        "process_index": (BECOMES, "world.rank"),
+        "local_process_index": (BECOMES, "world.local_rank"),
+        "num_processes": (BECOMES, "world.size"),
+        "device": (BECOMES, "world.device"),
+        "distributed_type": (BECOMES, "the engine's name, which your script gives"),
+        "mixed_precision": (BECOMES, "the precision that your script gives to lockstep.autocast"),
+        "use_distributed": (BECOMES, "world.size > 1"),
+        "autocast": (BECOMES, "lockstep.autocast(world, precision)"),
+        "save_state": (BECOMES, "lockstep.save_state(folder, world, step.number + 1, engine=engine, loader=loader)"),
+        "load_state": (BECOMES, "lockstep.load_state(folder, world, engine=engine, loader=loader)"),
+        "register_for_checkpointing": (GOES, "name it in save_state and load_state"),
+        "skip_first_batches": (GOES, "a loader that was loaded stands at its place"),
+        "save": (BECOMES, "torch.save where world.is_main"),
+        "save_model": (
+            BECOMES,
+            "`lockstep export` of what save_state wrote, or model.save_pretrained where world.is_main",
+        ),
+        "unwrap_model": (BECOMES, "the model itself, which stays yours; under fsdp read it from a checkpoint"),
+        "get_state_dict": (BECOMES, "engine.state_dict(), or `lockstep export` of what save_state wrote"),
+        "wait_for_everyone": (BECOMES, "world.barrier(), where it is still needed: save_state waits by itself"),
+        "main_process_first": (BECOMES, "if world.is_main: ...; world.barrier()"),
+        "local_main_process_first": (BECOMES, "if world.is_main: ...; world.barrier()"),
+        "on_main_process": (BECOMES, "if world.is_main:"),
+        "on_local_main_process": (BECOMES, "if world.is_main:"),
+        "init_trackers": (BECOMES, "your tracker's own call, where world.is_main"),
+        "get_tracker": (BECOMES, "your tracker itself"),
+        "trackers": (BECOMES, "your trackers themselves"),
+        "log": (BECOMES, "your tracker's own call, where world.is_main"),
+        "end_training": (BECOMES, "world.leave()"),
+        "free_memory": (GOES, "del engine"),
+        "clear": (GOES, "del engine"),
+        "split_between_processes": (
+            BECOMES,
+            "lockstep.loader(..., shuffle=False), or your rows[world.rank :: world.size]",
+        ),
+        "join_uneven_inputs": (GOES, "every process takes as many micro-batches"),
+        "unscale_gradients": (GOES, "the engine does it before it clips"),
+        "scaler": (GOES, "lockstep.engine(..., loss_scaling=True)"),
+        "set_trigger": (REFUSED, "no counterpart: any(world.gather(flag)) asks all processes"),
+        "check_trigger": (REFUSED, "no counterpart: any(world.gather(flag)) asks all processes"),
+        "state": (STAYS, "no counterpart: look at what is read of it"),
+    },
+)
+
+FABRIC = Kind(
+    re.compile(r"^(lightning\.(\w+\.)*|lightning_fabric\.(\w+\.)*)Fabric$"),
+    {
+        "accelerator": (GOES, "lockstep.World.join(device=...)"),
+        "devices": (GOES, "the launcher says how many: torchrun, or lockstep launch"),
+        "num_nodes": (GOES, "the launcher says how many"),
+        "strategy": (BECOMES, "the engine's name: ddp, fsdp, zero, deepspeed"),
+        "precision": (BECOMES, "with lockstep.autocast(world, precision) around the forward"),
+        "loggers": (GOES, "your logger's own calls, where world.is_main"),
+        "callbacks": (GOES, "lines of your loop"),
+        "plugins": (STAYS, "no counterpart: look at each"),
+    },
+    {
+        "launch": (GOES, "torchrun, or lockstep launch"),
+        "setup": (BECOMES, f"{_ENGINE}; model(...) is engine.model(...)"),
+        "setup_module": (BECOMES, _ENGINE),
+        "setup_optimizers": (BECOMES, _ENGINE),
+        "setup_dataloaders": (BECOMES, "lockstep.loader(dataset, world, batch_size=..., micro_batch_size=...)"),
+        "no_backward_sync": (BECOMES, "with engine.accumulate(batch.last):"),
+        "backward": (BECOMES, "engine.backward(loss, batch.weight)"),
+        "clip_gradients": (GOES, "clip=... of lockstep.engine, by the norm"),
+        "autocast": (BECOMES, "lockstep.autocast(world, precision)"),
+        "save": (BECOMES, "lockstep.save_state(folder, world, step.number + 1, engine=engine, loader=loader)"),
+        "load": (BECOMES, "lockstep.load_state(folder, world, engine=engine, loader=loader)"),
+        "load_raw": (BECOMES, "torch.load before the engine is made"),
+        "print": (BECOMES, "world.print(...)"),
+        "is_global_zero": (BECOMES, "world.is_main"),
+        "global_rank": (BECOMES, "world.rank"),
+        "local_rank": (BECOMES, "world.local_rank"),
+        "world_size": (BECOMES, "world.size"),
+        "device": (BECOMES, "world.device"),
+        "to_device": (GOES, "the loader's batches are on world.device"),
+        "all_gather": (BECOMES, "lockstep.gather_for_metrics(step, found), or world.gather(value) of plain values"),
+        "all_reduce": (BECOMES, "a sum over world.gather(value), or torch.distributed.all_reduce"),
+        "broadcast": (BECOMES, "world.gather(value)[0]"),
+        "barrier": (BECOMES, "world.barrier()"),
+        "seed_everything": (STAYS, "torch.manual_seed for the model; seed= of lockstep.loader for the data"),
+        "log": (BECOMES, "your logger's own call, where world.is_main"),
+        "log_dict": (BECOMES, "your logger's own call, where world.is_main"),
+        "logger": (BECOMES, "your logger itself"),
+        "call": (BECOMES, "a line of your loop"),
+        "rank_zero_first": (BECOMES, "if world.is_main: ...; world.barrier()"),
+    },
+)
+
+
+def rows(script: Script, kind: Kind) -> Iterator[Row]:
+    """What is told of a script; nothing where it makes no such object."""
+    made = script.made(kind.made)
+    if not made:
+        return
+    keys = script.named(made)
+    for site in made:
+        yield script.row(site.call, BECOMES, "world = lockstep.World.join()")
+        for given in site.call.keywords:
+            there = f"{site.name}({given.arg or '**'}{'=' if given.arg else ''}{shortened(ast.unparse(given.value))})"
+            if given.arg is None:
+                yield script.row(given.value, STAYS, "what is in it cannot be seen", there)
+            elif isinstance(given.value, ast.Constant) and constant(given.value) is None:
+                continue
+            else:
+                action, here = kind.arguments.get(given.arg, _UNKNOWN)
+                yield script.row(given.value, action, here, there)
+    for node in script.attributes(keys):
+        action, here = kind.attributes.get(node.attr, _UNKNOWN)
+        yield script.row(node, action, here)
+    for site, full in script.called:
+        if full.endswith(("accelerate.skip_first_batches", "accelerate.utils.set_seed")):
+            yield script.row(site.call, *_FUNCTIONS[site.name])
+    own = {getattr(node, "lineno", 0) for node in script.attributes(keys)}
+    for row in loop_rows(script):
+        if row.line not in own or row.action == REFUSED or "division" in row.here:
+            yield row
+
+
+_UNKNOWN = (REFUSED, "lockstep has no counterpart that is known here: leave it out, or keep what torch has for it")
+_FUNCTIONS = {
+    "skip_first_batches": (GOES, "a loader that was loaded stands at its place"),
+    "set_seed": (STAYS, "torch.manual_seed for the model; seed= of lockstep.loader for the data"),
+}
