@@ -89,7 +89,7 @@ def every(parser):
 
 def dress(action, parser):
     """Says what may stand behind a flag, and shows --help-all where it shows more."""
-    config = importlib.import_module("lockstep.config.config")
+    config = importlib.import_module("lockstep.config.schema")
     options = {
         prefix + spec.name: spec.metadata.get("choices")
         for owner, prefix in config.sections(config.Config())

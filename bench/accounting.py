@@ -19,8 +19,8 @@ from torch import nn
 
 import lockstep
 from lockstep import clock as clocks
-from lockstep.config.config import Config
-from lockstep.run import after_step
+from lockstep.config.schema import Config
+from lockstep.training import components
 
 GOAL = 0.005  # of a step
 
@@ -53,7 +53,7 @@ def nothing(*_):
 def measured(name, task, slots, steps, rounds, now):
     kinds, made = ("silent", "silent again", "clock"), []
     times = {kind: [] for kind in kinds}
-    plain, after_step.make_clock = after_step.make_clock, lambda *_: made.append(clocks.HostClock()) or made[0]
+    plain, components.make_clock = components.make_clock, lambda *_: made.append(clocks.HostClock()) or made[0]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         config = Config(
             experiment_name="r", save_dir=folder, batch_size=8, micro_batch_size=8 // slots, max_steps=10**6,
@@ -61,7 +61,7 @@ def measured(name, task, slots, steps, rounds, now):
         )  # fmt: skip
         taken = iter(lockstep.Run(config, task))
         next(taken)  # all is made
-        after_step.make_clock = plain
+        components.make_clock = plain
         for turn in range(rounds + 1):
             for place in range(len(kinds)):
                 kind = kinds[(place + turn) % len(kinds)]

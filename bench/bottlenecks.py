@@ -240,8 +240,8 @@ def task_of(knobs, rank):
 def worker(argument):
     """One training, on one rank; rank 0 notes when each step ended."""
     import lockstep
-    from lockstep.config.options import build
-    from lockstep.sinks.jsonl import JsonLines
+    from lockstep.config.cli import build
+    from lockstep.logging.jsonl import JsonLines
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_WITH_PARENT, signal.SIGKILL)  # it would go on for ever, or stay stopped

@@ -30,9 +30,9 @@ from harness import BEAT, Run, arguments, end, launch, start, until_step  # noqa
 from lockstep import checkpoint  # noqa: E402
 
 WRITE = "lockstep.checkpoint.write:write_file"
-UPDATE = "lockstep.engines.shared.optimizer_step:OptimizerStep.__call__"
+UPDATE = "lockstep.engines.optimizer_step:OptimizerStep.__call__"
 BLOCK = "lockstep.models.gpt:Block.forward"
-LOSS = "lockstep.tasks.causal_lm:CausalLM.loss"
+LOSS = "lockstep.tasks.language_model:CausalLM.loss"
 TIMEOUT = 6
 
 

@@ -28,10 +28,10 @@ from harness import (
 )
 from test_network import cabled, ip, on_node
 
-from lockstep.distributed.rank_label import rank_label
+from lockstep.distributed.progress import rank_label
 
 ROOT = Path(__file__).resolve().parent.parent
-LOSS = "lockstep.tasks.causal_lm:CausalLM.loss"
+LOSS = "lockstep.tasks.language_model:CausalLM.loss"
 NEEDS_ROOT = "skipped: needs root"
 HOSTILE = (
     "tests/guards/test_hostile.py",
@@ -63,7 +63,7 @@ def mounted(path, *options):
 
 def r9(bench):
     """One rank has work for fewer steps."""
-    at = "lockstep.distributed.step_exchange:StepExchange.__init__"
+    at = "lockstep.distributed.exchange:StepExchange.__init__"
     fault = {"rank": 1, "at": at, "do": "argument", "position": 4, "value": 9}
     run, lines = bench.timed(faults=[fault])
     told = next((seconds for seconds, line in lines if "uneven work" in line), float("nan"))
@@ -273,7 +273,7 @@ def r27(bench):
     for resumes in (False, True):
         out, elsewhere = Path(bench.out().name), bench.out()
         elsewhere.mkdir()
-        fault = {"rank": 1, "at": "lockstep.run.build:_agreed", "do": "chdir", "path": str(elsewhere)}
+        fault = {"rank": 1, "at": "lockstep.training.build:_agreed", "do": "chdir", "path": str(elsewhere)}
         with contextlib.chdir(bench.data):
             if resumes:
                 bench.keep(launch(bench.data, out, "--stop-at", "5"))

@@ -24,7 +24,7 @@ from torch import nn
 
 from lockstep import checkpoint
 from lockstep.distributed.world import World
-from lockstep.engines.make import engine
+from lockstep.engines.registry import engine
 
 
 def step(made, data):

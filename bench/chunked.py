@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from lockstep.models.chunked import summed_cross_entropy
+from lockstep.models.fused import summed_cross_entropy
 from lockstep.models.gpt import GPT, GPTConfig
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from lockstep.sinks.jsonl import read
+from lockstep.logging.jsonl import read
 
 
 def main(run, out):

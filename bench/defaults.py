@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.models.gpt import GPT, GPTConfig
 
 

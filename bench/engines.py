@@ -19,7 +19,7 @@ from group import together
 from loop import SmallGpt
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.engines.make import engine
+from lockstep.engines.registry import engine
 from lockstep.optim.groups import groups
 from lockstep.optim.optimizers import adamw
 

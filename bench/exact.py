@@ -17,7 +17,7 @@ from contest import contest, machine, show, start
 from loop import SmallGpt
 
 import lockstep
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 
 
 def stepper(task, micro_batches, folder, name, world, **settings):

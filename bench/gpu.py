@@ -47,8 +47,7 @@ from torch import nn
 
 from lockstep.optim.groups import groups
 from lockstep.seeds import derive
-from lockstep.transforms.eager import eager
-from lockstep.transforms.precision import compiled
+from lockstep.transforms.precision import compiled, eager
 
 ROWS = 1024
 AIM = 0.99  # of the bare loop's speed

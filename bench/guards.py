@@ -22,14 +22,14 @@ import time
 import torch
 
 import lockstep
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Guards, Optim
+from lockstep.distributed.balance import equal_shares
 from lockstep.distributed.progress import COMPUTING, Progress
-from lockstep.distributed.shares import equal_shares
 from lockstep.distributed.spawn import start
 from lockstep.guards.audit import audited
 from lockstep.guards.desync import fingerprints
-from lockstep.guards.reading import Reader
+from lockstep.guards.nonfinite import DeferredReader
 from lockstep.guards.spike import Spike
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.records import StepRecord
@@ -150,7 +150,7 @@ def main():
     off, on = (statistics.median(results[name]) for name in ("off", "on"))
     ratio = statistics.median(one / other for one, other in zip(results["on"], results["off"], strict=True))
     print(f"step with guards {1e3 * on:.2f} ms, without {1e3 * off:.2f} ms: ratio {ratio:.4f} (goal 1.01)")
-    progress, spike, reader, counted = Progress(), Spike(), Reader(torch.device("cpu")), itertools.count()
+    progress, spike, reader, counted = Progress(), Spike(), DeferredReader(torch.device("cpu")), itertools.count()
     record = StepRecord(0, 1, [torch.ones(())] * 2, torch.ones(()), 1.0)
     for name, function in (
         ("progress", lambda: progress.at(1, COMPUTING)),

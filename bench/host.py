@@ -25,11 +25,11 @@ from contest import contest, machine
 from loop import Mlp, SmallGpt, bare_stepper
 
 import lockstep
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Optim
 from lockstep.distributed.world import World
-from lockstep.engines.make import engine
-from lockstep.guards.reading import Reader
+from lockstep.engines.registry import engine
+from lockstep.guards.nonfinite import DeferredReader
 from lockstep.optim.optimizers import adamw
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -55,10 +55,10 @@ def run_of(folder, name, task, world, **changes):
 
 
 def stepper(folder, lag, log_freq=100):
-    Reader.lag = lag
+    DeferredReader.lag = lag
     steps = iter(run_of(folder, f"late-{lag}-{log_freq}", Mlp(), World(), log_freq=log_freq))
     next(steps)  # all is made by now, the reader too
-    Reader.lag = None
+    DeferredReader.lag = None
 
     def step(count):
         for _ in range(count):

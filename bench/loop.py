@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Optim
-from lockstep.data.order import Shuffled
+from lockstep.data.sampler import Shuffled
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.optim.groups import groups
 

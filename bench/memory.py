@@ -28,14 +28,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.config.engine_options import EngineOptions
 from lockstep.data.batches import Batches
-from lockstep.data.order import Sequential
-from lockstep.engines.make import engine
-from lockstep.engines.options import EngineOptions
-from lockstep.engines.shared.memory import footprint
+from lockstep.data.sampler import Sequential
+from lockstep.engines.memory import footprint
+from lockstep.engines.registry import engine
+from lockstep.files import bytes_text
 from lockstep.optim.optimizers import adamw
-from lockstep.run.evaluate import evaluate, one_step
-from lockstep.units import bytes_text
+from lockstep.training.evaluation import evaluate, one_step
 
 CASES = {
     "ddp": ("ddp", {}),

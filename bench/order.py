@@ -10,7 +10,7 @@ import tracemalloc
 
 from contest import machine
 
-from lockstep.data.order import Shuffled
+from lockstep.data.sampler import Shuffled
 
 
 def main():

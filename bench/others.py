@@ -27,7 +27,7 @@ from contest import machine, show
 from loop import STEPS, TASKS, hand_written, lockstep_stepper, rate
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.data.order import Shuffled
+from lockstep.data.sampler import Shuffled
 from lockstep.optim.groups import groups
 
 

@@ -29,15 +29,14 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import lockstep
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.diagnose.plan.devices import device_of
 from lockstep.diagnose.plan.estimate import Planner
 from lockstep.diagnose.plan.subject import subject_of
-from lockstep.engines.make import engine
+from lockstep.engines.registry import engine
+from lockstep.files import bytes_text
 from lockstep.loop import loss_of
-from lockstep.run.model import model_of
-from lockstep.run.own_optimizer import optimizer_of
-from lockstep.units import bytes_text
+from lockstep.training.build_engine import model_of, optimizer_of
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -21,7 +21,7 @@ from contest import contest, machine, show, start
 from loop import Mlp, SmallGpt
 
 import lockstep
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 
 WARM = 40  # steps in which auto decides
 

@@ -19,8 +19,8 @@ from loop import TASKS, lockstep_stepper, rate
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.clock import HostClock
-from lockstep.data.order import Shuffled
-from lockstep.distributed.step_exchange import StepExchange
+from lockstep.data.sampler import Shuffled
+from lockstep.distributed.exchange import StepExchange
 from lockstep.optim.groups import groups
 
 PARTS = ("data", "exchange", "forward", "backward", "update", "rest")

@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 import lockstep
 from lockstep.clock import make_clock
 from lockstep.data.batches import Batches, StepPlan
-from lockstep.data.order import Shuffled
-from lockstep.distributed.step_exchange import StepExchange
-from lockstep.engines.make import engine
+from lockstep.data.sampler import Shuffled
+from lockstep.distributed.exchange import StepExchange
+from lockstep.engines.registry import engine
 from lockstep.loop import StepControl, seeder, steps
 
 STEPS = 1_000_000  # a horizon that no contest reaches

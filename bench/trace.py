@@ -76,7 +76,7 @@ def turns(rounds: int) -> list[list[float]]:
     import torch  # brings the recorder
 
     torch.set_num_threads(1)
-    journal = sys.modules["lockstep.trace.hooks"].present().journal  # this process is traced
+    journal = sys.modules["lockstep.trace.record.hooks"].present().journal  # this process is traced
     train("tiny", 100, True)
     found = []
     for number in range(rounds):

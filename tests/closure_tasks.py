@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.data.order import Sequential
+from lockstep.data.sampler import Sequential
 
 BATCH = 12
 

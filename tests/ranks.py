@@ -31,7 +31,7 @@ class RankError(AssertionError):
 _MORE: list[str] = []
 # What most ranks import, loaded once by the server: half a second of each.
 _PRELOADED = (
-    *("pytest", "hypothesis", "lockstep.run.training", "lockstep.verify.worker"),
+    *("pytest", "hypothesis", "lockstep.training.trainer", "lockstep.verify.worker"),
     *("lockstep.engines.ddp", "lockstep.engines.zero", "lockstep.engines.fsdp.engine"),
 )
 

@@ -12,7 +12,7 @@ def shaken(seed=0):
         balance.check_alike([report.check for report in reports])
         if first > self._rules[-1].first:
             costs = [1.0 + (7 * first + 3 * rank + seed) % 5 for rank in range(len(reports))]
-            self._add(balance._Rule(first, tuple(costs), self._rules[-1].most))
+            self._add(balance._CutRule(first, tuple(costs), self._rules[-1].most))
         return ""
 
     balance.Balancer.heard = heard

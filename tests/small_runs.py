@@ -1,7 +1,7 @@
 """A small run's configuration, and what its folder holds at the end."""
 
 from lockstep import checkpoint
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 
 
 def config(folder, **changes):

@@ -9,7 +9,7 @@ import torch
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config.options import option_list
+from lockstep.config.cli import option_list
 
 TEXT = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", TEXT, re.DOTALL))

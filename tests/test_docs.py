@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep import cli
-from lockstep.config.options import option_list
+from lockstep.config.cli import option_list
 
 ROOT = Path(__file__).parents[1]
 

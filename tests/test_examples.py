@@ -10,7 +10,7 @@ import pytest
 from hub_files import texts, write_jsonl
 from shell import environment, inspected
 
-from lockstep.sinks.jsonl import read
+from lockstep.logging.jsonl import read
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -10,11 +10,11 @@ from toys import Ragged, parts, train
 import lockstep
 from lockstep.clock import make_clock
 from lockstep.data.batches import Batches, Loading, StepPlan
-from lockstep.data.order import Shuffled
-from lockstep.distributed.step_exchange import StepExchange
+from lockstep.data.sampler import Shuffled
+from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World
+from lockstep.logging.jsonl import read as records
 from lockstep.loop import StepControl, seeder, steps
-from lockstep.sinks.jsonl import read as records
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from toys import Ragged
 
 import lockstep
-from lockstep.sinks.jsonl import read as records
+from lockstep.logging.jsonl import read as records
 
 _CUDA = [
     pytest.mark.gpu,

@@ -1,6 +1,7 @@
 """The house: imports go down the floors, public names are sorted and exist, the command starts without torch."""
 
 import ast
+import collections
 import importlib
 import os
 import pkgutil
@@ -13,7 +14,7 @@ import pytest
 
 import lockstep
 from lockstep import cli
-from lockstep.engines.options import ENGINES
+from lockstep.config.engine_options import ENGINES
 from lockstep.errors import LockstepError, UsageError
 
 ROOT = Path(lockstep.__file__).parent
@@ -49,8 +50,14 @@ def home(parts):
     return within if within in FLOORS else parts[0]
 
 
+NAMES = {
+    ".".join(("lockstep", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+    for path in modules()
+}
+
+
 def imported(path):
-    """(line, its name on the floors, deferred?) of each import of the package's own modules."""
+    """(line, its name on the floors, deferred?) of each import of the package's own modules, those by a string too."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = [
         node.body for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
@@ -64,6 +71,8 @@ def imported(path):
             assert not node.level, f"{path}:{node.lineno}: relative import"
             own = node.module == "lockstep"
             names = [f"lockstep.{alias.name}" for alias in node.names] if own else [node.module]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in NAMES:
+            yield node.lineno, home(node.value.split(".")[1:]), False
         for name in names:
             if name.split(".")[0] == "lockstep" and "." in name:
                 yield node.lineno, home(name.split(".")[1:]), node not in top
@@ -111,7 +120,17 @@ def test_every_module_has_its_floor():
 def test_engines_are_named_in_their_own_room_alone():
     """But for an export's formats, what a person may call an engine (hints), a user's files, what another loop
     becomes (migrate), and the packages that a traced script may use."""
-    elsewhere = ("migrate/", "trace/", "checkpoint/export/", "commands/export.py", "config/hints.py", "templates/")
+    elsewhere = (
+        *(
+            "migrate/",
+            "trace/",
+            "checkpoint/export.py",
+            "commands/use.py",
+            "config/hints.py",
+            "config/engine_options.py",
+        ),
+        "templates/",
+    )
     for path in modules():
         where = path.relative_to(ROOT).as_posix()
         if not where.startswith(("engines/", *elsewhere)):
@@ -119,9 +138,32 @@ def test_engines_are_named_in_their_own_room_alone():
             assert not words & ENGINES.keys(), where
 
 
-def test_no_file_is_too_long_to_read():
-    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules()}
-    assert {name: lines for name, lines in long.items() if lines > 400} == {}
+ENTRIES = {"__main__", "trace/attach/sitecustomize"}  # that Python starts, and nothing imports
+
+
+def test_no_file_is_a_crumb_or_too_long_to_read():
+    """None has more than 900 lines; none with fewer than 60 is imported by one file alone, which could have it."""
+    importers = collections.Counter()
+    for path in modules():
+        tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+        importers.update(found & NAMES)
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in modules()}
+    assert {path.name: count for path, count in lines.items() if count > 900} == {}
+    crumbs = [
+        where
+        for path, count in lines.items()
+        if (where := path.relative_to(ROOT).with_suffix("").as_posix()) not in ENTRIES
+        and count < 60
+        and path.name != "__init__.py"
+        and not where.startswith("templates/")
+        and importers["lockstep." + where.replace("/", ".")] <= 1
+    ]
+    assert crumbs == []
 
 
 def test_public_names_are_sorted_and_exist():
@@ -201,7 +243,7 @@ def test_a_type_checker_sees_the_real_types(tmp_path):
         ('"int"', "step.global_step"),
         ('"float"', "step.loss"),
         ('"str"', "run.result.status"),
-        ('"lockstep.run.run.Result"', "lockstep.train(config, Mine())"),
+        ('"lockstep.training.run.Result"', "lockstep.train(config, Mine())"),
         ('"torch.nn.modules.module.Module"', 'lockstep.load("outputs/default", Mine())'),
         ('"int"', "lockstep.World.join().rank"),
     ):
@@ -286,7 +328,7 @@ def test_the_command_knows_its_commands(capsys):
 def test_the_linter_is_found_by_its_entry_point(monkeypatch, capsys):
     assert cli.dispatch(["lint", "--explain", "LS018"]) == 0
     assert capsys.readouterr().out.startswith("# LS018 ")
-    monkeypatch.setattr("lockstep.commands.lint.entry_points", lambda **wanted: ())
+    monkeypatch.setattr("lockstep.commands.setup.entry_points", lambda **wanted: ())
     with pytest.raises(UsageError, match=r"pip install 'torch-lockstep\[lint\]'"):
         cli.dispatch(["lint", "train.py"])
 

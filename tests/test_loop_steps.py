@@ -10,7 +10,7 @@ from toys import Partial
 
 from lockstep.clock import HostClock, make_clock
 from lockstep.data.batches import MicroBatch
-from lockstep.distributed.step_exchange import StepExchange
+from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
 from lockstep.errors import ConfigError

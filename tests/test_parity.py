@@ -9,7 +9,7 @@ import pytest
 import torch
 from toys import Ragged, fit, parts, train
 
-from lockstep.data.order import Shuffled
+from lockstep.data.sampler import Shuffled
 from lockstep.distributed.world import World
 from lockstep.optim.groups import groups
 from lockstep.optim.schedule import factor

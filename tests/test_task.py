@@ -9,7 +9,7 @@ from toys import Partial, Ragged
 
 from lockstep.errors import ConfigError
 from lockstep.task import Task, adapted, has_own, items_of_a_sample, written
-from lockstep.tasks.named import load_task
+from lockstep.training.named_task import load_task
 
 
 class Plain:

@@ -10,9 +10,9 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.clock import make_clock
 from lockstep.data.batches import Batches, StepPlan
-from lockstep.data.order import Shuffled
-from lockstep.distributed.step_exchange import StepExchange
-from lockstep.engines.make import engine
+from lockstep.data.sampler import Shuffled
+from lockstep.distributed.exchange import StepExchange
+from lockstep.engines.registry import engine
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.optim.optimizers import adamw
 from lockstep.optim.schedule import factor

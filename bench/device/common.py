@@ -23,9 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 
 from lockstep.models.gpt import GPT, PRESETS, GPTConfig  # noqa: E402
-from lockstep.tasks.causal_lm import CausalLM  # noqa: E402
-from lockstep.text.hub_corpus import TokenCorpus  # noqa: E402
-from lockstep.text.written import Packing  # noqa: E402
+from lockstep.tasks.language_model import CausalLM  # noqa: E402
+from lockstep.text.token_store import Packing, TokenCorpus  # noqa: E402
 
 VOCABULARY = 50257
 # Dense bf16 FLOP/s by NVIDIA's data sheets, the most special name first. A device that is not here has no MFU.
@@ -158,7 +157,7 @@ def language_model(folder, shape, rows=1024, loss_chunk=0):
     if not isinstance(shape.model, Llama):
         return CausalLM(made, shape.model, inside=True, loss_chunk=loss_chunk)
     from lockstep.models.hf import HubModel
-    from lockstep.tasks.hf import HubCausalLM
+    from lockstep.tasks.language_model import HubCausalLM
 
     place = Path(folder) / "model"
     shape.model.config(shape.time).save_pretrained(place)

@@ -15,14 +15,14 @@ from common import figure, language_model, synchronize
 from torch.profiler import ProfilerActivity, profile
 
 import lockstep
-from lockstep.config import options
-from lockstep.config.config import Config
+from lockstep.config import cli
+from lockstep.config.schema import Config
 
 
 def settings(name, shape, **changed):
     """A Config of the run `name`; an option that does not exist is refused by name."""
-    return options.build(
-        options.flat(Config(experiment_name=name, save_dir="unused"))
+    return cli.build(
+        cli.flat(Config(experiment_name=name, save_dir="unused"))
         | {
             "batch_size": shape.batch,
             "micro_batch_size": shape.micro,

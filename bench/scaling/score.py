@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.diagnose.scale.fit import Fit, Measured
+from lockstep.diagnose.scale.fit import Fit, SizeMeasurement
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "scale.md"
@@ -37,7 +37,9 @@ def tables():
 def fitted(rows, size, table, mode):
     """The fit's throughput at `size`, and between what it should lie: (low, high)."""
     strong = table.get("mode", mode) == "strong"  # a rank's work is a share of the batch, else always the same
-    points = [Measured(n, 1 / n, (1 / rate,)) if strong else Measured(n, 1.0, (n / rate,)) for n, rate in rows]
+    points = [
+        SizeMeasurement(n, 1 / n, (1 / rate,)) if strong else SizeMeasurement(n, 1.0, (n / rate,)) for n, rate in rows
+    ]
     found = Fit(points, table["ranks_per_node"]).predict(size, 1 / size if strong else 1.0)
     done = 1 if strong else size
     return done / found.value, (done / found.high, done / found.low)

@@ -10,25 +10,21 @@ from typing import TYPE_CHECKING
 from lockstep.verify import verify  # here, so that the name is the function and not the package, which loads no torch
 
 if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below gives the same
-    from lockstep.config.options import Config
+    from lockstep.adapters.hf_trainer.convert import from_trainer
+    from lockstep.adapters.lightning.convert import from_lightning
+    from lockstep.config.cli import Config
+    from lockstep.config.engine_options import EngineOptions
     from lockstep.config.sections import Checkpoint, Data, Guards, Model, Optim
     from lockstep.distributed.world import World
-    from lockstep.engines.make import engine
-    from lockstep.engines.options import EngineOptions
-    from lockstep.optim.torch_schedule import torch_schedule
-    from lockstep.own_loop.gather import autocast, gather_for_metrics
-    from lockstep.own_loop.loader import loader
-    from lockstep.own_loop.states import load_state, save_state
-    from lockstep.own_loop.whole_step import step_backward
+    from lockstep.engines.registry import engine
+    from lockstep.optim.schedule import torch_schedule
+    from lockstep.own_loop import autocast, gather_for_metrics, load_state, loader, save_state, step_backward
     from lockstep.records import Best, EvaluationRecord, Step
-    from lockstep.run.find_lr import find_lr
-    from lockstep.run.find_micro_batch import find_micro_batch
-    from lockstep.run.load import load
-    from lockstep.run.run import Result, Run, train
     from lockstep.task import Task
-    from lockstep.tasks.causal_lm import CausalLM
-    from lockstep.tasks.lightning import from_lightning
-    from lockstep.tasks.trainer import from_trainer
+    from lockstep.tasks.language_model import CausalLM
+    from lockstep.training.inference import load
+    from lockstep.training.run import Result, Run, train
+    from lockstep.training.tuning import find_lr, find_micro_batch
 
 __version__ = "0.1.0"
 
@@ -38,25 +34,45 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # The modules of the public names.
 _MODULES = {
-    "lockstep.config.options": ("Config",),
-    "lockstep.config.sections": ("Checkpoint", "Data", "Guards", "Model", "Optim"),
-    "lockstep.engines.make": ("engine",),
-    "lockstep.engines.options": ("EngineOptions",),
-    "lockstep.optim.torch_schedule": ("torch_schedule",),
-    "lockstep.own_loop.gather": ("autocast", "gather_for_metrics"),
-    "lockstep.own_loop.loader": ("loader",),
-    "lockstep.own_loop.states": ("load_state", "save_state"),
-    "lockstep.own_loop.whole_step": ("step_backward",),
-    "lockstep.run.find_lr": ("find_lr",),
-    "lockstep.run.find_micro_batch": ("find_micro_batch",),
-    "lockstep.run.load": ("load",),
-    "lockstep.records": ("Best", "EvaluationRecord", "Step"),
-    "lockstep.run.run": ("Result", "Run", "train"),
-    "lockstep.task": ("Task",),
-    "lockstep.tasks.causal_lm": ("CausalLM",),
-    "lockstep.tasks.lightning": ("from_lightning",),
-    "lockstep.tasks.trainer": ("from_trainer",),
+    "lockstep.adapters.hf_trainer.convert": ("from_trainer",),
+    "lockstep.adapters.lightning.convert": ("from_lightning",),
+    "lockstep.config.cli": ("Config",),
+    "lockstep.config.engine_options": ("EngineOptions",),
+    "lockstep.config.sections": (
+        "Checkpoint",
+        "Data",
+        "Guards",
+        "Model",
+        "Optim",
+    ),
     "lockstep.distributed.world": ("World",),
+    "lockstep.engines.registry": ("engine",),
+    "lockstep.optim.schedule": ("torch_schedule",),
+    "lockstep.own_loop": (
+        "autocast",
+        "gather_for_metrics",
+        "load_state",
+        "loader",
+        "save_state",
+        "step_backward",
+    ),
+    "lockstep.records": (
+        "Best",
+        "EvaluationRecord",
+        "Step",
+    ),
+    "lockstep.task": ("Task",),
+    "lockstep.tasks.language_model": ("CausalLM",),
+    "lockstep.training.inference": ("load",),
+    "lockstep.training.run": (
+        "Result",
+        "Run",
+        "train",
+    ),
+    "lockstep.training.tuning": (
+        "find_lr",
+        "find_micro_batch",
+    ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -11,38 +11,74 @@ import os
 import sys
 
 from lockstep.config.secrets import mask
-from lockstep.distributed.launcher_watch import end_with_launcher
+from lockstep.distributed import failures
+from lockstep.distributed.launcher import end_with_launcher
 from lockstep.distributed.progress import FOLDER_VARIABLE
 from lockstep.errors import LockstepError, UsageError, user_traceback
-from lockstep.launch import failure
 
 __all__ = ["main"]
 
 # command -> (module, function taking the remaining arguments and returning an exit code, one line of help)
 COMMANDS = {
-    "init": ("lockstep.commands.init", "command", "make a folder with a task, a config and a test that run at once"),
+    "init": (
+        "lockstep.commands.setup",
+        "init_command",
+        "make a folder with a task, a config and a test that run at once",
+    ),
     "train": ("lockstep.commands.train", "command", "train a model; the same --experiment-name resumes"),
     "launch": ("lockstep.launch.command", "command", "train on several processes, and start again after a failure"),
-    "evaluate": ("lockstep.commands.evaluate", "command", "evaluate a checkpoint of a run, as the run itself does"),
-    "generate": ("lockstep.commands.generate", "command", "text from a run that trained a language model"),
-    "runs": ("lockstep.commands.runs", "command", "a table of the runs in a folder: how far, how good, how they ended"),
-    "report": ("lockstep.commands.report", "command", "one page about a run, or about several beside each other"),
-    "goodput": ("lockstep.commands.goodput", "command", "where the wall time of a run went, over all its starts"),
+    "evaluate": ("lockstep.commands.use", "evaluate_command", "evaluate a checkpoint of a run, as the run itself does"),
+    "generate": ("lockstep.commands.use", "generate_command", "text from a run that trained a language model"),
+    "runs": (
+        "lockstep.commands.reports",
+        "runs_command",
+        "a table of the runs in a folder: how far, how good, how they ended",
+    ),
+    "report": (
+        "lockstep.commands.reports",
+        "report_command",
+        "one page about a run, or about several beside each other",
+    ),
+    "goodput": (
+        "lockstep.commands.reports",
+        "goodput_command",
+        "where the wall time of a run went, over all its starts",
+    ),
     "checkpoint": (
         "lockstep.commands.checkpoint",
         "command",
         "list, inspect, verify or prune the checkpoints of a run",
     ),
-    "export": ("lockstep.commands.export", "command", "write the weights of a checkpoint for other programs"),
+    "export": ("lockstep.commands.use", "export_command", "write the weights of a checkpoint for other programs"),
     "verify": ("lockstep.commands.verify", "command", "prove that all engines and world sizes train the same"),
-    "trace": ("lockstep.commands.trace", "command", "record what any training script does, step by step"),
-    "compare": ("lockstep.commands.compare", "command", "say where two recorded trainings part, and why"),
-    "scale": ("lockstep.commands.scale", "command", "measure how training speeds up with the number of processes"),
-    "plan": ("lockstep.commands.plan", "command", "memory and time of a training per device, without the devices"),
-    "profile": ("lockstep.commands.profile", "command", "where the time of a step goes, and what to change first"),
-    "doctor": ("lockstep.commands.doctor", "command", "find what is wrong with machine, network, devices and task"),
-    "completion": ("lockstep.commands.completion", "command", "print the completion file of bash or zsh"),
-    "lint": ("lockstep.commands.lint", "command", "find mistakes in PyTorch training scripts without running them"),
+    "trace": ("lockstep.commands.trace", "trace_command", "record what any training script does, step by step"),
+    "compare": ("lockstep.commands.trace", "compare_command", "say where two recorded trainings part, and why"),
+    "scale": (
+        "lockstep.commands.diagnose",
+        "scale_command",
+        "measure how training speeds up with the number of processes",
+    ),
+    "plan": (
+        "lockstep.commands.diagnose",
+        "plan_command",
+        "memory and time of a training per device, without the devices",
+    ),
+    "profile": (
+        "lockstep.commands.diagnose",
+        "profile_command",
+        "where the time of a step goes, and what to change first",
+    ),
+    "doctor": (
+        "lockstep.commands.diagnose",
+        "doctor_command",
+        "find what is wrong with machine, network, devices and task",
+    ),
+    "completion": ("lockstep.commands.setup", "completion_command", "print the completion file of bash or zsh"),
+    "lint": (
+        "lockstep.commands.setup",
+        "lint_command",
+        "find mistakes in PyTorch training scripts without running them",
+    ),
 }
 
 USAGE = """usage: lockstep COMMAND [flags]     (lockstep COMMAND --help for the flags of one)
@@ -61,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
     except LockstepError as error:
-        told = failure.note(error) or error.relayed  # by the launcher, or by the rank that had it
+        told = failures.note(error) or error.relayed  # by the launcher, or by the rank that had it
         if not told:
             print(f"lockstep: error: {error}", file=sys.stderr)
         code = error.exit_code
@@ -71,10 +107,10 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # `lockstep ... | head`
         code = 141
     except Exception as error:  # a bug, of the user's or ours
-        failure.note(error)
+        failures.note(error)
         print(mask(user_traceback(error)), file=sys.stderr)
         if FOLDER_VARIABLE not in os.environ:  # else the launcher says it
-            print(f"lockstep: error: {mask(failure.described(error))}", file=sys.stderr)
+            print(f"lockstep: error: {mask(failures.described(error))}", file=sys.stderr)
         code = 1
     sys.exit(code)
 

@@ -48,7 +48,7 @@ _found = importlib.util.find_spec("torch")  # which does not load it
 _TORCH = tuple(f"{path}/" for path in (_found.submodule_search_locations or ())) if _found else ()
 
 
-class _Settings:
+class _SettingNames:
     """How this process names settings to the person; every line and error of it asks here.
 
     Attributes:
@@ -61,7 +61,7 @@ class _Settings:
         self.fields: dict[str, str] = {}
 
 
-SETTINGS = _Settings()
+SETTINGS = _SettingNames()
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
 
 

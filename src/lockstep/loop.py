@@ -7,7 +7,7 @@ for record in steps(engine, task, step_loader, exchange, control):
 from collections.abc import Iterator
 
 from lockstep.data.batches import StepLoader
-from lockstep.distributed.step_exchange import StepExchange
+from lockstep.distributed.exchange import StepExchange
 from lockstep.engines.base import Engine
 from lockstep.passes import UNAUDITED, Audits, Passes, StepControl, described, loss_of, scalar, seeder
 from lockstep.records import StepRecord

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 
 from lockstep.clock import Clock
 from lockstep.data.batches import MicroBatch, seed_everything
-from lockstep.distributed.shares import Sharing
+from lockstep.distributed.balance import Sharing
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
-from lockstep.engines.shared.gradient_norms import NO_NORMS, GradientNorms
+from lockstep.engines.optimizers import NO_NORMS, GradientNorms
 from lockstep.errors import ConfigError
-from lockstep.numbers import Gathered, checked_numbers, described, number_of
-from lockstep.records import Number
+from lockstep.records import Gathered, Number, checked_numbers, described, number_of
 from lockstep.seeds import derive
 from lockstep.task import Task, averages
 

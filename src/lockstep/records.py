@@ -1,12 +1,37 @@
 """What a step and an evaluation report."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-__all__ = ["Best", "EvaluationRecord", "Number", "Step", "StepRecord"]
+from lockstep.distributed.progress import rank_label
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError, LockstepError, UsageError
+
+__all__ = [
+    "TRAIN",
+    "Best",
+    "EvaluationRecord",
+    "Gathered",
+    "Number",
+    "Step",
+    "StepRecord",
+    "checked_log",
+    "checked_numbers",
+    "described",
+    "exact_sum",
+    "expanded",
+    "filled",
+    "flat",
+    "mean_numbers",
+    "merged_sums",
+    "number_of",
+    "summed",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +178,218 @@ class Best:
     path: str
     metric: str = "loss"
     value: float = math.nan
+
+
+TRAIN = "train/"  # before the name of a number of `loss` in a record
+_OWN = frozenset(
+    (
+        *("global_step", "epoch", "epoch_progress", "num_batches_remaining", "lr", "loss", "items", "running_loss"),
+        *("grad_norm", "items_per_second", "memory", "skipped_steps", "steps_left_out", "shares"),
+    )
+)
+_OWN_PREFIXES = ("evaluation/", "gradients/", "loading/", "time/")
+_ZERO = (0.0, 0.0, 0.0)
+
+Sums = tuple[float, float, float]
+
+
+def described(value: Any) -> str:
+    """What a method returned, in a word or two: `a float`, `a float32 tensor of shape [8, 2]`."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one real number; reads no tensor."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    if isinstance(value, np.ndarray):
+        return value.size == 1 and value.dtype.kind in "biuf"
+    return isinstance(value, int | float | np.integer | np.floating | np.bool_)
+
+
+def checked_numbers(given: Mapping[Any, Any], method: str = "loss") -> Mapping[str, Any]:
+    """Check the form of what a task's method returned beside its loss.
+
+    Returns:
+        `given`: name -> a number, or (sum, count).
+
+    Raises:
+        ConfigError: a name is no text or one of the record's own; a value is no number and no pair of numbers.
+    """
+    for name, value in given.items():
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"the task's `{method}` names a number {name!r}: a name is a text")
+        if name in _OWN:
+            raise ConfigError(
+                f"the task's `{method}` names a number '{name}', which is the record's own name: choose another"
+            )
+        pair = isinstance(value, tuple | list)
+        if not (len(value) == 2 and all(map(_is_number, value)) if pair else _is_number(value)):
+            told = f"({', '.join(map(described, value))})" if pair else described(value)
+            raise ConfigError(
+                f"the task's `{method}` returned {told} as the number '{name}': it must be one number, reduced as the "
+                "loss is, or (sum, count)"
+            )
+    return given
+
+
+def number_of(value: Any, items: float, factor: float) -> Number:
+    """A checked value as one micro-batch's part of a number; it is copied where it lies, and not read.
+
+    Args:
+        value: a number, or (sum, count).
+        items: what a number without a count of its own is averaged over: those of the micro-batch.
+        factor: what makes such a number a sum over them: 1, or their number where the loss is a mean.
+    """
+    if isinstance(value, tuple | list):
+        return Number(_kept(value[0]), _kept(value[1]))
+    return Number(_kept(value), float(items), float(factor))
+
+
+def _kept(value: Any) -> Tensor | float:
+    """A copy: the tensor may be written, or its memory used again, before it is read."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    held = value.detach().reshape(())
+    return held.clone() if held.is_floating_point() else held.double()  # beside float32 an integer would be rounded
+
+
+class Gathered:
+    """The numbers of this rank's micro-batches in a step, under the names on which all ranks agree."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._names: dict[str, None] | None = None  # in the first rank's order; None: no micro-batch was seen yet
+        self._agreed = False
+        self._parts: dict[str, list[Number]] = {}
+
+    def add(self, step: int, micro: int, parts: Mapping[str, Number], *, counts: bool) -> None:
+        """Take the numbers of a micro-batch; where it does not count, its names are compared alone.
+
+        Args:
+            micro: which one; below 0: they are of the whole step.
+
+        Raises:
+            LockstepError: it has other names than those before it.
+        """
+        if not parts and not self._names:  # the plain case, in few calls
+            self._names = {}
+            return
+        if self._names is None:
+            self._names = dict.fromkeys(parts)
+        if parts.keys() != self._names.keys():
+            where = f"{rank_label(self._world.rank)}, step {step}" + (f", micro-batch {micro}" if micro >= 0 else "")
+            raise LockstepError(_differ(where, parts.keys(), "the micro-batches before it", self._names.keys()))
+        if counts:
+            for name, part in parts.items():
+                self._parts.setdefault(name, []).append(part)
+
+    def end(self, step: int) -> dict[str, list[Number]]:
+        """The step's numbers: every name, with the parts of this rank. Collective in a start's first step.
+
+        Raises:
+            LockstepError: ranks have other names, in the first step.
+        """
+        if not self._agreed:
+            self._agree(step)
+        if not self._names:
+            return {}
+        parts, self._parts = self._parts, {}
+        return {name: parts.get(name, []) for name in self._names}
+
+    def _agree(self, step: int) -> None:
+        own = None if self._names is None else list(self._names)
+        found = [(rank, names) for rank, names in enumerate(self._world.gather(own)) if names is not None]  # collective
+        for rank, names in found:
+            if set(names) != set(found[0][1]):
+                where = f"{rank_label(rank)}, step {step}"
+                raise LockstepError(_differ(where, names, rank_label(found[0][0]), found[0][1]))
+        self._names, self._agreed = dict.fromkeys(found[0][1]) if found else {}, True
+
+
+def _differ(where: str, names: Iterable[str], other: str, others: Iterable[str]) -> str:
+    here, there = dict.fromkeys(names), dict.fromkeys(others)
+    more = next((name for name in here if name not in there), None)
+    name = more if more is not None else next(name for name in there if name not in here)
+    said = "returned a number" if more is not None else "returned no number"
+    return (
+        f"{where}: the task's loss {said} '{name}', other than {other}: return the same names each time, with (0, 0) "
+        "where there is nothing to count"
+    )
+
+
+def exact_sum(values: Iterable[float]) -> Sums:
+    """The sum as three floats that add up to it without rounding: the first is the sum, correctly rounded.
+
+    What cannot be summed (inf - inf, or beyond a float) is NaN.
+    """
+    rest, found = list(values), []
+    try:
+        for _ in _ZERO:
+            found.append(math.fsum(rest))
+            if not math.isfinite(found[0]):
+                return found[0], 0.0, 0.0
+            rest.append(-found[-1])
+    except (OverflowError, ValueError):
+        return math.nan, 0.0, 0.0
+    return found[0], found[1], found[2]
+
+
+def expanded(parts: Sequence[tuple[float, float]]) -> list[float]:
+    """(sum, count) of micro-batches as six floats: the exact sums of both."""
+    return [*exact_sum(part[0] for part in parts), *exact_sum(part[1] for part in parts)]
+
+
+def merged_sums(sums: Sequence[Sequence[float]]) -> list[float]:
+    """Add up what `expanded` gave: six floats again."""
+    sum_of, count_of = (exact_sum(x for six in sums for x in six[at : at + 3]) for at in (0, 3))
+    return [*sum_of, *count_of]
+
+
+def mean_numbers(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Each number: its sum over its count; NaN where nothing was counted."""
+    return {name: six[0] / six[3] if six[3] else math.nan for name, six in sums.items()}
+
+
+def checked_log(values: Any, numbers: Iterable[str] = ()) -> Mapping[str, Any]:
+    """Check what `run.log` was given; reads no tensor.
+
+    Args:
+        values: name -> a number.
+        numbers: the names of the present step's numbers of `loss`, whose records are the run's own.
+
+    Raises:
+        UsageError: a name is no text or the record's own, or a value is no number.
+    """
+    if not isinstance(values, Mapping):
+        raise UsageError(f"run.log takes a dict of name -> number, not {described(values)}")
+    taken = {f"{TRAIN}{name}" for name in numbers}
+    for name, value in values.items():
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"run.log: the name {name!r} is no text; nothing was logged")
+        if name in _OWN or name in taken or name.startswith(_OWN_PREFIXES):
+            raise UsageError(f"run.log: '{name}' is a name of the run's own records; choose another: 'own/{name}'")
+        if not _is_number(value):
+            raise UsageError(f"run.log: '{name}' is {described(value)}: it must be one number; nothing was logged")
+    return values
+
+
+def flat(numbers: Mapping[str, Sequence[Number]]) -> list[Tensor | float]:
+    """Value and count of each part, one after the other, in the order of names and micro-batches."""
+    return [each for parts in numbers.values() for part in parts for each in (part.value, part.count)]
+
+
+def filled(numbers: Mapping[str, Sequence[Number]], read: Iterable[float]) -> dict[str, list[tuple[float, float]]]:
+    """(sum, count) of each part by name, once what `flat` gave has been read."""
+    told = iter(read)
+    return {name: [(next(told) * part.factor, next(told)) for part in parts] for name, parts in numbers.items()}
+
+
+def summed(value: Any, items: float, *, mean: bool) -> tuple[Any, Any]:
+    """(sum, count) of a checked value of one micro-batch in an evaluation; a mean of no items is 0 of 0."""
+    part = number_of(value, items, items if mean else 1)
+    if not isinstance(value, tuple | list) and mean:
+        return (part.value * items, items) if items else (0.0, 0.0)
+    return part.value, part.count

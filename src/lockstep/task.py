@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.counts import first_length
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps

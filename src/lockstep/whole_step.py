@@ -22,16 +22,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lockstep.data.batches import MicroBatch
-from lockstep.distributed.lost_peers import typed_errors
-from lockstep.distributed.rank_label import rank_label
-from lockstep.distributed.shares import Sharing, equal_shares
+from lockstep.distributed.balance import Sharing, equal_shares
+from lockstep.distributed.membership import typed_errors
+from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
-from lockstep.engines.shared.exact import Parts, Span, Subtotals, piece_of_sum
+from lockstep.engines.exact import Subtotals, Subtrees, TreeSpan, piece_of_sum
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.numbers import number_of
 from lockstep.passes import UNAUDITED, Passes, StepControl, described, unpacked
-from lockstep.records import Number
+from lockstep.records import Number, number_of
 from lockstep.task import HALVES, Task, has_own
 
 __all__ = ["WHOLE_LOSS", "WholeStep", "WholeStepPasses", "checked_outputs", "whole_step_of", "zero_of"]
@@ -39,7 +38,7 @@ __all__ = ["WHOLE_LOSS", "WholeStep", "WholeStepPasses", "checked_outputs", "who
 WHOLE_LOSS = -1  # the place of the loss itself among the micro-batches, for its seed
 
 
-class _Form(NamedTuple):
+class _OutputForm(NamedTuple):
     """What the outputs of every micro-batch have in common: their tree, and of each tensor shape and dtype of a row."""
 
     tree: Any
@@ -75,7 +74,7 @@ class WholeStep:
         self._micro_batches, self._sharing = micro_batches, sharing
         self.samples = 0
         self.numbers: list[tuple[int, dict[str, Number], bool]] = []
-        self._form: _Form | None = None
+        self._form: _OutputForm | None = None
         self._gradients: dict[int, list[Tensor | None]] = {}
 
     def __call__(self, found: Sequence[tuple[int, float, Any]], *, gradient: bool = True) -> list[Tensor]:
@@ -132,7 +131,7 @@ class WholeStep:
     def _leaves(self, index: int, outputs: Any) -> list[Tensor]:
         """List the tensors of the outputs, and check that they have the form of the first ones."""
         tensors, tree = pytree.tree_flatten(checked_outputs(outputs))
-        form = _Form(tree, tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors))
+        form = _OutputForm(tree, tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors))
         self._form = self._form or form
         if form != self._form:
             raise LockstepError(
@@ -215,7 +214,7 @@ class WholeStep:
     def _summed(self, vectors: list[Tensor], inputs: list[Tensor]) -> Tensor:
         """Sum over all micro-batches of all ranks in the fixed tree, with the same bits on any of them. Collective."""
         shares = self._sharing.now if self._sharing else equal_shares(self._micro_batches, self._world.size)
-        parts, ranks = Parts(self._micro_batches, self._world, shares), self._world.size
+        parts, ranks = Subtrees(self._micro_batches, self._world, shares), self._world.size
         length = sum(tensor.numel() for tensor in inputs if tensor.requires_grad)
         padded = length + -length % ranks
         like = next((vector for vector in vectors), None)
@@ -225,7 +224,7 @@ class WholeStep:
             held = like.new_zeros(padded)
             if vectors:
                 held[:length] = vectors.pop(0)
-            sums.push(Span(place, place + 1), held)
+            sums.push(TreeSpan(place, place + 1), held)
         if ranks == 1:
             (total,) = sums.taken()
             return total[:length]
@@ -238,7 +237,7 @@ class WholeStep:
     def _tree(self, tensors: list[Tensor]) -> Any:
         return pytree.tree_unflatten(tensors, self._known().tree)
 
-    def _known(self) -> _Form:
+    def _known(self) -> _OutputForm:
         assert self._form is not None
         return self._form
 
@@ -369,6 +368,6 @@ def _unflat(vector: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
     return [next(parts).view_as(tensor) if tensor.requires_grad else None for tensor in inputs]
 
 
-def _shown(form: _Form) -> str:
+def _shown(form: _OutputForm) -> str:
     rows = ", ".join(f"{str(dtype).removeprefix('torch.')} {['samples', *shape]}" for shape, dtype in form.rows)
     return rows.replace("'", "")

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import checkpoint
-from lockstep.sinks.jsonl import read
+from lockstep.logging.jsonl import read
 
-BEAT = "lockstep.distributed.step_exchange:StepExchange.global_items"
+BEAT = "lockstep.distributed.exchange:StepExchange.global_items"
 HERE = Path(__file__).resolve().parent
 TEXT = "".join(f"def function_{i}(x):\n    return x + {i * i}  # the square of {i}\n\n" for i in range(1500))
 SETTINGS = "--seq-len 32 --batch-size 4 --micro-batch-size 2 --data.vocab-size 300 --log-freq 1 --max-steps 14"
@@ -54,10 +54,10 @@ class Odd(lockstep.Task):
 
 # What makes rank 1 start unlike the others, by the word that must be said.
 UNLIKE = {
-    "weights": {"at": "lockstep.run.build:model_of", "do": "perturb"},
-    "configuration": {"at": "lockstep.config.options:flat", "do": "result", "value": {"lr": 1.0}},
-    "lockstep's code": {"at": "lockstep.guards.start:_code", "do": "result", "value": "other"},
-    "samples": {"at": "lockstep.run.datasets:_size", "do": "result", "value": 500},
+    "weights": {"at": "lockstep.training.build:model_of", "do": "perturb"},
+    "configuration": {"at": "lockstep.config.cli:flat", "do": "result", "value": {"lr": 1.0}},
+    "lockstep's code": {"at": "lockstep.guards.startup:_code", "do": "result", "value": "other"},
+    "samples": {"at": "lockstep.training.agreement:_size", "do": "result", "value": 500},
 }
 
 

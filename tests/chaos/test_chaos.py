@@ -34,11 +34,11 @@ from harness import (
 )
 
 from lockstep import checkpoint
+from lockstep.logging.jsonl import read
 from lockstep.report.goodput import goodput
-from lockstep.sinks.jsonl import read
 
 WRITE = "lockstep.checkpoint.write:write_file"
-UPDATE = "lockstep.engines.shared.optimizer_step:OptimizerStep.__call__"
+UPDATE = "lockstep.engines.optimizer_step:OptimizerStep.__call__"
 LONG = ("--max-steps", "60")  # agreeing takes up to sixteen of steps this short
 BLOCK = "lockstep.models.gpt:Block.forward"
 
@@ -104,7 +104,7 @@ def test_r3_a_signal_to_one_rank_saves_and_says_75(data, tmp_path):
 
 
 def test_r3_a_signal_in_a_long_step_ends_the_run_after_it(data, tmp_path):
-    place = "lockstep.tasks.causal_lm:CausalLM.loss"
+    place = "lockstep.tasks.language_model:CausalLM.loss"
     long = {"step": 0, "at": place, "do": "sleep", "seconds": 0.3, "always": True}
     faults = [{**long, "rank": 0}, {**long, "rank": 1}, {"rank": 1, "step": 4, "at": BEAT, "do": "term"}]
     run = launch(data, tmp_path, faults=faults)
@@ -344,7 +344,7 @@ def test_r11_a_rank_that_sleeps_is_named_with_its_line(data, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_r12_a_slow_rank_is_named(data, tmp_path, rank):
-    place = "lockstep.tasks.causal_lm:CausalLM.loss"
+    place = "lockstep.tasks.language_model:CausalLM.loss"
     fault = {"rank": rank, "step": 2, "at": place, "do": "sleep", "seconds": 0.05, "always": True}
     run = launch(data, tmp_path, "--max-steps", "60", faults=[fault])
     assert run.code == 0, run.said
@@ -427,7 +427,7 @@ def test_r10_ranks_that_start_unlike_each_other_are_refused(data, tmp_path, key)
 
 @pytest.mark.slow
 def test_r9_uneven_work_is_told_with_the_counts(data, tmp_path):
-    at = "lockstep.distributed.step_exchange:StepExchange.__init__"
+    at = "lockstep.distributed.exchange:StepExchange.__init__"
     fault = {"rank": 1, "at": at, "do": "argument", "position": 4, "value": 9}
     run = launch(data, tmp_path, faults=[fault])
     assert run.code == 1, run.said
@@ -460,7 +460,7 @@ def test_r4_the_last_save_fails(data, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_before_the_first_step_is_named(data, tmp_path):
-    fault = {"rank": 1, "at": "lockstep.run.build:model_of", "do": "stop"}
+    fault = {"rank": 1, "at": "lockstep.training.build:model_of", "do": "stop"}
     run = launch(data, tmp_path, "--timeout", "6", faults=[fault])
     assert run.code == 1, run.said
     assert "rank 1 did not arrive: it stood in its start, before step 0" in run.last

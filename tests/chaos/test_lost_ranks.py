@@ -32,10 +32,10 @@ from harness import (
 from lockstep.report.goodput import goodput
 
 WRITE = "lockstep.checkpoint.write:write_file"
-UPDATE = "lockstep.engines.shared.optimizer_step:OptimizerStep.__call__"
+UPDATE = "lockstep.engines.optimizer_step:OptimizerStep.__call__"
 BLOCK = "lockstep.models.gpt:Block.forward"
-LOSS = "lockstep.tasks.causal_lm:CausalLM.loss"
-PLACE = "lockstep.run.recovery:_place"
+LOSS = "lockstep.tasks.language_model:CausalLM.loss"
+PLACE = "lockstep.training.recovery:_place"
 FOUR = ("--micro-batch-size", "1", "--eval-freq", "5", "--optim.ema", "0.9")  # micro-batches a step
 
 
@@ -142,14 +142,14 @@ def test_a_second_rank_is_lost_while_the_others_recover_from_the_first(data, tmp
     [
         ({"step": 0, "at": BEAT}, ()),
         ({"step": 7, "at": UPDATE}, ()),
-        ({"step": 4, "at": "lockstep.run.evaluate:evaluate"}, ()),
+        ({"step": 4, "at": "lockstep.training.evaluation:evaluate"}, ()),
         ({"step": 4, "at": WRITE}, ()),
         ({"step": 4, "at": WRITE}, ("--checkpoint.mode", "sync")),
         ({"step": 13, "at": UPDATE}, ()),  # the last step
-        ({"step": 7, "at": "lockstep.engines.shared.exact:piece_of_sum"}, ()),
+        ({"step": 7, "at": "lockstep.engines.exact:piece_of_sum"}, ()),
         ({"step": 7, "at": LOSS}, ("--data.workers", "2")),
-        ({"step": 7, "at": "lockstep.distributed.step_exchange:StepExchange.send"}, ()),
-        ({"step": 7, "at": "lockstep.distributed.step_exchange:StepExchange.totals"}, ()),
+        ({"step": 7, "at": "lockstep.distributed.exchange:StepExchange.send"}, ()),
+        ({"step": 7, "at": "lockstep.distributed.exchange:StepExchange.totals"}, ()),
     ],
 )
 def test_wherever_a_rank_is_lost_no_sample_is(data, tmp_path, whole, rank, fault, flags):
@@ -187,7 +187,9 @@ def test_a_signal_comes_while_a_lost_rank_is_replaced(data, tmp_path, pause):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("second", ["lockstep.run.recovery:_handed_out", "lockstep.run.after_step:works", PLACE])
+@pytest.mark.parametrize(
+    "second", ["lockstep.training.recovery:_handed_out", "lockstep.training.components:works", PLACE]
+)
 @pytest.mark.parametrize("ranks", [(1, 2), (1, 0), (0, 1)])
 def test_two_are_lost_one_after_the_other(data, tmp_path, whole, second, ranks):
     one, other = ranks
@@ -212,7 +214,7 @@ def test_a_rank_is_lost_within_a_rollback(data, tmp_path, rank):
     flags = (*FOUR, "--guards.nonfinite", "rollback")
     quiet = launch(data, tmp_path / "quiet", *flags, faults=bad, processes=3)
     assert quiet.code == 0, quiet.said
-    kill = {"rank": rank, "at": "lockstep.run.build:build", "do": "kill", "call": 2}
+    kill = {"rank": rank, "at": "lockstep.training.build:build", "do": "kill", "call": 2}
     run = launch(data, tmp_path / "lost", *flags, faults=[*bad, kill], processes=3, losses=8)
     assert run.code == 0, run.said
     assert run.mark()[:3] == quiet.mark()[:3]
@@ -228,7 +230,7 @@ def slowly(faults, ranks=3):
 def test_a_new_process_that_differs_is_not_taken_in_and_fails_nothing(data, tmp_path):
     faults = [
         {"rank": 1, "step": 4, "at": BEAT, "do": "kill"},
-        {"rank": 1, "at": "lockstep.run.recovery:digest", "do": "result", "value": "other", "replaced": 1},
+        {"rank": 1, "at": "lockstep.training.recovery:digest", "do": "result", "value": "other", "replaced": 1},
     ]
     flags = (*FOUR, "--max-steps", "60")
     run = launch(data, tmp_path, *flags, faults=slowly(faults), processes=3, losses=8)
@@ -241,7 +243,7 @@ def test_a_new_process_that_differs_is_not_taken_in_and_fails_nothing(data, tmp_
 def test_a_new_process_that_ends_at_its_start_is_replaced_in_turn(data, tmp_path):
     faults = [
         {"rank": 1, "step": 4, "at": BEAT, "do": "kill"},
-        {"rank": 1, "at": "lockstep.run.build:build", "do": "kill", "replaced": 1},
+        {"rank": 1, "at": "lockstep.training.build:build", "do": "kill", "replaced": 1},
     ]
     flags = (*FOUR, "--max-steps", "100")
     run = launch(data, tmp_path, *flags, faults=slowly(faults), processes=3, losses=8)

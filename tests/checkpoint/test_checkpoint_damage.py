@@ -11,7 +11,7 @@ from states import full, sharded
 
 from lockstep import checkpoint
 from lockstep.checkpoint.format import Manifest, dump
-from lockstep.checkpoint.index import read_header
+from lockstep.checkpoint.layout import read_header
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, PeerError
 

@@ -14,8 +14,8 @@ from states import differing, full, sharded, zeros
 from lockstep import checkpoint
 from lockstep.checkpoint import files, find
 from lockstep.checkpoint.check import data_files
+from lockstep.checkpoint.files import on_all_ranks
 from lockstep.checkpoint.format import Manifest
-from lockstep.checkpoint.on_all_ranks import on_all_ranks
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, PeerError
 
@@ -174,7 +174,7 @@ def test_a_rank_that_died_is_not_waited_for(tmp_path):
 
 def test_a_long_reading_says_how_far_it_is(tmp_path, monkeypatch):
     lines = []
-    reading = find._Reading(tmp_path / "step-00000007", World(), lines.append)
+    reading = find._ReadProgress(tmp_path / "step-00000007", World(), lines.append)
     files = {name: {"size": 420 * 10**9, "xxh3_64": ""} for name in ("a.safetensors", "b.safetensors")}
     reading.begin(Manifest(1, 4, "ddp", 0, files))
     reading.heard([10**9, 0])

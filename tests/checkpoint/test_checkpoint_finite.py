@@ -18,12 +18,12 @@ from lockstep.checkpoint import command
 from lockstep.checkpoint.format import Manifest, read_manifest
 from lockstep.config.sections import Checkpoint, Guards
 from lockstep.distributed.world import World
-from lockstep.engines.shared.optimizer_step import OptimizerStep
+from lockstep.engines.optimizer_step import OptimizerStep
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.guards.reading import Reader
-from lockstep.run.weights import chosen
-from lockstep.sinks.jsonl import read
+from lockstep.guards.nonfinite import DeferredReader
+from lockstep.logging.jsonl import read
 from lockstep.tensors import local_of, not_finite
+from lockstep.training.resume import chosen
 
 BAD = [math.nan, math.inf, -math.inf]
 
@@ -167,7 +167,7 @@ WEIGHT = "model/0.weight"
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_a_weight_that_an_update_spoils_ends_the_run_and_a_resume_passes_over_it(tmp_path, monkeypatch, policy, lag):
-    monkeypatch.setattr(Reader, "lag", lag)
+    monkeypatch.setattr(DeferredReader, "lag", lag)
     made = settings(tmp_path, policy, checkpoint=Checkpoint(keep=1))
     with (
         spoilt_by_updates(5),

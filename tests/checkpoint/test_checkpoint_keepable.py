@@ -10,7 +10,7 @@ from toys import Network, Ragged
 import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint.read import opened
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.errors import CheckpointError, UsageError
 
 

@@ -12,7 +12,7 @@ from toys import Ragged
 import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint import write
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Checkpoint
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, PeerError

@@ -16,11 +16,11 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint import write
 from lockstep.checkpoint.layout import share_out
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Checkpoint
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
-from lockstep.run import recorder as bookkeeper
+from lockstep.training import recorder as bookkeeper
 
 
 def settings(folder, **changes):

@@ -10,10 +10,9 @@ from ranks import run
 from states import differing, full, gathered, sharded, zeros
 
 from lockstep import checkpoint
-from lockstep.checkpoint.check import Stored, tiles
-from lockstep.checkpoint.dtypes import CODES, PAIRS
-from lockstep.checkpoint.index import Entry
-from lockstep.checkpoint.layout import Block
+from lockstep.checkpoint.check import StoredTensor, tiles
+from lockstep.checkpoint.format import CODES, PAIRS
+from lockstep.checkpoint.layout import SliceEntry, TensorBox
 from lockstep.checkpoint.read import _fill
 from lockstep.checkpoint.write import bytes_of
 from lockstep.distributed.world import World
@@ -247,12 +246,12 @@ def cut_boxes(draw):
     """A shape, a grid of slices that tile it, and a box inside it."""
     shape = draw(st.lists(st.integers(1, 7), min_size=0, max_size=3))
     edges = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
-    blocks = [Block((), ())]
+    blocks = [TensorBox((), ())]
     for edge in edges:
         steps = list(pairwise(edge))
-        blocks = [Block((*b.offsets, low), (*b.shape, high - low)) for b in blocks for low, high in steps]
+        blocks = [TensorBox((*b.offsets, low), (*b.shape, high - low)) for b in blocks for low, high in steps]
     low = [draw(st.integers(0, size - 1)) for size in shape]
-    box = Block(tuple(low), tuple(draw(st.integers(1, size - at)) for size, at in zip(shape, low, strict=True)))
+    box = TensorBox(tuple(low), tuple(draw(st.integers(1, size - at)) for size, at in zip(shape, low, strict=True)))
     return tuple(shape), blocks, box
 
 
@@ -265,10 +264,10 @@ def test_any_box_is_filled_from_any_slices(cut, random):
     def part(block):
         return tuple(slice(at, at + count) for at, count in zip(block.offsets, block.shape, strict=True))
 
-    entries = [Entry("a", "float32", shape, b.offsets, b.shape, str(i), "a") for i, b in enumerate(blocks)]
+    entries = [SliceEntry("a", "float32", shape, b.offsets, b.shape, str(i), "a") for i, b in enumerate(blocks)]
     random.shuffle(entries)
     target = torch.zeros(box.shape)
-    _fill(target, box, Stored("float32", shape, entries), lambda entry, cut: values[part(entry.block)][cut])
+    _fill(target, box, StoredTensor("float32", shape, entries), lambda entry, cut: values[part(entry.block)][cut])
     assert torch.equal(target, values[part(box)])
     assert tiles(blocks, shape)
     assert not tiles(blocks[1:], shape)

@@ -17,8 +17,8 @@ from torch import nn
 from toys import Network, Ragged, parts, train
 
 from lockstep import checkpoint, cli
-from lockstep.checkpoint.export import export as exporting
-from lockstep.checkpoint.export.export import export
+from lockstep.checkpoint import export as exporting
+from lockstep.checkpoint.export import export
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.gpt import GPT, PRESETS, GPTConfig

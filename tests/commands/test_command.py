@@ -16,7 +16,7 @@ from ranks import run
 from shell import environment, inspected
 
 from lockstep import checkpoint, cli
-from lockstep.sinks.jsonl import read
+from lockstep.logging.jsonl import read
 
 TEXT = "".join(f"def function_{i}(x):\n    return x + {i * i}  # the square of {i}\n\n" for i in range(1500))
 SECRET = "tr0ub4dor-and-3"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lockstep import cli
-from lockstep.commands import completion
-from lockstep.config.config import flag
-from lockstep.config.options import option_list
+from lockstep.commands import setup
+from lockstep.config.cli import option_list
+from lockstep.config.schema import flag
 from lockstep.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def offered(built, *words, cwd=None):
 
 
 def test_the_files_parse_and_have_every_flag(built):
-    for name in completion._FILES.values():
+    for name in setup._SHELL_FILES.values():
         text = (built / name).read_text()
         wanted = {flag(option) for option in option_list()} | set(cli.COMMANDS) | {"--nproc-per-node", "--help-all"}
         assert [word for word in sorted(wanted) if word not in text] == [], name
@@ -100,14 +100,14 @@ def test_every_command_and_flag_is_in_the_tree():
 
 
 def test_the_command_prints_the_file(built, monkeypatch, capsys):
-    monkeypatch.setattr(completion, "_FOLDER", built)
-    for shell, name in completion._FILES.items():
+    monkeypatch.setattr(setup, "_FOLDER", built)
+    for shell, name in setup._SHELL_FILES.items():
         assert cli.dispatch(["completion", shell]) == 0
         assert capsys.readouterr().out == (built / name).read_text()
 
 
 def test_what_the_command_refuses(monkeypatch, tmp_path):
-    monkeypatch.setattr(completion, "_FOLDER", tmp_path)
+    monkeypatch.setattr(setup, "_FOLDER", tmp_path)
     with pytest.raises(ConfigError, match="it is made when the package is installed"):
         cli.dispatch(["completion", "bash"])
     with pytest.raises(ConfigError, match=re.escape("invalid choice: 'fish'")):

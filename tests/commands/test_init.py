@@ -11,8 +11,8 @@ from shell import environment
 import lockstep
 from lockstep import checkpoint, cli
 from lockstep.errors import ConfigError
-from lockstep.sinks.jsonl import read
-from lockstep.tasks.named import load_task
+from lockstep.logging.jsonl import read
+from lockstep.training.named_task import load_task
 
 TEMPLATES = Path(lockstep.__file__).parent / "templates"
 NAMES = ["config.toml", "task.py", "test_task.py"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep import cli
-from lockstep.config import options
+from lockstep.config import cli as options
 from lockstep.errors import ConfigError, UsageError
 
 LARGE = {

@@ -13,7 +13,7 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.cli import dispatch
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.run.folder import RunFolder
+from lockstep.training.run_dir import RunFolder
 
 
 @pytest.fixture

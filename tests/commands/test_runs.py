@@ -17,10 +17,9 @@ from toys import Ragged
 import lockstep
 from lockstep.cli import dispatch
 from lockstep.errors import ConfigError
-from lockstep.run.folder import RunFolder
-from lockstep.run.listing import listed
-from lockstep.run.lock import RunLock
-from lockstep.sinks.jsonl import read
+from lockstep.logging.jsonl import read
+from lockstep.training.run_dir import RunFolder, RunLock
+from lockstep.training.runs import listed
 
 SLOW = """
 import sys, time

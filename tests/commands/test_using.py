@@ -14,10 +14,10 @@ from toys import Ragged
 
 import lockstep
 from lockstep.cli import dispatch
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.errors import CheckpointError, ConfigError, DataError
-from lockstep.sinks.jsonl import read
-from lockstep.tasks.causal_lm import CausalLM
+from lockstep.logging.jsonl import read
+from lockstep.tasks.language_model import CausalLM
 
 MINE = """
 import sys
@@ -192,7 +192,7 @@ def test_prompts_of_one_length_go_through_the_model_together(place, capsys, monk
     lengths = [{len(begin) for begin in part} for part in rows]
     assert all(len(part) == 1 for part in lengths)
     assert len({min(part) for part in lengths}) == len(rows) < len(words)
-    monkeypatch.setattr("lockstep.tasks.causal_lm._ROWS", 2)
+    monkeypatch.setattr("lockstep.tasks.language_model._ROWS", 2)
     rows.clear()
     assert texts(capsys, run, *flags, *prompts) == "\n".join(alone)
     assert max(map(len, rows)) == 2

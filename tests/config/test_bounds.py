@@ -7,9 +7,8 @@ from pathlib import Path
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lockstep.config.bounds import BOUNDS
-from lockstep.config.config import _PLACES, Config, flag, lookup
-from lockstep.config.options import parse, to_toml
+from lockstep.config.cli import parse, to_toml
+from lockstep.config.schema import _PLACES, BOUNDS, Config, flag, lookup
 from lockstep.errors import ConfigError
 
 PLAIN = Config()

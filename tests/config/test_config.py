@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import cli
-from lockstep.config.config import Config, default_micro_batch_size, flag, sections
+from lockstep.config.cli import FIRST, flat, option_list, parse, read, to_toml
 from lockstep.config.hints import FOREIGN
-from lockstep.config.options import FIRST, flat, option_list, parse, read, to_toml
+from lockstep.config.schema import Config, default_micro_batch_size, flag, sections
 from lockstep.config.sections import Data, Optim
+from lockstep.config.task_options import TASKS, belongs, kind_of
 from lockstep.errors import ConfigError
-from lockstep.tasks.options import TASKS, belongs, kind_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from lockstep.config.config import Config
-from lockstep.config.hub_name import is_hub_name
-from lockstep.config.options import flat, parse, read, to_toml
-from lockstep.config.presets import PRESETS, described
+from lockstep.config.cli import PRESETS, described, flat, parse, read, to_toml
+from lockstep.config.fields import is_hub_name
+from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 from lockstep.optim.schedule import factor
 

@@ -13,9 +13,9 @@ from toys import Ragged
 
 import lockstep
 from lockstep import cli
-from lockstep.config.options import flat, parse
+from lockstep.config.cli import flat, parse
 from lockstep.errors import SETTINGS, LockstepError, said
-from lockstep.run.build import notify
+from lockstep.training.build import notify
 
 HERE = Path(__file__).parent
 

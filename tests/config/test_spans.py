@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from small_runs import config
 from toys import Network, Ragged, taken
 
-from lockstep.config.config import SPANS, Config
-from lockstep.config.options import parse, read, to_toml
-from lockstep.config.spans import in_steps, is_span
+from lockstep.config.cli import parse, read, to_toml
+from lockstep.config.fields import in_steps, is_span
+from lockstep.config.schema import SPANS, Config
 from lockstep.errors import ConfigError
-from lockstep.run.defaults import settled
-from lockstep.sinks.jsonl import read as records
+from lockstep.logging.jsonl import read as records
+from lockstep.training.defaults import settled
 
 
 @pytest.mark.parametrize(

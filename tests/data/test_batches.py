@@ -21,8 +21,8 @@ from toys import Holes, HolesMean, Partial, fit, parts, train
 
 from lockstep.data.batches import Batches, Loading, Origin, StepPlan, slots
 from lockstep.data.device import mover
-from lockstep.data.order import Sequential, Shuffled
-from lockstep.distributed.shares import equal_shares, given_shares
+from lockstep.data.sampler import Sequential, Shuffled
+from lockstep.distributed.balance import equal_shares, given_shares
 from lockstep.distributed.world import World
 from lockstep.errors import DataError
 
@@ -353,7 +353,7 @@ def test_a_first_micro_batch_in_parts_has_the_samples_and_items_of_each():
 
 
 def test_batches_can_be_imported_without_the_engines():
-    names = ("lockstep.engines", "lockstep.engines.options")  # which load nothing
+    names = ("lockstep.engines", "lockstep.config.engine_options")  # which load nothing
     code = (
         f"import sys, lockstep.data.batches; sys.exit(any('.engines' in n and n not in {names} for n in sys.modules))"
     )

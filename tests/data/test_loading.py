@@ -19,11 +19,11 @@ from toys import Partial, Ragged
 import lockstep
 from lockstep.data import loader
 from lockstep.data.batches import Batches, Loading, StepPlan
-from lockstep.data.fetch import check_dataset
-from lockstep.data.order import Shuffled
+from lockstep.data.loader import check_dataset
+from lockstep.data.sampler import Shuffled
 from lockstep.distributed.world import World
 from lockstep.errors import DataError
-from lockstep.guards.loader import RetryingDataset, loading_failures
+from lockstep.guards.watchdog import RetryingDataset, loading_failures
 
 
 class Noisy:

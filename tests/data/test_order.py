@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.order import Sequential, Shuffled, permute
+from lockstep.data.sampler import Sequential, Shuffled, permute
 from lockstep.errors import DataError
 
 # No deadline: a busy machine is no error. No database: nothing is written beside the tests.

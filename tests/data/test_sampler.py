@@ -23,11 +23,11 @@ from toys import Ragged, taken
 import lockstep
 from lockstep import checkpoint
 from lockstep.config.sections import Data
-from lockstep.data.fetch import generator_states
+from lockstep.data.loader import generator_states
 from lockstep.data.sampler import order_from
 from lockstep.errors import ConfigError, DataError, UsageError
-from lockstep.run.defaults import described_step
-from lockstep.run.plan import RunPlan
+from lockstep.training.defaults import described_step
+from lockstep.training.resume import RunPlan
 
 SAMPLES, DRAWN = 40, 56
 

@@ -7,7 +7,7 @@ from toys import Partial
 
 from lockstep.data.batches import Batches, StepPlan
 from lockstep.data.device import AHEAD, mover
-from lockstep.data.order import Shuffled
+from lockstep.data.sampler import Shuffled
 from lockstep.distributed.world import World
 
 

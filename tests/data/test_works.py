@@ -3,9 +3,8 @@
 import pytest
 from toys import Partial
 
-from lockstep.data.batches import Batches, Origin, StepPlan
-from lockstep.data.order import Sequential, Shuffled
-from lockstep.data.works import Works
+from lockstep.data.batches import Batches, MicroBatchCosts, Origin, StepPlan
+from lockstep.data.sampler import Sequential, Shuffled
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DataError
 
@@ -25,7 +24,7 @@ class Numbered(Partial):
 @pytest.mark.parametrize("plan", [StepPlan(8, 2, 70), StepPlan(5, 1, 29), StepPlan(6, 3, 53, Origin(4, 11))])
 def test_it_is_that_of_the_samples_which_are_loaded(plan):
     order, task = Shuffled(29, 3), Numbered()
-    works = Works(task, range(29), order, plan)
+    works = MicroBatchCosts(task, range(29), order, plan)
     loaded = dict(Batches(task, range(29), order, plan, World()).from_step(plan.origin.step))
     for step in (*reversed(loaded), *loaded):  # in any order
         found = works(step)
@@ -34,7 +33,7 @@ def test_it_is_that_of_the_samples_which_are_loaded(plan):
 
 
 def test_any_step_of_a_long_run_is_known_at_once_and_few_are_remembered():
-    works = Works(Numbered(), range(29), Sequential(29), StepPlan(1000, 500, 10**15))
+    works = MicroBatchCosts(Numbered(), range(29), Sequential(29), StepPlan(1000, 500, 10**15))
     for step in (10**11, 0, 5 * 10**10, *range(600)):
         assert len(works(step)) == 2
     assert len(works._known) <= 300
@@ -47,7 +46,7 @@ def test_what_is_no_work_is_named(value):
             return value
 
     with pytest.raises(DataError, match=r"the task's `work` is .* for the samples \[4, 5\] of step 1: it must be"):
-        Works(Bad(), range(29), Sequential(29), StepPlan(4, 2, 8))(1)
+        MicroBatchCosts(Bad(), range(29), Sequential(29), StepPlan(4, 2, 8))(1)
 
 
 def test_an_error_of_the_tasks_own_is_as_it_is():
@@ -56,4 +55,4 @@ def test_an_error_of_the_tasks_own_is_as_it_is():
             raise ConfigError("no lengths")
 
     with pytest.raises(ConfigError, match="no lengths"):
-        Works(Own(), range(29), Sequential(29), StepPlan(4, 2, 8))(0)
+        MicroBatchCosts(Own(), range(29), Sequential(29), StepPlan(4, 2, 8))(0)

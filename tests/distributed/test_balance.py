@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.distributed import balance
-from lockstep.distributed.balance import Balancer, Report
-from lockstep.distributed.cutting import cut, loads
+from lockstep.distributed.balance import Balancer, ShareReport, cut, loads
 from lockstep.errors import LockstepError
 
 COSTS = st.floats(0.01, 100.0)
@@ -91,7 +90,7 @@ class Ranks:
                 self.spent[rank][2] += 0.6 * cost * sum(work[a : b - 1])
             self.step += 1
             check = self.balancers[0].check(self.step, self.step + 2)
-            reports = [Report(self.step - self.start, *spent, check) for spent in self.spent]
+            reports = [ShareReport(self.step - self.start, *spent, check) for spent in self.spent]
             said = {balancer.heard(reports, self.step + 2) for balancer in self.balancers}
             assert len(said) == 1  # alike on all ranks
             found += [line for line in said if line]
@@ -227,14 +226,14 @@ def test_what_was_asked_for_cannot_be_changed():
 def test_who_only_looks_ahead_binds_nobody(works):
     balancer = Balancer(8, 2, works=works)
     assert balancer.guess(30) == cut(works(30) if works else [1.0] * 8, [1.0, 1.0])
-    balancer._add(balance._Rule(20, (1.0, 3.0), ()))
+    balancer._add(balance._CutRule(20, (1.0, 3.0), ()))
     now = cut(works(30) if works else [1.0] * 8, [1.0, 3.0])
     assert balancer.guess(30) == balancer.at(30) == balancer.guess(30) == now
 
 
 def test_ranks_that_share_out_differently_are_told():
     one, other = Balancer(8, 2, works=lengths), Balancer(8, 2, works=lambda step: lengths(step + 1))
-    reports = [Report(1, 0.0, 1.0, 1.0, each.check(0, 4)) for each in (one, other)]
+    reports = [ShareReport(1, 0.0, 1.0, 1.0, each.check(0, 4)) for each in (one, other)]
     with pytest.raises(LockstepError, match="the ranks share out the coming steps differently"):
         one.heard(reports, 4)
 
@@ -251,7 +250,7 @@ def test_a_device_whose_seconds_are_known_late_is_measured_by_the_steps_that_the
                 known[rank][0] += cost * sum(slots[rank])
                 known[rank][1] += cost * sum(slot - 1 for slot in slots[rank])
             read = step
-        reports = [Report(read, 0.0, *seconds, balancer.check(step, step + 2)) for seconds in known]
+        reports = [ShareReport(read, 0.0, *seconds, balancer.check(step, step + 2)) for seconds in known]
         lines.append(balancer.heard(reports, step + 2))
     assert [line for line in lines if line] == [
         f"shares 5,3 after step {lines.index(max(lines)) + 2}: rank 1 needs 1.9 times as long a micro-batch as rank 0"

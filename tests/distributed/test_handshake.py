@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import TCPStore
 
-from lockstep.distributed import handshake
-from lockstep.distributed.handshake import check_store
+from lockstep.distributed import membership
+from lockstep.distributed.membership import check_store
 from lockstep.distributed.progress import MEETING_VARIABLE
 from lockstep.distributed.world import meeting_store
 from lockstep.errors import ConfigError
@@ -66,7 +66,7 @@ def service(request):
 
 @pytest.mark.parametrize("service", [http, banner, silent, closing], indirect=True)
 def test_another_service_is_refused_with_its_port(service, monkeypatch):
-    monkeypatch.setattr(handshake, "_PAUSE", 0.01)
+    monkeypatch.setattr(membership, "_PAUSE", 0.01)
     began = time.monotonic()
     with pytest.raises(ConfigError, match="MASTER_PORT 7") as refused:
         check_store("127.0.0.1", service, 0.5, "MASTER_PORT 7")
@@ -94,10 +94,10 @@ def test_ranks_and_launchers_ask(service, monkeypatch):
 
 @pytest.mark.parametrize("service", [http], indirect=True)
 def test_a_torch_that_greets_otherwise_is_not_refused(service, monkeypatch):
-    monkeypatch.setattr(handshake, "_PING", 99)
-    handshake._knows_protocol.cache_clear()
+    monkeypatch.setattr(membership, "_PING", 99)
+    membership._knows_protocol.cache_clear()
     check_store("127.0.0.1", service, 0.5, "MASTER_PORT 7")
-    handshake._knows_protocol.cache_clear()
+    membership._knows_protocol.cache_clear()
 
 
 def test_a_store_of_torchs_and_a_port_where_nobody_listens_are_let_pass(capfd):

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from ranks import run
 
-from lockstep.distributed import local_device as devices
+from lockstep.distributed import world as devices
 from lockstep.distributed import world as worlds
-from lockstep.distributed.local_device import check_unshared, identity, local_device
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, check_unshared, identity, local_device
 from lockstep.errors import ConfigError
 
 

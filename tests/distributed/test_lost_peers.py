@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.distributed import lost_peers
-from lockstep.distributed.lost_peers import is_lost_peer, typed_errors
+from lockstep.distributed import membership
+from lockstep.distributed.membership import is_lost_peer, typed_errors
 from lockstep.distributed.world import World
-from lockstep.engines.shared.oom import explained
+from lockstep.engines.memory import explained
 from lockstep.errors import LockstepError
 
 WORDS = ("connection", "Connection closed by peer", "socket", "Socket Timeout", "timed out", "NCCL", "gloo", "reset")
@@ -66,7 +66,7 @@ def in_hook(error):
 @pytest.mark.parametrize("raising", [in_body, in_forward, in_backward, in_hook])
 @pytest.mark.parametrize("kind", [RuntimeError, OSError, dist.DistBackendError, ConnectionResetError, ValueError])
 def test_an_error_of_the_programs_own_is_its_own_whatever_its_text_and_the_links(monkeypatch, raising, kind):
-    monkeypatch.setattr(lost_peers, "_is_a_link_closed", lambda: True)
+    monkeypatch.setattr(membership, "_is_a_link_closed", lambda: True)
     assert len(set(TEXTS)) == 100
     for text in TEXTS:
         error = kind(text)

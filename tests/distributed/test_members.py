@@ -11,9 +11,9 @@ from torch._C._distributed_c10d import TCPStore
 from toys import Ragged
 
 import lockstep
-from lockstep.distributed import step_exchange
-from lockstep.distributed.members import Member
-from lockstep.run import recovery
+from lockstep.distributed import exchange
+from lockstep.distributed.membership import Member
+from lockstep.training import recovery
 
 CALLS = ("all_reduce", "all_gather", "broadcast", "all_to_all_single", "barrier", "reduce", "gather", "new_group")
 
@@ -21,7 +21,7 @@ CALLS = ("all_reduce", "all_gather", "broadcast", "all_to_all_single", "barrier"
 def _counted(world, folder, port, exact):
     """Collectives of a whole run, and its mark: with nobody who replaces ranks, and with somebody."""
     world.leave()
-    step_exchange.RAGGED_SECONDS = step_exchange.STEADY_SECONDS = 0.0  # in every step, however long it takes
+    exchange.RAGGED_SECONDS = exchange.STEADY_SECONDS = 0.0  # in every step, however long it takes
     counts, before = [], {name: getattr(dist, name) for name in CALLS}
     for name in ("plain", "member"):
         counts.append(dict.fromkeys(CALLS, 0))

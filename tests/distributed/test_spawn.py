@@ -49,7 +49,7 @@ def test_patience_begins_when_all_run(waits, tmp_path):
 
 
 def test_after_a_failure_the_others_have_a_moment_whatever_they_say(waits, tmp_path):
-    failure = spawn._Failure(False, 1.0, 0, "the reason", False, "its stack")
+    failure = spawn._RankFailure(False, 1.0, 0, "the reason", False, "its stack")
     pipes = [Pipe(ALIVE, ("failed", failure)), Pipe(ALIVE, ALIVE)]
     waits.order = [pipes[0], pipes[0], pipes[1], pipes[1]]
     with pytest.raises(RankFailed, match="rank 0 of 2: the reason") as caught:

@@ -16,8 +16,8 @@ from toys import Ragged, parts
 
 from lockstep.clock import make_clock
 from lockstep.counts import total
+from lockstep.distributed.exchange import CONTINUE, INTERRUPT, MOST_STEPS, SAVE_AND_END, BusySeconds, StepExchange
 from lockstep.distributed.progress import COMPUTING, WAITING
-from lockstep.distributed.step_exchange import CONTINUE, INTERRUPT, MOST_STEPS, SAVE_AND_END, BusySeconds, StepExchange
 from lockstep.distributed.world import World
 from lockstep.errors import PeerError
 from lockstep.loop import StepControl, seeder, steps
@@ -253,9 +253,9 @@ class Wire:
 @pytest.fixture
 def wire(monkeypatch):
     made, spent = Wire(), BusySeconds(0.5, 0.25, 0.125)
-    monkeypatch.setattr("lockstep.distributed.step_exchange.dist", made)
+    monkeypatch.setattr("lockstep.distributed.exchange.dist", made)
     monkeypatch.setattr("lockstep.distributed.world.dist", made)
-    monkeypatch.setattr("lockstep.distributed.step_exchange.time", made)
+    monkeypatch.setattr("lockstep.distributed.exchange.time", made)
     ahead = lambda step: 10 + step if step < 20 else 0  # noqa: E731
     made.exchange = StepExchange(World(size=2, timeout=7.0), ahead, None, 20, lambda: spent)
     return made

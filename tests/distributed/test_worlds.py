@@ -6,7 +6,7 @@ from ranks import run
 from toys import Ragged, fit, parts, train
 
 import lockstep
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, UsageError
 
@@ -62,7 +62,7 @@ def test_exact_is_needed():
 
 @pytest.mark.parametrize(("world_size", "micro_batches", "fit"), [(9, 8, 8), (8, 4, 4), (2, 1, 1)])
 def test_exact_refuses_more_ranks_than_micro_batches(world_size, micro_batches, fit):
-    from lockstep.engines.shared.exact import check_servable
+    from lockstep.engines.exact import check_servable
 
     with pytest.raises(ConfigError, match=rf"--exact cannot serve {world_size} processes.*start {fit},"):
         check_servable(micro_batches, world_size)

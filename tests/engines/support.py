@@ -11,12 +11,12 @@ from torch import distributed as dist
 from toys import train
 
 from lockstep import checkpoint
+from lockstep.config.engine_options import EngineOptions
 from lockstep.data.batches import Batches, StepPlan
-from lockstep.data.order import Shuffled
-from lockstep.engines.fsdp.usage_check import FILLS_UNUSED
-from lockstep.engines.make import engine
-from lockstep.engines.options import EngineOptions
-from lockstep.engines.shared.model_init import init_context
+from lockstep.data.sampler import Shuffled
+from lockstep.engines.fsdp.apply import FILLS_UNUSED
+from lockstep.engines.model_init import init_context
+from lockstep.engines.registry import engine
 from lockstep.errors import LockstepError
 from lockstep.optim.optimizers import adamw
 from lockstep.transforms import autocast

@@ -14,11 +14,11 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, StepResult, at_rest
-from lockstep.engines.make import undo_step
-from lockstep.engines.shared.buffers import with_buffers
+from lockstep.engines.buffers import with_buffers
+from lockstep.engines.registry import undo_step
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
-from lockstep.transforms import Chosen, checkpointed, prepare, recorders, recording, synchronised
+from lockstep.transforms import Transforms, checkpointed, prepare, recorders, recording, synchronised
 
 CPU = torch.device("cpu")
 
@@ -397,6 +397,6 @@ def test_sync_is_refused_on_a_cpu_and_says_its_price():
 def test_local_and_sync_do_not_go_with_recomputation():
     task = Classify(convert=False)
     model = task.model()
-    chosen = Chosen(batchnorm="local", activation_checkpointing="full")
+    chosen = Transforms(batchnorm="local", activation_checkpointing="full")
     with pytest.raises(ConfigError, match="would count each micro-batch twice"):
         prepare(model, precision="float32", compile_model=False, device=CPU, chosen=chosen, blocks=[model[2]])

@@ -12,9 +12,9 @@ from toys import Ragged, train
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.engines.shared.average import Averaged, averaged
+from lockstep.engines.ema import EMAEngine, averaged
 from lockstep.errors import ConfigError
-from lockstep.sinks.jsonl import read
+from lockstep.logging.jsonl import read
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="the extra deepspeed is not installed"
@@ -121,7 +121,7 @@ def _begun(world):
     masters = plain.engine.masters
     masters._flat._zero.swap_optimizer = True
     try:
-        Averaged(plain, TASK.model(), DECAY, masters)
+        EMAEngine(plain, TASK.model(), DECAY, masters)
     except ConfigError as error:
         return all(same), str(error)
     return all(same), ""

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from lockstep import cli
-from lockstep.config import options
-from lockstep.config.config import Config, lookup
+from lockstep.config import cli as options
+from lockstep.config.deepspeed import hold, taken
+from lockstep.config.schema import Config, lookup
 from lockstep.config.sections import Fp16
 from lockstep.distributed.world import World
 from lockstep.engines.deepspeed import engine as module
-from lockstep.engines.deepspeed.config import Wanted, check_batches, merged, read_config
-from lockstep.engines.deepspeed_file import hold, taken
-from lockstep.engines.make import engine
+from lockstep.engines.deepspeed.config import DeepSpeedSettings, check_batches, merged, read_config
+from lockstep.engines.registry import engine
 from lockstep.errors import ConfigError
 from lockstep.optim.optimizers import adamw, make_optimizer, sgd
 
@@ -24,7 +24,7 @@ def optimizer():
 
 
 def wanted(**changed):
-    return Wanted(
+    return DeepSpeedSettings(
         **{
             "stage": -1,
             "offload": False,

@@ -16,10 +16,10 @@ from toys import Ragged, fit, parts, train
 
 import lockstep
 from lockstep import checkpoint
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed.world import World
-from lockstep.engines.make import engine
-from lockstep.engines.options import EngineOptions
-from lockstep.engines.shared.memory import footprint
+from lockstep.engines.memory import footprint
+from lockstep.engines.registry import engine
 from lockstep.errors import ConfigError
 from lockstep.transforms import autocast
 

@@ -9,9 +9,9 @@ from ranks import run
 from torch.distributed.tensor import DTensor
 from toys import Ragged, parts, train
 
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed.world import World
-from lockstep.engines.make import engine
-from lockstep.engines.options import EngineOptions
+from lockstep.engines.registry import engine
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,7 +15,7 @@ from toys import Ragged, train
 from lockstep import checkpoint
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
-from lockstep.engines.shared.average import Averaged, averaged, without_average
+from lockstep.engines.ema import EMAEngine, averaged, without_average
 from lockstep.errors import CheckpointError
 
 
@@ -52,7 +52,7 @@ class Moves:
 
 def around(knows=True, decay=0.9, dtype=torch.float32):
     model = Model(dtype)
-    return Averaged(Moves(model, knows), model, decay)
+    return EMAEngine(Moves(model, knows), model, decay)
 
 
 MOVES = st.lists(st.tuples(st.floats(-3, 3, width=32), st.booleans()), max_size=30)

@@ -8,11 +8,11 @@ from support import alone, build, close, each, needs_filling, whole
 from toys import Network, Ragged, train
 
 import lockstep
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed.spawn import start
 from lockstep.distributed.world import World
-from lockstep.engines.fsdp.usage_check import FILLS_UNUSED
-from lockstep.engines.options import EngineOptions
-from lockstep.engines.shared.memory import described, footprint
+from lockstep.engines.fsdp.apply import FILLS_UNUSED
+from lockstep.engines.memory import described, footprint
 
 
 class Three(torch.nn.Module):

@@ -10,9 +10,9 @@ from toys import train
 
 import lockstep
 from lockstep.distributed.world import World
+from lockstep.engines import moving
 from lockstep.engines.base import NOTHING, StepResult
-from lockstep.engines.shared import moving
-from lockstep.engines.shared.buffers import as_before, with_buffers
+from lockstep.engines.buffers import as_before, with_buffers
 from lockstep.errors import ConfigError
 
 LENGTH = 200_000

@@ -8,7 +8,7 @@ from ranks import run
 from support import close, each
 from toys import Ragged
 
-from lockstep.engines.shared.blocks import repeated_layers
+from lockstep.engines.blocks import repeated_layers
 from lockstep.optim.groups import Rules
 from lockstep.optim.optimizers import muon
 

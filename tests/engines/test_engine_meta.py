@@ -9,9 +9,9 @@ from ranks import run
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lockstep.config.engine_options import EngineOptions
 from lockstep.engines.fsdp import apply as sharding
-from lockstep.engines.make import engine, model_init
-from lockstep.engines.options import EngineOptions
+from lockstep.engines.registry import engine, model_init
 from lockstep.errors import LockstepError
 
 

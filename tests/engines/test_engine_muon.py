@@ -8,8 +8,8 @@ from torch import nn
 from toys import Network, Ragged, train
 
 from lockstep import checkpoint
-from lockstep.distributed.rows import gather_rows, scatter_rows, shared_out
-from lockstep.engines.shared.blocks import repeated_layers
+from lockstep.distributed.exchange import gather_rows, scatter_rows, shared_out
+from lockstep.engines.blocks import repeated_layers
 from lockstep.optim.groups import Rules, freeze, parse
 from lockstep.optim.optimizers import muon
 

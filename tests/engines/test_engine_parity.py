@@ -8,7 +8,7 @@ from ranks import run
 from support import alone, close, each
 from toys import Ragged
 
-from lockstep.engines.fsdp.usage_check import FILLS_UNUSED
+from lockstep.engines.fsdp.apply import FILLS_UNUSED
 
 SEARCH = "true" if FILLS_UNUSED else "auto"  # an older torch has it refused
 VARIANTS = {

@@ -11,7 +11,7 @@ from toys import Network, Ragged
 
 import lockstep
 from lockstep.distributed.world import World
-from lockstep.engines.make import check_penalty
+from lockstep.engines.registry import check_penalty
 from lockstep.errors import ConfigError, DataError
 
 PENALTIES = {

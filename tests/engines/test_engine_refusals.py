@@ -13,20 +13,19 @@ from ranks import run
 from support import build
 from toys import Network, Ragged
 
-from lockstep.config.config import Config
-from lockstep.config.options import parse, read, to_toml
+from lockstep.config.cli import parse, read, to_toml
+from lockstep.config.engine_options import ENGINES, EngineOptions, own_options
+from lockstep.config.schema import Config
 from lockstep.distributed.world import World
 from lockstep.engines.base import Settings
+from lockstep.engines.blocks import find_blocks
 from lockstep.engines.fsdp import apply
-from lockstep.engines.make import engine, engine_class, model_init, options_for
-from lockstep.engines.options import ENGINES, EngineOptions, own_options
-from lockstep.engines.shared.blocks import find_blocks
-from lockstep.engines.shared.memory import Footprint
-from lockstep.engines.shared.oom import Device, explained, out_of_memory
-from lockstep.engines.shared.optimizers import REFUSED
+from lockstep.engines.memory import DeviceMemory, Footprint, explained, out_of_memory
+from lockstep.engines.optimizers import REFUSED
+from lockstep.engines.registry import engine, engine_class, model_init, options_for
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.files import bytes_text
 from lockstep.transforms.determinism import check_precision
-from lockstep.units import bytes_text
 
 
 def sgd(model):
@@ -294,9 +293,12 @@ ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. 
 @pytest.mark.parametrize(
     ("device", "wanted"),
     [
-        (Device(80 * GIB, 1 * GIB, 40 * GIB), "other processes hold 39 GiB of its 80 GiB; give each rank a GPU of"),
-        (Device(80 * GIB, 1 * GIB, 79 * GIB), "the rest is activations: lower --micro-batch-size"),
-        (Device(80 * GIB, 80 * GIB - 30000, 30000), "split it over more ranks: --engine fsdp"),
+        (
+            DeviceMemory(80 * GIB, 1 * GIB, 40 * GIB),
+            "other processes hold 39 GiB of its 80 GiB; give each rank a GPU of",
+        ),
+        (DeviceMemory(80 * GIB, 1 * GIB, 79 * GIB), "the rest is activations: lower --micro-batch-size"),
+        (DeviceMemory(80 * GIB, 80 * GIB - 30000, 30000), "split it over more ranks: --engine fsdp"),
     ],
 )
 def test_out_of_memory_says_what_to_change(device, wanted):
@@ -317,7 +319,7 @@ def test_out_of_memory_says_what_to_change(device, wanted):
 def test_the_hosts_memory_is_counted_in_bytes():
     told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     own = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    device = Device.of(torch.device("cpu"))
+    device = DeviceMemory.of(torch.device("cpu"))
     assert device.total == 1024 * int(told["MemTotal"].split()[0])
     assert device.own == pytest.approx(1024 * int(own["VmHWM"].split()[0]), rel=0.2)
     assert device.free == device.total - device.own
@@ -326,7 +328,7 @@ def test_the_hosts_memory_is_counted_in_bytes():
 def test_out_of_memory_names_what_lies_elsewhere():
     made, _ = build(World(), Ragged(), "single")
     made.model.dropout.register_buffer("stray", torch.empty(1, device="meta"))  # any device that is not the world's
-    line = str(out_of_memory(ERROR, made, World(), Device(0, 0, 0)))
+    line = str(out_of_memory(ERROR, made, World(), DeviceMemory(0, 0, 0)))
     assert "dropout.stray of the model lie on another GPU than cpu; make the model on world.device" in line
 
 

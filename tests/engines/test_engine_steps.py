@@ -14,7 +14,7 @@ from torch import nn
 
 import lockstep
 from lockstep.distributed.world import World
-from lockstep.engines.fsdp.usage_check import FILLS_UNUSED
+from lockstep.engines.fsdp.apply import FILLS_UNUSED
 from lockstep.errors import LockstepError
 from lockstep.transforms import autocast
 

@@ -8,18 +8,18 @@ from support import build
 from toys import Ragged
 
 from lockstep.clock import HostClock
-from lockstep.distributed.step_exchange import StepExchange
+from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World
-from lockstep.engines.shared.exact import Exchange
+from lockstep.engines.exact import Exchange
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.optim.optimizers import adamw
 
-UPDATE = "engines/shared/optimizer_step.py"
+UPDATE = "engines/optimizer_step.py"
 # What lies on the host whatever the device: what the ranks tell each other over gloo. And on a CPU the update asks the
-# norm whether it is to be made; tests/run/test_waits.py has the device's own branch.
+# norm whether it is to be made; tests/training/test_waits.py has the device's own branch.
 ON_THE_HOST = {
-    *("distributed/step_exchange.py", "distributed/world.py"),
-    *("engines/shared/unused.py", "engines/fsdp/usage_check.py", UPDATE),
+    *("distributed/exchange.py", "distributed/world.py"),
+    *("engines/ddp.py", "engines/fsdp/apply.py", UPDATE),
 }
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.distributed.world import World
-from lockstep.engines.fsdp.exact import ExactReduceScatter
-from lockstep.engines.shared import exact
-from lockstep.engines.shared.exact import Parts, Span, Subtotals, Tree, subtrees
+from lockstep.engines import exact
+from lockstep.engines.exact import Subtotals, Subtrees, Tree, TreeSpan, subtrees
+from lockstep.engines.fsdp.engine import ExactReduceScatter
 
 SHAPES = [(), (3,), (17,), (4, 3), (2, 3, 2, 2), (0,)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -129,13 +129,13 @@ def test_every_world_size_has_the_bits_of_one_process(case):
 @given(st.integers(1, 70), st.data())
 def test_a_run_is_few_whole_subtrees_whose_sums_are_what_it_holds(micro_batches, data):
     start = data.draw(st.integers(0, micro_batches - 1))
-    run = Span(start, data.draw(st.integers(start + 1, micro_batches)))
+    run = TreeSpan(start, data.draw(st.integers(start + 1, micro_batches)))
     found = subtrees(micro_batches, run)
     assert [place for span in found for place in range(*span)] == list(range(*run))
     assert len(found) <= max(1, 2 * math.log2(run.stop - run.start) + 1)
     held = Subtotals(micro_batches, lambda left, right: f"({left} {right})")
     for place in range(*run):
-        held.push(Span(place, place + 1), str(place))
+        held.push(TreeSpan(place, place + 1), str(place))
     assert list(held.taken()) == [written(span) for span in found]
     assert not list(held.taken())
 
@@ -145,7 +145,7 @@ def written(span):
     if span.stop - span.start == 1:
         return str(span.start)
     half = max(2**k for k in range(8) if 2**k < span.stop - span.start)
-    return f"({written(Span(span.start, span.start + half))} {written(Span(span.start + half, span.stop))})"
+    return f"({written(TreeSpan(span.start, span.start + half))} {written(TreeSpan(span.start + half, span.stop))})"
 
 
 @settings(max_examples=60)
@@ -159,7 +159,7 @@ def test_sums_of_flat_gradients_with_zeros_for_missing_ones_have_the_same_bits(c
     zeros = [torch.zeros(shape) for shape, _ in kinds]
     sizes = [z.numel() for z in zeros]
     threads, total = Threads(1), torch.empty(sum(sizes))
-    comm = ExactReduceScatter(Parts(len(gradients), World()))
+    comm = ExactReduceScatter(Subtrees(len(gradients), World()))
     threads.become(0)
     with mock.patch.object(exact, "dist", threads):
         for each in gradients:

@@ -9,7 +9,7 @@ from test_engine_behaviour import Plain, Three
 from toys import train
 
 from lockstep.distributed.world import World
-from lockstep.engines.shared.exact import Exchange
+from lockstep.engines.exact import Exchange
 
 STEPS, MICRO = 5, 4
 # Which of a step's four micro-batches use the extra layer, by (step, micro-batch). Of two ranks each has two of them.
@@ -39,7 +39,7 @@ def _trained(world, late):
         module.wanted = wanted
         with FakeCuda(made.model.parameters()) as cuda:
             train(world, made, batches, Plain("always"))
-        waits = [wait.what for wait in cuda.waits if wait.file == "engines/shared/exact.py"]
+        waits = [wait.what for wait in cuda.waits if wait.file == "engines/exact.py"]
         found[name] = digest(made, world), waits
     return found
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from toys import train
 
 from lockstep.engines.fsdp import engine as fsdp
-from lockstep.engines.fsdp.usage_check import reached
+from lockstep.engines.fsdp.apply import reached
 from lockstep.errors import ConfigError
 
 SETTINGS = {

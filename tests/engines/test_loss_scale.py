@@ -17,8 +17,8 @@ from lockstep import checkpoint
 from lockstep.checkpoint.read import opened
 from lockstep.config.sections import Fp16
 from lockstep.distributed.world import World
-from lockstep.engines.make import engine
-from lockstep.engines.shared.loss_scale import LossScale
+from lockstep.engines.optimizer_step import LossScale
+from lockstep.engines.registry import engine
 from lockstep.errors import LockstepError, ResumeError
 
 

@@ -8,9 +8,9 @@ from held import Held
 from ranks import run
 
 from lockstep.distributed.world import World
-from lockstep.engines.make import engine
-from lockstep.engines.shared.blocks import repeated_layers
-from lockstep.engines.shared.state_dict import first_step, materialise
+from lockstep.engines.blocks import repeated_layers
+from lockstep.engines.registry import engine
+from lockstep.engines.state_dict import first_step, materialise
 from lockstep.errors import DataError
 from lockstep.optim.groups import Rules
 from lockstep.optim.optimizers import adamw, muon

@@ -15,11 +15,10 @@ from toys import Ragged
 from lockstep import checkpoint
 from lockstep.config.sections import Fp16
 from lockstep.data.batches import Batches, StepPlan
-from lockstep.data.order import Shuffled
+from lockstep.data.sampler import Shuffled
 from lockstep.distributed.world import World
-from lockstep.engines.make import engine
-from lockstep.engines.shared.loss_scale import DeviceLossScale, LossScale
-from lockstep.engines.shared.optimizer_step import OptimizerStep
+from lockstep.engines.optimizer_step import DeviceLossScale, LossScale, OptimizerStep
+from lockstep.engines.registry import engine
 from lockstep.errors import LockstepError
 from lockstep.optim.optimizers import adamw, sgd
 from lockstep.transforms import autocast

@@ -12,11 +12,19 @@ from torch import nn
 from toys import Ragged
 
 from lockstep.data.batches import MicroBatch
-from lockstep.distributed.shares import equal_shares, given_shares
-from lockstep.guards.again import Again, Told, named
-from lockstep.guards.audit import audited
-from lockstep.guards.culprit import BY_ITSELF, BY_OTHERS, EVERYBODY, ONE_OF_TWO, judged
-from lockstep.guards.digests import Digests, of_batch
+from lockstep.distributed.balance import equal_shares, given_shares
+from lockstep.guards.audit import (
+    BY_ITSELF,
+    BY_OTHERS,
+    EVERYBODY,
+    ONE_OF_TWO,
+    Again,
+    Recomputation,
+    audited,
+    judged,
+    named,
+)
+from lockstep.guards.desync import Digests, of_batch
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(given_shares) | st.builds(
     equal_shares, st.integers(1, 30), st.integers(1, 8)
@@ -168,7 +176,7 @@ def test_what_is_computed_again_begins_alike_and_leaves_nothing():
     assert again.own(5) == {}
     with pytest.raises(Exception, match="computed again, other parameters have a gradient"):
         again.bits(7, first, told[0]._replace(names=""))
-    assert isinstance(told[0], Told)
+    assert isinstance(told[0], Recomputation)
 
 
 def _seed(step, index):

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.guards import desync, digests
-from lockstep.guards.digests import word_sum
+from lockstep.guards import desync
+from lockstep.guards import desync as digests
+from lockstep.guards.desync import word_sum
 
 DTYPES = [
     torch.uint8,

@@ -19,22 +19,20 @@ from toys import Ragged
 
 import lockstep
 from lockstep.data.batches import MicroBatch
-from lockstep.data.order import Shuffled
-from lockstep.distributed.step_exchange import BusySeconds, StepExchange
+from lockstep.data.sampler import Shuffled
+from lockstep.distributed.exchange import BusySeconds, StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
-from lockstep.engines.make import engine
-from lockstep.engines.shared.buffers import with_buffers
+from lockstep.engines.buffers import with_buffers
+from lockstep.engines.registry import engine
 from lockstep.errors import DataError, DifferenceError, LockstepError
-from lockstep.guards import desync, start
-from lockstep.guards.digests import word_sum
-from lockstep.guards.loader import RetryingDataset
-from lockstep.guards.nonfinite import origin
-from lockstep.guards.reading import Reader, ReadStep
-from lockstep.guards.skips import Skips
+from lockstep.guards import desync, startup
+from lockstep.guards.desync import word_sum
+from lockstep.guards.nonfinite import DeferredReader, ReadStep, Skips, origin
 from lockstep.guards.spike import Spike
-from lockstep.guards.start import check_programs, check_weights
+from lockstep.guards.startup import check_programs, check_weights
 from lockstep.guards.straggler import Straggler
+from lockstep.guards.watchdog import RetryingDataset
 from lockstep.records import StepRecord
 
 
@@ -293,14 +291,14 @@ def test_a_loss_that_is_finite_the_second_time_says_so():
 
 def test_on_a_cpu_a_step_is_read_at_once():
     record = StepRecord(3, 4, [torch.tensor(2.0)], torch.tensor(1.5), 1.0)
-    (step,) = Reader(torch.device("cpu")).add(record, [])
+    (step,) = DeferredReader(torch.device("cpu")).add(record, [])
     assert (step.norm, step.losses) == (1.5, [2.0])
 
 
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_reader_that_is_late_gives_the_step_before(monkeypatch, lag):
-    monkeypatch.setattr(Reader, "lag", lag)
-    reader = Reader(torch.device("cpu"))
+    monkeypatch.setattr(DeferredReader, "lag", lag)
+    reader = DeferredReader(torch.device("cpu"))
     records = [StepRecord(k, 4, [torch.tensor(2.0 + k)], torch.tensor(1.5 * k), 1.0) for k in range(3)]
     found = [[(s.record.step, s.norm, s.losses, s.micro) for s in reader.add(r, [r.step])] for r in records]
     landed = [[(0, 0.0, [2.0], [0])], [(1, 1.5, [3.0], [1])]]
@@ -516,6 +514,6 @@ def test_another_thread_sees_that_an_exchange_failed():
 
 
 def test_the_codes_mark_does_not_depend_on_the_order_of_a_folder(monkeypatch):
-    before, rglob = start._code(), Path.rglob
+    before, rglob = startup._code(), Path.rglob
     monkeypatch.setattr(Path, "rglob", lambda *given: sorted(rglob(*given), reverse=True))
-    assert start._code() == before
+    assert startup._code() == before

@@ -13,20 +13,18 @@ from ranks import run
 from torch import nn
 
 from lockstep.data.batches import MicroBatch
+from lockstep.distributed.exchange import INTERRUPT, SAVE_AND_END, BusySeconds
+from lockstep.distributed.membership import STOP_SIGNALS, leave_terminal
 from lockstep.distributed.progress import COMPUTING, SAVING, WAITING
-from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END, BusySeconds
-from lockstep.distributed.stop_signals import STOP_SIGNALS, leave_terminal
 from lockstep.distributed.world import World
 from lockstep.errors import DifferenceError
-from lockstep.guards import desync, preemption, start
-from lockstep.guards.hang_watchdog import HangWatchdog
-from lockstep.guards.loader import RetryingDataset, loading_failures
-from lockstep.guards.nonfinite import origin
+from lockstep.guards import desync, preemption, startup
+from lockstep.guards.nonfinite import ReadStep, origin
 from lockstep.guards.preemption import Preemption
-from lockstep.guards.reading import ReadStep
 from lockstep.guards.spike import Spike
-from lockstep.guards.start import check_weights
+from lockstep.guards.startup import check_weights
 from lockstep.guards.straggler import Straggler
+from lockstep.guards.watchdog import HangWatchdog, RetryingDataset, loading_failures
 from lockstep.records import StepRecord
 
 
@@ -226,7 +224,7 @@ def test_each_kind_of_slowness_is_told_once():
 def test_a_hang_is_noticed_after_one_timeout(tmp_path, monkeypatch, phase, seconds, hangs):
     progress = SimpleNamespace(phase=phase, since=100.0, step=3)
     watch = HangWatchdog(World(timeout=8.0), SimpleNamespace(progress=progress), tmp_path)
-    monkeypatch.setattr("lockstep.guards.hang_watchdog.time", SimpleNamespace(monotonic=lambda: 100.0 + seconds))
+    monkeypatch.setattr("lockstep.guards.watchdog.time", SimpleNamespace(monotonic=lambda: 100.0 + seconds))
     assert bool(watch._reason()) == hangs
 
 
@@ -237,11 +235,11 @@ def test_a_rank_without_a_launcher_waits_as_long_as_its_steps_take_and_no_longer
     """The longest phase before took two seconds; how long the present one has lasted does not count."""
     progress = SimpleNamespace(phase=WAITING, since=100.0, step=3)
     watch, clock = HangWatchdog(World(timeout=600.0), SimpleNamespace(progress=progress), tmp_path), [102.0]
-    monkeypatch.setattr("lockstep.guards.hang_watchdog.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("lockstep.guards.watchdog.time", SimpleNamespace(monotonic=lambda: clock[0]))
     assert not watch._reason()
     progress.since, clock[0] = 102.0, 102.0 + stands
     assert not watch._reason()
-    monkeypatch.setattr("lockstep.guards.hang_watchdog.launcher_is_gone", lambda: gone)
+    monkeypatch.setattr("lockstep.guards.watchdog.launcher_is_gone", lambda: gone)
     assert bool(watch._reason()) == hangs
 
 
@@ -371,12 +369,12 @@ def test_failures_of_loading_are_counted_by_kind():
 
 
 def test_the_codes_mark_is_of_every_files_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(start.lockstep, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(startup.lockstep, "__file__", str(tmp_path / "__init__.py"))
     (tmp_path / "deep").mkdir()
     marks = set()
     for name, text in (("__init__.py", "a"), ("deep/b.py", "b"), ("deep/b.py", "c"), ("deep/b.txt", "not read")):
         (tmp_path / name).write_text(text)
-        marks.add(start._code())
+        marks.add(startup._code())
     assert len(marks) == 3
 
 

@@ -12,9 +12,9 @@ from toys import Ragged
 import lockstep
 from lockstep import checkpoint
 from lockstep.distributed.world import World
-from lockstep.engines.make import engine
+from lockstep.engines.registry import engine
 from lockstep.guards import desync
-from lockstep.guards.reading import Reader
+from lockstep.guards.nonfinite import DeferredReader
 from lockstep.records import StepRecord
 
 pytestmark = [
@@ -48,7 +48,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_on_the_device(fused):
 
 def test_a_step_waits_for_nothing():
     it, data = made(), torch.ones(1, 3, device="cuda")
-    reader = Reader(torch.device("cuda"))
+    reader = DeferredReader(torch.device("cuda"))
     for number in range(3):
         if number == 2:
             torch.cuda.set_sync_debug_mode("error")

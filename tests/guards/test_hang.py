@@ -11,11 +11,10 @@ from ranks import RankError, run
 from toys import Ragged
 
 import lockstep
-from lockstep.config.config import Config
-from lockstep.distributed.step_exchange import CONTINUE, SAVE_AND_END, StepExchange
+from lockstep.config.schema import Config
+from lockstep.distributed.exchange import CONTINUE, SAVE_AND_END, StepExchange
 from lockstep.distributed.world import World
-from lockstep.guards.hang_watchdog import HangWatchdog
-from lockstep.guards.stacks import where_main
+from lockstep.guards.watchdog import HangWatchdog, where_main
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def stale(monkeypatch):
 
     monkeypatch.setattr(os, "stat", failing(os.stat))
     monkeypatch.setattr(os, "lstat", failing(os.lstat))
-    monkeypatch.setattr("lockstep.guards.hang_watchdog._STOP", 0.01)
+    monkeypatch.setattr("lockstep.guards.watchdog._STOP", 0.01)
     return looks
 
 

@@ -16,11 +16,11 @@ from ranks import run
 from shell import free_port
 
 from lockstep import checkpoint
-from lockstep.config import options
+from lockstep.config import cli
 from lockstep.config.secrets import printable
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
-from lockstep.sinks.log import close_log, open_log
-from lockstep.tasks.named import named_task
+from lockstep.logging.log import close_log, open_log
+from lockstep.training.named_task import named_task
 
 
 class Payload:
@@ -56,7 +56,7 @@ def test_a_task_in_a_config_is_a_class_in_a_file_and_no_function_of_a_module(tmp
     path = tmp_path / "run.toml"
     path.write_text('task = "os:system"')
     with pytest.raises(ConfigError, match="--task 'os:system': there is no such file"):
-        named_task(options.parse(["--config", str(path)]), print)
+        named_task(cli.parse(["--config", str(path)]), print)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_a_config_is_data_and_wrong_data_is_one_line(tmp_path, text):
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        options.parse(["--config", str(path)])
+        cli.parse(["--config", str(path)])
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["../../x", "$(touch canary)/..", "a\nb", "x" * 5000, "", ".hidden", "a\x1b[31m"])
 def test_a_runs_name_cannot_leave_its_folder(name):
     with pytest.raises(ConfigError, match="--experiment-name"):
-        options.parse(["--experiment-name", name])
+        cli.parse(["--experiment-name", name])
 
 
 def _strangers(world):

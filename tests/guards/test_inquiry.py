@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from lockstep.distributed.progress import COMPUTING, FOLDER_VARIABLE, IN_BODY, READING, SAVING, Place, Progress
-from lockstep.distributed.step_exchange import StepExchange
+from lockstep.distributed.exchange import StepExchange
+from lockstep.distributed.progress import COMPUTING, FOLDER_VARIABLE, IN_BODY, READING, SAVING, Progress, RankProgress
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, PeerError
-from lockstep.guards import inquiry as module
-from lockstep.guards import stacks
-from lockstep.guards.hang_watchdog import HangWatchdog
-from lockstep.guards.inquiry import Inquiry
-from lockstep.guards.told import Told, all_do, waited_for
+from lockstep.guards import watchdog
+from lockstep.guards import watchdog as module
+from lockstep.guards.watchdog import HangWatchdog, Heartbeats, Inquiry, all_do, waited_for
 
 
 class Store:
@@ -48,7 +46,7 @@ def asking(tmp_path, monkeypatch):
         progress = Progress()
         progress.at(4, COMPUTING)
         inquiry = Inquiry(World(rank=1, size=3), progress, tmp_path)
-        inquiry.told = Told(store, "k", 3)
+        inquiry.told = Heartbeats(store, "k", 3)
         inquiry._keys = "k"
         inquiry.connect = lambda *_: None if store.gone else inquiry.told
         return inquiry
@@ -103,7 +101,7 @@ def test_where_a_silent_rank_stood_is_read_from_the_launchers_folder_first(askin
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     Progress.of(2).at(7, SAVING)
     found = asking(Store(alive_0=answer(4, True), at_2="step 3 (x)")).verdict("late")
-    assert found == f"rank 2 did not arrive: it stood in {Place.read(tmp_path / '2')}"
+    assert found == f"rank 2 did not arrive: it stood in {RankProgress.read(tmp_path / '2')}"
 
 
 def test_a_meeting_point_that_is_silent_and_none_at_all(asking, monkeypatch):
@@ -115,11 +113,11 @@ def test_a_meeting_point_that_is_silent_and_none_at_all(asking, monkeypatch):
 
 
 def test_who_waits_for_others_to_go_on_sees_those_beyond_and_ends_after_patience():
-    told = Told(Store(at_0="step 7 (a)", at_1="step 8 (b)"), "k", 2)
+    told = Heartbeats(Store(at_0="step 7 (a)", at_1="step 8 (b)"), "k", 2)
     assert waited_for(told, 7) == [1]
     assert waited_for(told, 8, patience=0.01) == []
     assert waited_for(told, 7, patience=0.0) == []
-    gone = Told(Store(gone=True), "k", 2)
+    gone = Heartbeats(Store(gone=True), "k", 2)
     assert waited_for(gone, 7) == []
     assert not all_do(gone, 0, "stop", 7, lambda: 9.0)
     assert all_do(None, 0, "stop", 7, lambda: 9.0)  # a world of one
@@ -134,9 +132,9 @@ class Watch:
         progress = SimpleNamespace(phase=phase, since=100.0, step=3)
         exchange = SimpleNamespace(progress=progress, broken=lambda: self.failed)
         self.watch = HangWatchdog(World(size=size, timeout=8.0), exchange, folder)
-        self.watch._inquiry.told = Told(store, "k", 2) if size > 1 else None
+        self.watch._inquiry.told = Heartbeats(store, "k", 2) if size > 1 else None
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr("lockstep.guards.hang_watchdog.time", clock)
+        monkeypatch.setattr("lockstep.guards.watchdog.time", clock)
 
     def at(self, seconds):
         self.now = 100.0 + seconds
@@ -219,11 +217,11 @@ def test_a_dump_has_every_threads_stack_the_last_collectives_and_what_was_there_
 
     other = threading.Thread(target=sits_here)
     other.start()
-    path = stacks.dump(tmp_path, 3, "first reason")
+    path = watchdog.dump(tmp_path, 3, "first reason")
     ended.set()
     other.join()
     monkeypatch.setattr(recorder, name, None)
-    assert stacks.dump(tmp_path, 3, "second reason") == path == tmp_path / "hang-00003.txt"
+    assert watchdog.dump(tmp_path, 3, "second reason") == path == tmp_path / "hang-00003.txt"
     text = path.read_text()
     assert text.index("first reason") < text.index("second reason")
     assert f"rank 3, process {os.getpid()}: first reason" in text
@@ -232,5 +230,5 @@ def test_a_dump_has_every_threads_stack_the_last_collectives_and_what_was_there_
     assert "  g #29 ?  started\n" in text
     assert "set TORCH_FR_BUFFER_SIZE=1000" in text.partition("second reason")[2]
     (tmp_path / "hang-00004.txt").symlink_to(tmp_path / "elsewhere")
-    stacks.dump(tmp_path, 4, "third reason")
+    watchdog.dump(tmp_path, 4, "third reason")
     assert not (tmp_path / "elsewhere").exists()

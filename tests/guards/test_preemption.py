@@ -7,9 +7,9 @@ import pytest
 import torch
 from toys import Ragged, taken
 
-from lockstep.config.config import Config
-from lockstep.guards.reading import Reader
-from lockstep.sinks.jsonl import read
+from lockstep.config.schema import Config
+from lockstep.guards.nonfinite import DeferredReader
+from lockstep.logging.jsonl import read
 
 
 class Signalled(Ragged):
@@ -47,7 +47,7 @@ def evaluations(folder):
 
 @pytest.mark.parametrize(("number", "lag"), [(signal.SIGUSR1, 0), (signal.SIGUSR2, 0), (signal.SIGTERM, 1)])
 def test_a_signal_ends_the_run_after_the_present_step_and_before_its_evaluation(tmp_path, monkeypatch, number, lag):
-    monkeypatch.setattr(Reader, "lag", lag)
+    monkeypatch.setattr(DeferredReader, "lag", lag)
     task = Signalled(dtype=torch.float32)
     assert trained(tmp_path / "whole", task) == ([0, 1, 2, 3], 0)
     task = Signalled(dtype=torch.float32)

@@ -17,14 +17,14 @@ from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.checkpoint import background, pinned
+from lockstep.checkpoint import saver, write
 from lockstep.checkpoint import write as writing
+from lockstep.checkpoint.files import on_all_ranks
 from lockstep.checkpoint.layout import in_file_order, share_out
-from lockstep.checkpoint.on_all_ranks import on_all_ranks
 from lockstep.distributed.world import World
-from lockstep.engines.shared.optimizer_step import OptimizerStep
+from lockstep.engines.optimizer_step import OptimizerStep
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.run import recorder
+from lockstep.training import recorder
 
 
 def save(saver, folder, step, tensors, gate=None):
@@ -358,7 +358,7 @@ def test_the_next_save_has_the_room_that_the_snapshots_of_the_one_before_took(mo
 
 def test_snapshots_are_made_and_copied_in_parts(monkeypatch):
     cuda = Cuda(monkeypatch, free=2**30)
-    monkeypatch.setattr(background, "_PART", 40)
+    monkeypatch.setattr(saver, "_PART", 40)
     tensors = {f"model/{place}": on_device(torch.full((size,), float(size))) for place, size in enumerate((3, 5, 20))}
     tensors |= {"model/half": on_device(torch.ones(3, 5, dtype=torch.bfloat16)), "model/n": on_device(torch.ones(()))}
     share, _ = checkpoint.Saver(World())._copied(share_out(tensors, World()))
@@ -496,12 +496,12 @@ def test_memory_that_could_not_be_made_ahead_is_made_by_the_save(monkeypatch):
 @pytest.mark.parametrize("sizes", [(1500, 1500, 7, 3000, 2), (2048, 2048, 1024, 1024, 2)], ids=["any", "of pages"])
 def test_memory_is_locked_in_parts_between_which_no_tensor_lies(monkeypatch, sizes):
     cuda = Cuda(monkeypatch)
-    monkeypatch.setattr(pinned, "_SEGMENT", 8192)
+    monkeypatch.setattr(write, "_SEGMENT", 8192)
     tensors = [on_device(torch.full((size,), float(size))) for size in sizes]
-    held = pinned.Pinned()
+    held = write.Pinned()
     places = held.places(tensors)
     assert len(cuda.locked) in (3, 4)
-    copied = [pinned.span(places[run.start : run.stop]) for run in pinned.runs(places)]  # what snapshots go to
+    copied = [write.span(places[run.start : run.stop]) for run in write.runs(places)]  # what snapshots go to
     for place in (*places, *copied):
         first, size = place.data_ptr(), place.nbytes
         assert any(start <= first and first + size <= start + many for start, many in cuda.locked.items())
@@ -511,7 +511,7 @@ def test_memory_is_locked_in_parts_between_which_no_tensor_lies(monkeypatch, siz
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what it does with memory")
 def test_no_forked_process_inherits_the_memory(monkeypatch):
     Cuda(monkeypatch)
-    held = pinned.Pinned()
+    held = write.Pinned()
     [place] = held.places([on_device(torch.ones(3 * 2**20))])
     found, flags = "", ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -539,7 +539,7 @@ def test_the_seconds_that_the_caller_waited_are_counted(monkeypatch):
     def wait(seconds):
         clock.now += seconds
 
-    monkeypatch.setattr("lockstep.checkpoint.background.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("lockstep.checkpoint.saver.time", SimpleNamespace(perf_counter=lambda: clock.now))
     saver = checkpoint.Saver(World(), background=False)
     for number in (1, 2):
         saver.begin({"model/a": torch.ones(2)}, lambda share, world: wait(3.0))
@@ -596,13 +596,13 @@ def test_a_copy_of_many_tensors_is_written_as_one_and_the_file_is_the_same(tmp_p
 def test_what_does_not_follow_in_memory_is_no_run():
     flat, other = torch.arange(10.0), torch.arange(4.0)
     joined = [flat[:3], flat[3:5].view(torch.int32), flat[5:5], flat[5:8]]
-    assert [list(run) for run in pinned.runs([*joined, flat[9:], other, other])] == [[0, 1, 2, 3], [4], [5], [6]]
-    assert pinned.span(joined).tolist() == flat[:8].view(torch.uint8).tolist()
-    assert [list(run) for run in pinned.runs(joined, 20)] == [[0, 1, 2], [3]]
+    assert [list(run) for run in write.runs([*joined, flat[9:], other, other])] == [[0, 1, 2, 3], [4], [5], [6]]
+    assert write.span(joined).tolist() == flat[:8].view(torch.uint8).tolist()
+    assert [list(run) for run in write.runs(joined, 20)] == [[0, 1, 2], [3]]
     complex_pair = torch.ones(2, dtype=torch.complex64)
-    assert len(pinned.runs([complex_pair[:1].conj(), complex_pair[1:]])) == 2
-    assert len(pinned.runs([flat.view(2, 5).t(), flat[9:]])) == 2
-    assert pinned.runs([]) == []
+    assert len(write.runs([complex_pair[:1].conj(), complex_pair[1:]])) == 2
+    assert len(write.runs([flat.view(2, 5).t(), flat[9:]])) == 2
+    assert write.runs([]) == []
 
 
 class Telling(World):

@@ -10,9 +10,9 @@ from ranks import run
 from torch import nn
 
 from lockstep.clock import HostClock
-from lockstep.distributed.step_exchange import BusySeconds, StepExchange
+from lockstep.distributed.exchange import BusySeconds, StepExchange
 from lockstep.errors import LockstepError
-from lockstep.guards.start import check_weights
+from lockstep.guards.startup import check_weights
 from lockstep.guards.straggler import Straggler
 
 

@@ -3,8 +3,8 @@
 import time
 from types import SimpleNamespace
 
-from lockstep.guards import told
-from lockstep.guards.told import Told, all_do, waited_for
+from lockstep.guards import watchdog
+from lockstep.guards.watchdog import Heartbeats, all_do, waited_for
 
 
 class Store:
@@ -27,7 +27,7 @@ class Store:
 
 def test_who_waits_for_the_others_asks_now_and_then_where_they_stand():
     store = Store(after=1.2, places=("step 7 a", "step 7 b"))
-    assert all_do(Told(store, "k", 2), 0, "stop", 7, lambda: 30.0)
+    assert all_do(Heartbeats(store, "k", 2), 0, "stop", 7, lambda: 30.0)
     assert store.asked == 2 * 2  # of two ranks, after half a second and after one
 
 
@@ -37,9 +37,9 @@ def test_a_rank_is_given_two_words_of_a_second_each_to_say_that_it_went_on(monke
     def sleep(seconds):
         clock.now += seconds
 
-    monkeypatch.setattr(told, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     store = Store(after=0.0, places=("step 7 a", "step 7 b"))
-    assert waited_for(Told(store, "k", 2), 7) == []
+    assert waited_for(Heartbeats(store, "k", 2), 7) == []
     assert 52.0 < clock.now < 54.0  # the person waits for the line that names the rank
     asked, began = store.check, clock.now
 
@@ -49,11 +49,13 @@ def test_a_rank_is_given_two_words_of_a_second_each_to_say_that_it_went_on(monke
         return asked(keys)
 
     store.check = check
-    assert waited_for(Told(store, "k", 2), 7) == [1]
+    assert waited_for(Heartbeats(store, "k", 2), 7) == [1]
 
 
 def test_a_rank_that_went_on_is_seen_by_its_place_and_one_that_is_silent_after_patience():
     began = time.monotonic()
-    assert not all_do(Told(Store(after=60.0, places=("step 7 a", "step 9 b")), "k", 2), 0, "stop", 7, lambda: 30.0)
-    assert not all_do(Told(Store(after=60.0), "k", 2), 0, "stop", 7, lambda: 0.2)
+    assert not all_do(
+        Heartbeats(Store(after=60.0, places=("step 7 a", "step 9 b")), "k", 2), 0, "stop", 7, lambda: 30.0
+    )
+    assert not all_do(Heartbeats(Store(after=60.0), "k", 2), 0, "stop", 7, lambda: 0.2)
     assert time.monotonic() - began < 15.0

@@ -16,10 +16,13 @@ from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from lockstep.distributed.launcher_watch import LAUNCHER_VARIABLE
-from lockstep.distributed.progress import FOLDER_VARIABLE, MEETING_VARIABLE, Place, Progress
+from lockstep.distributed import failures
+from lockstep.distributed.launcher import LAUNCHER_VARIABLE
+from lockstep.distributed.progress import FOLDER_VARIABLE, MEETING_VARIABLE, Progress, RankProgress
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launch import agent, failure, losses, memory, orphans, rendezvous
+from lockstep.launch import agent, losses, rendezvous
+from lockstep.launch import agent as orphans
+from lockstep.launch import job as memory
 from lockstep.launch.job import Job
 
 GOOD, BAD, USAGE, KILLED, SLEEPS, STOPS = (
@@ -110,7 +113,7 @@ def test_others_are_not_waited_for_in_vain(watched, monkeypatch, commands, grace
     [
         ({}, 1, False),
         ({"origin": "KeyError a.py:8"}, 1, True),
-        ({"place": Place(5, "saving", 1.0)}, 1, True),
+        ({"place": RankProgress(5, "saving", 1.0)}, 1, True),
         ({"follows": True}, 1, True),
         ({"origin": ""}, -9, True),
         ({"code": 75}, 75, True),
@@ -118,7 +121,7 @@ def test_others_are_not_waited_for_in_vain(watched, monkeypatch, commands, grace
     ids=["the same", "line", "step", "lost a peer", "killed", "storage"],
 )
 def test_an_error_that_comes_back_is_not_restarted_again(watched, monkeypatch, capfd, then, code, restarts):
-    error = failure.Failure(4, code, "no", origin="KeyError a.py:7", place=Place(4, "saving", 1.0))
+    error = failures.ProcessFailure(4, code, "no", origin="KeyError a.py:7", place=RankProgress(4, "saving", 1.0))
     mine, processes, group = watched(BAD, ended=[0])
     for found in (error, dataclasses.replace(error, rank=5, **then)):
         monkeypatch.setattr(mine, "_failed", lambda *_, found=found: found)
@@ -195,7 +198,7 @@ def test_bad_input_is_not_tried_again_whoever_says_it(watched):
 )
 def test_the_last_line_says_what_a_code_means(watched, monkeypatch, code, message, kills, words):
     mine = watched()[0]
-    mine._failure = failure.Failure(1, code, message)
+    mine._failure = failures.ProcessFailure(1, code, message)
     monkeypatch.setattr(agent, "kills", lambda: kills)
     error = mine.error()
     assert words in str(error)

@@ -7,8 +7,8 @@ import pytest
 from lockstep.errors import LockstepError, error_line, user_traceback
 from lockstep.files import retry_io
 from lockstep.guards.preemption import Preemption
-from lockstep.run.recorder import losses_text
-from lockstep.run.session import Wishes
+from lockstep.training.recorder import losses_text
+from lockstep.training.session import Wishes
 
 
 class _Mute(Exception):

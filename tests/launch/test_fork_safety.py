@@ -15,7 +15,7 @@ import ranks
 from shell import environment
 
 from lockstep.distributed import spawn
-from lockstep.launch import preloaded
+from lockstep.launch import workers
 
 TESTS = str(Path(__file__).parents[1])
 WATCH = """
@@ -67,7 +67,7 @@ def watched(program):
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 @pytest.mark.parametrize(
     "program",
-    [LOADED + imports(*preloaded._LATER), imports(*spawn._PRELOADED), imports(*spawn._PRELOADED, *ranks._PRELOADED)],
+    [LOADED + imports(*workers._LATER), imports(*spawn._PRELOADED), imports(*spawn._PRELOADED, *ranks._PRELOADED)],
     ids=["launch", "spawn", "tests"],
 )
 def test_nothing_that_is_forked_from_has_begun_cuda_or_a_thread(program):

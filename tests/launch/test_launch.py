@@ -15,17 +15,17 @@ import pytest
 
 from lockstep import cli
 from lockstep.distributed import progress
-from lockstep.distributed.addresses import listening
-from lockstep.distributed.progress import COMPUTING, Place, Progress
+from lockstep.distributed.failures import ProcessFailure, first, note
+from lockstep.distributed.launcher import listening
+from lockstep.distributed.progress import COMPUTING, Progress, RankProgress
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, PeerError
-from lockstep.launch import memory
-from lockstep.launch import private_folder as leash
+from lockstep.launch import job
+from lockstep.launch import workers as leash
 from lockstep.launch.command import command
-from lockstep.launch.failure import Failure, first, note
 from lockstep.launch.job import Job
-from lockstep.run.folder import RunFolder
-from lockstep.run.opening import count_restarts
+from lockstep.training.open_run import count_restarts
+from lockstep.training.run_dir import RunFolder
 
 
 def shown(capsys, *flags, train=()):
@@ -160,10 +160,10 @@ def test_bad_flags_are_one_line(argv, line):
 
 
 def test_the_first_failure_is_not_the_one_that_followed():
-    place = Place(7, "loading or computing", 1.0)
-    lost = Failure(0, 1, "rank 0 lost the others", follows=True, when=1.0)
-    killed = Failure(1, -signal.SIGKILL, when=2.0, place=place)
-    later = Failure(2, 1, "RuntimeError: something", when=3.0)
+    place = RankProgress(7, "loading or computing", 1.0)
+    lost = ProcessFailure(0, 1, "rank 0 lost the others", follows=True, when=1.0)
+    killed = ProcessFailure(1, -signal.SIGKILL, when=2.0, place=place)
+    later = ProcessFailure(2, 1, "RuntimeError: something", when=3.0)
     assert first([lost, later, killed]) is killed
     assert str(killed) == "rank 1 was the first to end, killed by SIGKILL, at step 7 (loading or computing)"
     assert str(later) == "rank 2 failed first before step 0: RuntimeError: something"
@@ -182,12 +182,12 @@ def test_a_note_is_read_back_and_holds_no_secret(tmp_path, monkeypatch):
         json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"] == "rank 0: no access with ***"
     )  # torchrun's end
     assert json.loads(path.read_text())["message"]["message"] == "no access with ***"
-    failure = Failure.read(4, 1, path, None, 0.0)
+    failure = ProcessFailure.read(4, 1, path, None, 0.0)
     assert (failure.message, failure.follows) == ("no access with ***", False)
     assert abs(failure.when - time.time()) < 60
-    assert Failure.read(4, -9, path, None, 0.0).code == 1  # ended on its way out, after its word
+    assert ProcessFailure.read(4, -9, path, None, 0.0).code == 1  # ended on its way out, after its word
     note(PeerError("a second word is not written"))
-    assert Failure.read(4, 1, path, None, 0.0) == failure
+    assert ProcessFailure.read(4, 1, path, None, 0.0) == failure
 
 
 def test_torchruns_report_calls_the_first_failure_the_cause(tmp_path, monkeypatch):
@@ -213,7 +213,7 @@ def test_lockstep_launch_says_bad_input_itself_once_for_all_processes(tmp_path, 
     monkeypatch.setenv("LOCKSTEP_PROGRESS", str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "launch.json"))
     assert main() == ""
-    assert "--batch-size" in Failure.read(0, 2, tmp_path / "launch.json", None, 0.0).message
+    assert "--batch-size" in ProcessFailure.read(0, 2, tmp_path / "launch.json", None, 0.0).message
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere" / "launch.json"))
     assert main().count("\n") == 1  # the launcher gets no word of it
 
@@ -226,14 +226,14 @@ def test_an_error_is_noted_once_and_where_a_launcher_asks_for_it(tmp_path, monke
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "note.json"))
     assert note(error)
     assert note(error)  # on its way out it is met again
-    failure = Failure.read(0, -15, tmp_path / "note.json", None, 0.0)
+    failure = ProcessFailure.read(0, -15, tmp_path / "note.json", None, 0.0)
     assert (failure.code, failure.message, failure.follows) == (2, "bad input", False)
     (tmp_path / "note.json").unlink()
     assert not note(LockstepError("not of the input"))
-    assert not Failure.read(0, 1, tmp_path / "note.json", None, 0.0).follows
+    assert not ProcessFailure.read(0, 1, tmp_path / "note.json", None, 0.0).follows
     (tmp_path / "note.json").unlink()
     note(PeerError("gone"))
-    failure = Failure.read(0, 1, tmp_path / "note.json", Place(7, "saving", 1.0), 0.0)
+    failure = ProcessFailure.read(0, 1, tmp_path / "note.json", RankProgress(7, "saving", 1.0), 0.0)
     assert failure.follows
     assert str(failure) == "at step 7 (saving): gone"
     (tmp_path / "note.json").unlink()
@@ -251,12 +251,12 @@ LONG = '{"lockstep": {"line": "' + "x" * (1 << 20) + '"}}'
 def test_a_note_that_is_no_note_is_no_word(tmp_path, text):
     path = tmp_path / "error.json"
     path.write_text(text)
-    assert Failure.read(0, -9, path, None, 5.0) == Failure(0, -9, when=5.0)
+    assert ProcessFailure.read(0, -9, path, None, 5.0) == ProcessFailure(0, -9, when=5.0)
 
 
 def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(tmp_path):
-    lost = Failure(0, 1, "rank 0 lost the other ranks", follows=True, when=1.0)
-    ended = Failure.read(1, -signal.SIGTERM, tmp_path / "none", None, 2.0)
+    lost = ProcessFailure(0, 1, "rank 0 lost the other ranks", follows=True, when=1.0)
+    ended = ProcessFailure.read(1, -signal.SIGTERM, tmp_path / "none", None, 2.0)
     assert first([lost, ended]) == ended
     assert str(ended) == "rank 1 was the first to end, killed by SIGTERM, before step 0"
 
@@ -307,8 +307,8 @@ def test_a_signal_to_the_launcher_stops_restarts(tmp_path):
 def test_restarts_add_up_over_all_starts(monkeypatch):
     """`restarts` counts those of this launcher's start and of the ones before, each once."""
     state = {}
-    for job, count, total in (("a", 0, 0), ("a", 1, 1), ("a", 3, 3), ("b", 0, 3), ("b", 2, 5), ("", 0, 5)):
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    for job_id, count, total in (("a", 0, 0), ("a", 1, 1), ("a", 3, 3), ("b", 0, 3), ("b", 2, 5), ("", 0, 5)):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job_id)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
         count_restarts(state)
         assert state["restarts"] == total
@@ -317,10 +317,10 @@ def test_restarts_add_up_over_all_starts(monkeypatch):
 @pytest.mark.parametrize("stopped", [False, True], ids=["at once", "after a stop"])
 def test_a_process_ends_when_its_launcher_is_killed_and_not_when_that_is_stopped(tmp_path, stopped):
     """Whoever its parent is, and whatever it forked itself."""
-    child = "from lockstep.distributed.launcher_watch import end_with_launcher; import os, time; end_with_launcher()"
+    child = "from lockstep.distributed.launcher import end_with_launcher; import os, time; end_with_launcher()"
     child += "; pid = os.fork(); pid and print('tied', flush=True); time.sleep(30 * bool(pid))"
     between = "import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); os._exit(0)"
-    parent = "import os, subprocess, sys, time; from pathlib import Path; from lockstep.launch.private_folder import "
+    parent = "import os, subprocess, sys, time; from pathlib import Path; from lockstep.launch.workers import "
     parent += f"life_pipe; os.environ['LOCKSTEP_LAUNCHER'] = str(life_pipe(Path({str(tmp_path)!r})))"
     parent += "; subprocess.run([sys.executable, '-c', *sys.argv[1:]]); time.sleep(30)"
     command = [sys.executable, "-c", parent, between, child]
@@ -355,11 +355,11 @@ def test_progress_outlives_the_process(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_PROGRESS", str(tmp_path))
     progress = Progress.of(3)
     progress.at(12, COMPUTING)
-    place = Place.read(tmp_path / "3")
+    place = RankProgress.read(tmp_path / "3")
     assert str(place) == "step 12 (loading or computing)" == str(progress.place)
-    assert Place.read(tmp_path / "4") is None
+    assert RankProgress.read(tmp_path / "4") is None
     (tmp_path / "5").write_bytes(b"short")
-    assert Place.read(tmp_path / "5") is None
+    assert RankProgress.read(tmp_path / "5") is None
 
 
 @pytest.mark.parametrize(
@@ -369,10 +369,10 @@ def test_progress_outlives_the_process(tmp_path, monkeypatch):
 def test_kills_for_want_of_memory_are_counted(tmp_path, line, file):
     own = tmp_path / "cgroup"
     own.write_text(line)
-    before = memory.kills(tmp_path, own)
+    before = job.kills(tmp_path, own)
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text("low 0\noom 9\noom_kill 2\n")
-    assert memory.kills(tmp_path, own) == before + 2
+    assert job.kills(tmp_path, own) == before + 2
 
 
 def test_the_meeting_point_listens_on_its_address_alone():
@@ -518,12 +518,12 @@ def test_a_loader_process_behind_a_forkserver_ends_with_its_rank_and_so_does_the
 
 
 def test_the_lock_is_not_kept_by_what_its_owner_forked(tmp_path, monkeypatch):
-    code = "import os, sys, time; from lockstep.run.folder import RunFolder; folder = RunFolder(sys.argv[1], 'r')"
+    code = "import os, sys, time; from lockstep.training.run_dir import RunFolder; folder = RunFolder(sys.argv[1], 'r')"
     code += "; folder.claim(); os.fork() or print(os.getpid(), flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as owner:
         child = int(owner.stdout.readline())
         owner.kill()
-    monkeypatch.setattr("lockstep.run.lock._LINGER", 0.0)
+    monkeypatch.setattr("lockstep.training.run_dir._LINGER", 0.0)
     folder = RunFolder(str(tmp_path), "r")
     try:
         folder.claim()
@@ -538,10 +538,10 @@ def test_what_a_dead_owner_left_with_its_lock_is_waited_for(tmp_path, monkeypatc
     dead = f"process 999999 on {socket.gethostname()}, started 2026-01-01T00:00:00+0000\n"
     (tmp_path / "r" / "run.lock").write_text(dead)  # as if something held it that no fork of ours made
     other = RunFolder(str(tmp_path), "r")
-    monkeypatch.setattr("lockstep.run.lock._LINGER", 0.1)
+    monkeypatch.setattr("lockstep.training.run_dir._LINGER", 0.1)
     with pytest.raises(ConfigError, match="is in use by what is left of process 999999 on"):
         other.claim()
-    monkeypatch.setattr("lockstep.run.lock._LINGER", 60.0)
+    monkeypatch.setattr("lockstep.training.run_dir._LINGER", 60.0)
     ending = threading.Timer(0.2, folder._lock.forget)
     ending.start()
     other.claim()
@@ -570,7 +570,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing_and_is_named(tmp_path, mon
     def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lockstep.run.folder.os.fsync", full)
+    monkeypatch.setattr("lockstep.training.run_dir.os.fsync", full)
     with pytest.raises(OSError, match="state.json"):
         RunFolder(str(tmp_path), ".").write("state.json", "{}")
     assert not list(tmp_path.iterdir())

@@ -6,14 +6,12 @@ import time
 
 import pytest
 
-from lockstep.distributed.lost_peers import lost_peers
-from lockstep.distributed.members import Generation, Member, Report
-from lockstep.distributed.progress import Place
-from lockstep.distributed.rank_label import rank_label
+from lockstep.distributed.failures import ProcessFailure
+from lockstep.distributed.membership import Generation, LeaveReport, Member, lost_peers
+from lockstep.distributed.progress import RankProgress, rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import PeerError
-from lockstep.launch.failure import Failure
-from lockstep.launch.losses import Losses
+from lockstep.launch.losses import Membership
 
 KEYS = "lockstep/members/0"
 
@@ -52,7 +50,7 @@ class Run:
 
     def __init__(self, count, **settings):
         self.store, self.time, self.ended = Store(), 0.0, {}
-        self.losses = Losses(self.store, now=lambda: self.time, **settings)
+        self.losses = Membership(self.store, now=lambda: self.time, **settings)
         self.living = {str(slot) for slot in range(count)}
         self.losses.begin(0, [str(slot) for slot in range(count)])
         for name in self.living:
@@ -60,14 +58,14 @@ class Run:
 
     def lose(self, name, code=-9, message="", **more):
         self.living.discard(name)
-        self.ended[name] = Failure(int(name.partition(".")[0]), code, message, **more)
+        self.ended[name] = ProcessFailure(int(name.partition(".")[0]), code, message, **more)
         return self.look()
 
     def look(self):
         return self.losses.look(self.living, self.ended)
 
     def report(self, name, taken=7, plan="a", waited=False, where=None):
-        said = Report(taken, -1, plan, waited, 60.0)
+        said = LeaveReport(taken, -1, plan, waited, 60.0)
         self.store.set(f"{KEYS}/{where or f'here/{self.losses.number + 1}'}/{name}", json.dumps(list(said)))
         return self.look()
 
@@ -214,11 +212,11 @@ def test_losses_of_more_than_an_hour_ago_are_forgotten():
 )
 def test_an_error_ends_the_run_where_the_same_line_raises_it_in_the_same_step_again(origin, step, ends):
     run = Run(3)
-    first = {"origin": "KeyError a.py:7", "place": Place(4, "saving", 1.0)}
+    first = {"origin": "KeyError a.py:7", "place": RankProgress(4, "saving", 1.0)}
     assert run.lose("1", 1, "KeyError: 1", **first) == ""
     run.report("0")
     run.report("2")
-    place = Place(step, "loading or computing", 2.0)
+    place = RankProgress(step, "loading or computing", 2.0)
     assert bool(run.lose("2", 1, "KeyError: 2", origin=origin, place=place)) == ends
 
 
@@ -271,7 +269,7 @@ def test_a_world_of_64_goes_on_with_a_few_messages_a_member():
 
         def member(name):
             own = Member(name, 0, KEYS, ("", 0), run.store)
-            found[name] = own.regroup(Report(3, -1, "a", False, 60.0), wait=30.0)
+            found[name] = own.regroup(LeaveReport(3, -1, "a", False, 60.0), wait=30.0)
 
         threads = [threading.Thread(target=member, args=(str(slot),)) for slot in range(size) if slot != 5]
         for thread in threads:
@@ -297,7 +295,7 @@ def test_a_world_of_64_goes_on_with_a_few_messages_a_member():
 def test_who_is_not_among_those_who_go_on_ends_and_so_does_all_when_the_launcher_says_so():
     store = Store()
     member = Member("2", 0, KEYS, ("", 0), store)
-    report = Report(3, -1, "a", False, 60.0)
+    report = LeaveReport(3, -1, "a", False, 60.0)
     store.set(f"{KEYS}/members/1", Generation(1, ["0", "1"], {}, [], []).written())
     with pytest.raises(PeerError, match="the others went on without this process"):
         member.regroup(report, 1.0)
@@ -311,7 +309,7 @@ def test_who_is_not_among_those_who_go_on_ends_and_so_does_all_when_the_launcher
 def test_messages_name_a_rank_by_both_of_its_numbers_once_ranks_were_renumbered(monkeypatch):
     store = Store()
     store.set(f"{KEYS}/members/1", Generation(1, ["1", "2.1", "0.2"], {}, [], []).written())
-    Member("1", 0, KEYS, ("", 0), store).regroup(Report(3, -1, "a", False, 60.0), 1.0)
+    Member("1", 0, KEYS, ("", 0), store).regroup(LeaveReport(3, -1, "a", False, 60.0), 1.0)
     assert [rank_label(rank) for rank in range(3)] == [
         "rank 0 (rank 1 at the start)",
         "rank 1 (rank 2 at the start)",
@@ -322,8 +320,8 @@ def test_messages_name_a_rank_by_both_of_its_numbers_once_ranks_were_renumbered(
         monkeypatch.delenv(name, raising=False)
     World.join("cpu")  # other ranks now
     assert rank_label(0) == "rank 0"
-    assert str(Failure(0, 1, "no", at_start=1)).startswith("rank 0 (rank 1 at the start) failed first")
-    assert str(Failure(1, 1, "no", at_start=1)).startswith("rank 1 failed first")
+    assert str(ProcessFailure(0, 1, "no", at_start=1)).startswith("rank 0 (rank 1 at the start) failed first")
+    assert str(ProcessFailure(1, 1, "no", at_start=1)).startswith("rank 1 failed first")
 
 
 def test_a_process_knows_from_its_launcher_whether_and_as_whom_it_takes_part():

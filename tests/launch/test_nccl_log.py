@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.command import command
-from lockstep.launch.nccl_log import made
+from lockstep.launch.job import made
 
 
 def shown(capsys, *flags, rest=("train",)):

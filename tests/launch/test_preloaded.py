@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.orphans import orphans_adopted, reap_orphans
-from lockstep.launch.preloaded import Preloaded
+from lockstep.launch.agent import orphans_adopted, reap_orphans
+from lockstep.launch.workers import Preloaded
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_one_that_is_forked_too_late_never_begins(ready, tmp_path, monkeypatch):
     script = tmp_path / "late.py"
     script.write_text(f"import os\nopen({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w')\n")
     command = ["-m", "lockstep", "train", "--task", f"{script}:T", "--save-dir", str(tmp_path)]
-    monkeypatch.setattr("lockstep.launch.preloaded._ANSWER", 1e-6)
+    monkeypatch.setattr("lockstep.launch.workers._ANSWER", 1e-6)
     assert ready.start(command, os.environ | {"RANK": "0"}) is None
     monkeypatch.undo()
     process = ready.start(command, os.environ | {"RANK": "1"})
@@ -91,7 +91,7 @@ def test_one_that_is_forked_too_late_never_begins(ready, tmp_path, monkeypatch):
 
 
 def test_it_ends_with_its_launcher():
-    program = "import sys, time\nfrom lockstep.launch.preloaded import Preloaded\nmade = Preloaded()\n"
+    program = "import sys, time\nfrom lockstep.launch.workers import Preloaded\nmade = Preloaded()\n"
     program += "print(made.process.pid, flush=True)\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     done = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     stat = Path(f"/proc/{int(done.stdout.readline())}/stat")

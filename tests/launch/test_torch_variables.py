@@ -8,9 +8,8 @@ import sys
 import pytest
 from shell import environment
 
-from lockstep.distributed.cores import compile_threads
+from lockstep.distributed.launcher import allocator_variables, compile_threads, torch_variables
 from lockstep.launch.command import command
-from lockstep.launch.torch_variables import allocator_variables, torch_variables
 
 NAMES = (
     "CUBLAS_WORKSPACE_CONFIG",

@@ -76,7 +76,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "reader": ("now", "late"),
     "resume": ("none", "before", "after"),
     "task": ("default", "own", "options", "muon", "adapters", "plateau", "hooked", "lightning", "manual"),
-    # The loss, what is trained, and how often a step evaluates; tests/run/test_step_property.py mixes these.
+    # The loss, what is trained, and how often a step evaluates; tests/training/test_step_property.py mixes these.
     "step": ("sum", "mean", "weighted", "whole", "rows", "unfrozen", "frozen", "closure"),
 }
 assert tuple(FACTORS) == Case._fields

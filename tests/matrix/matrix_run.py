@@ -43,14 +43,14 @@ from shaken import shaken
 import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint.format import MANIFEST, read_manifest
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Checkpoint, Data, Fp16, Guards, Lora, Optim
 from lockstep.distributed.world import World
-from lockstep.engines.shared.exact import Exchange
-from lockstep.engines.shared.optimizer_step import OptimizerStep
+from lockstep.engines.exact import Exchange
+from lockstep.engines.optimizer_step import OptimizerStep
 from lockstep.errors import LockstepError
 from lockstep.guards import spike
-from lockstep.guards.reading import Reader
+from lockstep.guards.nonfinite import DeferredReader
 from lockstep.transforms import precision
 
 __all__ = ["NAME", "Start", "begins", "folder_of", "play", "refused", "resumes_at", "shares", "starts", "task_of"]
@@ -222,7 +222,9 @@ def _one(world, start, folder):
     case, taken, error, began = start.case, [], "", time.monotonic()
     torch.use_deterministic_algorithms(False)
     task = task_of(case, folder)
-    Reader.lag = int(case.reader == "late")  # as from a device, which tells a step's norm after the next has begun
+    DeferredReader.lag = int(
+        case.reader == "late"
+    )  # as from a device, which tells a step's norm after the next has begun
     Exchange.late = case.reader == "late"
     OptimizerStep.on_device = True if case.reader == "late" else None  # which decides there what becomes of a step
     precision.HOW = {"backend": "eager"}  # traced and guarded as for a device, without a C++ compiler's seconds

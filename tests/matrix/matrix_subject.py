@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.data.order import Shuffled
+from lockstep.data.sampler import Shuffled
 from lockstep.hooks import Hooks
 from lockstep.seeds import derive
 from lockstep.tensors import local_of

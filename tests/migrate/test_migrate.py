@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.adapters.hf_trainer import refusals as trainer_refusals
+from lockstep.adapters.lightning import refusals
 from lockstep.migrate import objects
 from lockstep.migrate.command import rows_of
 from lockstep.migrate.parsing import MigrateProblem
-from lockstep.migrate.script import ACTIONS
-from lockstep.tasks.tables import lightning, trainer
+from lockstep.migrate.plain import ACTIONS
 from lockstep_lint.analysis.source import parse
 from lockstep_lint.command import command
 
@@ -391,17 +392,22 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, argv, said):
 
 
 def test_the_callbacks_that_are_told_are_those_that_the_adapters_know():
-    from lockstep.tasks import lightning_callbacks, trainer_callbacks
+    from lockstep.adapters.hf_trainer import convert as trainer_callbacks
+    from lockstep.adapters.lightning import hooks as lightning_callbacks
 
-    assert trainer.CALLBACKS.keys() == {*trainer_callbacks._DONE, *trainer_callbacks._SINKS, trainer_callbacks._EARLY}
+    assert trainer_refusals.CALLBACKS.keys() == {
+        *trainer_callbacks._DONE,
+        *trainer_callbacks._SINKS,
+        trainer_callbacks._EARLY,
+    }
     served = {"EarlyStopping", "ModelCheckpoint", "EMAWeightAveraging"}
-    assert lightning.CALLBACKS.keys() == served | {*lightning_callbacks.DONE}
+    assert refusals.CALLBACKS.keys() == served | {*lightning_callbacks.DONE}
 
 
 def test_the_precisions_that_are_told_are_those_that_the_adapter_knows():
-    from lockstep.tasks import lightning_arguments
+    from lockstep.adapters.lightning import arguments as lightning_arguments
 
-    assert set(lightning.PRECISIONS) == lightning_arguments._PRECISIONS.keys()
+    assert set(refusals.PRECISIONS) == lightning_arguments._PRECISIONS.keys()
 
 
 def test_the_methods_that_rows_name_exist():

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.models.chunked import chunk_of, summed_cross_entropy, summed_loss
+from lockstep.models.fused import chunk_of, summed_cross_entropy, summed_loss
 from lockstep.models.gpt import GPT, GPTConfig, generate
-from lockstep.models.hf import HubModel
-from lockstep.models.hf_forward import (
+from lockstep.models.hf import (
+    HubModel,
     can_chunk,
     further_logits,
     inputs_of,
@@ -21,7 +21,7 @@ from lockstep.models.hf_forward import (
     takes_documents,
     with_loss,
 )
-from lockstep.tasks.causal_lm import pad_tokens
+from lockstep.tasks.language_model import pad_tokens
 
 SMALL = GPTConfig(layers=2, heads=2, width=16, vocab_size=100, context=24)
 
@@ -269,8 +269,8 @@ def test_logits_that_are_more_than_the_heads_are_found():
 def test_a_chunk_that_cannot_be_had_is_refused_by_name(tmp_path):
     import transformers
 
-    from lockstep.config.config import Config
-    from lockstep.tasks.hf import hub_task
+    from lockstep.config.schema import Config
+    from lockstep.tasks.language_model import hub_task
 
     hub_files.write_tokenizer(tmp_path)
     transformers.GraniteConfig(
@@ -296,8 +296,8 @@ def test_a_chunk_that_cannot_be_had_is_refused_by_name(tmp_path):
 def test_documents_are_refused_of_an_architecture_with_a_state(tmp_path):
     import transformers
 
-    from lockstep.config.config import Config
-    from lockstep.tasks.hf import hub_task
+    from lockstep.config.schema import Config
+    from lockstep.tasks.language_model import hub_task
 
     hub_files.write_tokenizer(tmp_path)
     transformers.MambaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1).save_pretrained(tmp_path)

@@ -18,7 +18,7 @@ import lockstep
 from lockstep.errors import ConfigError, ResumeError
 from lockstep.models import fused
 from lockstep.models.gpt import GPT, GPTConfig, further_logits, generate
-from lockstep.run import model as run_model
+from lockstep.training import build_engine as run_model
 from lockstep.transforms import autocast, checkpointed, compiled
 
 sys.path.append(str(Path(__file__).parents[1] / "transforms"))
@@ -205,7 +205,8 @@ def test_a_resume_holds_it_and_inference_does_without(tmp_path):
     trained(None, tmp_path, "r")
     with pytest.raises(ResumeError, match=r"--fused-kernels all \(now backward\)"):
         trained(None, tmp_path, "r", {"fused_kernels": "backward", "max_steps": 6})
-    from lockstep.run.using import Wanted, config_of
+    from lockstep.training.inference import InferenceRequest as Wanted
+    from lockstep.training.inference import config_of
 
     assert config_of(tmp_path / "r", Wanted(str(tmp_path / "r"))).fused_kernels == "none"
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, PRESETS, GPTConfig, further_logits, generate
-from lockstep.tasks.causal_lm import CausalLM
+from lockstep.tasks.language_model import CausalLM
 
 TINY = GPTConfig(layers=2, heads=2, width=16, vocab_size=50, context=12)
 

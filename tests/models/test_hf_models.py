@@ -11,9 +11,8 @@ from ranks import run
 
 from lockstep import checkpoint
 from lockstep.errors import ConfigError
-from lockstep.models.chunked import summed_cross_entropy
-from lockstep.models.hf import HubModel, HubTokenizer, repeated_blocks
-from lockstep.models.hf_forward import logits_of
+from lockstep.models.fused import summed_cross_entropy
+from lockstep.models.hf import HubModel, HubTokenizer, logits_of, repeated_blocks
 from lockstep.transforms import prepare
 
 pytestmark = pytest.mark.usefixtures("no_network")

@@ -37,49 +37,48 @@ ROOT = Path(__file__).resolve().parents[2]
 LEAST = 0.85  # of the mistakes that count
 NOT_COPIED = (".git", ".venv", "outputs", "build", "__pycache__", ".*_cache", "*.egg-info", ".hypothesis")
 
-WHOLE = "test_loop*.py run/test_*.py"
+WHOLE = "test_loop*.py training/test_*.py"
 GUARDS = "guards/test_*.py"
 # (area, its modules under src/lockstep, the tests that matter to them; patterns of files)
 TABLE = [
-    ("loop", "lockstep/loop.py run/evaluate.py seeds.py", f"test_parity.py test_worlds.py {WHOLE}"),
+    ("loop", "lockstep/loop.py training/evaluation.py seeds.py", f"test_parity.py test_worlds.py {WHOLE}"),
     ("data", "data/*.py", f"data/*.py test_parity.py {WHOLE} {GUARDS}"),
-    ("data", "text/*.py", "text/*.py run/test_hf_run.py"),
+    ("data", "text/*.py", "text/*.py training/test_hf_run.py"),
     ("engines", "engines/deepspeed/*.py", "engines/test_deepspeed*.py"),
-    ("batchnorm", "engines/shared/batchnorm.py", f"test_batchnorm*.py {WHOLE}"),
+    ("batchnorm", "engines/buffers.py", f"test_batchnorm*.py {WHOLE}"),
     ("engines", "engines/*.py engines/*/*.py", f"engines/test_*.py optim/*.py {WHOLE} {GUARDS}"),
-    ("checkpoint", "checkpoint/export/*.py", "test_export.py"),
+    ("checkpoint", "checkpoint/export.py", "test_export.py"),
     ("checkpoint", "checkpoint/*.py", f"checkpoint/*.py engines/test_engine_checkpoints.py {WHOLE} {GUARDS}"),
     (
         "guards",
-        "guards/*.py run/guarding.py run/finite.py run/plan_check.py run/shared_folder.py",
+        "guards/*.py training/guards.py training/open_run.py training/resume.py training/agreement.py",
         f"{GUARDS} checkpoint/test_checkpoint_finite.py {WHOLE}",
     ),
     (
         "launch",
-        "launch/*.py distributed/members.py distributed/launcher.py distributed/launcher_watch.py "
-        "distributed/lost_peers.py distributed/handshake.py distributed/stop_signals.py",
+        "launch/*.py distributed/membership.py distributed/launcher.py distributed/failures.py",
         "launch/*.py test_members.py test_launcher.py test_lost_peers.py test_handshake.py test_guards_edges.py "
         "test_environment.py test_command.py chaos/*.py",
     ),
     # Those that run traced programs come last: they take seconds each.
-    ("trace", "trace/*.py", "test_trace_sums.py test_trace_states.py test_trace_normalisation.py trace/*.py"),
+    ("trace", "trace/*/*.py", "test_trace_sums.py test_trace_states.py test_trace_normalisation.py trace/*.py"),
     (
         "verify",
         "verify/*.py distributed/spawn.py",
         "verify/*.py test_worlds.py test_distributed_helper.py",
     ),
-    ("exchange", "step_exchange.py", f"distributed/*.py {GUARDS} {WHOLE}"),
-    ("recorder", "run/recorder.py run/meter.py", WHOLE),
+    ("exchange", "distributed/exchange.py", f"distributed/*.py {GUARDS} {WHOLE}"),
+    ("recorder", "training/recorder.py", WHOLE),
     (
         "run",
-        "run/run.py run/session.py run/training.py run/after_step.py run/recovery.py run/opening.py run/load.py "
-        "run/datasets.py run/ready_made.py run/announce.py run/reporting.py lockstep/task.py",
-        f"{WHOLE} test_task*.py commands/*.py {GUARDS} tasks/test_trainer.py chaos/test_lost_ranks.py",
+        "training/run.py training/session.py training/trainer.py training/components.py training/recovery.py "
+        "training/open_run.py training/inference.py training/agreement.py lockstep/task.py",
+        f"{WHOLE} test_task*.py commands/*.py {GUARDS} adapters/test_trainer.py chaos/test_lost_ranks.py",
     ),
     (
         "build",
-        "run/build.py run/plan.py",
-        f"{WHOLE} commands/*.py test_parity.py engines/test_engine_refusals.py sinks/test_sinks_remote.py",
+        "training/build.py training/resume.py",
+        f"{WHOLE} commands/*.py test_parity.py engines/test_engine_refusals.py logging/test_sinks_remote.py",
     ),
 ]
 
@@ -252,7 +251,7 @@ class Copy:
 
 
 def _module(path: Path) -> str:
-    """lockstep.data.order of src/lockstep/data/order.py"""
+    """lockstep.data.sampler of src/lockstep/data/sampler.py"""
     return ".".join(path.with_suffix("").parts[1:])
 
 
@@ -348,7 +347,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT, table: list[tupl
     parser = argparse.ArgumentParser(description="Puts plausible mistakes into a copy of the core; do tests notice?")
     parser.add_argument("--count", type=int, default=48, help="mistakes that count (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: %(default)s)")
-    parser.add_argument("--only", default="", help="an area, or a module's path: engines, data/order.py")
+    parser.add_argument("--only", default="", help="an area, or a module's path: engines, data/sampler.py")
     parser.add_argument("--hang", type=float, default=60.0, help="seconds a test may take (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for a mistake (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="mistakes tried at a time (default: %(default)s)")

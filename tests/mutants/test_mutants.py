@@ -85,7 +85,7 @@ def test_what_cannot_matter_or_could_do_harm_is_left_alone(source):
 
 def test_every_mistake_in_the_core_is_a_program():
     core = Path(runner.ROOT) / "src" / "lockstep"
-    for name in ("step_exchange.py", "spike.py"):
+    for name in ("exchange.py", "spike.py"):
         source = next(core.rglob(name)).read_text(encoding="utf-8")
         for mutant in mutants(source)[::2]:
             ast.parse(mutant.put_into(source))

@@ -14,13 +14,13 @@ from torch import nn
 from toys import Ragged, taken
 
 import lockstep
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Optim
-from lockstep.engines.shared.blocks import repeated_layers
+from lockstep.engines.blocks import repeated_layers
 from lockstep.errors import ConfigError
-from lockstep.optim.groups import Rule, Rules, freeze, groups, parse
+from lockstep.optim.groups import GroupRule, Rules, freeze, groups, parse
 from lockstep.optim.optimizers import adam, make_optimizer
-from lockstep.run.groups_table import show_groups
+from lockstep.training.build import show_groups
 
 
 class Deep(nn.Module):
@@ -71,7 +71,7 @@ def test_patterns_say_rate_decay_or_frozen_and_the_first_that_matches_counts():
     }
     del wanted["tokens.weight"]
     assert found == wanted
-    assert parse("a: lr=0; b*: lr=2x, decay=0") == [Rule("a", lr=0.0), Rule("b*", times=2.0, decay=0.0)]
+    assert parse("a: lr=0; b*: lr=2x, decay=0") == [GroupRule("a", lr=0.0), GroupRule("b*", times=2.0, decay=0.0)]
     assert parse(" ; ") == []
 
 

@@ -8,16 +8,16 @@ from test_groups import Deep
 from torch import nn
 from toys import Ragged
 
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Optim
-from lockstep.engines.shared.blocks import repeated_layers
-from lockstep.engines.shared.optimizers import check_optimizer
+from lockstep.engines.blocks import repeated_layers
+from lockstep.engines.optimizers import check_optimizer
 from lockstep.errors import ConfigError
 from lockstep.optim.groups import Rules, parse
 from lockstep.optim.muon import MuonAdamW
 from lockstep.optim.optimizers import make_optimizer, muon, rules_of
-from lockstep.run.defaults import described_optimizer, settled
-from lockstep.run.groups_table import groups_of
+from lockstep.training.build import groups_of
+from lockstep.training.defaults import described_optimizer, settled
 
 
 def made_for(model, text="", layer_decay=1.0, **settings):

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 from toys import Ragged
 
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Optim
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.optim.groups import groups
 from lockstep.optim.optimizers import adamw, make_optimizer, sgd
-from lockstep.run.defaults import settled
+from lockstep.training.defaults import settled
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decay_embeddings": False}
 

@@ -10,7 +10,7 @@ from toys import Ragged
 
 import lockstep
 from lockstep.errors import ConfigError
-from lockstep.sinks.jsonl import read
+from lockstep.logging.jsonl import read
 
 LR, STEPS = 0.3, 40
 

@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import checkpoint
 from lockstep.config.sections import Guards, Optim
-from lockstep.data.order import Shuffled
+from lockstep.data.sampler import Shuffled
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, ConfigError, UsageError
-from lockstep.own_loop.states import _plain, _whole
+from lockstep.own_loop import _plain, _whole
 
 SIZE, BATCH, MICRO = 61, 12, 3
 

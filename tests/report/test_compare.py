@@ -9,8 +9,8 @@ from toys import Ragged
 
 import lockstep
 from lockstep.cli import dispatch
-from lockstep.report.compare import compare
 from lockstep.report.facts import gather
+from lockstep.report.page import compare
 
 
 def gathered(*folders):

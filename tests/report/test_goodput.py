@@ -13,7 +13,7 @@ from toys import Ragged
 import lockstep
 from lockstep.cli import dispatch
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.report import timeline
+from lockstep.report import goodput as timeline
 from lockstep.report.goodput import LABELS, duration, goodput
 
 

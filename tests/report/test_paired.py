@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from lockstep.report import paired as module
-from lockstep.report.paired import paired
+from lockstep.report import page as module
+from lockstep.report.page import paired
 
 
 @pytest.mark.parametrize(("freedom", "t"), [(1, 12.7062), (2, 4.30265), (10, 2.22814), (30, 2.04227), (99, 1.98422)])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.report.waits import waits
+from lockstep.report.goodput import waits
 
 HEALTHY = {"steps": 100.0, "data": 5.0, "exchange": 20.0, "saves": 2.0, "evaluation": 15.0}
 

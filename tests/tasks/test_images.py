@@ -17,15 +17,14 @@ from torch.nn import functional as F
 import lockstep
 from lockstep import checkpoint
 from lockstep.cli import dispatch
-from lockstep.config import options
-from lockstep.config.config import Config
-from lockstep.data.fetch import seed_everything
+from lockstep.config import cli
+from lockstep.config.schema import Config
+from lockstep.data.loader import seed_everything
 from lockstep.errors import ConfigError, DataError, LockstepError, ResumeError
-from lockstep.models.resnet import ResNet
-from lockstep.models.vit import ViT, patch_for
-from lockstep.sinks.jsonl import read
+from lockstep.logging.jsonl import read
+from lockstep.models.vision import ResNet, ViT, patch_for
+from lockstep.tasks.image_data import ImageError, opened
 from lockstep.tasks.images import Prepared, Preparing, make
-from lockstep.tasks.pictures import ImageError, opened
 
 SMALL = {"batch_size": 32, "micro_batch_size": 8, "max_steps": 4, "log_freq": 2, "device": "cpu", "lr": 0.01}
 
@@ -400,6 +399,6 @@ def test_the_models_shapes():
 
 def test_a_run_of_images_is_written_and_read_back(tmp_path):
     result = lockstep.train(config(tmp_path, max_steps=1))
-    kept = options.read(result.folder / "config.toml")
+    kept = cli.read(result.folder / "config.toml")
     assert kept["images.padding"] == -1
     assert "seq_len" not in kept

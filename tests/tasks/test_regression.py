@@ -11,12 +11,12 @@ from ranks import run
 import lockstep
 from lockstep import checkpoint
 from lockstep.cli import dispatch
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.errors import ConfigError, DataError
-from lockstep.models.mlp import MLP
-from lockstep.run.load import chosen, fill
-from lockstep.sinks.jsonl import read
+from lockstep.logging.jsonl import read
+from lockstep.models.vision import MLP
 from lockstep.tasks.regression import make
+from lockstep.training.inference import chosen, fill
 
 
 def config(folder, **changes):

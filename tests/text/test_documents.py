@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.tasks.causal_lm import LanguageModel
-from lockstep.text.corpus import IGNORED, Blocks, Windows
-from lockstep.text.documents import Packed, Padded
-from lockstep.text.examples import Example
-from lockstep.text.written import Packing, write_split
+from lockstep.tasks.language_model import LanguageModel
+from lockstep.text.corpus import IGNORED, TokenBlocks, Windows
+from lockstep.text.documents import Example, Packed, PaddedDocuments
+from lockstep.text.token_store import Packing, write_split
 
 SEPARATOR = 1
 
@@ -41,8 +40,8 @@ def check_work(samples):
     """What sharing out a step goes by: the tokens of a batch with its padding, known without loading it."""
     works = [LanguageModel.work(None, samples, [place]) for place in range(len(samples))]
     lengths = [len(samples[place]["input_ids"]) for place in range(len(samples))]
-    assert works == (lengths if isinstance(samples, Padded) else [None] * len(lengths))
-    if isinstance(samples, Padded) and lengths:
+    assert works == (lengths if isinstance(samples, PaddedDocuments) else [None] * len(lengths))
+    if isinstance(samples, PaddedDocuments) and lengths:
         assert LanguageModel.work(None, samples, range(len(lengths))) == len(lengths) * max(lengths)
 
 
@@ -81,7 +80,7 @@ def predicted(samples):
 def test_documents_apart_lose_no_label_and_see_no_other_document(shapes, seq_len, masked):
     examples = made(shapes)
     wanted = [(a, b) for example in examples for a, b, learned in steps_of(example, masked) if learned]
-    padded, written = split("padded", examples, seq_len, masked, Padded)
+    padded, written = split("padded", examples, seq_len, masked, PaddedDocuments)
     assert predicted(padded) == wanted  # once each, and in order
     assert written.labels == len(wanted)
     assert all(1 <= len(sample["input_ids"]) <= seq_len for sample in padded)
@@ -105,7 +104,7 @@ def test_documents_apart_lose_no_label_and_see_no_other_document(shapes, seq_len
 @settings(max_examples=40, deadline=None)
 def test_a_stream_and_blocks_have_every_token_once_and_in_order(shapes, seq_len, masked):
     examples = made(shapes)
-    for kind, reader in (("stream", Windows), ("blocks", Blocks)):
+    for kind, reader in (("stream", Windows), ("blocks", TokenBlocks)):
         end = [SEPARATOR] if kind == "stream" else []
         front = [SEPARATOR] * (kind == "blocks")
         joined = [token for example in examples for token in (*front, *map(ord, example.text), *end)]

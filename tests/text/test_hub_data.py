@@ -12,19 +12,18 @@ import hub_files
 import pytest
 import torch
 
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Data
 from lockstep.data.batches import Batches, StepPlan
-from lockstep.data.order import Shuffled
+from lockstep.data.sampler import Shuffled
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.hf import HubTokenizer
-from lockstep.tasks.hf import corpus_for, hub_task
-from lockstep.tasks.named import named_task
+from lockstep.tasks.language_model import corpus_for, hub_task
 from lockstep.text import hub
-from lockstep.text.hub import Wanted, open_rows, table_files
-from lockstep.text.hub_corpus import Trained, _progress
-from lockstep.text.hub_rows import reader
+from lockstep.text.hub import DataRequest, open_rows, reader, table_files
+from lockstep.text.token_store import TokenizerToTrain, _progress
+from lockstep.training.named_task import named_task
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -33,7 +32,7 @@ def corpus(name, own=None, say=lambda line: None, seq_len=16, tokenizer="", seed
     config = Config(
         dataset_name=str(name), seq_len=seq_len, tokenizer=str(tokenizer), seed=seed, data=Data(**data), batch_size=4
     )
-    return corpus_for(config, own or (lambda: Trained(300)), say).corpus
+    return corpus_for(config, own or (lambda: TokenizerToTrain(300)), say).corpus
 
 
 def stream(samples):
@@ -137,9 +136,9 @@ def test_a_folder_is_asked_for_by_its_subset_and_its_files_encoding(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("text\nadd\n", encoding="utf-8-sig")
     for subset, wanted in (("small", "small"), ("", None)):
-        asked = hub._local(Wanted(str(tmp_path), subset=subset), [path], tmp_path)
+        asked = hub._local(DataRequest(str(tmp_path), subset=subset), [path], tmp_path)
         assert asked == {"path": str(tmp_path), "name": wanted, "encoding": "utf-8-sig"}
-    assert hub._local(Wanted(str(tmp_path)), [tmp_path / "a.parquet"], tmp_path) == {
+    assert hub._local(DataRequest(str(tmp_path)), [tmp_path / "a.parquet"], tmp_path) == {
         "path": str(tmp_path),
         "name": None,
     }
@@ -338,8 +337,8 @@ def test_a_hub_dataset_is_asked_for_by_its_subset_and_revision(monkeypatch):
 
     monkeypatch.setattr(hub, "_datasets", lambda wanted: SimpleNamespace(load_dataset_builder=load_dataset_builder))
     monkeypatch.setattr(hub, "reach", lambda say: True)
-    chosen = open_rows(Wanted("some/corpus", subset="small", revision="v2"), print)
-    plain = open_rows(Wanted("some/corpus"), print)
+    chosen = open_rows(DataRequest("some/corpus", subset="small", revision="v2"), print)
+    plain = open_rows(DataRequest("some/corpus"), print)
     assert asked == [("some/corpus", "small", "v2"), ("some/corpus", None, None)]
     assert chosen.revision == plain.revision == "c0ffee"
     assert chosen.digest != plain.digest
@@ -348,7 +347,7 @@ def test_a_hub_dataset_is_asked_for_by_its_subset_and_revision(monkeypatch):
 def test_a_hub_name_without_a_network_ends_at_once():
     began = time.monotonic()
     with pytest.raises(DataError, match=r"hub is not reached; .*hf download some-one/some-data.*HF_HOME") as caught:
-        open_rows(Wanted("some-one/some-data"), lambda line: None)
+        open_rows(DataRequest("some-one/some-data"), lambda line: None)
     assert time.monotonic() - began < 10
     assert "\n" not in str(caught.value)
     assert os.environ["HF_HUB_OFFLINE"] == "1"

@@ -9,17 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Data
 from lockstep.errors import DataError
-from lockstep.models.chat import chat_tokens
-from lockstep.models.hf import HubTokenizer
-from lockstep.tasks import causal_lm
-from lockstep.tasks.hf import corpus_for
-from lockstep.tasks.named import named_task
+from lockstep.models.hf import HubTokenizer, chat_tokens
+from lockstep.tasks import language_model
+from lockstep.tasks.language_model import corpus_for
 from lockstep.text.documents import packed
-from lockstep.text.hub_corpus import Trained
-from lockstep.text.hub_rows import reader
+from lockstep.text.hub import reader
+from lockstep.text.token_store import TokenizerToTrain
+from lockstep.training.named_task import named_task
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -64,7 +63,7 @@ def corpus(path, tokenizer=None, say=lambda line: None, seq_len=64, packing="pad
     config = Config(
         dataset_name=str(path), seq_len=seq_len, data=Data(packing=packing, **data), batch_size=4, precision="float64"
     )
-    return corpus_for(config, lambda: tokenizer or Trained(300), say).corpus
+    return corpus_for(config, lambda: tokenizer or TokenizerToTrain(300), say).corpus
 
 
 def learned(found, sample):
@@ -268,7 +267,7 @@ def test_a_window_restarts_its_positions(tmp_path):
 
 @pytest.mark.parametrize(("packing", "hub"), [("stream", False), ("documents", False), ("padded", True)])
 def test_the_sample_of_text_begins_as_the_data_does_or_as_asked(tmp_path, model_folder, monkeypatch, packing, hub):
-    monkeypatch.setattr(causal_lm, "_SAMPLE", 3)
+    monkeypatch.setattr(language_model, "_SAMPLE", 3)
     path = hub_files.write_jsonl(
         tmp_path / "a.jsonl", [{"prompt": "add three", "completion": f" {n}."} for n in range(30)]
     )

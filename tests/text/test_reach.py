@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.text.reach import snapshot
+from lockstep.text.cache import snapshot
 
 
 @pytest.mark.parametrize("said", ["HF_HOME", "HF_HUB_CACHE"])

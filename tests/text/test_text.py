@@ -17,14 +17,11 @@ from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.text import sources
-from lockstep.text.corpus import Windows
-from lockstep.text.hub_cache import default_cache
-from lockstep.text.hub_corpus import Trained, prepare
-from lockstep.text.hub_plain import plain_rows
-from lockstep.text.machine_lock import alone
+from lockstep.text.cache import alone, default_cache
+from lockstep.text.corpus import ByteBPE, Windows, token_type
+from lockstep.text.hub import plain_rows
 from lockstep.text.sources import find, pieces, split
-from lockstep.text.tokenize import ByteBPE, token_type
-from lockstep.text.written import Packing
+from lockstep.text.token_store import Packing, TokenizerToTrain, prepare
 
 WORDS = ["the", "a", "step", "rank", "loss", "batch", "seed", "data", "order", "köln", "東京", "🙂", "token\tline"]
 
@@ -47,7 +44,7 @@ def folder(tmp_path):
 def opened(name, tmp_path, say=lambda line: None, **changed):
     settings = {"seq_len": 16, "vocab_size": 320, "eval_fraction": 0.2, "cache": tmp_path / "cache", **changed}
     rows, packing = plain_rows(str(name)), Packing("stream", settings["seq_len"], settings["eval_fraction"])
-    tokenizer = Trained(settings["vocab_size"])
+    tokenizer = TokenizerToTrain(settings["vocab_size"])
     return prepare(str(name), rows.digest, rows.documents, tokenizer, packing, cache=settings["cache"], say=say)
 
 
@@ -480,7 +477,7 @@ def test_an_empty_token_file_has_no_samples(tmp_path):
 
 
 def test_which_files_are_kept_aside_does_not_depend_on_the_order_of_a_folder():
-    files = [sources.Source(name, Path(name), 100, "", True) for name in "abcdefgh"]
+    files = [sources.TextFile(name, Path(name), 100, "", True) for name in "abcdefgh"]
     chosen = sources._chosen(files, 300.0, 5)
     assert len(chosen) == 3
     assert sources._chosen(files[::-1], 300.0, 5) == chosen

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
-from lockstep.trace import hooks
-from lockstep.trace.reading import FOLDER_FILE, FORMAT
+from lockstep.trace.compare.reading import FOLDER_FILE, FORMAT
+from lockstep.trace.record import hooks
 
 
 class Ragged(Dataset):

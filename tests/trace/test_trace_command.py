@@ -12,8 +12,8 @@ from shell import environment, free_port
 
 from lockstep import cli
 from lockstep.errors import ConfigError, DifferenceError
-from lockstep.trace.pooled import SLOTS
-from lockstep.trace.reading import FOLDER_FILE, FORMAT, read
+from lockstep.trace.compare.reading import FOLDER_FILE, FORMAT, read
+from lockstep.trace.record.pooled import SLOTS
 
 SCRIPT = """
 import os, sys, torch
@@ -130,7 +130,9 @@ def test_processes_that_each_do_the_whole_training_are_the_same_and_it_is_said(f
 
 def test_a_process_without_torch_costs_nothing_and_keeps_its_own_sitecustomize(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('mine')\n")
-    code = "import sys; print(sorted({'torch', 'numpy', 'lockstep.trace.hooks'} & set(sys.modules))); sys.exit(5)"
+    code = (
+        "import sys; print(sorted({'torch', 'numpy', 'lockstep.trace.record.hooks'} & set(sys.modules))); sys.exit(5)"
+    )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = ran("-m", "lockstep", "trace", "-o", "out", "--", sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 5

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.trace import judge
-from lockstep.trace.coverage import every, matched
-from lockstep.trace.judge import judged
-from lockstep.trace.reading import Part, Rank, Run
+from lockstep.trace.compare import judge
+from lockstep.trace.compare.judge import judged
+from lockstep.trace.compare.pairing import every, matched
+from lockstep.trace.compare.reading import RankTrace, TracePart, TraceRun
 
 NAMES = ("first.weight", "first.bias", "last.weight", "last.bias")
 KINDS = ("initial", "begin", "grad", "weights", "buffers", "state")
@@ -46,7 +46,7 @@ def tables(names):
 def trace():
     """A run of one process: a table for each kind, so that names can be taken out of each alone."""
     plain = tables(NAMES)
-    ranks = Rank({"world": 1, "rank": 0, "initialized": False, "frameworks": [], "versions": {}, "script": {}})
+    ranks = RankTrace({"world": 1, "rank": 0, "initialized": False, "frameworks": [], "versions": {}, "script": {}})
     for step in range(STEPS):
         record = {"k": step, "opt": 0, "kind": "SGD", "groups": [{"n": 4, "lr": 0.1}], "ev": [], "fwd": [], "loads": []}
         record["loss"] = [{"at": 1, "v": [2.0 - step]}]
@@ -61,7 +61,7 @@ def trace():
             record[kind] = [table, memoryview(raw)]
         ranks.steps.append(record)
     ranks.end = {"k": STEPS, "ev": [], "fwd": [], "loads": []}
-    return Run("run", [Part({0: ranks})], {"code": 0})
+    return TraceRun("run", [TracePart({0: ranks})], {"code": 0})
 
 
 def without(run, kind, change):

@@ -7,8 +7,8 @@ import sys
 import pytest
 from shell import environment
 
-from lockstep.trace.judge import judged
-from lockstep.trace.reading import read
+from lockstep.trace.compare.judge import judged
+from lockstep.trace.compare.reading import read
 
 SCRIPT = """
 import os, sys, torch, deepspeed

@@ -10,8 +10,8 @@ import plain_loop
 import pytest
 from ranks import run
 
-from lockstep.trace.judge import judged
-from lockstep.trace.reading import FOLDER_FILE, FORMAT, read, summary
+from lockstep.trace.compare.judge import judged
+from lockstep.trace.compare.reading import FOLDER_FILE, FORMAT, read, summary
 
 
 def traced(world, folder, mistake, settings):

@@ -5,13 +5,10 @@ from array import array
 
 import pytest
 
-from lockstep.trace.judge_data import data_difference
-from lockstep.trace.judge_normalisation import items_unequal, normalisation_difference
-from lockstep.trace.judge_random import random_difference
-from lockstep.trace.limits import gradient_limit
-from lockstep.trace.pairing import Pair, Side, Spot
-from lockstep.trace.reading import Part, Rank
-from lockstep.trace.step import Step
+from lockstep.trace.compare.judge_data import data_difference, random_difference
+from lockstep.trace.compare.judge_gradient import gradient_limit, items_unequal, normalisation_difference
+from lockstep.trace.compare.pairing import Spot, StepPair, TracePair, TraceSide
+from lockstep.trace.compare.reading import RankTrace, TracePart
 
 LABELS = {0: 5, 1: 1, 2: 2, 3: 6, 4: 6, 5: 4, 6: 1, 7: 3}  # sample -> its labels that count
 HALVES = [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]  # rank -> forwards -> samples
@@ -44,12 +41,12 @@ def side(ranks, way, noise=0.0, lengths=None, content=0, indices=True, kind="bfl
             record["loads"].append(load)
             record["fwd"].append(forward)
         head = {"rank": rank, "world": len(ranks), "initialized": True, "frameworks": []}
-        found[rank] = Rank(head, [record])
-    return Side("run", [Spot(Part(found), 0)], None, True)
+        found[rank] = RankTrace(head, [record])
+    return TraceSide("run", [Spot(TracePart(found), 0)], None, True)
 
 
 def stepped(one, two):
-    return Step(Pair(one, two, 0), one.spots[0], two.spots[0], (0, 0), 0, 0.0)
+    return StepPair(TracePair(one, two, 0), one.spots[0], two.spots[0], (0, 0), 0, 0.0)
 
 
 @pytest.mark.parametrize("indices", [True, False])

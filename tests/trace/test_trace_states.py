@@ -6,8 +6,7 @@ import numpy
 import pytest
 import torch
 
-from lockstep.trace.passes import Passes
-from lockstep.trace.states import seed_digests, state_digests
+from lockstep.trace.record.states import PassRecorder, seed_digests, state_digests
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +81,7 @@ def test_a_backward_is_followed_to_an_output_that_was_converted(used):
     """Accelerate converts outputs to float32; the Trainer's loss is made before that, and DDP says so with None."""
     lengths = []
 
-    class Followed(Passes):
+    class Followed(PassRecorder):
         def reached(self, record, gradient):
             lengths.append(gradient.float().norm().item())
 

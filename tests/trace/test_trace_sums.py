@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lockstep.trace.names import WHOLE
-from lockstep.trace.pooled import SLOTS, Pool, Slots, put_digests
-from lockstep.trace.samples import Batch, outcomes, outputs
-from lockstep.trace.samples import digested as digested_together
-from lockstep.trace.sums import SKETCH, WIDTH, Place, plain, summed
+from lockstep.trace.record.names import WHOLE
+from lockstep.trace.record.pooled import SLOTS, Pool, Slots, put_digests
+from lockstep.trace.record.samples import Batch, outcomes, outputs
+from lockstep.trace.record.samples import digested as digested_together
+from lockstep.trace.record.sums import SKETCH, WIDTH, ElementPlaces, plain, summed
 
 
 def digested(data):
@@ -30,7 +30,7 @@ def test_shards_add_up_to_the_whole(count, kind):
     make = torch.Generator().manual_seed(count)
     tensor = torch.randn(count, generator=make, dtype=kind)
     cuts = sorted({0, count, *torch.randint(0, count + 1, (4,), generator=make).tolist()})
-    pieces = [(tensor[begin:end], Place(begin)) for begin, end in pairwise(cuts)]
+    pieces = [(tensor[begin:end], ElementPlaces(begin)) for begin, end in pairwise(cuts)]
     digests, sums = numbers(summed(pieces))
     whole, (expected,) = numbers(summed([(tensor, WHOLE)]))
     assert expected.shape == (WIDTH - 1,) == (1 + SKETCH,)
@@ -44,7 +44,7 @@ def test_shards_of_columns_add_up_to_the_whole(rows, columns, each):
     tensor = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
     half = rows // 2
     pieces = [
-        (tensor[top:end, at : at + each], Place(top * columns + at, min(each, columns - at), columns))
+        (tensor[top:end, at : at + each], ElementPlaces(top * columns + at, min(each, columns - at), columns))
         for at in range(0, columns, each)
         for top, end in ((0, half), (half, rows))
     ]
@@ -149,7 +149,7 @@ def test_what_waits_for_other_steps_is_what_it_was_when_it_was_taken():
     tensors = [torch.randn(shape, generator=make) for shape in ((300, 7), (256,), (), (0, 3))]
     tensors += [torch.randn(5, 3, generator=make).t(), torch.randn(9, generator=make).bfloat16()]
     tensors += [torch.randn(700, generator=make, dtype=torch.float64), torch.tensor(3), torch.tensor([True, False])]
-    places = [WHOLE, Place(100), Place(-1), *[WHOLE] * 6]
+    places = [WHOLE, ElementPlaces(100), ElementPlaces(-1), *[WHOLE] * 6]
     assert Slots.suit(tensors, places)
     assert not Slots.suit([torch.zeros(1 << 19)], [WHOLE])
     slots = Slots([plain(*each) for each in zip(tensors, places, strict=True)], places)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep.config import options
+from lockstep.config import cli
 
 # What torch.use_deterministic_algorithms says of itself -> the operations that raise, by name; * stands for any end.
 REFUSED = {
@@ -120,7 +120,7 @@ BESIDE = "--exact --max-steps 2 --optim.ema 0.9 --guards.spike skip --guards.aud
 
 def watched(argv, task=None):
     with Watch() as watch:
-        result = lockstep.train(options.parse(argv.split()) if isinstance(argv, str) else argv, task)
+        result = lockstep.train(cli.parse(argv.split()) if isinstance(argv, str) else argv, task)
     assert result.status == "finished"
     assert any("backward" in name or name == "aten::mm" for name in watch.seen)
     return watch.refused

@@ -16,9 +16,9 @@ from toys import Ragged
 
 import lockstep
 from lockstep.distributed.world import World
-from lockstep.engines.make import engine
+from lockstep.engines.registry import engine
 from lockstep.errors import ConfigError
-from lockstep.transforms import Chosen, prepare
+from lockstep.transforms import Transforms, prepare
 from lockstep.transforms.determinism import keep_fastpath_off, pin, pin_compiler
 
 CPU = torch.device("cpu")
@@ -156,7 +156,8 @@ def test_what_the_caller_changed_since_is_kept():
 
 def trained_twice(world, folder):
     """An exact run and a plain one of `lockstep.train`, both compiled; then the exact one opened and a plain one."""
-    from lockstep.run.using import Wanted, opened
+    from lockstep.training.inference import InferenceRequest as Wanted
+    from lockstep.training.inference import opened
     from lockstep.transforms import precision
 
     precision.HOW = {"backend": "eager"}
@@ -315,9 +316,9 @@ def test_exact_refuses_a_compiler_that_chooses_by_speed(name, monkeypatch):
     with pytest.raises(
         ConfigError, match=f"--exact with --compile cannot hold with TORCHINDUCTOR_MAX_AUTOTUNE{name}=1"
     ):
-        prepare(nn.Linear(2, 2), chosen=Chosen(exact=True), **wanted)
-    assert prepare(nn.Linear(2, 2), chosen=Chosen(), **wanted)
-    assert prepare(nn.Linear(2, 2), chosen=Chosen(exact=True), **wanted | {"compile_model": False})
+        prepare(nn.Linear(2, 2), chosen=Transforms(exact=True), **wanted)
+    assert prepare(nn.Linear(2, 2), chosen=Transforms(), **wanted)
+    assert prepare(nn.Linear(2, 2), chosen=Transforms(exact=True), **wanted | {"compile_model": False})
 
 
 def test_a_device_without_a_number_is_the_present_one(monkeypatch):

@@ -15,11 +15,11 @@ from toys import Ragged
 import lockstep
 from lockstep import checkpoint
 from lockstep.data.batches import StepPlan
-from lockstep.models.chunked import IGNORED
+from lockstep.models.fused import IGNORED
 from lockstep.models.gpt import GPT, GPTConfig, generate
-from lockstep.run.kernels import kernels_of
-from lockstep.tasks.causal_lm import CausalLM
-from lockstep.transforms import Chosen, precision, prepare
+from lockstep.tasks.language_model import CausalLM
+from lockstep.training.build_engine import kernels_of
+from lockstep.transforms import Transforms, precision, prepare
 from lockstep.verify.wrappers import TaskWrapper
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -293,7 +293,7 @@ def test_modules_of_torch_itself_are_compiled_too(scope):
     with counting.counted() as seen:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)))
         plain, names = copy.deepcopy(model), list(model.state_dict())
-        chosen = Chosen(compile_scope=scope)
+        chosen = Transforms(compile_scope=scope)
         prepare(model, precision="float32", compile_model=True, device=CPU, chosen=chosen, blocks=list(model))
         x = torch.ones(2, 4, requires_grad=True)
         torch.testing.assert_close(model(x), plain(x))
@@ -303,7 +303,9 @@ def test_modules_of_torch_itself_are_compiled_too(scope):
 def test_blocks_and_the_loss_are_what_is_taken_back():
     with counting.counted() as seen:
         model = GPT(SHAPE)
-        prepare(model, precision="float32", compile_model=True, device=CPU, chosen=Chosen(), blocks=list(model.blocks))
+        prepare(
+            model, precision="float32", compile_model=True, device=CPU, chosen=Transforms(), blocks=list(model.blocks)
+        )
         precision.uncompiled(model)
         ids = torch.zeros(1, 4, dtype=torch.int64)
         model(ids, labels=ids).backward()

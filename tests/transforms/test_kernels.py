@@ -13,9 +13,9 @@ from lockstep.config.sections import Data
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
-from lockstep.run.model import model_of
-from lockstep.transforms import Chosen, attention, autocast, compiled, prepare
-from lockstep.transforms.attention import AS_TORCH, Facts, Order, described, facts_of, order_of
+from lockstep.training.build_engine import model_of
+from lockstep.transforms import Transforms, attention, autocast, compiled, prepare
+from lockstep.transforms.attention import AS_TORCH, AttentionFacts, KernelOrder, described, facts_of, order_of
 
 CPU = torch.device("cpu")
 MODULE = importlib.import_module("lockstep.transforms.attention")  # which the function of that name hides
@@ -26,23 +26,23 @@ PLAIN = ("flash", "efficient", "math")
 @pytest.mark.parametrize(
     ("facts", "masked", "names"),
     [
-        (Facts((0, 0), 0, False), False, ()),  # a CPU
-        (Facts((8, 0), 91900, False), False, ()),
-        (Facts((9, 0), 91900, False), False, ("cudnn", *PLAIN)),
-        (Facts((9, 0), 91501, False), False, ("cudnn", *PLAIN)),
-        (Facts((9, 0), 91500, False), False, ()),  # which torch does not take first either
-        (Facts((9, 0), 0, False), False, ()),
-        (Facts((9, 0), 91900, False), True, PLAIN),
-        (Facts((9, 0), 92600, False), True, ("cudnn", *PLAIN)),
-        (Facts((10, 0), 91900, False), False, ()),
-        (Facts((9, 0), 91900, False), None, PLAIN),  # there may be a mask
-        (Facts((9, 0), 91500, False), None, PLAIN),
-        (Facts((9, 0), 92600, False), None, ()),
-        (Facts((9, 0), 92600, True), None, PLAIN),
-        (Facts((10, 0), 91900, False), None, ()),
-        (Facts((0, 0), 0, False), None, ()),
-        (Facts((9, 0), 92600, True), False, PLAIN),
-        (Facts((8, 0), 92600, True), True, PLAIN),
+        (AttentionFacts((0, 0), 0, False), False, ()),  # a CPU
+        (AttentionFacts((8, 0), 91900, False), False, ()),
+        (AttentionFacts((9, 0), 91900, False), False, ("cudnn", *PLAIN)),
+        (AttentionFacts((9, 0), 91501, False), False, ("cudnn", *PLAIN)),
+        (AttentionFacts((9, 0), 91500, False), False, ()),  # which torch does not take first either
+        (AttentionFacts((9, 0), 0, False), False, ()),
+        (AttentionFacts((9, 0), 91900, False), True, PLAIN),
+        (AttentionFacts((9, 0), 92600, False), True, ("cudnn", *PLAIN)),
+        (AttentionFacts((10, 0), 91900, False), False, ()),
+        (AttentionFacts((9, 0), 91900, False), None, PLAIN),  # there may be a mask
+        (AttentionFacts((9, 0), 91500, False), None, PLAIN),
+        (AttentionFacts((9, 0), 92600, False), None, ()),
+        (AttentionFacts((9, 0), 92600, True), None, PLAIN),
+        (AttentionFacts((10, 0), 91900, False), None, ()),
+        (AttentionFacts((0, 0), 0, False), None, ()),
+        (AttentionFacts((9, 0), 92600, True), False, PLAIN),
+        (AttentionFacts((8, 0), 92600, True), True, PLAIN),
     ],
 )
 def test_what_auto_comes_to(facts, masked, names):
@@ -54,7 +54,7 @@ def test_what_auto_comes_to(facts, masked, names):
 
 def test_a_torch_without_an_order_of_kernels_keeps_its_own(monkeypatch):
     monkeypatch.setattr(MODULE, "_TAKES_ORDER", False)
-    assert order_of(Facts((9, 0), 91900, False), masked=False).names == ()
+    assert order_of(AttentionFacts((9, 0), 91900, False), masked=False).names == ()
 
 
 def test_the_order_is_torchs_own_within_the_forward_alone(monkeypatch):
@@ -63,24 +63,26 @@ def test_the_order_is_torchs_own_within_the_forward_alone(monkeypatch):
     head = model._head
     monkeypatch.setattr(model, "_head", lambda x: seen.append(torch._C._get_sdp_priority_order()) or head(x))
     before = torch._C._get_sdp_priority_order()
-    attention(model, "auto", order=order_of(Facts((9, 0), 91900, False), masked=False))
+    attention(model, "auto", order=order_of(AttentionFacts((9, 0), 91900, False), masked=False))
     model(torch.zeros(1, 4, dtype=torch.int64))
     assert seen[0][:4] == [3, 1, 2, 0]  # torch.nn.attention.SDPBackend: cuDNN, flash, efficient, math
     assert torch._C._get_sdp_priority_order() == before
 
 
 def test_the_line_says_why_not_and_which_cudnn(monkeypatch):
-    monkeypatch.setattr(MODULE, "facts_of", lambda device: Facts((9, 0), 91002, False))
-    line = described(GPT(SHAPE), "auto", torch.bfloat16, CPU, order_of(Facts((9, 0), 91002, False), masked=False))
+    monkeypatch.setattr(MODULE, "facts_of", lambda device: AttentionFacts((9, 0), 91002, False))
+    line = described(
+        GPT(SHAPE), "auto", torch.bfloat16, CPU, order_of(AttentionFacts((9, 0), 91002, False), masked=False)
+    )
     assert line.startswith("attention: flash (2 heads of 16, bfloat16, causal, no mask); ")
     assert line.endswith("; cuDNN 9.10.2")
     monkeypatch.setattr(MODULE, "_refusal", lambda *_: "")
     for facts, masked, why in (
-        (Facts((9, 0), 91002, False), False, "not cudnn: torch takes it first only above 9.15.0"),
-        (Facts((9, 0), 91900, True), False, "not cudnn: deterministic algorithms refuse it"),
-        (Facts((9, 0), 91900, False), True, "not cudnn: beside a mask it gives NaN before 9.26"),
+        (AttentionFacts((9, 0), 91002, False), False, "not cudnn: torch takes it first only above 9.15.0"),
+        (AttentionFacts((9, 0), 91900, True), False, "not cudnn: deterministic algorithms refuse it"),
+        (AttentionFacts((9, 0), 91900, False), True, "not cudnn: beside a mask it gives NaN before 9.26"),
         (
-            Facts((9, 0), 91900, False),
+            AttentionFacts((9, 0), 91900, False),
             None,
             "not cudnn: beside a mask it gives NaN before 9.26, and this task",
         ),
@@ -91,9 +93,9 @@ def test_the_line_says_why_not_and_which_cudnn(monkeypatch):
 @pytest.mark.parametrize(
     ("facts", "masked", "refused"),
     [
-        (Facts((9, 0), 91900, False), True, True),
-        (Facts((9, 0), 91900, False), None, False),  # who asks for it knows that there is no mask
-        (Facts((9, 0), 91500, False), False, False),
+        (AttentionFacts((9, 0), 91900, False), True, True),
+        (AttentionFacts((9, 0), 91900, False), None, False),  # who asks for it knows that there is no mask
+        (AttentionFacts((9, 0), 91500, False), False, False),
     ],
 )
 def test_cudnn_may_be_asked_for_where_it_is_not_known_to_be_wrong(monkeypatch, facts, masked, refused):
@@ -111,7 +113,11 @@ def test_cudnn_may_be_asked_for_where_it_is_not_known_to_be_wrong(monkeypatch, f
 @pytest.mark.parametrize(("scope", "graphs"), [("blocks", 2), ("whole", 1)])
 def test_an_order_of_kernels_costs_no_graph(scope, graphs):
     seen, results = {}, {}
-    for name, order in (("torch", AS_TORCH), ("hopper", Order(("cudnn", *PLAIN))), ("left out", Order(PLAIN))):
+    for name, order in (
+        ("torch", AS_TORCH),
+        ("hopper", KernelOrder(("cudnn", *PLAIN))),
+        ("left out", KernelOrder(PLAIN)),
+    ):
         with counted() as seen[name]:
             torch.manual_seed(0)
             model = GPT(SHAPE)
@@ -164,7 +170,7 @@ def test_cudnn_is_first_only_where_a_task_says_that_it_has_no_mask(monkeypatch, 
     from test_graphs import language
 
     transforms, said = importlib.import_module("lockstep.transforms"), []
-    monkeypatch.setattr(transforms, "facts_of", lambda device: Facts((9, 0), 91900, False))
+    monkeypatch.setattr(transforms, "facts_of", lambda device: AttentionFacts((9, 0), 91900, False))
     monkeypatch.setattr(MODULE, "_refusal", lambda *_: "")
     made = language() if task == "language" else task()
     settings = config(tmp_path, data=Data(packing=packing), precision="float32")
@@ -182,7 +188,7 @@ def test_cudnn_is_refused_where_kernels_must_be_deterministic(tmp_path):
     with pytest.raises(
         ConfigError, match="--attention cudnn cannot hold with --exact or --guards.audit: torch refuses"
     ):
-        prepare(GPT(SHAPE), chosen=Chosen(attention="cudnn", exact=True), **given)
+        prepare(GPT(SHAPE), chosen=Transforms(attention="cudnn", exact=True), **given)
     with pytest.raises(ConfigError, match="attention cudnn cannot hold with"):
         lockstep.train(config(tmp_path, attention="cudnn", exact=True), Ragged())
 

@@ -12,8 +12,8 @@ from toys import Network
 
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
-from lockstep.transforms import Chosen, attention, checkpointed, compiled, described, prepare
-from lockstep.transforms.checkpointing import check_policy
+from lockstep.transforms import Transforms, attention, checkpointed, compiled, described, prepare
+from lockstep.transforms.precision import check_policy
 
 CPU = torch.device("cpu")
 compiling = pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -230,7 +230,7 @@ def ready(model, **given):
 def test_prepare_applies_the_order_and_says_what_it_chose():
     said = []
     model = GPT(SHAPE)
-    chosen = Chosen(activation_checkpointing="full", attention="math")
+    chosen = Transforms(activation_checkpointing="full", attention="math")
     blocks = list(model.blocks)
     made = ready(model, precision="bf16", chosen=chosen, blocks=blocks, say=said.append)
     assert made is model
@@ -324,14 +324,14 @@ def compiled_modules(model):
 )
 def test_what_is_compiled(scope, named, wanted):
     model = Network()
-    chosen = Chosen(compile_scope=scope)
+    chosen = Transforms(compile_scope=scope)
     ready(model, compile_model=True, chosen=chosen, blocks=list(model.blocks), named=named)
     assert compiled_modules(model) == wanted
 
 
 def test_blocks_to_compile_that_are_not_known():
     with pytest.raises(ConfigError, match="--compile-scope blocks: the model's blocks are not known"):
-        ready(Network(), compile_model=True, chosen=Chosen(compile_scope="blocks"))
+        ready(Network(), compile_model=True, chosen=Transforms(compile_scope="blocks"))
 
 
 def test_copies_of_a_prepared_model_can_be_made():

@@ -14,11 +14,11 @@ from toys import Ragged
 
 import lockstep
 from lockstep.config.fields import FieldError
-from lockstep.engines.shared.memory import footprint
+from lockstep.engines.memory import footprint
 from lockstep.errors import ConfigError, ResumeError
 from lockstep.hooks import Hooks
 from lockstep.models.gpt import GPT, GPTConfig
-from lockstep.run.plan import differences
+from lockstep.training.resume import differences
 from lockstep.transforms import autocast, checkpointed
 from lockstep.transforms.weight_copies import CopiedLinear, WeightCopies, copies_of
 

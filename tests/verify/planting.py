@@ -2,13 +2,12 @@
 
 import dataclasses
 
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Optim
 from lockstep.verify.compare import first_difference, traces_of
-from lockstep.verify.executor import LocalExecutor
 from lockstep.verify.faults import fault
-from lockstep.verify.request import REFERENCE, Combination, Request, reference_specs, run_spec
-from lockstep.verify.verification import measured_rounding
+from lockstep.verify.request import REFERENCE, Combination, VerifyRequest, reference_specs, run_spec
+from lockstep.verify.verification import LocalExecutor, measured_rounding
 from lockstep.verify.worker import read_trace
 
 STEPS, RESUME, AT = 4, 2, 1
@@ -34,7 +33,7 @@ def found(task, config, folder, names, engines=("ddp",), world_size=2):
 
 
 def _found(task, config, folder, names, engines, world_size):
-    request = Request(config, task, steps=STEPS, resume_at=RESUME, plant_at=AT)
+    request = VerifyRequest(config, task, steps=STEPS, resume_at=RESUME, plant_at=AT)
     executor = LocalExecutor(config, folder)
     executor.run(reference_specs(request, folder, fault(names[0]), compiled=False))
     reference = read_trace(folder, "reference", 1)[0]

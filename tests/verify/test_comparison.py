@@ -9,17 +9,24 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.checkpoint.layout import Block
-from lockstep.config.config import Config
+from lockstep.checkpoint.layout import TensorBox
+from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 from lockstep.task import Task
 from lockstep.verify import certificate
 from lockstep.verify.compare import Traces, first_difference
-from lockstep.verify.operations import DtypeTracker, OperationLog, digest, first_unequal
 from lockstep.verify.reference import TensorStore, compare, cut
-from lockstep.verify.request import REFERENCE, Combination, combine, refusal
-from lockstep.verify.table import STAGES, Difference, Row, Table
-from lockstep.verify.tolerance import EXACT, Scales, Tolerance, unit_roundoff
+from lockstep.verify.request import REFERENCE, STAGES, Combination, Difference, TableRow, VerifyTable, combine, refusal
+from lockstep.verify.tolerance import (
+    EXACT,
+    DtypeTracker,
+    OperationLog,
+    Scales,
+    Tolerance,
+    digest,
+    first_unequal,
+    unit_roundoff,
+)
 from lockstep.verify.verification import unproved_by
 from lockstep.verify.wrappers import PreparedTask, TaskWrapper
 
@@ -236,8 +243,8 @@ def test_names_shapes_and_dtypes_must_agree(tmp_path):
 
 def test_a_part_of_a_tensor_is_compared_with_its_place():
     whole = torch.arange(12).reshape(4, 3)
-    assert torch.equal(cut(whole, Block((2, 0), (1, 3))), whole[2:3])
-    assert cut(whole, Block((4, 0), (0, 3))).numel() == 0
+    assert torch.equal(cut(whole, TensorBox((2, 0), (1, 3))), whole[2:3])
+    assert cut(whole, TensorBox((4, 0), (0, 3))).numel() == 0
 
 
 def test_the_tolerance_grows_with_terms_and_steps_and_is_cut():
@@ -335,15 +342,15 @@ def test_combinations():
 
 def test_a_table_says_everything_in_words():
     difference = Difference(3, "reduction", "head.weight", 1, "[0] is 1.0 instead of 2.0", [1, 2])
-    rows = [Row(REFERENCE, "equal"), Row(Combination("ddp", 4), "different", difference=difference)]
-    table = Table("title", rows)
+    rows = [TableRow(REFERENCE, "equal"), TableRow(Combination("ddp", 4), "different", difference=difference)]
+    table = VerifyTable("title", rows)
     assert not table.ok
     assert "DIFFERENT from step 3 on, rank 1 (and 2), head.weight: [0] is 1.0 instead of 2.0. Cause: reduction" in str(
         table
     )
     assert all(STAGES.values())
-    assert not Table("title", [Row(REFERENCE, "unavailable", reason="no")]).ok
-    assert not Table("title", [Row(REFERENCE, "not proved", reason="no")]).ok
+    assert not VerifyTable("title", [TableRow(REFERENCE, "unavailable", reason="no")]).ok
+    assert not VerifyTable("title", [TableRow(REFERENCE, "not proved", reason="no")]).ok
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Optim
 from lockstep.errors import ConfigError
 

@@ -6,14 +6,12 @@ import pytest
 from planting import AT, RESUME, STEPS, found, settings
 from toys import Ragged
 
-from lockstep.data.order import Shuffled
+from lockstep.data.sampler import Shuffled
 from lockstep.engines.base import StepResult
 from lockstep.errors import ConfigError
 from lockstep.verify import FAULTS
-from lockstep.verify.faults import fault
-from lockstep.verify.faults_data import _Moved
-from lockstep.verify.faults_engine import _Scaled
-from lockstep.verify.table import STAGES
+from lockstep.verify.faults import _Moved, _Scaled, fault
+from lockstep.verify.request import STAGES
 
 # fault -> (step, first rank, what the place must name)
 PLACES = {
@@ -107,7 +105,7 @@ def test_twenty_healthy_runs_are_silent(tmp_path, precision):
     ],
 )
 def test_a_fault_that_cannot_show_is_refused(name, changes, words):
-    from lockstep.config.config import Config
+    from lockstep.config.schema import Config
     from lockstep.config.sections import Optim
 
     with pytest.raises(ConfigError, match=words):

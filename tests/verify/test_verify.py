@@ -20,12 +20,12 @@ from toys import Ragged
 
 import lockstep
 from lockstep import cli
-from lockstep.config import options
-from lockstep.config.config import Config
+from lockstep.config import cli as options
+from lockstep.config.schema import Config
 from lockstep.config.sections import Optim
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
 from lockstep.verify import certificate
-from lockstep.verify.request import Request
+from lockstep.verify.request import VerifyRequest
 
 PARTS = {"batch_size": 8, "lr": 0.01, "device": "cpu", "timeout": 60.0, "optim": Optim(warmup_steps=1)}
 QUICK = {"world_sizes": (2,), "steps": 3, "resume_at": 1}
@@ -363,6 +363,6 @@ def test_a_plan_that_is_too_short_is_refused():
 
 def test_a_proof_leaves_the_sinks_and_an_end_in_between_alone():
     asked = Config(wandb=True, tensorboard=True, stop_at=3, resume_anyway=True, batch_size=4)
-    plain = Request(asked).resolved().config
+    plain = VerifyRequest(asked).resolved().config
     assert (plain.wandb, plain.tensorboard, plain.stop_at, plain.resume_anyway) == (False, False, 0, False)
     assert (plain.batch_size, plain.precision) == (4, "float64")

@@ -15,20 +15,29 @@ from torch import nn
 from toys import Ragged
 
 import lockstep
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Optim
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
 from lockstep.errors import ConfigError, DifferenceError
-from lockstep.run import environment
-from lockstep.verify import certificate, command, reference, verification
+from lockstep.training import run_dir
+from lockstep.verify import certificate, reference, verification
+from lockstep.verify import verification as command
 from lockstep.verify.compare import Traces, first_difference
-from lockstep.verify.fault import FaultContext
 from lockstep.verify.faults import fault
-from lockstep.verify.recorder import Recorder, _digests
+from lockstep.verify.recorder import StepRecorder, _digests
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore, compare
-from lockstep.verify.request import REFERENCE, Combination, Request, combine, reference_specs, run_spec
-from lockstep.verify.table import Row, Table
+from lockstep.verify.request import (
+    REFERENCE,
+    Combination,
+    FaultContext,
+    TableRow,
+    VerifyRequest,
+    VerifyTable,
+    combine,
+    reference_specs,
+    run_spec,
+)
 from lockstep.verify.tolerance import EXACT, Scales, Tolerance, tolerance_of
 from lockstep.verify.verification import repeats
 
@@ -37,41 +46,41 @@ COMPILED = Combination("single", 1, compiled=True)
 
 def test_the_step_of_a_fault_and_of_the_resume_are_apart():
     found = {
-        steps: (Request(Config(), steps=steps).resume, Request(Config(), steps=steps).fault_step)
+        steps: (VerifyRequest(Config(), steps=steps).resume, VerifyRequest(Config(), steps=steps).fault_step)
         for steps in range(1, 9)
     }
     assert found == {1: (0, 0), 2: (1, 0), 3: (1, 2), 4: (2, 1), 5: (2, 1), 6: (3, 2), 7: (3, 2), 8: (4, 2)}
-    asked = Request(Config(), steps=8, resume_at=7, plant_at=7)
+    asked = VerifyRequest(Config(), steps=8, resume_at=7, plant_at=7)
     assert (asked.resume, asked.fault_step) == (7, 7)
-    assert Request(Config(), steps=8, resume_at=0, plant_at=0).resume == 0
+    assert VerifyRequest(Config(), steps=8, resume_at=0, plant_at=0).resume == 0
     for wrong in ({"resume_at": 8}, {"resume_at": -1}, {"plant_at": 8}, {"plant_at": -1}, {"steps": 0}):
         with pytest.raises(ConfigError):
-            Request(Config(), **{"steps": 8, **wrong})
+            VerifyRequest(Config(), **{"steps": 8, **wrong})
 
 
 def test_what_is_not_asked_for_is_the_same_in_python_as_by_flags():
     """A request's fields are the arguments of `lockstep.verify`, which are the flags'."""
     arguments = {name: each.default for name, each in inspect.signature(lockstep.verify).parameters.items()}
-    fields = {field.name: field.default for field in dataclasses.fields(Request)}
+    fields = {field.name: field.default for field in dataclasses.fields(VerifyRequest)}
     del arguments["config"], fields["config"]  # the one that a request must have
     assert fields == arguments
 
 
 def test_the_precision_is_float64_where_all_engines_have_it_and_bits_are_not_asked_for():
     def precision(engines=(), asked="", **changes):
-        return Request(Config(**changes), engines=engines, precision=asked).resolved().config.precision
+        return VerifyRequest(Config(**changes), engines=engines, precision=asked).resolved().config.precision
 
     assert (precision(), precision(["ddp"])) == ("float64", "float64")
     assert precision(["ddp", "deepspeed"]) == "float32"
     assert precision(exact=True) == "float32"
     assert (precision(asked="bf16"), precision(exact=True, asked="bf16")) == ("bf16", "bf16")
-    assert set(Request(Config()).resolved().engines) == {"single", "ddp", "fsdp", "zero"}
+    assert set(VerifyRequest(Config()).resolved().engines) == {"single", "ddp", "fsdp", "zero"}
 
 
 def test_a_row_tells_the_largest_difference_of_any_rank_after_the_last_step(monkeypatch):
     monkeypatch.setattr(verification, "first_difference", lambda traces: None)
     monkeypatch.setattr(verification, "traces_of", lambda *given: None)
-    made = verification.Verification(Request(Config()), SimpleNamespace(folder=Path()))
+    made = verification.Verification(VerifyRequest(Config()), SimpleNamespace(folder=Path()))
     monkeypatch.setattr(made, "_spec", lambda one: SimpleNamespace(reference="reference", tolerance=EXACT))
     monkeypatch.setattr(made, "_trace", lambda key: {"steps": [{}]})
 
@@ -92,7 +101,7 @@ def test_the_order_of_combinations_is_by_size_and_then_as_asked():
 @pytest.mark.parametrize("exact", [False, True])
 def test_what_each_run_is_compared_with_and_how_closely(tmp_path, exact):
     """The single process again: to the bit. In exact mode compiled engines: with the compiled process, to the bit."""
-    request = Request(Config(batch_size=8, micro_batch_size=2, exact=exact))
+    request = VerifyRequest(Config(batch_size=8, micro_batch_size=2, exact=exact))
     known, everywhere, eight = fault("bit-flip"), fault("local-batchnorm"), 2.0**-8
 
     def spec(one, planted=known):
@@ -255,7 +264,7 @@ def test_a_measured_rounding_takes_the_place_of_the_bound_and_never_passes_it():
     few = Tolerance(2, 2.0**-24, 2.0**-8, measured=(1e-7, 1e-7))  # of elements that turn over none did
     assert few.relative(0) == few.bound(0) < 1e-5
     assert few.relative(1) == pytest.approx(1e-4 + 4 * 2.0**-8)
-    row = Row(Combination("ddp", 2), "close", (1e-3, "a"), hidden=measured.relative(1))
+    row = TableRow(Combination("ddp", 2), "close", (1e-3, "a"), hidden=measured.relative(1))
     assert "2.00%" in row.text
 
 
@@ -336,7 +345,7 @@ def test_another_machine_is_known_by_versions_processor_and_first_device(monkeyp
         "machine": {"cpu": "c", "hostname": "h"},
         "devices": [{"name": "d"}, {"name": "e"}],
     }
-    monkeypatch.setattr(environment, "describe", lambda: here)
+    monkeypatch.setattr(run_dir, "describe", lambda: here)
     assert certificate.same_machine({**here, "machine": {"cpu": "c", "hostname": "other"}}) == []
     assert certificate.same_machine({**here, "devices": [{"name": "d"}]}) == []
     assert certificate.same_machine({**here, "versions": {"torch": "1"}}) == ["torch 1 there, 2 here"]
@@ -387,7 +396,7 @@ def recorded(folder, before=None, change=None, times=1):
     model = nn.Linear(2, 1)
     engine = Updating(model)
     engine.times = times
-    recorder = Recorder(engine, model, ReferenceWriter(TensorStore(folder), 2), torch.device("cpu"), before)
+    recorder = StepRecorder(engine, model, ReferenceWriter(TensorStore(folder), 2), torch.device("cpu"), before)
     stray = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with recorder.hooked():
         stray.step()  # some other optimizer of the process, before the first step
@@ -518,7 +527,7 @@ def test_the_planted_running_mean_is_batchnorms_in_the_models_own_dtype():
 
 
 def test_under_torchrun_rank_0_alone_speaks_and_writes(tmp_path, monkeypatch, capsys):
-    table = Table("what was asked", certificate={"format": 1})
+    table = VerifyTable("what was asked", certificate={"format": 1})
     monkeypatch.setattr(command, "prove", lambda asked, given: table)
     own = {"engines": ("ddp",), "world_sizes": (1,), "steps": 2, "resume_at": 0, "plant": "", "plant_at": None}
     own |= {"skip_unavailable": False, "scratch": "", "against": "", "out": str(tmp_path / "made.json"), "named": []}

@@ -1,8 +1,8 @@
 """Checkpoints: immutable folders of safetensors and JSON that any world size and engine can read. See store.py."""
 
-from lockstep.checkpoint.background import Saver
 from lockstep.checkpoint.find import find_newest, find_resume
 from lockstep.checkpoint.layout import check_keepable
+from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import (
     clean,
     discard,

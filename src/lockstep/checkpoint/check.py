@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.dtypes import stored_as
 from lockstep.checkpoint.files import Seen, damage, printable
-from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
-from lockstep.checkpoint.index import Entry, Header, read_header, read_index
-from lockstep.checkpoint.layout import Block
+from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state, stored_as
+from lockstep.checkpoint.layout import Header, SliceEntry, TensorBox, read_header, read_index
 from lockstep.errors import CheckpointError, StorageError
 from lockstep.files import retry_io
 
 __all__ = [
-    "Stored",
+    "StoredTensor",
     "contents",
     "damaged",
     "data_files",
@@ -35,12 +33,12 @@ _HIDDEN = (".nfs", ".fuse_hidden")  # what a network file system makes of a file
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a checkpoint: dtype name, global shape, and the slices that make it up."""
 
     dtype: str
     shape: tuple[int, ...]
-    entries: list[Entry]
+    entries: list[SliceEntry]
 
 
 def verify(path: Path) -> list[str]:
@@ -131,13 +129,13 @@ def strangers(path: Path, manifest: Manifest) -> list[str]:
     ]
 
 
-def contents(path: Path, manifest: Manifest) -> dict[str, Stored]:
+def contents(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint by name, second names included, after all indexes and headers were compared.
 
     Raises:
         CheckpointError: they do not hold together; the file or the tensor is named.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     aliases: dict[str, str] = {}
     listed: dict[str, set[str]] = {name: set() for name in manifest.files if name.endswith(".safetensors")}
     headers = {name: read_header(path / name) for name in listed}
@@ -148,7 +146,7 @@ def contents(path: Path, manifest: Manifest) -> dict[str, Stored]:
             where = f"{printable(path.name)}/{index} is damaged: {printable(entry.name, 120)!r}"
             if headers[entry.file].get(entry.key) != stored_as(entry.dtype, entry.local):
                 raise CheckpointError(f"{where} is not so in {entry.file}")
-            stored = found.setdefault(entry.name, Stored(entry.dtype, entry.shape, []))
+            stored = found.setdefault(entry.name, StoredTensor(entry.dtype, entry.shape, []))
             if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(f"{where} has another dtype or shape than in another index")
             stored.entries.append(entry)
@@ -159,7 +157,7 @@ def contents(path: Path, manifest: Manifest) -> dict[str, Stored]:
 
 def _check_complete(
     path: Path,
-    found: dict[str, Stored],
+    found: dict[str, StoredTensor],
     headers: dict[str, Header],
     listed: dict[str, set[str]],
 ) -> None:
@@ -174,18 +172,18 @@ def _check_complete(
             )
 
 
-def _resolved(path: Path, found: dict[str, Stored], aliases: dict[str, str]) -> dict[str, Stored]:
+def _resolved(path: Path, found: dict[str, StoredTensor], aliases: dict[str, str]) -> dict[str, StoredTensor]:
     for alias, name in aliases.items():
         if alias in found or name not in found:
             raise CheckpointError(f"{printable(path.name)}: {printable(alias, 120)!r} is a second name of no tensor")
     return {alias: found[name] for alias, name in aliases.items()}
 
 
-def tiles(blocks: list[Block], shape: tuple[int, ...], dimension: int = 0) -> bool:
+def tiles(blocks: list[TensorBox], shape: tuple[int, ...], dimension: int = 0) -> bool:
     """Whether the blocks cover `shape` exactly once, cut as sharding cuts: through, dimension by dimension."""
     if dimension == len(shape):
         return len(blocks) == 1
-    bands: dict[tuple[int, int], list[Block]] = {}
+    bands: dict[tuple[int, int], list[TensorBox]] = {}
     for block in blocks:
         bands.setdefault((block.offsets[dimension], block.shape[dimension]), []).append(block)
     end = 0

@@ -12,13 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.checkpoint.check import Stored, contents, is_marked
-from lockstep.checkpoint.dtypes import itemsize
+from lockstep.checkpoint.check import StoredTensor, contents, is_marked
 from lockstep.checkpoint.files import printable
-from lockstep.checkpoint.format import read_manifest, step_of
+from lockstep.checkpoint.format import itemsize, read_manifest, step_of
 from lockstep.checkpoint.store import fingerprint, list_steps, path_of, read_state, verify
 from lockstep.errors import CheckpointError, DifferenceError
-from lockstep.units import bytes_text
+from lockstep.files import bytes_text
 
 __all__ = ["run"]
 
@@ -152,7 +151,7 @@ def _inspect(paths: list[Path], tensors: bool) -> int:
     return 0
 
 
-def _once(tensors: list[Stored]) -> list[Stored]:
+def _once(tensors: list[StoredTensor]) -> list[StoredTensor]:
     """Each stored tensor once, also where it has two names."""
     return list({id(each): each for each in tensors}.values())
 

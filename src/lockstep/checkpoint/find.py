@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.check import damaged, data_files, hold, outline, strangers, unusable
-from lockstep.checkpoint.files import printable
+from lockstep.checkpoint.files import on_all_ranks, printable
 from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
-from lockstep.checkpoint.on_all_ranks import on_all_ranks
 from lockstep.checkpoint.store import list_steps, path_of
-from lockstep.distributed.rank_label import rank_label
+from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
-from lockstep.units import bytes_text
+from lockstep.files import bytes_text
 
 __all__ = ["find_newest", "find_resume"]
 
@@ -86,7 +85,7 @@ def _problems(path: Path, world: World, say: Say) -> list[str]:
     problems, checksum = world.gather(on_all_ranks(world, lambda: _seen(path, world)))[0]  # collective
     if problems:
         return list(problems)
-    reading = _Reading(path, world, say)
+    reading = _ReadProgress(path, world, say)
     mine = on_all_ranks(  # collective
         world, lambda: _read(path, checksum, world, reading), done=lambda: reading.bytes, heard=reading.heard
     )
@@ -107,7 +106,7 @@ def _seen(path: Path, world: World) -> tuple[list[str], str]:
         return [f"{printable(path.name)} cannot be read: {error.strerror}"], ""
 
 
-def _read(path: Path, checksum: str, world: World, reading: "_Reading") -> list[str]:
+def _read(path: Path, checksum: str, world: World, reading: "_ReadProgress") -> list[str]:
     """What is wrong with this rank's share of the data files."""
     try:
         manifest = read_manifest(path)
@@ -129,7 +128,7 @@ def _held(path: Path, world: World) -> list[str]:
     return []
 
 
-class _Reading:
+class _ReadProgress:
     """How far the reading of a checkpoint's data is; rank 0 says so from time to time.
 
     Attributes:

@@ -17,24 +17,79 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 
 from lockstep.checkpoint.files import parse_json, printable, read_file
 from lockstep.errors import CheckpointError
 
 __all__ = [
+    "CODES",
     "FORMAT",
     "JSON_LIMIT",
     "MANIFEST",
+    "PAIRS",
     "STATE",
     "Manifest",
+    "dtype_name",
     "dump",
+    "is_known",
     "is_size",
+    "itemsize",
     "read_manifest",
     "read_state",
     "step_name",
     "step_of",
+    "stored_as",
 ]
+
+
+# torch dtype name -> the code of the safetensors format
+CODES = {
+    "complex64": "C64",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+# torch dtype name -> that of its real and imaginary part, which stand beside each other in a last dimension of 2
+PAIRS = {"complex128": "float64"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name without its package: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_known(dtype: str) -> bool:
+    """Whether a checkpoint can keep tensors of the dtype of this name."""
+    return dtype in CODES or dtype in PAIRS
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of the dtype of this name."""
+    size: int = getattr(torch, dtype).itemsize
+    return size
+
+
+def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """The code and the shape that a tensor of the dtype of this name has in a safetensors file."""
+    if dtype in PAIRS:
+        return CODES[PAIRS[dtype]], (*shape, 2)
+    return CODES[dtype], shape
+
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -19,20 +19,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from lockstep.checkpoint.check import Stored, contents, damaged, data_files, outline
-from lockstep.checkpoint.dtypes import PAIRS, dtype_name
-from lockstep.checkpoint.files import printable
-from lockstep.checkpoint.format import read_manifest
-from lockstep.checkpoint.index import Entry
-from lockstep.checkpoint.layout import Block, block_of
-from lockstep.checkpoint.on_all_ranks import on_all_ranks
+from lockstep.checkpoint.check import StoredTensor, contents, damaged, data_files, outline
+from lockstep.checkpoint.files import on_all_ranks, printable
+from lockstep.checkpoint.format import PAIRS, dtype_name, read_manifest
+from lockstep.checkpoint.layout import SliceEntry, TensorBox, block_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 from lockstep.files import retry_io
 from lockstep.tensors import local_of
 
-__all__ = ["AVERAGE", "Whole", "averages_of", "fingerprint", "fingerprint_of", "load", "opened"]
+__all__ = ["AVERAGE", "FullTensors", "averages_of", "fingerprint", "fingerprint_of", "load", "opened"]
 
 AVERAGE = "average/"  # what the names of averaged weights begin with
 
@@ -60,7 +57,9 @@ def load(path: Path, wanted: dict[str, torch.Tensor], world: World | None, *, ve
     on_all_ranks(everybody, lambda: _fill_all(path, wanted, stored))  # collective
 
 
-def _checked(path: Path, wanted: dict[str, torch.Tensor], world: World | None, verified: bool) -> dict[str, Stored]:
+def _checked(
+    path: Path, wanted: dict[str, torch.Tensor], world: World | None, verified: bool
+) -> dict[str, StoredTensor]:
     manifest = read_manifest(path)
     _raise(outline(path, manifest))  # every rank reads the small files, so every rank checks them
     stored = contents(path, manifest)
@@ -81,14 +80,14 @@ def _raise(problems: list[str]) -> None:
         raise CheckpointError(f"{problems[0]}; resume from an older checkpoint")
 
 
-def _unstepped(wanted: dict[str, torch.Tensor], stored: dict[str, Stored]) -> list[str]:
+def _unstepped(wanted: dict[str, torch.Tensor], stored: dict[str, StoredTensor]) -> list[str]:
     """The optimizer's state in `wanted` of the parameters that it had not stepped when this was stored."""
     stepped = {name.rpartition("/")[0] for name in stored if name.startswith("optimizer/")}
     theirs = [name for name in wanted if name.startswith("optimizer/")]
     return [name for name in theirs if stepped and name.rpartition("/")[0] not in stepped]
 
 
-def _match(path: Path, wanted: dict[str, torch.Tensor], stored: dict[str, Stored]) -> None:
+def _match(path: Path, wanted: dict[str, torch.Tensor], stored: dict[str, StoredTensor]) -> None:
     groups = {name.partition("/")[0] for name in wanted}
     theirs = {name for name in stored if name.partition("/")[0] in groups}
     _complain(path, "has no", sorted(wanted.keys() - theirs))
@@ -110,7 +109,7 @@ def _complain(path: Path, verb: str, names: list[str]) -> None:
         )
 
 
-def _fill_all(path: Path, wanted: dict[str, torch.Tensor], stored: dict[str, Stored]) -> None:
+def _fill_all(path: Path, wanted: dict[str, torch.Tensor], stored: dict[str, StoredTensor]) -> None:
     with ExitStack() as stack:
         read = _reader(path, stack)
         for name, tensor in wanted.items():
@@ -119,7 +118,7 @@ def _fill_all(path: Path, wanted: dict[str, torch.Tensor], stored: dict[str, Sto
                 _fill(local_of(tensor), block, stored[name], read)
 
 
-Read = Callable[[Entry, tuple[slice, ...]], torch.Tensor]
+Read = Callable[[SliceEntry, tuple[slice, ...]], torch.Tensor]
 
 
 def _reader(path: Path, stack: ExitStack) -> Read:
@@ -129,7 +128,7 @@ def _reader(path: Path, stack: ExitStack) -> Read:
     def opened(file: str) -> Any:
         return stack.enter_context(retry_io(lambda: safe_open(path / file, framework="pt")))
 
-    def read(entry: Entry, part: tuple[slice, ...]) -> torch.Tensor:
+    def read(entry: SliceEntry, part: tuple[slice, ...]) -> torch.Tensor:
         whole = all(cut.start == 0 and cut.stop == count for cut, count in zip(part, entry.local, strict=True))
         file = opened(entry.file)
         tensor: torch.Tensor = file.get_tensor(entry.key) if whole else file.get_slice(entry.key)[part]
@@ -145,7 +144,7 @@ def _joined(pairs: torch.Tensor, dtype: str) -> torch.Tensor:
     return tensor
 
 
-def _fill(target: torch.Tensor, block: Block, stored: Stored, read: Read) -> None:
+def _fill(target: torch.Tensor, block: TensorBox, stored: StoredTensor, read: Read) -> None:
     """Copies into `target`, which is the `block` of the full tensor, whatever of it the slices hold."""
     for entry in stored.entries:
         low = [max(pair) for pair in zip(block.offsets, entry.offsets, strict=True)]
@@ -155,7 +154,7 @@ def _fill(target: torch.Tensor, block: Block, stored: Stored, read: Read) -> Non
             target[_cut(low, high, block.offsets)].copy_(read(entry, _cut(low, high, entry.offsets)))
 
 
-def _ends(block: Block) -> list[int]:
+def _ends(block: TensorBox) -> list[int]:
     return [begin + count for begin, count in zip(block.offsets, block.shape, strict=True)]
 
 
@@ -164,15 +163,15 @@ def _cut(low: list[int], high: list[int], origin: tuple[int, ...]) -> tuple[slic
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class FullTensors:
     """The full tensors of a checkpoint. `stored`: name -> what is kept; `read`: name -> the tensor, read now."""
 
-    stored: dict[str, Stored]
+    stored: dict[str, StoredTensor]
     read: Callable[[str], torch.Tensor]
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Whole]:
+def opened(path: Path) -> Iterator[FullTensors]:
     """The full tensors of the checkpoint in the folder `path`, its files checked first. Nothing read is kept.
 
     Raises:
@@ -183,7 +182,7 @@ def opened(path: Path) -> Iterator[Whole]:
     stored = contents(path, manifest)
     with ExitStack() as stack:
         part = _reader(path, stack)
-        yield Whole(stored, lambda name: _full(stored[name], part))
+        yield FullTensors(stored, lambda name: _full(stored[name], part))
 
 
 def averages_of(path: Path, stored: Iterable[str]) -> list[str]:
@@ -219,11 +218,11 @@ def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
     return _digest((name, tensors[name]) for name in sorted(tensors))
 
 
-def _full(stored: Stored, read: Read) -> torch.Tensor:
+def _full(stored: StoredTensor, read: Read) -> torch.Tensor:
     if len(stored.entries) == 1:
         return read(stored.entries[0], tuple(slice(0, count) for count in stored.shape))
     full = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-    _fill(full, Block((0,) * len(stored.shape), stored.shape), stored, read)
+    _fill(full, TensorBox((0,) * len(stored.shape), stored.shape), stored, read)
     return full
 
 

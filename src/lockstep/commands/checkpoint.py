@@ -11,7 +11,7 @@ import argparse
 import importlib
 from pathlib import Path
 
-from lockstep.config.flags import Parser
+from lockstep.config.cli import Parser
 from lockstep.errors import ConfigError
 
 __all__ = ["command"]
@@ -39,7 +39,7 @@ def command(argv: list[str]) -> int:
 def _prune(given: argparse.Namespace) -> int:
     if given.keep < 1:
         raise ConfigError(f"--keep is {given.keep}: it must be at least 1; to remove all, delete the run's folder")
-    prune = importlib.import_module("lockstep.run.prune").prune  # loads torch
+    prune = importlib.import_module("lockstep.training.prune").prune  # loads torch
     prune(Path(given.run), given.keep, best=given.keep_best, dry_run=given.dry_run, as_json=given.json)
     return 0
 

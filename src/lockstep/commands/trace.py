@@ -19,19 +19,62 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.config.flags import Parser
+from lockstep.config.cli import Parser
 from lockstep.config.secrets import printable
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DifferenceError
 from lockstep.files import write_whole
-from lockstep.trace.reading import FOLDER_FILE, FORMAT, NO_STEP, summary
+from lockstep.trace.compare.judge import judged
+from lockstep.trace.compare.reading import FOLDER_FILE, FORMAT, NO_STEP, TraceError, read, summary
 
-__all__ = ["command"]
+__all__ = [
+    "compare_command",
+    "trace_command",
+]
+
+
+def compare_command(argv: list[str]) -> int:
+    """Runs `lockstep compare` with the arguments `argv`, prints the verdict and returns 0.
+
+    Raises:
+        ConfigError: a flag that does not exist, or a folder that is no trace; exit code 2.
+        DifferenceError: the two are not the same training, or not proved to be; exit code 3.
+    """
+    try:
+        given = _compare_parser().read(argv)
+    except SystemExit as end:  # --help
+        return int(end.code or 0)
+    try:
+        verdict = judged(*(read(Path(name).expanduser()) for name in (given.one, given.two)))
+    except TraceError as error:
+        raise ConfigError(printable(str(error))) from None
+    if given.json:
+        print(json.dumps(verdict.plain(), indent=2))
+    else:
+        print("\n".join(printable(line) for line in str(verdict).splitlines()))
+    if verdict.finding is not None:
+        raise DifferenceError(f"not the same training: {verdict.finding.stage} at step {verdict.finding.step}")
+    if verdict.missing:
+        raise DifferenceError(printable(f"not proved to be the same training: {verdict.missing[0]}"))
+    return 0
+
+
+def _compare_parser() -> Parser:
+    parser = Parser(
+        prog="lockstep compare",
+        description="Says where two trainings that `lockstep trace` recorded first differ: step, stage, tensor, rank "
+        "and cause. The first is what the second is held against, such as one process against two.",
+    )
+    parser.add_argument("one", metavar="ONE", help="the folder of a trace")
+    parser.add_argument("two", metavar="TWO", help="the folder of another")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
 
 _ATTACH = Path(__file__).parents[1] / "trace" / "attach"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def command(argv: list[str]) -> int:
+def trace_command(argv: list[str]) -> int:
     """Runs `lockstep trace` with the arguments `argv` and returns the exit code of the command behind `--`.
 
     A command that a signal ended gives 128 and the signal's number, as in a shell.
@@ -41,7 +84,7 @@ def command(argv: list[str]) -> int:
     """
     at = argv.index("--") if "--" in argv else len(argv)
     try:
-        given = _parser().read(argv[:at])
+        given = _trace_parser().read(argv[:at])
     except SystemExit as end:  # --help
         return int(end.code or 0)
     program = argv[at + 1 :]
@@ -147,7 +190,7 @@ def _run(program: list[str], environment: dict[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _parser() -> Parser:
+def _trace_parser() -> Parser:
     parser = Parser(
         prog="lockstep trace",
         usage="lockstep trace -o DIR [flags] -- COMMAND [arguments]",

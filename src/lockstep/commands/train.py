@@ -7,15 +7,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.config import hf_script, options, presets
-from lockstep.config.config import Config
-from lockstep.config.flags import Parser
-from lockstep.distributed.launcher import check_launched
+from lockstep.adapters.hf_trainer import flags
+from lockstep.config import cli
+from lockstep.config.cli import Parser
+from lockstep.config.schema import Config
+from lockstep.config.task_options import LIGHTNING
+from lockstep.distributed.launcher import allocator_variables, check_launched
 from lockstep.distributed.progress import MEMBER_VARIABLE
 from lockstep.errors import ConfigError
-from lockstep.launch.torch_variables import allocator_variables
-from lockstep.run.folder import RunFolder
-from lockstep.tasks.options import LIGHTNING
+from lockstep.training.run_dir import RunFolder
 
 __all__ = ["asked", "command", "loaded"]
 
@@ -30,23 +30,23 @@ def command(argv: list[str]) -> int:
     if "torch" not in sys.modules:  # later it would come too late: torch, and whoever loaded it, may have begun CUDA
         os.environ.update(allocator_variables(os.environ))
     given = vars(_parser(argv).read(argv))
-    told = options.told(given)
-    options.build(presets.applied(told))  # what is wrong with it is said at once
+    told = cli.told(given)
+    cli.build(cli.applied(told))  # what is wrong with it is said at once
     check_launched(os.environ)
-    script = hf_script.asked(given, told)
+    script = flags.asked(given, told)
     if script:
         _check_alone(given)
         loaded()
-        return _code(int(importlib.import_module("lockstep.run.hf_script").run_script(script, told)))
+        return _code(int(importlib.import_module("lockstep.training.hf_script").run_script(script, told)))
     config, task = asked(told)
     if given["show_groups"]:
-        importlib.import_module("lockstep.run.groups_table").show_groups(config)
+        importlib.import_module("lockstep.training.build").show_groups(config)
         return 0
     if given["find_lr"]:
-        importlib.import_module("lockstep.run.find_lr").show(config)
+        importlib.import_module("lockstep.training.tuning").show_rates(config)
         return 0
     if given["find_micro_batch"]:
-        importlib.import_module("lockstep.run.find_micro_batch").show(config)
+        importlib.import_module("lockstep.training.tuning").show_sizes(config)
         return 0
     if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):  # the one that will claim it
         RunFolder(config.save_dir, config.experiment_name).check_free()
@@ -65,22 +65,22 @@ def asked(told: Mapping[str, Any]) -> tuple[Config, Any]:
     Raises:
         ConfigError: an option that does not hold, or a module that is not served.
     """
-    config = options.build(presets.applied(dict(told)))
+    config = cli.build(cli.applied(dict(told)))
     if not config.task.startswith(LIGHTNING):
         return config, None
-    found: tuple[Config, Any] = importlib.import_module("lockstep.tasks.lightning_files").configured(dict(told))
+    found: tuple[Config, Any] = importlib.import_module("lockstep.adapters.lightning.convert").configured(dict(told))
     return found
 
 
 def _parser(argv: Sequence[str] = ()) -> Parser:
-    parser = options.parser_of(list(argv), "lockstep train")
+    parser = cli.parser_of(list(argv), "lockstep train")
     add = parser.add_argument
     add("--show-groups", action="store_true", help="print the optimizer's groups, and train nothing")
     add(
         "--find-lr", action="store_true", help="try 100 rates, print the curve of the loss and a rate, and keep nothing"
     )
     add("--find-micro-batch", action="store_true", help="try sizes of a forward on a CUDA device, and keep nothing")
-    return hf_script.with_flags(parser)
+    return flags.with_flags(parser)
 
 
 def _check_alone(given: Mapping[str, Any]) -> None:
@@ -90,12 +90,15 @@ def _check_alone(given: Mapping[str, Any]) -> None:
 
 
 def loaded() -> Any:
-    """lockstep.run.run, and what the first optimizer imports. Without collections, which find no garbage among half a
-    million objects that stay: a sixth of the time, and later collections leave them out."""
+    """Import lockstep.training.run, and what the first optimizer imports.
+
+    Without collections, which find no garbage among half a million objects that stay: a sixth of the time, and later
+    collections leave them out.
+    """
     gc.disable()
     try:
         importlib.import_module("torch._dynamo")
-        return importlib.import_module("lockstep.run.run")
+        return importlib.import_module("lockstep.training.run")
     finally:
         gc.freeze()
         gc.enable()

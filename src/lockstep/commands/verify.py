@@ -7,15 +7,14 @@ lockstep verify --plant per-rank-seed                        see a mistake found
 lockstep verify -o certificate.json                          keep the proof
 lockstep verify --against certificate.json                   the same on another machine
 
-Here are the flags; `verify/command.py` does the work.
+Here are the flags; `verify/verification.py` does the work.
 """
 
 import argparse
 import importlib
 
-from lockstep.config.flags import Parser
+from lockstep.config.cli import Parser, add_flags
 from lockstep.config.hints import FOREIGN
-from lockstep.config.options import add_flags
 from lockstep.errors import ConfigError
 from lockstep.verify import FAULTS
 
@@ -39,7 +38,7 @@ def command(argv: list[str]) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     given.engines, given.world_sizes = _names(given.engines), _sizes(given.world_sizes)
-    code: int = importlib.import_module("lockstep.verify.command").run(given)  # loads torch
+    code: int = importlib.import_module("lockstep.verify.verification").run(given)  # loads torch
     return code
 
 

@@ -10,14 +10,41 @@ Optim(clipp=1.0)                    # UnknownField: Optim has no 'clipp': did yo
 
 import dataclasses
 import functools
+import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import field
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lockstep.config.hints import hint
 from lockstep.errors import ConfigError
 
-__all__ = ["FieldError", "FieldName", "UnknownField", "named", "option"]
+__all__ = [
+    "AUTO",
+    "LONGEST",
+    "SPAN",
+    "FieldError",
+    "FieldName",
+    "UnknownField",
+    "check_folder",
+    "check_name",
+    "counts_of",
+    "in_batches",
+    "in_steps",
+    "is_hub_name",
+    "is_share",
+    "is_span",
+    "named",
+    "option",
+    "range_of",
+]
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether `name` has the form OWNER/NAME and is no path that exists here."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not Path(name).exists()
+
 
 T = TypeVar("T")
 
@@ -91,3 +118,102 @@ def named(
         return kind
 
     return dressed
+
+
+def check_folder(save_dir: str) -> None:
+    """Raise FieldError for a URL, which would become a folder of that name."""
+    if re.match(r"[A-Za-z][\w+.-]+:(/|$)", save_dir):  # a path that was taken apart has one slash, or none
+        raise FieldError(
+            FieldName("save_dir"), f" is '{save_dir}', and runs are kept in folders, not at a URL: give the path of one"
+        )
+
+
+def check_name(name: str) -> None:
+    """Raise FieldError for an experiment's name that no folder can have."""
+    shown = name if len(name) <= 60 else name[:57] + "..."
+    problem = ""
+    if not name.strip():
+        problem = "is empty"
+    elif len(name) > 200:
+        problem = f"has {len(name)} characters, more than 200"
+    elif not name.isprintable():
+        problem = "has characters that cannot be printed"
+    elif "/" in name or "\\" in name or name.startswith(".") or ".." in name:
+        problem = "would lead out of "
+    if problem:
+        out = [FieldName("save_dir")] if problem.endswith(" of ") else []
+        use = ": use letters, digits, '-', '_' and '.'"
+        raise FieldError(FieldName("experiment_name"), f" {shown!r} {problem}", *out, use)
+
+
+LONGEST = 1000  # steps: a trace of as many is gigabytes
+
+
+def range_of(text: str) -> tuple[int, int] | None:
+    """First and last step, counted from 1 as in metrics.jsonl. Raises FieldError for anything else."""
+    if not text:
+        return None
+    found = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise FieldError(FieldName("profile"), f" is '{text}': it must be FIRST:LAST, two steps from 1, as 100:110")
+    if last - first >= LONGEST:
+        raise FieldError(
+            FieldName("profile"), f" is '{text}', more than {LONGEST} steps: ten show what there is to see"
+        )
+    return first, last
+
+
+AUTO = "auto"  # by measured speed
+
+
+def counts_of(text: str) -> tuple[int, ...]:
+    """The number of each rank; () where none is given. Raises FieldError for anything else."""
+    if text in ("equal", AUTO):
+        return ()
+    if not re.fullmatch(r"[1-9][0-9]{0,5}( ?, ?[1-9][0-9]{0,5})*", text):
+        raise FieldError(
+            FieldName("shares"), f" is '{text}': it must be equal, auto, or a number from 1 for each process: 5,3"
+        )
+    return tuple(int(part) for part in text.split(","))
+
+
+SPAN = "a length such as 5% or 2epochs"
+_SPAN = re.compile(r"(\d+(?:\.\d+)?|\.\d+) ?(%|epochs?)")
+
+
+def is_span(value: object) -> bool:
+    """Whether it is a share of the plan or a number of epochs."""
+    return isinstance(value, str) and _SPAN.fullmatch(value) is not None
+
+
+def in_steps(value: int | str, *, steps: int, samples: int, batch_size: int) -> int:
+    """The steps that `value` is: itself where it is a number, else the nearest number, and not 0 but for a length of 0.
+
+    Args:
+        steps: of the whole plan.
+        samples: of an epoch.
+        batch_size: samples of a step.
+    """
+    found = _SPAN.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return int(value)
+    number = float(found[1])
+    exact = number / 100 * steps if found[2] == "%" else number * samples / batch_size
+    return max(1, round(exact)) if number else 0
+
+
+def is_share(value: object) -> bool:
+    """Whether it is a share above 0% and up to 100%."""
+    found = _SPAN.fullmatch(value) if isinstance(value, str) else None
+    return found is not None and found[2] == "%" and 0 < float(found[1]) <= 100
+
+
+def in_batches(value: int | str, whole: float) -> int:
+    """The batches that a limit leaves: itself, or of a share the nearest number, and not 0; 0 leaves all.
+
+    Args:
+        whole: batches without the limit, which need not be a whole number.
+    """
+    number = max(1, round(float(value[:-1]) / 100 * whole)) if isinstance(value, str) else value
+    return number or math.ceil(whole)

@@ -6,21 +6,21 @@
 What micro-batch m of step k holds depends on (seed, k, m) alone. The world size decides only who computes it.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, final
 
 from lockstep.clock import marked
 from lockstep.counts import Exact, total
 from lockstep.data.device import SideStream, mover
-from lockstep.data.fetch import Drawing, Fetch, Key, draws, seed_everything
-from lockstep.data.loader import Loader, Loading
-from lockstep.distributed.shares import Shares, Sharing, equal_shares
+from lockstep.data.loader import Drawing, Fetch, Key, Loader, Loading, blamed, draws, seed_everything
+from lockstep.distributed.balance import Shares, Sharing, equal_shares
 from lockstep.distributed.world import World
-from lockstep.errors import DataError
+from lockstep.errors import DataError, LockstepError
 from lockstep.task import Order, Task, averages
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Batches",
     "Loading",
     "MicroBatch",
+    "MicroBatchCosts",
     "Origin",
     "StepLoader",
     "StepPlan",
@@ -35,6 +36,7 @@ __all__ = [
     "seed_everything",
     "slots",
 ]
+
 
 _SEARCHED = 16  # steps in which a micro-batch with items is looked for
 
@@ -396,3 +398,67 @@ class StepLoader:
         """From the present step's last micro-batch to the first of the next step, as soon as that is loaded."""
         if self._present and self._ready and self._ready[0]:
             self._present[-1].lead_to(self._ready[0][0])
+
+
+_KEPT = 256  # steps
+_LOOKED_UP = 4096  # samples at a time: a lone look-up is slow
+
+
+@final
+class MicroBatchCosts:
+    """step -> the work of each of its M micro-batches; empty slots repeat the last one that is there.
+
+    Args:
+        task: its `work` is asked.
+        dataset: what the task's `dataset("train")` returned.
+    """
+
+    def __init__(self, task: Task, dataset: Any, order: Order, step_plan: StepPlan) -> None:
+        self._task, self._dataset, self._order, self._plan = task, dataset, order, step_plan
+        self._known: dict[int, tuple[float, ...]] = {}
+
+    def known(self) -> bool:
+        """Whether the task tells what its samples cost: asked of the first micro-batch. Raises what `work` raises."""
+        first = self._plan.origin.step
+        a, b = self._plan.positions(first, 0)
+        return self._answer(self._order.at(a, b)[1].tolist(), first) is not None
+
+    def __call__(self, step: int) -> tuple[float, ...]:
+        """Raises DataError where `work` fails, or gives no number above 0."""
+        if step not in self._known:
+            self._look_up(step)
+        return self._known[step]
+
+    def _look_up(self, first: int) -> None:
+        plan = self._plan
+        last = max(first + 1, min(first + _LOOKED_UP // plan.size, plan.steps))
+        origin = plan.start(first)
+        samples = self._order.at(origin, plan.start(last))[1].tolist()
+        for step in range(first, last):
+            found = []
+            for micro in range(plan.present(step)):
+                a, b = plan.positions(step, micro)
+                found.append(self._asked(samples[a - origin : b - origin], step))
+            found += [found[-1]] * (plan.micro_batches - len(found))
+            self._known[step] = tuple(found)
+        for step in sorted(self._known)[: max(0, len(self._known) - max(_KEPT, last - first))]:
+            if step != first:
+                del self._known[step]
+
+    def _answer(self, samples: list[int], step: int) -> float | None:
+        try:
+            found = self._task.work(self._dataset, samples)
+            return None if found is None else float(found)
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise blamed("work", error, f"step {step}, samples {samples[:8]}") from error
+
+    def _asked(self, samples: list[int], step: int) -> float:
+        found = self._answer(samples, step)
+        if found is None or not (math.isfinite(found) and found > 0.0):
+            raise DataError(
+                f"the task's `work` is {found} for the samples {samples[:8]} of step {step}: it must be a number above "
+                "0, what a micro-batch of them costs"
+            )
+        return found

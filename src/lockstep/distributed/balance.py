@@ -10,17 +10,140 @@ loaded ahead stays as it was. Work is a micro-batch, or what the task says of it
 is cut by its own.
 """
 
+import itertools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple, final
 
-from lockstep.distributed.cutting import cut, loads
-from lockstep.distributed.rank_label import rank_label
-from lockstep.distributed.shares import Shares
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from lockstep.distributed.progress import rank_label
 from lockstep.errors import LockstepError
 
-__all__ = ["Balancer", "Report", "check_alike"]
+__all__ = [
+    "Balancer",
+    "ShareReport",
+    "Shares",
+    "Sharing",
+    "check_alike",
+    "cut",
+    "equal_shares",
+    "given_shares",
+    "loads",
+]
+
+
+class Shares(NamedTuple):
+    """Who computes what of a step.
+
+    Attributes:
+        runs: by rank, the first and the past-the-last of its micro-batches, which follow each other.
+        slots: by rank, how many forwards it makes; those past the end of its run are empty.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    slots: tuple[int, ...]
+
+
+def equal_shares(micro_batches: int, ranks: int) -> Shares:
+    """ceil(M / ranks) slots on every rank, so that collectives within a forward line up."""
+    each = -(-micro_batches // ranks)
+    ends = [min(rank * each, micro_batches) for rank in range(ranks + 1)]
+    return Shares(tuple(itertools.pairwise(ends)), (each,) * ranks)
+
+
+def given_shares(counts: Sequence[int]) -> Shares:
+    """So many micro-batches on each rank, and no empty slot."""
+    return Shares(tuple(itertools.pairwise(itertools.accumulate(counts, initial=0))), tuple(counts))
+
+
+@final
+class Sharing:
+    """Who computes what, step by step: what loads the micro-batches asks for a step to come, an engine for the present.
+
+    Attributes:
+        at: step -> its shares; always the same ones for a step, and the same on every rank.
+        guess: the same, but those of a step to come may still change: for who only looks ahead.
+        step: the present one, which the step loader says.
+    """
+
+    def __init__(self, at: Callable[[int], Shares], guess: Callable[[int], Shares] | None = None) -> None:
+        self.at, self.guess, self.step = at, guess or at, 0
+
+    @property
+    def now(self) -> Shares:
+        """Those of the present step."""
+        return self.at(self.step)
+
+
+_Numbers = NDArray[np.float64]
+
+_BAND = 64  # runs up to this length are all tried; longer ones up to twice what the rank's speed says
+
+
+def cut(works: Sequence[float], costs: Sequence[float], most: Sequence[int] = ()) -> Shares:
+    """The runs of which the longest takes least; of several such cuts the one whose loads are most alike.
+
+    Found by dynamic programming over the ranks, the "linear partition" of Kleinberg and Tardos, twice: first the least
+    possible longest load, then among the cuts within it the least sum of squared loads. Only numbers decide, by
+    operations that are the same on every processor, so all ranks that are given the same find the same.
+
+    Args:
+        works: of each micro-batch, in any unit, above 0; M of them, at least as many as ranks.
+        costs: by rank, what a unit of work takes it, above 0.
+        most: by rank, micro-batches that it may have at most, M in all or more; (): as many as there are.
+    """
+    count = len(works)
+    ends = np.array(list(itertools.accumulate(works, initial=0.0)))
+    widths = _widths(count, costs, most or (count,) * len(costs))
+    first = np.full(count + 1, np.inf)
+    first[0] = 0.0
+    best = first
+    for cost, width in zip(costs, widths, strict=True):
+        best = np.maximum(_before(best, width), cost * _work(ends, width)).min(axis=1)
+    limit, best, choices = best[count], first, []
+    for cost, width in zip(costs, widths, strict=True):
+        load = cost * _work(ends, width)
+        total = _before(best, width) + np.where(load <= limit, load * load, np.inf)
+        shortest = total[:, ::-1].argmin(axis=1)  # of equal ones
+        best = total[np.arange(count + 1), width - 1 - shortest]
+        choices.append(shortest + 1)
+    slots, end = [], count
+    for lengths in reversed(choices):
+        slots.append(int(lengths[end]))
+        end -= slots[-1]
+    slots.reverse()
+    return Shares(tuple(itertools.pairwise(itertools.accumulate(slots, initial=0))), tuple(slots))
+
+
+def loads(works: Sequence[float], costs: Sequence[float], shares: Shares) -> list[float]:
+    """By rank, what its run takes it."""
+    return [cost * math.fsum(works[a:b]) for cost, (a, b) in zip(costs, shares.runs, strict=True)]
+
+
+def _widths(count: int, costs: Sequence[float], most: Sequence[int]) -> list[int]:
+    """The longest run that is tried on each rank: for many micro-batches all lengths would take too long."""
+    speed = sum(1.0 / cost for cost in costs)
+    fair = [math.ceil(2.0 * count / (cost * speed)) for cost in costs]
+    found = [min(count, own, max(_BAND, each)) for own, each in zip(most, fair, strict=True)]
+    return found if sum(found) >= count else [min(count, own) for own in most]
+
+
+def _before(values: _Numbers, width: int) -> _Numbers:
+    """[count + 1, width]: row j has the values at j - width .. j - 1, where a run that ends at j may begin."""
+    return sliding_window_view(np.concatenate([np.full(width, np.inf), values[:-1]]), width)
+
+
+def _work(ends: _Numbers, width: int) -> _Numbers:
+    """[count + 1, width]: the work of the runs that end at j and begin there; inf for what is no run."""
+    padded = np.concatenate([np.full(width, -np.inf), ends[:-1]])
+    work: _Numbers = ends[:, None] - sliding_window_view(padded, width)
+    return work
+
 
 GAIN = 0.05  # a change must make the steps so much shorter, as a share, in two windows of measurements in a row
 _REPORTS, _STEPS, _ENOUGH = 4, 8, 64  # in a window, at least; so many steps are enough with any number of reports
@@ -28,7 +151,7 @@ _COMPARED = 16  # steps of a window, the last ones, whose lengths under old and 
 _CUTS = 1024  # that are remembered: a device's seconds are known late
 
 
-class Report(NamedTuple):
+class ShareReport(NamedTuple):
     """What a rank tells of itself at an exchange, in all since the start.
 
     Attributes:
@@ -46,7 +169,7 @@ class Report(NamedTuple):
     check: float
 
 
-class _Rule(NamedTuple):
+class _CutRule(NamedTuple):
     """How steps from `first` on are cut, until the next rule."""
 
     first: int
@@ -54,7 +177,7 @@ class _Rule(NamedTuple):
     most: tuple[int, ...]
 
 
-class _Measured(NamedTuple):
+class _Throughput(NamedTuple):
     """Seconds per unit of work; `backward` None where each step had one micro-batch alone."""
 
     data: float
@@ -95,12 +218,12 @@ class Balancer:
             costs, bounds = (1.0,) * ranks, ()
         if sum(bounds) < micro_batches:
             bounds = tuple(most)
-        self._rules = [_Rule(start, costs, bounds)]
-        self._whole: dict[_Rule, Shares] = {}
+        self._rules = [_CutRule(start, costs, bounds)]
+        self._whole: dict[_CutRule, Shares] = {}
         self._cuts: dict[int, Shares] = {}
         self._asked = start - 1
-        self._base: Sequence[Report] = ()
-        self._window: list[list[_Measured]] = []
+        self._base: Sequence[ShareReport] = ()
+        self._window: list[list[_Throughput]] = []
         self._covered: list[int] = []  # steps of the window
         self._called: tuple[float, ...] = ()  # costs of the window before, where they called for a change
 
@@ -137,9 +260,9 @@ class Balancer:
 
     def bound(self, most: Sequence[int], first: int) -> None:
         """From the step `first` on, micro-batches that each rank may have at most."""
-        self._add(_Rule(first, self.costs, tuple(most)))
+        self._add(_CutRule(first, self.costs, tuple(most)))
 
-    def heard(self, reports: Sequence[Report], first: int) -> str:
+    def heard(self, reports: Sequence[ShareReport], first: int) -> str:
         """Takes what each rank told; where the shares change, one line that says so, else "".
 
         Args:
@@ -162,7 +285,7 @@ class Balancer:
         self._window, self._covered = [], []
         return self._judged(costs, steps, first)
 
-    def _rule(self, step: int) -> _Rule:
+    def _rule(self, step: int) -> _CutRule:
         return next((rule for rule in reversed(self._rules) if rule.first <= step), self._rules[0])
 
     def _at(self, step: int) -> Shares:
@@ -180,7 +303,7 @@ class Balancer:
     def _work(self, step: int) -> Sequence[float]:
         return self._even if self._works is None else self._works(step)
 
-    def _measure(self, before: Sequence[Report], now: Sequence[Report]) -> None:
+    def _measure(self, before: Sequence[ShareReport], now: Sequence[ShareReport]) -> None:
         found = []
         for rank, (old, new) in enumerate(zip(before, now, strict=True)):
             runs = [(self._work(step), *self._at(step).runs[rank]) for step in self._steps(old, new)]
@@ -188,11 +311,11 @@ class Balancer:
             alone = sum(sum(work[a : b - 1]) for work, a, b in runs)
             backward = (new.backward - old.backward) / alone if alone else None
             data, forward = max(0.0, new.data - old.data), new.forward - old.forward
-            found.append(_Measured(data / whole, forward / whole, backward))
+            found.append(_Throughput(data / whole, forward / whole, backward))
         self._window.append(found)
         self._covered += self._steps(before[0], now[0])
 
-    def _steps(self, old: Report, new: Report) -> range:
+    def _steps(self, old: ShareReport, new: ShareReport) -> range:
         return range(self._start + int(old.steps), self._start + int(new.steps))
 
     def _judged(self, costs: tuple[float, ...], steps: list[int], first: int) -> str:
@@ -206,7 +329,7 @@ class Balancer:
         costs = tuple((one + other) / 2.0 for one, other in zip(before, costs, strict=True))
         if not self._gains(costs, steps):
             return ""
-        self._add(_Rule(first, costs, self._rules[-1].most))
+        self._add(_CutRule(first, costs, self._rules[-1].most))
         return self._described()
 
     def _gains(self, costs: tuple[float, ...], steps: list[int]) -> bool:
@@ -221,7 +344,7 @@ class Balancer:
             new += max(loads(work, costs, cut(work, costs, rule.most)))
         return new < (1.0 - GAIN) * old
 
-    def _add(self, rule: _Rule) -> None:
+    def _add(self, rule: _CutRule) -> None:
         if rule.first <= self._asked:
             raise LockstepError(
                 f"--shares auto: new shares for step {rule.first}, and step {self._asked} was asked for already: a "
@@ -252,12 +375,12 @@ def check_alike(checks: Sequence[float]) -> None:
         )
 
 
-def _later(old: Report, new: Report) -> bool:
+def _later(old: ShareReport, new: ShareReport) -> bool:
     """Whether something was measured since: a device's seconds are known where its clock is read."""
     return new.steps > old.steps and new.forward > old.forward
 
 
-def _costs(window: list[list[_Measured]]) -> tuple[float, ...]:
+def _costs(window: list[list[_Throughput]]) -> tuple[float, ...]:
     """By rank, the seconds that a unit of work takes: the medians of a window, for what disturbs a rank once.
 
     Of a rank with one micro-batch alone in each step no backward is known: it is as much longer than the forward as

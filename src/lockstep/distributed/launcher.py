@@ -4,13 +4,171 @@ rank = number_of("RANK", 0)                 # of the environment; 0 where it is 
 check_launched(os.environ)                  # ConfigError under `srun -n8 lockstep train`
 """
 
+import errno
+import ipaddress
 import os
+import signal
+import socket
+import sys
+import threading
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from lockstep.errors import ConfigError
 
-__all__ = ["Unlaunched", "check_launched", "number_of", "unlaunched"]
+__all__ = [
+    "LAUNCHER_VARIABLE",
+    "OPENCV_THREADS",
+    "Unlaunched",
+    "allocator_variables",
+    "check_launched",
+    "check_reachable",
+    "compile_threads",
+    "cores",
+    "end_with_launcher",
+    "launcher_is_gone",
+    "listening",
+    "number_of",
+    "own_address",
+    "torch_variables",
+    "unlaunched",
+]
+
+
+def listening(host: str, port: int) -> socket.socket | None:
+    """A socket that listens on `host` alone, any free port for 0; None where `host` is no address of this machine.
+
+    Raises:
+        ConfigError: the name does not resolve, or the port is taken.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"MASTER_ADDR {host}: the name does not resolve ({error.strerror})") from error
+    try:
+        return socket.create_server((address[0], port), family=family, backlog=512)
+    except PermissionError as error:
+        raise ConfigError(f"MASTER_PORT {port} on {host} is not allowed; choose one above 1023") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"MASTER_PORT {port} on {host} is taken by another process; choose another") from error
+        return None
+
+
+def check_reachable(what: str, host: str) -> None:
+    """Raises ConfigError where the name `host` of node 0 leads to this machine's loopback: other nodes cannot follow.
+
+    Debian's installer writes such a line for the machine's own name. A loopback address that is given as a number, or
+    as localhost, is meant: several "nodes" on one machine.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except socket.gaierror:
+        return  # who uses it says so
+    address = ipaddress.ip_address(str(found).partition("%")[0])
+    if address.is_loopback and host != "localhost" and host != str(found):
+        raise ConfigError(
+            f"{what} {host} is {address} on this node, where no other node can reach it (see /etc/hosts); give "
+            "node 0's address on the network, and in GLOO_SOCKET_IFNAME the interface where host names lead to loopback"
+        )
+
+
+def own_address(host: str) -> bool:
+    """Whether `host` is an address of this machine. Raises ConfigError where the name does not resolve."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
+            tried.bind((host, 0))
+    except socket.gaierror as error:
+        raise ConfigError(f"--master-addr {host}: the name does not resolve ({error.strerror})") from error
+    except OSError:
+        return False
+    return True
+
+
+OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"  # read when OpenCV is imported
+
+_MOST = 32  # torch's own limit
+
+
+def cores() -> int:
+    """Count the cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compile_threads(ranks: int) -> int:
+    """Count the processes that may compile kernels for each of a node's ranks; torch starts as many as there are cores.
+
+    Args:
+        ranks: on this node.
+    """
+    return max(1, min(_MOST, cores() // ranks))
+
+
+LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"  # set by `lockstep launch` to the path of its pipe
+
+_GONE = threading.Event()
+
+
+def end_with_launcher() -> None:
+    """Send this process SIGTERM once its launcher is gone: in its steps it saves itself.
+
+    Does nothing where `lockstep launch` did not start this process, nor when it is called again.
+    """
+    path = os.environ.pop(LAUNCHER_VARIABLE, "")  # not for what this process may start itself
+    if not path:
+        return
+    try:
+        pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK it would wait for a launcher
+    except FileNotFoundError:  # another launcher has cleaned up after ours
+        _end()
+        return
+    os.set_blocking(pipe, True)
+    threading.Thread(target=_wait, args=(pipe,), name="lockstep-launcher", daemon=True).start()
+
+
+def launcher_is_gone() -> bool:
+    """Whether the launcher that started this process has ended."""
+    return _GONE.is_set()
+
+
+def _wait(pipe: int) -> None:
+    os.read(pipe, 1)  # nobody writes: it returns when the launcher's end is closed
+    _end()
+
+
+def _end() -> None:
+    _GONE.set()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+_ALLOCATOR = "PYTORCH_ALLOC_CONF"
+_OLD_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # CUDA's allocator reads these first
+
+
+def allocator_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Let CUDA's allocator grow its segments, so that varying shapes leave no gaps too small to be used.
+
+    Returns:
+        {} where the user has configured it, under any of its names, and on a system where torch would warn.
+    """
+    if sys.platform != "linux" or any(name in environ for name in (_ALLOCATOR, *_OLD_NAMES)):
+        return {}
+    return {_ALLOCATOR: "expandable_segments:True"}
+
+
+def torch_variables(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Choose what each of a node's ranks is started with.
+
+    Args:
+        processes: on this node.
+        environ: the launcher's.
+    """
+    return {
+        **allocator_variables(environ),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what exact sums need, and cuBLAS asks only once in a process
+        "TORCHINDUCTOR_COMPILE_THREADS": str(compile_threads(processes)),  # else each rank starts one a core
+    }
+
 
 _STARTERS = (
     # process, processes, nodes of the step, by whom

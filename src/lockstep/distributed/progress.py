@@ -13,7 +13,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -29,13 +29,40 @@ __all__ = [
     "SAVING",
     "STARTING",
     "WAITING",
-    "Place",
     "Progress",
+    "RankProgress",
     "is_under_way",
     "note_end",
+    "rank_label",
     "read_end",
+    "renumber",
     "under_way",
 ]
+
+
+_AT_START: list[int] = []  # the launcher's number of each present rank; shorter: ranks keep theirs
+
+
+def renumber(members: Iterable[str]) -> None:
+    """Note which processes the present ranks are.
+
+    Args:
+        members: their names by rank, as in `members.Generation`; none: the launcher's numbers hold.
+    """
+    _AT_START[:] = [int(name.partition(".")[0]) for name in members]
+
+
+def rank_label(rank: int, at_start: int | None = None) -> str:
+    """Name a rank in a message.
+
+    Args:
+        rank: its number now.
+        at_start: the launcher's number of it; None: the one that this process knows.
+    """
+    if at_start is None:
+        at_start = _AT_START[rank] if rank < len(_AT_START) else rank
+    return f"rank {rank}" if rank == at_start else f"rank {rank} (rank {at_start} at the start)"
+
 
 FOLDER_VARIABLE = "LOCKSTEP_PROGRESS"  # set by `lockstep launch` to a folder of its own
 MEETING_VARIABLE = "LOCKSTEP_MEETING"  # and to host:port of the meeting point that it holds
@@ -108,7 +135,7 @@ def is_under_way(folder: Path, rank: int | str, *, forget: bool = False) -> bool
     return found
 
 
-class Place(NamedTuple):
+class RankProgress(NamedTuple):
     """A 0-based step, what the process does in it, and since when (seconds since 1970)."""
 
     step: int
@@ -116,7 +143,7 @@ class Place(NamedTuple):
     since: float
 
     @classmethod
-    def read(cls, path: Path) -> "Place | None":
+    def read(cls, path: Path) -> "RankProgress | None":
         """The place in the file `path`; None where there is none."""
         try:
             step, phase, since = _LAYOUT.unpack_from(path.read_bytes())
@@ -145,7 +172,7 @@ class Progress:
         _PRESENT[:] = [self]
 
     @staticmethod
-    def present() -> "Place | None":
+    def present() -> "RankProgress | None":
         """Return where this process's run stands, or stood last; None before its steps."""
         return _PRESENT[-1].place if _PRESENT else None
 
@@ -174,6 +201,6 @@ class Progress:
         self._pack(self._memory, 0, step, phase, self._time())
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankProgress:
         """The same, for people."""
-        return Place(self.step, _PHASES[self.phase], time.time() - (time.monotonic() - self.since))
+        return RankProgress(self.step, _PHASES[self.phase], time.time() - (time.monotonic() - self.since))

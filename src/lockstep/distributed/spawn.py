@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lockstep.distributed.cores import compile_threads
+from lockstep.distributed.launcher import compile_threads
 from lockstep.distributed.world import World
 from lockstep.errors import SETTINGS, ConfigError, LockstepError
 
@@ -60,7 +60,7 @@ class RankFailed(LockstepError):
         self.rank, self.usage, self.details = rank, usage, details or {}
 
 
-class _Rank(NamedTuple):
+class _RankSpec(NamedTuple):
     """What one process is given."""
 
     function: Callable[..., Any]
@@ -74,7 +74,7 @@ class _Rank(NamedTuple):
     flags: bool  # how the calling process names settings
 
 
-class _Failure(NamedTuple):
+class _RankFailure(NamedTuple):
     """Sorted, the first is the one that the others followed from."""
 
     follows: bool
@@ -128,7 +128,7 @@ def start(
             for rank in range(size):
                 mine, theirs = context.Pipe(duplex=False)
                 variables = _environment(rank, size, port)
-                given = _Rank(
+                given = _RankSpec(
                     function, args, variables, device, patience, place, folder is not None, before, SETTINGS.flags
                 )
                 process = context.Process(target=_live, args=(theirs, given))  # no daemon: it may have loader processes
@@ -194,7 +194,7 @@ def _collected(pipes: list[Connection], patience: float, folder: Path, logged: b
     """Until every rank has ended well; raises for the first that has not."""
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     results: list[Any] = [None] * len(pipes)
-    failed: list[_Failure] = []
+    failed: list[_RankFailure] = []
     running: set[int] = set()
     deadline = time.monotonic() + _START
     while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
@@ -204,7 +204,7 @@ def _collected(pipes: list[Connection], patience: float, folder: Path, logged: b
                 kind, content = pipe.recv()
             except EOFError:  # it died without a word, which came before whatever the others say
                 text = _death(folder, len(pipes), rank, rank in running, logged)
-                kind, content = "failed", _Failure(False, 0.0, rank, text, rank not in running, "")
+                kind, content = "failed", _RankFailure(False, 0.0, rank, text, rank not in running, "")
             if kind == "alive":
                 running.add(rank)
                 if len(running) == len(pipes) and not failed:
@@ -252,7 +252,7 @@ def _stack(folder: Path, size: int, rank: int) -> Path:
     return folder / f"rank-{size}-{rank}.stack"
 
 
-def _live(pipe: Connection, given: _Rank) -> None:
+def _live(pipe: Connection, given: _RankSpec) -> None:
     """The life of one process. It leaves without Python's teardown, which could wait for a dead peer."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= given.environment
@@ -311,11 +311,11 @@ def _share_compilers(device: str, ranks: int) -> None:
     settings.compile_threads = int(threads)
 
 
-def _failure(rank: int, error: BaseException) -> _Failure:
+def _failure(rank: int, error: BaseException) -> _RankFailure:
     text = str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
     follows = bool(getattr(error, "relayed", False))  # a relayed error comes after its cause
     usage = getattr(error, "exit_code", 1) == 2
-    return _Failure(follows, time.monotonic(), rank, text.strip().splitlines()[0], usage, traceback.format_exc())
+    return _RankFailure(follows, time.monotonic(), rank, text.strip().splitlines()[0], usage, traceback.format_exc())
 
 
 def _end_with_parent() -> None:

@@ -5,19 +5,22 @@ An engine holds a model and an optimizer and knows how both are split over the r
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.config.engine_options import EngineOptions
 from lockstep.config.sections import Fp16
-from lockstep.distributed.shares import Sharing
-from lockstep.engines.options import EngineOptions
-from lockstep.engines.shared.gradient_norms import NO_NORMS, GradientNorms
-from lockstep.errors import said
+from lockstep.data.loader import failure
+from lockstep.distributed.balance import Sharing
+from lockstep.engines.optimizers import NO_NORMS, GradientNorms
+from lockstep.errors import DataError, LockstepError, said
+from lockstep.tensors import is_dtensor
 
 __all__ = [
     "NOTHING",
@@ -25,11 +28,26 @@ __all__ = [
     "Evaluate",
     "MakeOptimizer",
     "MakePenalty",
+    "Penalty",
+    "ScaledBackward",
     "Settings",
     "StepResult",
     "at_rest",
+    "set_extra",
     "set_momentum",
 ]
+
+
+def set_extra(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Hands each module with an extra state the tensor `model/NAME._extra_state` of `state`.
+
+    To copy into what `get_extra_state` returned is not enough: that may have been made for the call.
+    """
+    for name, module in model.named_modules():
+        found = state.get(f"model/{name}._extra_state" if name else "model/_extra_state")
+        if found is not None:
+            module.set_extra_state(found)
+
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 # The model as its engine holds it -> what is added to the step's loss once: 0-dim.
@@ -80,7 +98,7 @@ class Settings:
 
     Attributes:
         clip: largest 2-norm of the gradient; 0 does not clip.
-        exact: M, the micro-batches of the fixed tree (see engines/shared/exact.py); 0: gradients are summed as the
+        exact: M, the micro-batches of the fixed tree (see engines/exact.py); 0: gradients are summed as the
             backend does.
         sharing: which micro-batches each rank computes in the present step; None: all as many, in as many slots.
         loss_scaling: how to scale the loss, and skip a step whose gradients overflow: for float16; None: not.
@@ -194,3 +212,101 @@ def at_rest(model: nn.Module) -> None:
         reshard = getattr(module, "reshard", None)
         if reshard is not None:
             reshard()
+
+
+class ScaledBackward:
+    """`loss.backward(roots(loss, factor))` has the gradients of `factor * loss`; the factors' tensors are made once.
+
+    Where the loss is NaN or infinite the root is NaN, and so is every gradient, on every rank that it is summed with:
+    the update is left out then, though the loss's own gradient may be finite. No device is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[torch.dtype, float], Tensor] = {}
+
+    def __call__(self, loss: Tensor, factor: float | Tensor) -> Tensor:
+        """A 0-dim tensor like the loss; a factor that is a tensor, 0-dim, is on its device."""
+        if isinstance(factor, Tensor):
+            return torch.add(factor.to(loss.dtype), loss.detach(), alpha=0)
+        found = self._made.get((loss.dtype, factor))
+        if found is None:
+            if len(self._made) > 16:  # loss scales that are over
+                self._made.clear()
+            found = self._made[loss.dtype, factor] = torch.full_like(loss, factor, requires_grad=False).detach()
+        return torch.add(found, loss.detach(), alpha=0)  # 0 * inf is NaN; else nothing is added
+
+
+@final
+class Penalty:
+    """Every rank computes it of the parameters that it holds, so that it counts once whatever the ranks.
+
+    Args:
+        compute: the task's.
+        model: without what an engine puts around it, so that no hook of a reducer sees the gradient.
+    """
+
+    def __init__(self, compute: MakePenalty, model: nn.Module) -> None:
+        self._compute, self._model = compute, model
+        self._roots = ScaledBackward()
+        self._first = True
+
+    def add(self, scale: float | Tensor) -> Tensor:
+        """Add its gradient to the parameters' `.grad`.
+
+        Where it is not finite, every gradient is NaN, as with a loss.
+
+        Args:
+            scale: of the loss.
+
+        Returns:
+            its value: 0-dim, without a graph, alike on all ranks.
+
+        Raises:
+            DataError: it failed, or is no 0-dim tensor of the parameters; or the first one is not finite.
+        """
+        with torch.enable_grad():
+            value = self._value()
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        root = self._roots(value, scale)
+        for parameter, found in zip(trained, torch.autograd.grad(value, trained, root, allow_unused=True), strict=True):
+            if found is None:
+                continue
+            if is_dtensor(parameter) and is_dtensor(found):
+                found = found.redistribute(parameter.device_mesh, parameter.placements)
+            if parameter.grad is None:
+                parameter.grad = found
+            elif parameter.grad.is_sparse:
+                parameter.grad = found + parameter.grad
+            else:
+                parameter.grad.add_(found)
+        return value.detach()
+
+    def _value(self) -> Tensor:
+        try:
+            found = self._compute(self._model)
+            if is_dtensor(found):  # type: ignore[arg-type]
+                found = found.full_tensor()  # collective
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise DataError(f"the task's `penalty` failed: {failure(error)}; mend it there") from error
+        if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
+            raise DataError(
+                f"the task's `penalty` returned {_described(found)}: it must return one number, a 0-dim float tensor"
+            )
+        if not found.requires_grad:
+            raise DataError(
+                "the task's `penalty` returned a tensor without a graph, so it changes nothing: compute it from the "
+                "model's trained parameters, without detach() and .data"
+            )
+        if self._first:
+            self._first = False
+            if not bool(found.isfinite()):  # waits for the device, in the first step
+                raise DataError(f"the task's `penalty` is {found.item()} at the first parameters: it must be finite")
+        return found
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
-from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
-from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
-from lockstep.engines.shared.rehearsal import Alone
-from lockstep.engines.shared.scaled_backward import ScaledBackward
+from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, ScaledBackward, Settings, StepResult
+from lockstep.engines.closure import Alone
+from lockstep.engines.optimizer_step import OptimizerStep, trained
 from lockstep.errors import ConfigError
 
 __all__ = ["DataParallel"]

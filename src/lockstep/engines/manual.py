@@ -18,13 +18,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
-from lockstep.engines.shared.batchnorm import Replay
-from lockstep.engines.shared.moving import differing
-from lockstep.engines.shared.optimizer_step import total_norm
-from lockstep.engines.shared.state_dict import materialise, named_state, restore_state
+from lockstep.engines.buffers import Replay
+from lockstep.engines.moving import differing
+from lockstep.engines.optimizer_step import total_norm
+from lockstep.engines.state_dict import materialise, named_state, restore_state
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.hooks import Clip, OwnSteps
-from lockstep.optim.several import Several
+from lockstep.optim.optimizers import Several
 from lockstep.transforms.batchnorm import Recording, recorders
 
 __all__ = ["Manual"]
@@ -33,7 +33,7 @@ Gradients = dict[Tensor, Tensor]
 _CHECKED = 2  # steps in which is found which buffers are written without torch's count of writes
 
 
-class _Kept(NamedTuple):
+class _BufferWrites(NamedTuple):
     """What forwards of one micro-batch have left in the model's buffers.
 
     Attributes:
@@ -45,7 +45,7 @@ class _Kept(NamedTuple):
     buffers: list[Tensor | None]
 
 
-class _First(NamedTuple):
+class _BufferStart(NamedTuple):
     """A buffer as it was at a step's begin: its value, the tensor itself, and torch's count of its writes.
 
     Attributes:
@@ -90,7 +90,7 @@ class Manual:
         self._weights: list[float] = []
         self._blank = False
         self._squares: list[Tensor] = []
-        self._first: list[_First] = []
+        self._first: list[_BufferStart] = []
         self._steps = 0
         self._silent: set[int] = set()  # places among the others that were written without torch's count of writes
 
@@ -119,7 +119,7 @@ class Manual:
             self._replay.begin()
         self._steps += 1
         self._first = [
-            _First(b.clone(), b, b._version, silent or place in self._silent, self._steps <= _CHECKED)
+            _BufferStart(b.clone(), b, b._version, silent or place in self._silent, self._steps <= _CHECKED)
             for place, (b, silent) in enumerate(self._others())
         ]
         self._own.run(weights, self)
@@ -156,7 +156,7 @@ class Manual:
 
     @torch.no_grad()
     def update(
-        self, place: int, parts: list[Gradients], weights: list[float], kept: list[_Kept], clip: Clip | None
+        self, place: int, parts: list[Gradients], weights: list[float], kept: list[_BufferWrites], clip: Clip | None
     ) -> None:
         """One optimizer's step, with the sum of the micro-batches' gradients times their weights. Collective.
 
@@ -189,20 +189,20 @@ class Manual:
         for parameter in held:
             parameter.grad = None
 
-    def kept(self) -> _Kept:
+    def kept(self) -> _BufferWrites:
         """What the forwards since the last `restore` have left in buffers, which is taken out."""
         found = [buffer.clone() if first.is_written(buffer) else None for buffer, first in self._pairs()]
         if self._steps <= _CHECKED:
             pairs = enumerate(zip(found, self._pairs(), strict=True))
             self._silent |= {k for k, (one, (b, first)) in pairs if one is not None and not first.is_counted(b)}
-        return _Kept(self._replay.row() if self._replay else None, found)
+        return _BufferWrites(self._replay.row() if self._replay else None, found)
 
     def recomputing(self) -> AbstractContextManager[None]:
         """Around a backward, which may compute forwards again that have been counted."""
         return self._replay.unmoved() if self._replay else NOTHING
 
     @torch.no_grad()
-    def restore(self, kept: _Kept | None) -> None:
+    def restore(self, kept: _BufferWrites | None) -> None:
         """Puts back what `kept` gave; None: what the step began with."""
         if self._replay and kept is not None and kept.statistics is not None:
             self._replay.put(kept.statistics)
@@ -222,7 +222,7 @@ class Manual:
             if buffer is not None
         ]
 
-    def _pairs(self) -> Iterator[tuple[Tensor, "_First"]]:
+    def _pairs(self) -> Iterator[tuple[Tensor, "_BufferStart"]]:
         return zip((buffer for buffer, _ in self._others()), self._first, strict=True)
 
     def _put(self, values: list[Tensor | None]) -> None:
@@ -236,7 +236,7 @@ class Manual:
     @torch.no_grad()
     def _end(self, weights: list[float]) -> None:
         """The step is over: running statistics of all micro-batches, other buffers those of the first. Collective."""
-        found: list[_Kept] = self._own.buffers()
+        found: list[_BufferWrites] = self._own.buffers()
         self._count(found, weights)
         if found:
             self._put(found[0].buffers)
@@ -247,7 +247,7 @@ class Manual:
                 if sent is not buffer:
                     buffer.copy_(sent)
 
-    def _count(self, found: list[_Kept], weights: list[float]) -> None:
+    def _count(self, found: list[_BufferWrites], weights: list[float]) -> None:
         """Folds in the statistics of the micro-batches since they were folded in last. Collective."""
         if not self._replay:
             return

@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lockstep.distributed.world import World
-from lockstep.engines.base import Evaluate, MakeOptimizer, Settings, StepResult
-from lockstep.engines.shared.ddp_common import ReplicatedEngine, check_launched
-from lockstep.engines.shared.extra import set_extra
-from lockstep.engines.shared.optimizer_step import OptimizerStep, trained
-from lockstep.engines.shared.rehearsal import Alone
-from lockstep.engines.shared.state_dict import forget, materialise
+from lockstep.engines.base import Evaluate, MakeOptimizer, Settings, StepResult, set_extra
+from lockstep.engines.closure import Alone
+from lockstep.engines.ddp import ReplicatedEngine, check_launched
+from lockstep.engines.optimizer_step import OptimizerStep, trained
+from lockstep.engines.state_dict import forget, materialise
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.tensors import local_of
 

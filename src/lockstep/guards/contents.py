@@ -22,12 +22,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lockstep.data.fetch import Key, seed_everything
+from lockstep.data.loader import Key, seed_everything
 from lockstep.distributed.world import World
 from lockstep.errors import DifferenceError, LockstepError
-from lockstep.guards.loader import RetryingDataset
+from lockstep.guards.watchdog import RetryingDataset
 from lockstep.seeds import derive
-from lockstep.trace.sums import mixed
+from lockstep.trace.record.sums import mixed
 
 __all__ = ["KEY", "Contents", "alike", "check_contents", "digest"]
 
@@ -121,12 +121,12 @@ def alike(one: Digest | None, other: Digest | None) -> bool:
 
 def digest(sample: Any) -> Digest:
     """Digest a sample: tensors, arrays, numbers, texts and pictures, however nested."""
-    reader = _Reader()
+    reader = _ContentReader()
     reader.add(sample)
     return [reader.hash.hexdigest(), reader.sums, sorted(reader.left_out)]
 
 
-class _Reader:
+class _ContentReader:
     """Goes through a sample."""
 
     def __init__(self) -> None:

@@ -7,21 +7,206 @@ without gradients and without the compiler, which hooks would break up, to find 
 finite; the model's buffers are left as they are.
 """
 
+import contextlib
+import hashlib
+import json
 import math
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.rank_label import rank_label
+from lockstep.checkpoint.files import refusal_error
+from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
-from lockstep.engines.shared.buffers import unmoved
-from lockstep.guards.reading import ReadStep
-from lockstep.transforms.eager import eager
+from lockstep.engines.buffers import unmoved
+from lockstep.errors import LockstepError
+from lockstep.files import retry_io, write_whole
+from lockstep.records import StepRecord, filled, flat
+from lockstep.transforms.precision import eager
 
-__all__ = ["origin"]
+__all__ = [
+    "DeferredReader",
+    "ReadStep",
+    "Rollback",
+    "Skips",
+    "floats",
+    "origin",
+]
+
+
+class ReadStep(NamedTuple):
+    """A step whose numbers are on the host.
+
+    Attributes:
+        norm: of the gradient; `gradients`: of its blocks, where the step took them.
+        losses: of this rank's micro-batches.
+        numbers: of the task's own by name: (sum, count) of each of them.
+    """
+
+    record: StepRecord
+    micro: list[Any]
+    norm: float
+    losses: list[float]
+    numbers: Mapping[str, Sequence[tuple[float, float]]] = {}
+    gradients: Mapping[str, float] = {}
+
+
+class _Copy(NamedTuple):
+    """Numbers on their way to the host; `host` has those that were there, and None for each of the others."""
+
+    record: StepRecord
+    micro: list[Any]
+    values: Tensor
+    host: list[float | None]
+    event: Any
+
+
+class DeferredReader:
+    """Reads norms and losses: at once where that costs nothing, else one step later, when the copy has arrived.
+
+    On a device a step costs one launch, one copy into pinned memory and an event, and its host is never more than a
+    step ahead. What the guards and the records need of a step is read here alone.
+
+    Attributes:
+        lag: steps by which it is late; None: 1 on a CUDA device, else 0. Whoever asks it must work with any.
+    """
+
+    lag: ClassVar[int | None] = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._lag = int(self._cuda) if self.lag is None else self.lag
+        self._flying: deque[_Copy] = deque()
+        self._free: list[Any] = []  # events that have come to pass
+
+    @property
+    def late(self) -> bool:
+        """Whether a step is read after it."""
+        return self._lag > 0
+
+    def add(self, record: StepRecord, micro: list[Any]) -> list[ReadStep]:
+        """Takes a step, and returns those that can be read by now: how many depends on the number of steps alone."""
+        every = _values(record)
+        if not self._lag and not self._cuda:
+            return [_read(record, micro, [float(value) for value in every])]
+        host, tensors = _split(every, "cuda" if self._cuda else "cpu")
+        values = torch.stack([tensor.reshape(()) for tensor in tensors]) if tensors else torch.empty(0)
+        event = None
+        if self._cuda:
+            values = values.to("cpu", non_blocking=True)  # from a device that is into pinned memory
+            event = self._free.pop() if self._free else torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._flying.append(_Copy(record, micro, values, host, event))
+        return [self._landed()] if len(self._flying) > self._lag else []
+
+    def rest(self) -> Iterator[ReadStep]:
+        """All steps that were not returned yet, one by one."""
+        while self._flying:
+            yield self._landed()
+
+    def _landed(self) -> ReadStep:
+        record, micro, values, host, event = self._flying.popleft()
+        if event:
+            event.synchronize()  # waits for the device, one step behind: it has the next one to do
+            self._free.append(event)
+        return _read(record, micro, _joined(host, values.tolist()))
+
+
+def floats(values: Sequence[Tensor | float]) -> list[float]:
+    """The values on the host. Waits for the device, once."""
+    kind = next((v.device.type for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), "")
+    host, tensors = _split(values, kind)
+    return _joined(host, torch.stack([t.reshape(()) for t in tensors]).tolist() if tensors else [])
+
+
+def _values(record: StepRecord) -> list[Tensor | float]:
+    """All that is to be read of a step, in the order of `_read`."""
+    norm: list[Tensor | float] = [] if record.norm is None else [record.norm]
+    values = [*norm, *record.losses]
+    if record.gradients or record.numbers:
+        values += [*record.gradients.values(), *flat(record.numbers)]
+    return values
+
+
+def _read(record: StepRecord, micro: list[Any], values: list[float]) -> ReadStep:
+    norm = math.nan if record.norm is None else values[0]
+    start = record.norm is not None
+    losses = values[start : start + len(record.losses)]
+    if not record.gradients and not record.numbers:
+        return ReadStep(record, micro, norm, losses, {}, {})
+    rest = iter(values[start + len(losses) :])
+    gradients = {name: next(rest) for name in record.gradients}
+    return ReadStep(record, micro, norm, losses, filled(record.numbers, rest), gradients)
+
+
+def _split(values: Sequence[Tensor | float], device: str) -> tuple[list[float | None], list[Tensor]]:
+    """Each value that lies on the host, or None; and those on a device of this type, in order."""
+    there = [isinstance(value, Tensor) and value.device.type == device for value in values]
+    host = [None if away else float(value) for value, away in zip(values, there, strict=True)]
+    return host, [value for value, away in zip(values, there, strict=True) if away and isinstance(value, Tensor)]
+
+
+def _joined(host: list[float | None], read: list[float]) -> list[float]:
+    told = iter(read)
+    return [next(told) if value is None else value for value in host]
+
+
+class Rollback(LockstepError):
+    """The run goes back to its newest checkpoint, and will leave out the step that is named."""
+
+
+class Skips:
+    """The steps that are left out of a run. Rank 0 reads and writes the file, and tells the others.
+
+    Args:
+        path: of the file; what is in it is taken over where it was written for the same plan.
+        limit: how many steps may be left out in all.
+        world: its ranks make one together, and call `add` together.
+        plan: what the steps' numbers mean: a run with another one has other steps.
+
+    Attributes:
+        steps: in the order in which they were found.
+    """
+
+    def __init__(self, path: Path, limit: int, world: World, plan: dict[str, Any]) -> None:
+        self._path, self._limit, self._world = path, limit, world
+        self._plan = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
+        self.steps: list[int] = world.gather(self._read() if world.is_main else [])[0]  # collective
+
+    def add(self, step: int, why: str) -> None:
+        """Leaves `step` out from now on. Collective.
+
+        Raises:
+            LockstepError: that would be one too many, or the file cannot be written.
+        """
+        if step in self.steps:
+            return
+        if len(self.steps) >= self._limit:
+            raise LockstepError(
+                f"{why}; {self._limit} steps were left out before (--guards.limit): lower --lr or clean the data"
+            )
+        self.steps.append(step)
+        error = self._write() if self._world.is_main else None
+        self._world.check(error)  # collective
+
+    def _read(self) -> list[int]:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            found = json.loads(retry_io(lambda: self._path.read_text(encoding="utf-8")))
+            if found["plan"] == self._plan:
+                return [int(step) for step in found["steps"]]
+        return []
+
+    def _write(self) -> LockstepError | None:
+        try:  # whole or not at all: without it a rollback would meet the step again
+            write_whole(self._path, json.dumps({"steps": self.steps, "plan": self._plan}) + "\n")
+        except OSError as error:
+            return refusal_error(error)
+        return None
 
 
 def origin(

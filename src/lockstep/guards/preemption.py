@@ -8,14 +8,14 @@ import threading
 from types import FrameType
 from typing import Any, Protocol, Self
 
-from lockstep.distributed.step_exchange import INTERRUPT, SAVE_AND_END
-from lockstep.distributed.stop_signals import STOP_SIGNALS, heeds_hangup, leave_terminal
+from lockstep.distributed.exchange import INTERRUPT, SAVE_AND_END
+from lockstep.distributed.membership import STOP_SIGNALS, heeds_hangup, leave_terminal
 from lockstep.errors import LockstepError, error_line
 
 __all__ = ["Preemption"]
 
 
-class Told(Protocol):
+class StopListener(Protocol):
     """Who is told what a signal asks for: the exchange."""
 
     def stop(self, stop_request: int) -> None:
@@ -33,7 +33,7 @@ class Preemption:
     nothing.
     """
 
-    def __init__(self, exchange: Told) -> None:
+    def __init__(self, exchange: StopListener) -> None:
         self._exchange = exchange
         self._before: dict[signal.Signals, Any] = {}
         self._interrupted = self._again = False

@@ -11,8 +11,8 @@ three windows in a row of five steps or more.
 from collections.abc import Callable
 from statistics import median
 
-from lockstep.distributed.rank_label import rank_label
-from lockstep.distributed.step_exchange import BusySeconds, StepExchange
+from lockstep.distributed.exchange import BusySeconds, StepExchange
+from lockstep.distributed.progress import rank_label
 
 __all__ = ["Straggler"]
 

@@ -7,6 +7,7 @@ those that it waits for, and its counter of restarts left, all under the same na
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import logging
 import os
@@ -16,9 +17,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
@@ -28,30 +31,82 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from lockstep.distributed.addresses import listening
-from lockstep.distributed.launcher_watch import LAUNCHER_VARIABLE
+from lockstep.distributed.failures import ProcessFailure, first
+from lockstep.distributed.launcher import LAUNCHER_VARIABLE, listening
+from lockstep.distributed.membership import STOP_SIGNALS, heeds_hangup, leave_terminal
 from lockstep.distributed.progress import (
     FOLDER_VARIABLE,
     MEETING_VARIABLE,
     MEMBER_VARIABLE,
-    Place,
+    RankProgress,
     is_under_way,
+    rank_label,
     read_end,
 )
-from lockstep.distributed.rank_label import rank_label
-from lockstep.distributed.stop_signals import STOP_SIGNALS, heeds_hangup, leave_terminal
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launch.failure import Failure, first
-from lockstep.launch.job import Job
-from lockstep.launch.losses import REPEATED, Losses
-from lockstep.launch.memory import kills
-from lockstep.launch.orphans import orphans_adopted, reap_orphans
-from lockstep.launch.preloaded import Preloaded
-from lockstep.launch.private_folder import life_pipe, private_folder
+from lockstep.launch.job import Job, kills
+from lockstep.launch.losses import REPEATED, Membership
 from lockstep.launch.rendezvous import local_address, meeting
-from lockstep.report.timeline import ENDED_VARIABLE
+from lockstep.launch.workers import Preloaded, life_pipe, private_folder
+from lockstep.report.goodput import ENDED_VARIABLE
 
-__all__ = ["run"]
+__all__ = [
+    "Child",
+    "orphans_adopted",
+    "reap_orphans",
+    "run",
+]
+
+
+_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+
+
+class Child(Protocol):
+    """The part of `subprocess.Popen` that is used here."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+
+@contextmanager
+def orphans_adopted() -> Iterator[bool]:
+    """Have the system hand orphans to this process in place of init.
+
+    Yields:
+        Whether it does.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, the system drops the codes of all children
+    adopted = sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        yield adopted
+    finally:
+        if adopted:
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def reap_orphans(children: Iterable[Child]) -> None:
+    """Collect orphans that have ended, such as the loader processes of a killed rank.
+
+    Args:
+        children: processes whose codes somebody asks for, which are left to their own `poll`.
+    """
+    known = {child.pid: child for child in children if child.returncode is None}
+    while (pid := _next_ended()) is not None:
+        if pid not in known:
+            os.waitpid(pid, os.WNOHANG)
+        elif known.pop(pid).poll() is None:
+            return  # somebody else waits for it just now
+
+
+def _next_ended() -> int | None:
+    try:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there are no children
+        return None
+    return ended.si_pid if ended else None
+
 
 _GRACE = 2.0  # seconds that the others have, once one has failed, to say where they stood
 _KILLED = 0.3  # the same, where one was killed: that is no consequence of another's failure, so it was the first
@@ -120,8 +175,8 @@ class _Agent(LocalElasticAgent):
         self._folder, self._job = Path(os.environ[FOLDER_VARIABLE]), job
         self.asked: signal.Signals | None = None
         self._hangup = self._forward if heeds_hangup() else signal.SIG_IGN
-        self._failure: Failure | None = None
-        self._earlier: list[Failure] = []  # that led to restarts
+        self._failure: ProcessFailure | None = None
+        self._earlier: list[ProcessFailure] = []  # that led to restarts
         self._kills, self._looked = kills(), time.monotonic()
         self._ending = ""  # why a loss ended the others too
         self._names: dict[int, str] = {}  # of the processes, by local rank
@@ -132,7 +187,7 @@ class _Agent(LocalElasticAgent):
         self._forks = adopts and Preloaded.serves(job.command)
         self._started = time.monotonic()
 
-    def _replacing(self, job: Job) -> Losses | None:
+    def _replacing(self, job: Job) -> Membership | None:
         """What decides who goes on after a loss, over a meeting point of this launcher's own; None: a loss ends all."""
         os.environ.pop(MEETING_VARIABLE, None)
         if not job.losses:
@@ -144,7 +199,7 @@ class _Agent(LocalElasticAgent):
         port = listener.getsockname()[1]
         store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         os.environ[MEETING_VARIABLE] = f"{host}:{port}"
-        return Losses(store, least=job.least, most=job.losses, said=self._described)
+        return Membership(store, least=job.least, most=job.losses, said=self._described)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for place in self._folder.iterdir():
@@ -207,7 +262,7 @@ class _Agent(LocalElasticAgent):
         slot = self._names[local].partition(".")[0]
         return code is not None and (code != 0 or is_under_way(self._folder, slot))
 
-    def _go_on(self, losses: Losses, group: WorkerGroup) -> bool:
+    def _go_on(self, losses: Membership, group: WorkerGroup) -> bool:
         """Looks after processes that ended; whether the others go on. Else torch's own watch looks at them too, which
         would end all for one that has failed since."""
         if self._forks and self._preloaded is None and time.monotonic() - self._started > _SETTLED:
@@ -314,7 +369,7 @@ class _Agent(LocalElasticAgent):
         ranks = [self._rank_of(local, group) for local in silent]
         shown = " and ".join(
             f"{rank_label(rank, slot)} did not arrive: it stood in "
-            f"{Place.read(self._folder / str(slot)) or 'its start, before step 0'}"
+            f"{RankProgress.read(self._folder / str(slot)) or 'its start, before step 0'}"
             for rank, slot in ranks
         )
         return f"{shown}; after --timeout seconds the others gave up; raise --timeout where it is only slow"
@@ -330,11 +385,11 @@ class _Agent(LocalElasticAgent):
         """Whether a process said why it failed, besides that the others were gone."""
         return bool(self._failure and self._failure.message and not self._failure.follows)
 
-    def _failed(self, local: int, code: int, when: float, group: WorkerGroup) -> Failure:
+    def _failed(self, local: int, code: int, when: float, group: WorkerGroup) -> ProcessFailure:
         rank, slot = self._rank_of(local, group)
         assert self._pcontext is not None
         note = Path(self._pcontext.error_files[local])
-        found = Failure.read(rank, code, note, Place.read(self._folder / str(slot)), when)
+        found = ProcessFailure.read(rank, code, note, RankProgress.read(self._folder / str(slot)), when)
         found = dataclasses.replace(found, at_start=slot)
         if self._names.get(local) in self._silenced:
             return dataclasses.replace(found, message="it said nothing while the others waited for it, and was ended")
@@ -349,7 +404,7 @@ class _Agent(LocalElasticAgent):
             more += f"; the first of {len(causes)} losses: {causes[0]}"
         return self._described(self._failure) + more
 
-    def _described(self, failure: Failure) -> str:
+    def _described(self, failure: ProcessFailure) -> str:
         if failure.code == -signal.SIGKILL and not failure.message:
             if kills() > self._kills:
                 return f"{failure}: out of memory, by the kernel's count; lower --micro-batch-size, or take more memory"

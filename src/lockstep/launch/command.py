@@ -18,15 +18,13 @@ import sys
 import uuid
 from pathlib import Path
 
-from lockstep.config import hf_script, options, presets
-from lockstep.config.flags import Parser
+from lockstep.adapters.hf_trainer import flags
+from lockstep.config import cli
+from lockstep.config.cli import Parser
 from lockstep.config.hints import FOREIGN
-from lockstep.distributed.addresses import check_reachable, own_address
-from lockstep.distributed.cores import OPENCV_THREADS, cores
+from lockstep.distributed.launcher import OPENCV_THREADS, check_reachable, cores, own_address, torch_variables
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launch.job import Job
-from lockstep.launch.nccl_log import log_folder, log_variables, made
-from lockstep.launch.torch_variables import torch_variables
+from lockstep.launch.job import Job, log_folder, log_variables, made
 
 __all__ = ["command"]
 
@@ -81,11 +79,11 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 def _behind(rest: list[str]) -> bool:
     """Whether what is behind `--` computes exactly, as far as is seen. Raises ConfigError for what is no program."""
     if rest and rest[0] == "train":
-        parser = hf_script.with_flags(options.parser_of(rest[1:], "lockstep train"))
+        parser = flags.with_flags(cli.parser_of(rest[1:], "lockstep train"))
         given = vars(parser.read(rest[1:]))
-        told = options.told(given)
-        hf_script.asked(given, told)
-        return options.build(presets.applied(told)).exact
+        told = cli.told(given)
+        flags.asked(given, told)
+        return cli.build(cli.applied(told)).exact
     if rest and rest[0] in ("evaluate", "doctor", "profile"):
         return "--exact" in rest  # of evaluate its run's configuration says, when it is read
     if rest and rest[0].endswith(".py"):
@@ -100,7 +98,7 @@ def _behind(rest: list[str]) -> bool:
 
 
 def _parser() -> Parser:
-    elsewhere = {name.partition(".")[2] or name: _ELSEWHERE for name in (*FOREIGN, *options.option_list())}
+    elsewhere = {name.partition(".")[2] or name: _ELSEWHERE for name in (*FOREIGN, *cli.option_list())}
     parser = Parser(
         prog="lockstep launch",
         usage="lockstep launch [flags] -- train [flags of train]   or   ... -- script.py [arguments]",

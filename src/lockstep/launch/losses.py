@@ -6,7 +6,7 @@
     losses.replace                          # names to start a new process for
 
 Who takes part is decided here, in one place: the members leave their groups and say so, and read the names of those who
-go on (see distributed/members.py). Nobody is counted as gone but who has ended: one that says nothing in its time is
+go on (see distributed/membership.py). Nobody is counted as gone but who has ended: one that says nothing in its time is
 ended first, so that a process which was only slow can never come back under its old name.
 """
 
@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from lockstep.distributed.members import Generation, Report, keys_of
-from lockstep.launch.failure import Failure
+from lockstep.distributed.failures import ProcessFailure
+from lockstep.distributed.membership import Generation, LeaveReport, keys_of
 
-__all__ = ["REPEATED", "Losses", "Store"]
+__all__ = ["REPEATED", "Membership", "MembershipStore"]
 
 REPEATED = "the same line of code failed in the same step again"
 
@@ -32,7 +32,7 @@ _SLACK = 5.0  # seconds beyond `--timeout` for a member that says nothing
 _SHORT = 3.0  # the same where another has waited for a whole `--timeout` already
 
 
-class Store(Protocol):
+class MembershipStore(Protocol):
     """What is needed of torch's TCPStore."""
 
     def set(self, key: str, value: str, /) -> None: ...
@@ -40,7 +40,7 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
-class Losses:
+class Membership:
     """The members of a run, and what became of them.
 
     Args:
@@ -60,11 +60,11 @@ class Losses:
 
     def __init__(
         self,
-        store: Store,
+        store: MembershipStore,
         *,
         least: int = 1,
         most: int = 8,
-        said: Callable[[Failure], str] = str,
+        said: Callable[[ProcessFailure], str] = str,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._least, self._most, self._said, self._now = store, least, most, said, now
@@ -74,10 +74,10 @@ class Losses:
         self.silent: list[str] = []
         self.refused: list[str] = []
         self._starting: list[str] = []  # new processes that do not take part yet
-        self._down: dict[str, Failure] = {}  # members whose place nobody has taken yet
+        self._down: dict[str, ProcessFailure] = {}  # members whose place nobody has taken yet
         self._times: list[float] = []  # of losses
         self._alarms: list[float] = []  # of generations that were called though nobody was lost or came
-        self._causes: list[Failure] = []
+        self._causes: list[ProcessFailure] = []
         self._since: float | None = None
         self._keys = ""
 
@@ -92,7 +92,7 @@ class Losses:
         return self.members.index(name) if name in self.members else None
 
     @property
-    def causes(self) -> list[Failure]:
+    def causes(self) -> list[ProcessFailure]:
         """Why processes ended so far, the first first."""
         return self._causes
 
@@ -100,7 +100,7 @@ class Losses:
         """A new process was started under this name."""
         self._starting.append(name)
 
-    def look(self, living: set[str], ended: Mapping[str, Failure]) -> str:
+    def look(self, living: set[str], ended: Mapping[str, ProcessFailure]) -> str:
         """Takes in who lives and who has ended with a failure; decides what is to be decided.
 
         Returns:
@@ -116,7 +116,7 @@ class Losses:
                     return reason
         return self._decide(living, now)
 
-    def _lost(self, name: str, failure: Failure, living: set[str], now: float) -> str:
+    def _lost(self, name: str, failure: ProcessFailure, living: set[str], now: float) -> str:
         """Why a run that has lost this process cannot go on; "" where it can."""
         if name in self.members:
             ready = self._value(f"ready/{name}")
@@ -164,7 +164,7 @@ class Losses:
             return ""
         return self._call(there, said, new)
 
-    def _call(self, there: list[str], said: dict[str, Report], new: dict[str, Report]) -> str:
+    def _call(self, there: list[str], said: dict[str, LeaveReport], new: dict[str, LeaveReport]) -> str:
         plan = said[there[0]].plan
         fresh = [name for name, report in new.items() if report.plan == plan]
         for name in new.keys() - set(fresh):
@@ -190,9 +190,9 @@ class Losses:
             self._store.set(f"{self._keys}/seat/{name}", text)
         return ""
 
-    def _report(self, key: str) -> Report | None:
+    def _report(self, key: str) -> LeaveReport | None:
         text = self._value(key)
-        return Report(*json.loads(text)) if text else None
+        return LeaveReport(*json.loads(text)) if text else None
 
     def _value(self, key: str) -> str:
         full = f"{self._keys}/{key}"

@@ -11,8 +11,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from lockstep.distributed.addresses import listening
-from lockstep.distributed.handshake import check_store
+from lockstep.distributed.launcher import listening
+from lockstep.distributed.membership import check_store
 from lockstep.errors import ConfigError
 from lockstep.launch.job import Job
 

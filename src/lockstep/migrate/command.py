@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep.migrate import lightning, objects, plain, trainer
 from lockstep.migrate.parsing import WORK, MigrateProblem, Source, TooIntricate, place, read
-from lockstep.migrate.script import ACTIONS, REFUSED, Row, Script
+from lockstep.migrate.plain import ACTIONS, REFUSED, Row, Script
 
 __all__ = ["migrate", "rows_of"]
 

@@ -4,9 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.adapters.lightning.refusals import ARGUMENTS, CALLBACKS, HOOKS, PRECISIONS, WAYS
 from lockstep.migrate.parsing import Scope, Site, argument, constant, dotted, keyword
-from lockstep.migrate.script import BECOMES, REFUSED, STAYS, Row, Script, shortened
-from lockstep.tasks.tables.lightning import ARGUMENTS, CALLBACKS, HOOKS, PRECISIONS, WAYS
+from lockstep.migrate.plain import BECOMES, REFUSED, STAYS, Row, Script, shortened
 
 __all__ = ["rows"]
 

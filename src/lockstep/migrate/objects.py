@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from lockstep.migrate.loops import loop_rows
 from lockstep.migrate.parsing import constant
-from lockstep.migrate.script import BECOMES, GOES, REFUSED, STAYS, Row, Script, shortened
+from lockstep.migrate.plain import BECOMES, GOES, REFUSED, STAYS, Row, Script, loop_rows, shortened
 
 __all__ = ["ACCELERATE", "FABRIC", "Kind", "rows"]
 

@@ -4,9 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.adapters.hf_trainer.refusals import ARGUMENTS, CALLBACKS, EVALUATION, LOOP, OPTIMIZERS, SAMPLING, SINKS
 from lockstep.migrate.parsing import Site, constant, dotted, is_true, keyword
-from lockstep.migrate.script import BECOMES, GOES, REFUSED, STAYS, Row, Script, shortened
-from lockstep.tasks.tables.trainer import ARGUMENTS, CALLBACKS, EVALUATION, LOOP, OPTIMIZERS, SAMPLING, SINKS
+from lockstep.migrate.plain import BECOMES, GOES, REFUSED, STAYS, Row, Script, shortened
 
 __all__ = ["TRAINER", "rows"]
 

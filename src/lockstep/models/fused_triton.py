@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["CONFIGS", "Blocks", "gelu_gradient", "linear_gelu", "stacked_gradient"]
+__all__ = ["CONFIGS", "Tile", "gelu_gradient", "linear_gelu", "stacked_gradient"]
 
 
-class Blocks(NamedTuple):
+class Tile(NamedTuple):
     """Tile of a product: rows, columns and depth, warps, and stages of its loads."""
 
     rows: int
@@ -28,7 +28,7 @@ class Blocks(NamedTuple):
 
 
 # The first fits the shared memory of sm90 (144 KiB), the last that of every device from sm80 on (96 KiB).
-CONFIGS = (Blocks(128, 256, 64, 8, 3), Blocks(128, 128, 64, 8, 4), Blocks(128, 128, 64, 8, 3))
+CONFIGS = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 3))
 _GROUP = 8  # blocks of rows that share their columns' weights in the L2 cache
 _ROWS, _COLUMNS, _CHUNK = 32, 128, 256  # a pass over a gradient: its tile, and the rows that one program sums
 
@@ -161,7 +161,7 @@ def _stacked_gradient(  # type: ignore[no-untyped-def]
     tl.store(sums + (tl.program_id(1) * 3 + part) * width + column, total, mask=column < width)
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, blocks: Blocks | None = None) -> tuple[Tensor, Tensor]:
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, blocks: Tile | None = None) -> tuple[Tensor, Tensor]:
     """Compute h = x @ weight.T + bias and gelu(h), both [tokens, outputs]; see `models.fused.linear_gelu`.
 
     Args:

@@ -16,19 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.errors import ConfigError
-from lockstep.models.chunked import Ending, summed_loss
-from lockstep.models.fused import GeluLinear, QkvLinear
-from lockstep.transforms.eager import eager
+from lockstep.models.fused import Ending, GeluLinear, QkvLinear, summed_loss
+from lockstep.transforms.precision import eager
 from lockstep.transforms.weight_copies import weight_of
 
 __all__ = [
     "GPT",
     "PRESETS",
     "Block",
+    "ContextReach",
     "Further",
     "GPTConfig",
     "Past",
-    "Reach",
     "further_logits",
     "generate",
     "plain_logits",
@@ -269,7 +268,7 @@ def _apart(documents: Tensor) -> Tensor:
     return same.tril()
 
 
-class Reach(Protocol):
+class ContextReach(Protocol):
     """How far a language model sees, in tokens (0: without an end), and how many tokens it may write."""
 
     @property
@@ -304,7 +303,7 @@ def generate(
     ids: Tensor,
     max_new_tokens: int,
     *,
-    config: Reach,
+    config: ContextReach,
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.hub_name import is_hub_name
+from lockstep.config.fields import is_hub_name
 from lockstep.errors import ConfigError
 from lockstep.models.hf import explained, once_per_node, transformers_for, where
 

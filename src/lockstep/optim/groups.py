@@ -16,13 +16,13 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 
-__all__ = ["NO_RULES", "Rule", "Rules", "embeddings", "freeze", "groups", "matched", "parse"]
+__all__ = ["NO_RULES", "GroupRule", "Rules", "embeddings", "freeze", "groups", "matched", "parse"]
 
 _FORM = "PATTERN: lr=RATE, decay=NUMBER; or PATTERN: freeze"
 _KINDS = ("muon", "adamw")
 
 
-class Rule(NamedTuple):
+class GroupRule(NamedTuple):
     """What the parameters whose names a pattern matches have.
 
     Attributes:
@@ -51,7 +51,7 @@ class Rules(NamedTuple):
         blocks: the model's layers in the order of the forward, for `layer_decay`.
     """
 
-    patterns: Sequence[Rule] = ()
+    patterns: Sequence[GroupRule] = ()
     layer_decay: float = 1.0
     blocks: Sequence[nn.Module] = ()
 
@@ -59,7 +59,7 @@ class Rules(NamedTuple):
 NO_RULES = Rules()
 
 
-def parse(text: str) -> list[Rule]:
+def parse(text: str) -> list[GroupRule]:
     """The rules of `--optim.groups`: `PATTERN: lr=1e-4, decay=0; PATTERN: lr=0.1x; PATTERN: freeze; PATTERN: adamw`.
 
     Raises:
@@ -70,10 +70,10 @@ def parse(text: str) -> list[Rule]:
         pattern, colon, settings = part.partition(":")
         if not (pattern.strip() and colon and settings.strip()):
             raise ConfigError(f"--optim.groups '{part}' is not of the form {_FORM}")
-        rule = Rule(pattern.strip())
+        rule = GroupRule(pattern.strip())
         for setting in settings.split(","):
             rule = rule._replace(**_said(setting.strip(), part))
-        if rule.frozen and rule != Rule(rule.pattern, frozen=True):
+        if rule.frozen and rule != GroupRule(rule.pattern, frozen=True):
             raise ConfigError(f"--optim.groups '{part}': what is frozen has no rate and no decay; leave one out")
         found.append(rule)
     return found
@@ -155,7 +155,7 @@ def groups(
     for name, parameter in model.named_parameters():  # a tied parameter comes once
         if not parameter.requires_grad:
             continue
-        decays, rule = parameter.ndim >= 2 and parameter not in undecayed, chosen.get(name, Rule(""))
+        decays, rule = parameter.ndim >= 2 and parameter not in undecayed, chosen.get(name, GroupRule(""))
         decay = (weight_decay if decays else 0.0) if rule.decay is None else rule.decay
         base = apart_lr if parameter in apart else lr
         rate = base * rule.times * depths.get(name, 1.0) if rule.lr is None else rule.lr
@@ -181,10 +181,10 @@ def embeddings(model: nn.Module) -> set[torch.Tensor]:
     return {module.weight for module in model.modules() if isinstance(module, kinds)}
 
 
-def matched(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Rule]:
+def matched(model: nn.Module, rules: Sequence[GroupRule]) -> dict[str, GroupRule]:
     """Name -> the first rule that matches it. Raises ConfigError for a rule that matches none."""
     names = [name for name, _ in model.named_parameters()] if rules else []
-    found: dict[str, Rule] = {}
+    found: dict[str, GroupRule] = {}
     for rule in rules:
         own = [name for name in names if fnmatchcase(name, rule.pattern)]
         fresh = [name for name in own if name not in found]

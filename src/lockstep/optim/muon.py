@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from lockstep.distributed.rows import gather_rows, scatter_rows, shared_out
+from lockstep.distributed.exchange import gather_rows, scatter_rows, shared_out
 from lockstep.errors import ConfigError
 from lockstep.optim.groups import Rules, embeddings, matched
 from lockstep.tensors import is_dtensor, local_of

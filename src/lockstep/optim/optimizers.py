@@ -4,19 +4,96 @@ optimizer = adamw(model, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 optimizer = make_optimizer(model, config)           # what --optim.name and the section `optim` say
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 from lockstep.optim.groups import NO_RULES, Rules, groups, parse
 from lockstep.optim.muon import MuonAdamW, hidden_matrices
 from lockstep.tensors import is_dtensor
 
-__all__ = ["adam", "adamw", "make_optimizer", "muon", "rules_of", "sgd"]
+__all__ = [
+    "Several",
+    "adam",
+    "adamw",
+    "make_optimizer",
+    "muon",
+    "rules_of",
+    "sgd",
+]
+
+
+@final
+class Several(Optimizer):
+    """An optimizer of optimizers.
+
+    Attributes:
+        members: in their order.
+    """
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        """Raises ConfigError where two of them have the same parameter."""
+        self.members = list(members)
+        # As of now: what takes their steps over may put something in its place.
+        self._steps = [_own_step(each) for each in self.members]
+        seen: set[Tensor] = set()
+        for group in (group for each in self.members for group in each.param_groups):
+            if any(parameter in seen for parameter in group["params"]):
+                raise ConfigError(
+                    "two of the optimizers have the same parameter, whose states could not be told apart: give each "
+                    "parameter to one"
+                )
+            seen.update(group["params"])
+        super().__init__([group for each in self.members for group in each.param_groups], {})
+        self.state = _States(self.members)  # type: ignore[assignment]
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for place in range(len(self.members)):
+            self.step_one(place)
+
+    def step_one(self, place: int) -> None:
+        """The step of one of them."""
+        self._steps[place]()
+
+
+def _own_step(optimizer: Optimizer) -> Callable[[], Any]:
+    return optimizer.step
+
+
+class _States(MutableMapping[Any, Any]):
+    """The states of all members, by parameter."""
+
+    def __init__(self, members: list[Optimizer]) -> None:
+        self._members = members
+
+    def __getitem__(self, parameter: Any) -> Any:
+        for each in self._members:
+            if parameter in each.state:
+                return each.state[parameter]
+        raise KeyError(parameter)
+
+    def __setitem__(self, parameter: Any, value: Any) -> None:
+        owner = next(
+            (m for m in self._members if any(parameter is p for group in m.param_groups for p in group["params"])),
+            self._members[0],
+        )
+        owner.state[parameter] = value
+
+    def __delitem__(self, parameter: Any) -> None:
+        for each in self._members:
+            each.state.pop(parameter, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (parameter for each in self._members for parameter in each.state)
+
+    def __len__(self) -> int:
+        return sum(len(each.state) for each in self._members)
+
 
 _FUSED = {"cpu", "cuda"}  # device types whose fused AdamW every supported torch has
 

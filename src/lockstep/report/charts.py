@@ -3,15 +3,166 @@
 for figure in figures([facts], points=240): figure.chart.svg, figure.rows
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 
-from lockstep.report.curves import Curve
-from lockstep.report.facts import Facts, number
-from lockstep.report.reading import shown
-from lockstep.report.svg import COLOURS, Chart, Series, plot
+from lockstep.report.curves import Curve, CurveSpan
+from lockstep.report.facts import RunFacts, number, shown
 
-__all__ = ["Figure", "figures"]
+__all__ = [
+    "COLOURS",
+    "Chart",
+    "Figure",
+    "Series",
+    "bar",
+    "figures",
+    "plot",
+]
+
+
+COLOURS = 8
+_SIDE = 1000  # of the drawing, in its own units
+_DECADES = 3.0  # powers of ten from which on the axis is logarithmic
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A curve's spans, in order; `dots`: few values, each marked; `colour`: its number; `dashed`: to tell two apart."""
+
+    name: str
+    spans: Sequence[CurveSpan]
+    dots: bool = False
+    colour: int = 0
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing and its labels.
+
+    Attributes:
+        svg: safe to be put into a page.
+        ticks: (label, place from the top in percent) of the vertical axis.
+        ends: the first and the last step.
+        log: whether the vertical axis is logarithmic.
+    """
+
+    svg: str
+    ticks: list[tuple[str, float]]
+    ends: tuple[str, str]
+    log: bool
+
+
+def plot(series: Sequence[Series], title: str, text: str = "") -> Chart | None:
+    """The series in one chart, None where none of them has a value. `text`: the description for screen readers."""
+    spans = [span for each in series for span in each.spans]
+    if not spans:
+        return None
+    low, high = min(span.low for span in spans), max(span.high for span in spans)
+    left, right = min(span.first for span in spans), max(span.last for span in spans)
+    log = low > 0 and math.log10(high / low) > _DECADES
+    marks = _decades(low, high) if log else _round(low, high)
+    scale = _Scale(left, right, *((math.log10(marks[0]), math.log10(marks[-1])) if log else (marks[0], marks[-1])), log)
+    lines = "".join(f'<path class="grid" d="M0 {scale.y(mark)}H{_SIDE}"/>' for mark in marks)
+    drawn = "".join(_drawn(each, scale) for each in series)
+    svg = (
+        f'<svg viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
+        f"<title>{escape(title)}</title><desc>{escape(text)}</desc>{lines}{drawn}</svg>"
+    )
+    ticks = [(_label(mark), 100 * scale.y(mark) / _SIDE) for mark in marks]
+    return Chart(svg, ticks, (f"{left:,}", f"{right:,}"), log)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    left: float
+    right: float
+    low: float
+    high: float
+    log: bool
+
+    def x(self, step: float) -> int:
+        """From the left."""
+        wide = self.right - self.left
+        return round((step - self.left) / wide * _SIDE) if wide else _SIDE // 2
+
+    def y(self, value: float) -> int:
+        """From the top."""
+        place = math.log10(value) if self.log else value
+        return round(_SIDE * (1 - (place / 2 - self.low / 2) / ((self.high / 2 - self.low / 2) or 1)))
+
+
+def _drawn(series: Series, scale: _Scale) -> str:
+    colour = f"s{series.colour % COLOURS}"
+    if not series.spans:
+        return ""
+    points = [(scale.x(span.step), scale.y(_inside(span))) for span in series.spans]
+    line = "M" + "L".join(f"{x} {y}" for x, y in points)
+    drawn = f'<path class="line {colour}{" dash" * series.dashed}" d="{line}"/>'
+    if series.dots or len(points) == 1:  # a line of no length with round ends, so that it is round at any width
+        marks = "".join(f"M{x} {y}h0" for x, y in points)
+        drawn += f'<path class="dot {colour}" d="{marks}"/>'
+    if any(span.high > span.low for span in series.spans):
+        tops = [f"{scale.x(span.step)} {scale.y(span.high)}" for span in series.spans]
+        bottoms = [f"{scale.x(span.step)} {scale.y(span.low)}" for span in reversed(series.spans)]
+        drawn = f'<path class="area {colour}" d="M{"L".join(tops + bottoms)}Z"/>' + drawn
+    return drawn
+
+
+def _inside(span: CurveSpan) -> float:
+    """The mean, kept between the lowest and the highest: a sum of huge values is not finite."""
+    mean = span.mean
+    return min(max(mean, span.low), span.high) if math.isfinite(mean) else span.high
+
+
+def bar(parts: Sequence[tuple[str, float]], title: str) -> str:
+    """Shares of a whole, side by side; the table beside it says the numbers."""
+    whole = math.fsum(size for _, size in parts)
+    if not whole:
+        return ""
+    drawn, at = "", 0.0
+    for place, (name, size) in enumerate(parts):
+        wide = size / whole * _SIDE
+        drawn += (
+            f'<rect class="b{place % COLOURS}" x="{at:.1f}" y="0" width="{max(0.0, wide):.1f}" height="10">'
+            f"<title>{escape(name)}: {size / whole:.1%}</title></rect>"
+        )
+        at += wide
+    return (
+        f'<svg class="bar" viewBox="0 0 {_SIDE} 10" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
+        f"<title>{escape(title)}</title>{drawn}</svg>"
+    )
+
+
+def _round(low: float, high: float) -> list[float]:
+    """Three to six marks at round numbers (1, 2, 5 times a power of ten) around all of it."""
+    if not high / 2 - low / 2 > 1e-12 * max(abs(low), abs(high)):
+        pad = abs(high) * 0.1 or 1.0
+        low, high = low - pad, high + pad
+    rough = (high / 4 - low / 4) or 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    wide = next((power * each for each in (1, 2, 5) if power * each >= rough), power * 10)
+    first, last = math.floor(low / wide), math.ceil(high / wide)
+    marks = [place * wide for place in range(int(first), int(last) + 1)]
+    return marks if all(map(math.isfinite, marks)) else [low, high]
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """Powers of ten around all of it, at most six."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    every = -(-(last - first) // 5)
+    marks = [10.0**place for place in range(first, last, every)] + [10.0 ** min(last, 308)]
+    return marks if marks[-1] >= high else [*marks[:-1], high]
+
+
+def _label(value: float) -> str:
+    for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size <= abs(value) < 1e15:
+            return f"{value / size:.4g}{name}"
+    return "0" if value == 0 else f"{value:.3g}"
+
 
 # (title, unit, names that are drawn together, with their names in the legend)
 _KNOWN = (
@@ -39,7 +190,7 @@ class Figure:
     note: str
 
 
-def figures(runs: Sequence[Facts], points: int, more: int = _MORE, samples: int = _SAMPLES) -> list[Figure]:
+def figures(runs: Sequence[RunFacts], points: int, more: int = _MORE, samples: int = _SAMPLES) -> list[Figure]:
     """The charts, in order. `points`: spans a curve, at most; `more`: charts besides the known ones."""
     found = [_figure(runs, title, unit, names, points, samples) for title, unit, names in _KNOWN]
     names = list(dict.fromkeys(name for facts in runs for name in facts.records.curves))
@@ -67,7 +218,7 @@ def figures(runs: Sequence[Facts], points: int, more: int = _MORE, samples: int 
 
 
 def _figure(
-    runs: Sequence[Facts], title: str, unit: str, names: dict[str, str], points: int, samples: int
+    runs: Sequence[RunFacts], title: str, unit: str, names: dict[str, str], points: int, samples: int
 ) -> Figure | None:
     series: list[Series] = []
     legend: list[tuple[str, int]] = []

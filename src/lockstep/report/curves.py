@@ -11,13 +11,13 @@ spans, whatever came first.
 import math
 from dataclasses import dataclass
 
-__all__ = ["Curve", "Span"]
+__all__ = ["Curve", "CurveSpan"]
 
 _MOST = 512
 
 
 @dataclass(slots=True)
-class Span:
+class CurveSpan:
     """The finite values of some steps: from `first` to `last`, `count` of them, which add up to `total`."""
 
     first: int
@@ -37,7 +37,7 @@ class Span:
         """The middle."""
         return (self.first + self.last) / 2
 
-    def take(self, other: "Span") -> None:
+    def take(self, other: "CurveSpan") -> None:
         """Takes in the values of another span."""
         self.first, self.last = min(self.first, other.first), max(self.last, other.last)
         self.count, self.total = self.count + other.count, self.total + other.total
@@ -55,7 +55,7 @@ class Curve:
 
     def __init__(self, most: int = _MOST) -> None:
         self._most, self._wide = most, 1
-        self._spans: dict[int, Span] = {}
+        self._spans: dict[int, CurveSpan] = {}
         self.count = self.bad = 0
         self.first_bad: int | None = None
         self.first = self.newest = self.lowest = self.highest = (0, math.nan)
@@ -95,11 +95,11 @@ class Curve:
             self.lowest = (step, value)
         if value > self.highest[1]:
             self.highest = (step, value)
-        self._spans[step // self._wide] = Span(step, step, 1, value, value, value)
+        self._spans[step // self._wide] = CurveSpan(step, step, 1, value, value, value)
         while len(self._spans) > self._most:
             self._double()
 
-    def spans(self, most: int = _MOST) -> list[Span]:
+    def spans(self, most: int = _MOST) -> list[CurveSpan]:
         """In order of steps, at most `most` of them."""
         found, wide = dict(self._spans), 1
         while len(found) > most:
@@ -111,10 +111,10 @@ class Curve:
         self._spans, self._wide = _merged(self._spans, 2), self._wide * 2
 
 
-def _merged(spans: dict[int, Span], wide: int) -> dict[int, Span]:
-    found: dict[int, Span] = {}
+def _merged(spans: dict[int, CurveSpan], wide: int) -> dict[int, CurveSpan]:
+    found: dict[int, CurveSpan] = {}
     for place, span in spans.items():
-        own = Span(span.first, span.last, span.count, span.total, span.low, span.high)
+        own = CurveSpan(span.first, span.last, span.count, span.total, span.low, span.high)
         if place // wide in found:
             found[place // wide].take(own)
         else:

@@ -6,9 +6,14 @@
 Raises ConfigError for a folder that is no run's.
 """
 
+import contextlib
+import json
+import math
 import re
+import tomllib
+from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,17 +21,191 @@ from typing import Any
 from lockstep import checkpoint
 from lockstep.checkpoint.check import unusable
 from lockstep.checkpoint.format import read_manifest
-from lockstep.config import options
-from lockstep.config.config import Config, is_auto
-from lockstep.config.secrets import is_secret_name
+from lockstep.config import cli
+from lockstep.config.schema import Config, is_auto
+from lockstep.config.secrets import is_secret_name, mask, printable
+from lockstep.config.task_options import OWN, kind_of
 from lockstep.errors import CheckpointError, ConfigError, StorageError
-from lockstep.report.goodput import Goodput, duration, goodput
-from lockstep.report.reading import Records, lines_of, shown, small_json, small_toml
-from lockstep.report.timeline import EVALUATION, LOADING, SAVES, TRAINING
-from lockstep.report.waits import waits
-from lockstep.tasks.options import OWN, kind_of
+from lockstep.report.curves import Curve
+from lockstep.report.goodput import EVALUATION, LOADING, SAVES, TRAINING, Goodput, duration, goodput, waits
 
-__all__ = ["Facts", "Stored", "gather", "number"]
+__all__ = [
+    "Records",
+    "RunFacts",
+    "StoredCheckpoint",
+    "gather",
+    "lines_of",
+    "number",
+    "shown",
+    "small_json",
+    "small_text",
+    "small_toml",
+]
+
+
+_SMALL = 16 << 20  # bytes of a file that is read whole
+_RECORD_LINE = 1 << 20  # bytes of a line, at most
+_NAMES = 200  # curves that are kept
+_STEPS = 1 << 53
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def shown(value: Any, most: int = 160) -> str:
+    """A value as the page shows it: secrets masked, control characters written out, long ones cut."""
+    text = printable(mask(value if isinstance(value, str) else _plain(value)))
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
+
+
+def small_text(path: Path, notes: list[str]) -> str | None:
+    """The text of a file; None where it is missing, or cannot be read, which is noted."""
+    try:
+        if not path.exists():
+            return None
+        if not path.is_file() or path.stat().st_size > _SMALL:
+            notes.append(f"{path.name} is no file of a run, or too large")
+            return None
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
+        return None
+
+
+def small_json(path: Path, notes: list[str]) -> dict[str, Any]:
+    """The object in a file of JSON; {} where it is missing, or damaged, which is noted."""
+    text = small_text(path, notes)
+    if text is None:
+        return {}
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return found
+    notes.append(f"{path.name} is damaged")
+    return {}
+
+
+def small_toml(path: Path, notes: list[str]) -> dict[str, Any]:
+    """The values of a file of TOML by dotted name; {} where it is missing, or damaged, which is noted."""
+    text = small_text(path, notes)
+    if text is None:
+        return {}
+    with contextlib.suppress(ValueError, RecursionError):
+        return dict(_dotted(tomllib.loads(text)))
+    notes.append(f"{path.name} is damaged")
+    return {}
+
+
+def _dotted(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def lines_of(path: Path, notes: list[str]) -> Iterator[bytes]:
+    """The lines of a file of any size, those beyond a megabyte passed over; none where it cannot be read."""
+    try:
+        if not path.is_file():
+            return
+        with open(path, "rb") as file:
+            whole = True
+            while line := file.readline(_RECORD_LINE):
+                ends = line.endswith(b"\n")
+                if whole and (ends or len(line) < _RECORD_LINE):
+                    yield line
+                whole = ends
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}")
+
+
+class Records:
+    """What the records say, each name as a curve.
+
+    Attributes:
+        curves: by name, in the order in which they came; numbers alone.
+        left_out: names beyond those that are kept.
+        count: of training records.
+        words: the newest value of what is no number, by name.
+        steps, losses, norms: of the training records, float64 each, for comparisons digit by digit.
+    """
+
+    def __init__(self) -> None:
+        self.curves: dict[str, Curve] = {}
+        self.left_out: set[str] = set()
+        self.words: dict[str, str] = {}
+        self.count = self.damaged = 0
+        self.steps, self.losses, self.norms = array("q"), array("d"), array("d")
+
+    @classmethod
+    def read(cls, path: Path, notes: list[str], *, digits: bool = False) -> "Records":
+        """Of metrics.jsonl. `digits`: keep steps, losses and norms too, 24 bytes a record."""
+        found = cls()
+        for line in lines_of(path, notes):
+            found._take(line, digits)
+        if found.damaged:
+            many = f"{found.damaged} lines" if found.damaged > 1 else "1 line"
+            notes.append(f"{many} of {path.name} could not be read")
+        if found.left_out:
+            notes.append(f"{path.name} has more than {_NAMES} names; the others are not drawn")
+        return found
+
+    def _take(self, line: bytes, digits: bool) -> None:
+        try:
+            record = json.loads(line)
+            step = record["global_step"]
+            if type(step) is not int or not 0 <= step < _STEPS:
+                raise ValueError
+        except (ValueError, RecursionError, TypeError, KeyError):
+            self.damaged += bool(line.strip())
+            return
+        for name, value in record.items():
+            curve = self.curves.get(name)
+            if curve is not None and type(value) is float:  # most of them
+                curve.add(step, value)
+            elif name != "global_step":
+                self._add(name, step, _NOT_FINITE.get(value, value) if isinstance(value, str) else value)
+        if "running_loss" in record:
+            self.count += 1
+            if digits:
+                self.steps.append(step)
+                self.losses.append(_float(record["running_loss"]))
+                self.norms.append(_float(record.get("grad_norm")))
+
+    def _add(self, name: str, step: int, value: Any) -> None:
+        if isinstance(value, str):
+            if len(self.words) < _NAMES:
+                self.words[name] = value
+            return
+        curve = self.curves.get(name)
+        if curve is None:
+            if len(self.curves) >= _NAMES:
+                if len(self.left_out) < _NAMES:
+                    self.left_out.add(name)
+                return
+            curve = self.curves[name] = Curve()
+        curve.add(step, _float(value))
+
+    def newest(self, name: str) -> float | None:
+        """The newest finite value; None where there is none."""
+        curve = self.curves.get(name)
+        return None if curve is None or curve.count == curve.bad else curve.newest[1]
+
+
+def _float(value: Any) -> float:
+    """NaN for what is no number, or one that is too large."""
+    value = _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    with contextlib.suppress(OverflowError):
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    return math.inf
+
 
 _OF_A_RUN = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints", "timeline.jsonl")
 _READ = 512 << 20  # bytes of checkpoints that are read for their fingerprints
@@ -44,7 +223,7 @@ _TROUBLES = {
 
 
 @dataclass(slots=True)
-class Stored:
+class StoredCheckpoint:
     """A checkpoint. `fingerprint`: the digest of the parameters, or why there is none; `whole`: whether it is one."""
 
     step: int
@@ -56,7 +235,7 @@ class Stored:
 
 
 @dataclass(slots=True)
-class Facts:
+class RunFacts:
     """What a run's folder says.
 
     Attributes:
@@ -83,7 +262,7 @@ class Facts:
     warnings: list[tuple[str, str, str, str]] = field(default_factory=list)
     warned: int = 0
     spikes: int = 0
-    checkpoints: list[Stored] = field(default_factory=list)
+    checkpoints: list[StoredCheckpoint] = field(default_factory=list)
     certificates: list[dict[str, Any]] = field(default_factory=list)
     profiles: list[dict[str, Any]] = field(default_factory=list)
     account: Goodput | None = None
@@ -167,7 +346,7 @@ class Facts:
         return waits(found, workers=workers, ranks=self.account.starts[-1].world)
 
 
-def gather(folder: Path, *, digits: bool = False) -> Facts:
+def gather(folder: Path, *, digits: bool = False) -> RunFacts:
     """All of it. `digits`: losses and norms to the last digit too, for comparisons.
 
     Raises:
@@ -184,7 +363,7 @@ def gather(folder: Path, *, digits: bool = False) -> Facts:
         raise ConfigError(f"{where}: {error.strerror or error}") from error
     notes: list[str] = []
     records = Records.read(folder / "metrics.jsonl", notes, digits=digits)
-    facts = Facts(folder, shown(folder.resolve().name, 100), records, notes)
+    facts = RunFacts(folder, shown(folder.resolve().name, 100), records, notes)
     facts.state = small_json(folder / "state.json", notes)
     evaluated = small_json(folder / "checkpoints" / "evaluated.json", notes)
     if isinstance(evaluated.get("best"), dict):
@@ -218,11 +397,11 @@ def _number_of(text: str | None) -> int | None:
     return int(text) if text is not None and re.fullmatch(r"\d{1,15}", text) else None
 
 
-def _read_config(facts: Facts) -> None:
+def _read_config(facts: RunFacts) -> None:
     found = small_toml(facts.folder / "config.toml", facts.notes)
     own = kind_of(str(found.get("task", ""))) == OWN
     plain = Config()
-    defaults: Mapping[str, Any] = options.flat(plain, own_task=own)
+    defaults: Mapping[str, Any] = cli.flat(plain, own_task=own)
     for name, value in found.items():
         name = shown(name, 80)
         text = "***" if is_secret_name(name) and value else shown(value)
@@ -235,7 +414,7 @@ def _read_config(facts: Facts) -> None:
             facts.changed[name] = (text, shown(defaults[name]) if name in defaults else "")
 
 
-def _read_logs(facts: Facts) -> None:
+def _read_logs(facts: RunFacts) -> None:
     last: deque[tuple[str, str, str, str]] = deque(maxlen=_LINES)
     files = sorted((facts.folder / "logs").glob("rank-*.log")) if (facts.folder / "logs").is_dir() else []
     for path in files[:_LOGS]:
@@ -251,7 +430,7 @@ def _read_logs(facts: Facts) -> None:
     facts.warnings = list(last)
 
 
-def _read_checkpoints(facts: Facts) -> None:
+def _read_checkpoints(facts: RunFacts) -> None:
     try:
         steps = checkpoint.list_steps(facts.folder)
     except (CheckpointError, StorageError) as error:
@@ -264,23 +443,23 @@ def _read_checkpoints(facts: Facts) -> None:
             manifest = read_manifest(path)
             world, engine, size = str(manifest.world), shown(manifest.engine, 40), manifest.size
         except (CheckpointError, StorageError, OSError) as error:
-            facts.checkpoints.append(Stored(step, "?", "?", 0, shown(str(error)), False))
+            facts.checkpoints.append(StoredCheckpoint(step, "?", "?", 0, shown(str(error)), False))
             continue
         if problems := unusable(path, manifest):
-            facts.checkpoints.append(Stored(step, world, engine, size, shown(problems[0]), False))
+            facts.checkpoints.append(StoredCheckpoint(step, world, engine, size, shown(problems[0]), False))
             continue
         if size > left:
             text = f"not read here: `lockstep checkpoint inspect --step {step}` says it"
-            facts.checkpoints.append(Stored(step, world, engine, size, text, True))
+            facts.checkpoints.append(StoredCheckpoint(step, world, engine, size, text, True))
             continue
         left -= size
         try:
-            facts.checkpoints.append(Stored(step, world, engine, size, checkpoint.fingerprint(path), True))
+            facts.checkpoints.append(StoredCheckpoint(step, world, engine, size, checkpoint.fingerprint(path), True))
         except (CheckpointError, StorageError, OSError) as error:
-            facts.checkpoints.append(Stored(step, world, engine, size, shown(str(error)), False))
+            facts.checkpoints.append(StoredCheckpoint(step, world, engine, size, shown(str(error)), False))
 
 
-def _read_proofs(facts: Facts) -> None:
+def _read_proofs(facts: RunFacts) -> None:
     """Certificates of `lockstep verify` that lie in the folder, and the verdicts of `lockstep profile`."""
     for path in sorted(facts.folder.glob("*.json")):
         if path.name in ("state.json", "ended.json", "environment.json"):
@@ -296,7 +475,7 @@ def _read_proofs(facts: Facts) -> None:
     facts.profiles.sort(key=lambda verdict: str(verdict.get("steps")))
 
 
-def _count_troubles(facts: Facts) -> None:
+def _count_troubles(facts: RunFacts) -> None:
     for name, what in _TROUBLES.items():
         count = facts.records.newest(name)
         if count:

@@ -13,8 +13,11 @@ its steps.
 import contextlib
 import errno
 import json
+import logging
 import math
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,25 +27,232 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.config.secrets import printable
-from lockstep.errors import ConfigError
-from lockstep.report import timeline
+from lockstep.errors import SETTINGS, ConfigError
 
-__all__ = ["LABELS", "Goodput", "Start", "duration", "goodput", "show"]
+__all__ = [
+    "BODY",
+    "ENDED_VARIABLE",
+    "ENDING",
+    "EVALUATION",
+    "LABELS",
+    "LOADING",
+    "RECOVERY",
+    "SAVES",
+    "START",
+    "TRAINING",
+    "Goodput",
+    "Start",
+    "Timeline",
+    "duration",
+    "goodput",
+    "show",
+    "waits",
+]
+
+
+TRAINING, LOADING, EVALUATION, SAVES = "training", "loading", "evaluation", "saves"
+START, RECOVERY, BODY, ENDING = "start", "recovery", "body", "ending"
+
+ENDED_VARIABLE = "LOCKSTEP_ENDED_AT"  # set by `lockstep launch`, on a restart, to when it saw the processes end
+_SHORTEST = 1.0  # seconds between two lines
+_GROWTH = 100_000  # bytes of the file that make it one second more
+_BEGUN: list[bool] = []  # whether this process has made one
+
+_LOG = logging.getLogger("lockstep")
+
+
+class Timeline:
+    """The parts that this process's time goes into. Every rank keeps count; the one that opens the file writes.
+
+    Time comes from a clock that only goes on; the lines' "t" is the wall's, and joins the processes of a run.
+    """
+
+    def __init__(self) -> None:
+        self._part, self._since = START, time.perf_counter()
+        self._spent: dict[str, float] = {}
+        self._step, self._size, self._due = 0, 0, 0.0
+        self._file: int | None = None
+        self._begins, self._failed = b"", False
+        self._waited: Callable[[], float] = float
+        self._waited_before = 0.0
+
+    def begin(self) -> None:
+        """The run begins now; the first one of a command began with its process."""
+        self._since = time.perf_counter()
+        if not _BEGUN and SETTINGS.flags:
+            self._spent[START] = _age()
+        _BEGUN.append(True)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process writes."""
+        return self._file is not None
+
+    def open(self, path: Path, step: int, world: int, *, recovered: bool = False) -> None:
+        """Begins to write: a start, or a run that goes on here after the loss of the rank that wrote.
+
+        Args:
+            step: steps taken before, of what is kept.
+            world: how many ranks.
+        """
+        self.shut()
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._file = os.open(path, flags, 0o666)
+            self._size = os.fstat(self._file).st_size
+            torn = self._size > 0 and os.pread(self._file, 1, self._size - 1) != b"\n"
+            self._begins = b"\n" if torn else b""  # a kill left half a line
+        except OSError as error:
+            self._warn(error)
+            return
+        self._step = step
+        if recovered:  # what came before is in the lines of the one that was lost
+            self.enter(self._part)
+            self._spent = {RECOVERY: self._spent.get(RECOVERY, 0.0)}
+        more: dict[str, Any] = {"world": world}
+        ended = os.environ.get(ENDED_VARIABLE, "")
+        with contextlib.suppress(ValueError):
+            more |= {"ended": float(ended)} if ended and not recovered else {}
+        self._write("recovered" if recovered else "start", **more)
+
+    def regrouped(self, step: int, world: int) -> None:
+        """The run goes on after the loss of a rank, from `step`, with `world` ranks. On every rank."""
+        self._step = step
+        self._write("recovered", world=world)
+
+    def measures(self, waited: Callable[[], float]) -> None:
+        """Who tells from now on how many seconds steps waited for their samples, in all: they are LOADING."""
+        self._take_waited()
+        self._waited, self._waited_before = waited, waited()
+
+    def enter(self, part: str) -> None:
+        """What comes from now on goes into `part`."""
+        now = time.perf_counter()
+        self._spent[self._part] = self._spent.get(self._part, 0.0) + now - self._since
+        self._part, self._since = part, now
+        if now >= self._due and self._file is not None:
+            self._write("at")
+
+    @contextlib.contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """What happens within goes into `part`."""
+        before = self._part
+        self.enter(part)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def at(self, step: int) -> None:
+        """`step` steps are taken."""
+        self._step = step
+        if self._file is not None and time.perf_counter() >= self._due:
+            self.enter(self._part)
+
+    def close(self, status: str) -> None:
+        """The last line of this start. The time after it, up to the next start of this process, is START."""
+        self._write("end", status=status)
+        self._part = START
+        self.shut()
+
+    def shut(self) -> None:
+        """Closes the file without a word; twice does no harm."""
+        if self._file is not None:
+            handle, self._file = self._file, None
+            os.close(handle)
+
+    def _take_waited(self) -> None:
+        """Moves what the steps waited for samples from TRAINING to LOADING."""
+        waited = self._waited()
+        part = min(max(0.0, waited - self._waited_before), self._spent.get(TRAINING, 0.0))
+        self._waited_before = waited
+        if part:
+            self._spent[TRAINING] -= part
+            self._spent[LOADING] = self._spent.get(LOADING, 0.0) + part
+
+    def _write(self, what: str, **more: Any) -> None:
+        now = time.perf_counter()
+        self._spent[self._part] = self._spent.get(self._part, 0.0) + now - self._since
+        self._since = now
+        self._due = now + max(_SHORTEST, self._size / _GROWTH)
+        if self._file is None:
+            self._spent = {}
+            return
+        self._take_waited()
+        spent = {part: round(seconds, 6) for part, seconds in self._spent.items() if seconds >= 5e-7}
+        line = {"t": round(time.time(), 3), "what": what, "step": self._step, **more, "spent": spent}
+        data = self._begins + json.dumps(line).encode() + b"\n"
+        try:
+            written = os.write(self._file, data)
+        except OSError as error:  # what was spent stays, and is in the next line
+            self._warn(error)
+            return
+        self._begins = b"" if written == len(data) else b"\n"
+        self._size += written
+        self._spent = {} if written == len(data) else self._spent
+
+    def _warn(self, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True
+            _LOG.warning("timeline.jsonl cannot be written: %s; training goes on", error.strerror or error)
+
+
+def _age() -> float:
+    """Seconds since this process began; 0 where the system does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+
+
+_LEAST = 10.0  # seconds of steps, saves and evaluations: in less, starting is most of what is seen
+# Of all that time. Each part is normal below: loaders that keep up leave next to nothing, an exchange takes some of a
+# step wherever it is not hidden, and who evaluates wants to see it.
+_NORMAL = {"data": 0.1, "exchange": 0.3, "saves": 0.05, "evaluation": 0.25}
+
+
+def waits(seconds: Mapping[str, float], *, workers: int, ranks: int) -> str:
+    """A sentence on the part that stands out most, by how much more it takes than is normal; "" where none does.
+
+    Args:
+        seconds: of `steps` in all, of which `data` waited for samples and `exchange` for gradients; and beside the
+            steps of `saves` and `evaluation`. What is not known is left out.
+        workers: loader processes of a rank.
+        ranks: of the run.
+    """
+    whole = sum(seconds.get(name, 0.0) for name in ("steps", "saves", "evaluation"))
+    if whole < _LEAST:
+        return ""
+    shares = {name: seconds.get(name, 0.0) / whole for name in _NORMAL}
+    most = max(shares, key=lambda name: shares[name] - _NORMAL[name])
+    if shares[most] <= _NORMAL[most]:
+        return ""
+    others = " or for another rank" if ranks > 1 else ""
+    what, advice = {
+        "data": (f"waiting for samples{others}", f"--data.workers {workers + 1} or more loads beside the steps"),
+        "exchange": ("exchanging gradients", "a larger --batch-size with the same micro-batches exchanges less often"),
+        "saves": ("waiting for checkpoints", "a larger --ckpt-freq, or --checkpoint.mode async, waits less"),
+        "evaluation": ("evaluating", "a larger --eval-freq evaluates less often"),
+    }[most]
+    return f"{shares[most]:.0%} of the time went into {what}: {advice}; `lockstep profile` says what that would gain"
+
 
 LABELS = {
-    timeline.TRAINING: "training",
+    TRAINING: "training",
     "redone": "redone: steps that were taken once more",
-    timeline.LOADING: "stalls: steps waited for samples",
-    timeline.RECOVERY: "stalls: a rank was lost, or taken in",
-    timeline.SAVES: "saves: the loop waited for them",
-    timeline.EVALUATION: "evaluation",
-    timeline.BODY: "the caller's own loop body",
-    timeline.START: "start: until the first step",
-    timeline.ENDING: "ending: the last save, the summary",
+    LOADING: "stalls: steps waited for samples",
+    RECOVERY: "stalls: a rank was lost, or taken in",
+    SAVES: "saves: the loop waited for them",
+    EVALUATION: "evaluation",
+    BODY: "the caller's own loop body",
+    START: "start: until the first step",
+    ENDING: "ending: the last save, the summary",
     "lost": "lost: between an end and the next start",
     "unknown": "unknown: a process ended without a word",
 }
-_STEPS = (timeline.TRAINING, timeline.LOADING, timeline.SAVES, timeline.EVALUATION, timeline.BODY)
+_STEPS = (TRAINING, LOADING, SAVES, EVALUATION, BODY)
 _LONGEST = 1e10  # seconds; what no run takes
 _LINE = 1 << 16  # bytes of a line, at most
 _PIECES = 20_000  # kept apart; beyond, neighbours are taken together
@@ -71,7 +281,7 @@ class Start:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _Spent:
     """What was spent between two lines of one process, on the steps from `first` to `last`."""
 
     first: int
@@ -95,7 +305,7 @@ class Goodput:
     @property
     def share(self) -> float:
         """Of the wall time, what went into training steps that were kept; 0 where there is none."""
-        return self.seconds[timeline.TRAINING] / self.wall if self.wall else 0.0
+        return self.seconds[TRAINING] / self.wall if self.wall else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -115,7 +325,7 @@ def show(folder: Path, *, as_json: bool) -> None:
     for title in ("part", "time", "share"):
         table.add_column(title, justify="left" if title == "part" else "right", no_wrap=True)
     for part, seconds in found.seconds.items():
-        if seconds or part == timeline.TRAINING:
+        if seconds or part == TRAINING:
             table.add_row(LABELS[part], duration(seconds), f"{seconds / (found.wall or 1):.1%}")
     table.add_row("wall time", duration(found.wall), "100.0%")
     console.print(table)
@@ -148,7 +358,7 @@ def goodput(path: Path) -> Goodput:
     Raises:
         ConfigError: there is none, or nothing of it can be read.
     """
-    found, pieces = Goodput(), list[_Piece]()
+    found, pieces = Goodput(), list[_Spent]()
     before: float | None = None  # the time of the last line
     said, step, bad = False, 0, 0  # whether the process before said that it ended
     for line in _lines(path):
@@ -197,7 +407,7 @@ def _share_gap(found: Goodput, before: float, began: float, gap: float, said: bo
     found.seconds["lost"] += gap - unknown
 
 
-def _add(found: Goodput, pieces: list[_Piece], first: int, last: int, spent: dict[str, float]) -> None:
+def _add(found: Goodput, pieces: list[_Spent], first: int, last: int, spent: dict[str, float]) -> None:
     """What belongs to steps waits, since a later start may undo them."""
     for part in spent.keys() - set(_STEPS):
         found.seconds[part if part in found.seconds else "unknown"] += spent[part]
@@ -208,26 +418,26 @@ def _add(found: Goodput, pieces: list[_Piece], first: int, last: int, spent: dic
         for part, seconds in of_steps.items():
             pieces[-1].spent[part] = pieces[-1].spent.get(part, 0.0) + seconds
     else:
-        pieces.append(_Piece(first, last, of_steps))
+        pieces.append(_Spent(first, last, of_steps))
     if len(pieces) > _PIECES:
         pieces[:] = [_joined(*pieces[at : at + 2]) for at in range(0, len(pieces), 2)]
 
 
-def _joined(piece: _Piece, *more: _Piece) -> _Piece:
+def _joined(piece: _Spent, *more: _Spent) -> _Spent:
     spent = dict(piece.spent)
     for part, seconds in (each for other in more for each in other.spent.items()):
         spent[part] = spent.get(part, 0.0) + seconds
-    return _Piece(piece.first, max(each.last for each in (piece, *more)), spent)
+    return _Spent(piece.first, max(each.last for each in (piece, *more)), spent)
 
 
-def _undo(pieces: list[_Piece], step: int, found: Goodput) -> None:
+def _undo(pieces: list[_Spent], step: int, found: Goodput) -> None:
     """What was spent on steps after `step` is redone."""
     while pieces and pieces[-1].last > step:
         piece = pieces.pop()
         kept = max(0, step - piece.first) / (piece.last - piece.first) if piece.last > piece.first else 0.0
         found.seconds["redone"] += (1 - kept) * sum(piece.spent.values())
         if kept:
-            pieces.append(_Piece(piece.first, step, {part: kept * each for part, each in piece.spent.items()}))
+            pieces.append(_Spent(piece.first, step, {part: kept * each for part, each in piece.spent.items()}))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any] | None]:

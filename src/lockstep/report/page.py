@@ -8,24 +8,237 @@ asks for nothing, and says so to the browser (Content-Security-Policy).
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined, Template
 
 import lockstep
 from lockstep.errors import ConfigError
-from lockstep.files import write_whole
-from lockstep.report.charts import Figure, figures
-from lockstep.report.compare import compare
-from lockstep.report.facts import Facts, gather
+from lockstep.files import bytes_text, write_whole
+from lockstep.report.charts import COLOURS, Figure, bar, figures
+from lockstep.report.facts import RunFacts, gather, number, shown
 from lockstep.report.goodput import LABELS, duration
-from lockstep.report.reading import shown
-from lockstep.report.svg import COLOURS, bar
-from lockstep.units import bytes_text
 
-__all__ = ["LIMIT", "MOST_RUNS", "page", "write"]
+__all__ = [
+    "LIMIT",
+    "MOST_RUNS",
+    "Compared",
+    "Paired",
+    "RunPair",
+    "compare",
+    "page",
+    "paired",
+    "write",
+]
+
+
+_LEAST = 16  # windows; with fewer there are fewer than four blocks
+
+
+class Paired(NamedTuple):
+    """The mean difference, its 95% interval, the two-sided p, and from how many windows in how many blocks."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+    windows: int
+    blocks: int
+
+
+def paired(differences: Sequence[float]) -> Paired | None:
+    """None where there are too few to say anything, or one is not finite."""
+    count = len(differences)
+    if count < _LEAST or not all(map(math.isfinite, differences)):
+        return None
+    size = math.isqrt(count)
+    blocks = count // size
+    kept = differences[count - blocks * size :]
+    means = [math.fsum(kept[at * size : (at + 1) * size]) / size for at in range(blocks)]
+    mean = math.fsum(means) / blocks
+    error = math.sqrt(math.fsum((each - mean) ** 2 for each in means) / (blocks - 1) / blocks)
+    if error == 0:
+        return Paired(mean, mean, mean, 0.0 if mean else 1.0, blocks * size, blocks)
+    reach = _quantile(blocks - 1) * error
+    return Paired(mean, mean - reach, mean + reach, _two_sided(mean / error, blocks - 1), blocks * size, blocks)
+
+
+def _two_sided(t: float, freedom: int) -> float:
+    """The chance of |T| >= |t| for Student's t."""
+    return _beta(freedom / (freedom + t * t), freedom / 2, 0.5)
+
+
+def _quantile(freedom: int) -> float:
+    """t with a chance of 5% that |T| is above it."""
+    low, high = 0.0, 1000.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _two_sided(middle, freedom) > 0.05 else (low, middle)
+    return high
+
+
+def _beta(x: float, a: float, b: float) -> float:
+    """The regularised incomplete beta function, 0 <= x <= 1."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _beta(1 - x, b, a)
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
+    return front / a / _fraction(x, a, b)
+
+
+def _fraction(x: float, a: float, b: float) -> float:
+    """The continued fraction of it, by Lentz's method."""
+    tiny = 1e-300
+    value, c, d = 1.0, 1.0, 0.0
+    for place in range(1, 500):
+        half = place // 2
+        if place % 2:
+            step = -(a + half) * (a + b + half) * x / ((a + 2 * half) * (a + 2 * half + 1))
+        else:
+            step = half * (b - half) * x / ((a + 2 * half - 1) * (a + 2 * half))
+        d = 1 / ((1 + step * d) or tiny)
+        c = (1 + step / c) or tiny
+        value *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return value
+
+
+# Where these are equal the runs draw the same samples in the same order, in the same batches.
+_ORDER = ("seed", "batch_size", "samples", "dataset_samples", "data", "task")
+
+
+@dataclass(slots=True)
+class RunPair:
+    """A run beside the first: how far they are the same, and which is better, in sentences."""
+
+    name: str
+    same: list[str]
+    test: str
+    found: Paired | None
+
+
+@dataclass(slots=True)
+class Compared:
+    """`settings`: those that differ, (name, the value in each run); `more`: how many are not shown."""
+
+    settings: list[tuple[str, list[str]]] = field(default_factory=list)
+    more: int = 0
+    pairs: list[RunPair] = field(default_factory=list)
+
+
+def compare(runs: Sequence[RunFacts], most: int = 40) -> Compared:
+    """Each run with the first, and up to `most` settings that differ. Of runs that were gathered with their digits."""
+    names = list(dict.fromkeys(name for facts in runs for name in facts.config))
+    rows = [(name, [facts.config.get(name, "-") for facts in runs]) for name in names]
+    differing = [row for row in rows if len(set(row[1])) > 1 and row[0] not in ("experiment_name", "save_dir")]
+    found = Compared(differing[:most], max(0, len(differing) - most))
+    for other in runs[1:]:
+        pair = RunPair(other.name, [*_records_alike(runs[0], other), *_checkpoints_alike(runs[0], other)], "", None)
+        pair.found, pair.test = _tested(runs[0], other)
+        found.pairs.append(pair)
+    return found
+
+
+def _twins(a: "array[int]", b: "array[int]") -> Iterator[tuple[int, int]]:
+    """The places of equal steps in both, which rise."""
+    at = to = 0
+    while at < len(a) and to < len(b):
+        if a[at] == b[to]:
+            yield at, to
+            at, to = at + 1, to + 1
+        elif a[at] < b[to]:
+            at += 1
+        else:
+            to += 1
+
+
+def _same(x: float, y: float) -> bool:
+    return x == y or (math.isnan(x) and math.isnan(y))
+
+
+def _records_alike(a: RunFacts, b: RunFacts) -> list[str]:
+    """Up to which step losses and norms agree, digit by digit: records keep every digit."""
+    mine, theirs = a.records, b.records
+    equal, last, first = 0, 0, None
+    for at, to in _twins(mine.steps, theirs.steps):
+        if not (_same(mine.losses[at], theirs.losses[to]) and _same(mine.norms[at], theirs.norms[to])):
+            first = mine.steps[at]
+            break
+        equal, last = equal + 1, mine.steps[at]
+    if not equal and first is None:
+        return ["No step has a record in both."]
+    what = "mean loss and gradient norm, to the last digit"
+    if first is None:
+        return [f"The same in every record up to step {last:,} ({equal:,} records: {what})."]
+    begin = f"The same in the records up to step {last:,} ({what})" if equal else "Different from the first record on"
+    return [f"{begin}; the record of step {first:,} differs."]
+
+
+def _checkpoints_alike(a: RunFacts, b: RunFacts) -> list[str]:
+    """At which steps both have the parameters' fingerprint."""
+    theirs = {each.step: each.fingerprint for each in b.checkpoints if each.fingerprint.startswith("sha256:")}
+    both = sorted(
+        (each.step, each.fingerprint == theirs[each.step])
+        for each in a.checkpoints
+        if each.step in theirs and each.fingerprint.startswith("sha256:")
+    )
+    if not both:
+        return ["No step has a checkpoint with a fingerprint in both, so nothing is said of the parameters' bits."]
+    alike = [step for step, same in both if same]
+    other = [step for step, same in both if not same]
+    said = []
+    if alike:
+        steps = ", ".join(f"{step:,}" for step in alike[-6:])
+        said.append(f"The parameters are the same, bit for bit, in the checkpoints of steps {steps}.")
+    if other:
+        said.append(f"They differ in the checkpoint of step {other[0]:,}.")
+    return said
+
+
+def _tested(a: RunFacts, b: RunFacts) -> tuple[Paired | None, str]:
+    """A paired test over the second half of the common records, where both saw the same samples in the same order."""
+    apart = [name for name in _ORDER if _said(a, name) != _said(b, name)]
+    if apart:
+        return None, f"No paired test: they do not draw the same samples in the same order ({', '.join(apart)} differ)."
+    if _said(a, "seed") is None:
+        return None, "No paired test: a run does not say in which order it draws its samples."
+    if a.config.get("log_freq") != b.config.get("log_freq"):
+        return None, "No paired test: their records are of windows of different length (log_freq)."
+    half = sum(1 for _ in _twins(a.records.steps, b.records.steps)) // 2
+    first, differences = 0, array("d")
+    for at, to in islice(_twins(a.records.steps, b.records.steps), half, None):
+        first = first or a.records.steps[at]
+        differences.append(b.records.losses[to] - a.records.losses[at])
+    if differences and not any(differences):
+        return None, "No paired test: the losses are equal."
+    found = paired(differences)
+    if found is None:
+        return None, f"No paired test: {len(differences)} finite windows in the second half of the run are too few."
+    low, high = number(found.low), number(found.high)
+    if found.low <= 0 <= found.high:
+        judged = "no difference that could not be chance"
+    else:
+        judged = f"its loss is {'higher' if found.mean > 0 else 'lower'} than that of {a.name}"
+    p = f"p = {found.p:.2g}" if found.p >= 1e-12 else "p < 1e-12"
+    return found, (
+        f"Same samples in the same order from step {first:,} on: {judged}. Mean difference {number(found.mean)}, "
+        f"95% interval {low} to {high}, {p} ({found.windows:,} windows in {found.blocks} blocks). It says whether "
+        "these two runs differ, not whether other seeds would."
+    )
+
+
+def _said(facts: RunFacts, name: str) -> object:
+    plan = facts.state.get("plan")
+    return plan.get(name) if isinstance(plan, dict) else None
+
 
 LIMIT = 300_000  # bytes
 MOST_RUNS = 8  # beside each other: there are as many colours
@@ -46,7 +259,7 @@ def write(folders: Sequence[Path], path: Path) -> None:
     write_whole(path, page(runs), lasting=False)
 
 
-def page(runs: Sequence[Facts]) -> str:
+def page(runs: Sequence[RunFacts]) -> str:
     """The report of one run, or of several beside each other. With less detail where it would be too large.
 
     Raises:
@@ -68,7 +281,7 @@ def _template() -> Template:
     return environment.from_string((Path(__file__).parent / _TEMPLATE).read_text(encoding="utf-8"))
 
 
-def _context(runs: Sequence[Facts], points: int, more: int, samples: int, rows: int) -> dict[str, Any]:
+def _context(runs: Sequence[RunFacts], points: int, more: int, samples: int, rows: int) -> dict[str, Any]:
     several = len(runs) > 1
     return {
         "title": " and ".join(facts.name for facts in runs[:3]) + (" and more" if len(runs) > 3 else ""),
@@ -95,7 +308,7 @@ def _drawn(figure: Figure) -> dict[str, Any]:
     }
 
 
-def _run(facts: Facts, rows: int, place: int) -> dict[str, Any]:
+def _run(facts: RunFacts, rows: int, place: int) -> dict[str, Any]:
     return {
         "name": facts.name,
         "colour": place,
@@ -123,7 +336,7 @@ def _judged(row: dict[str, Any]) -> tuple[str, str, str]:
     return shown(row.get("combination", "")), shown(row.get("verdict", ""), 60), shown(row.get("found", ""), 200)
 
 
-def _key(facts: Facts) -> list[tuple[str, str]]:
+def _key(facts: RunFacts) -> list[tuple[str, str]]:
     """The few numbers on top."""
     found = [(f"steps of {facts.steps:,}" if facts.steps else "steps", f"{facts.step:,}")]
     if facts.best:
@@ -140,7 +353,7 @@ def _key(facts: Facts) -> list[tuple[str, str]]:
     return found
 
 
-def _account(facts: Facts) -> dict[str, Any] | None:
+def _account(facts: RunFacts) -> dict[str, Any] | None:
     if facts.account is None:
         return None
     wall = facts.account.wall or 1.0
@@ -157,7 +370,7 @@ def _account(facts: Facts) -> dict[str, Any] | None:
     }
 
 
-def _time(facts: Facts) -> dict[str, Any] | None:
+def _time(facts: RunFacts) -> dict[str, Any] | None:
     """A step's time by part, the mean over all records."""
     found = []
     for name, curve in facts.records.curves.items():
@@ -208,7 +421,7 @@ def _in_words(name: str, value: float, whole: float | None) -> tuple[str, str, s
     return name.replace("_", " "), f"{value:,.2f} ms", f"{value / whole:.1%}" if whole else ""
 
 
-def _environment(facts: Facts) -> list[tuple[str, str]]:
+def _environment(facts: RunFacts) -> list[tuple[str, str]]:
     """Versions, machine, devices, the commit and the command; of the variables those that were kept."""
     found: list[tuple[str, str]] = []
     for group in ("versions", "machine", "git", "environment"):

@@ -15,15 +15,15 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.hf import repeated_blocks
 from lockstep.models.hf_heads import TEXTS, HubClassifier, HubEncoder, text_logits
 from lockstep.task import Task
 from lockstep.tasks.columns import class_labels, find_column, fingerprint_of, names_of
-from lockstep.tasks.hf import cache_of
-from lockstep.tasks.image_models import DTYPES
-from lockstep.text.hub import Table, Wanted, open_table
+from lockstep.tasks.images import DTYPES
+from lockstep.tasks.language_model import cache_of
+from lockstep.text.hub import DataRequest, HubTable, open_table
 
 __all__ = ["TextClassification", "Texts", "make"]
 
@@ -160,7 +160,7 @@ def make(config: Config, say: Say) -> TextClassification:
     if not name:
         raise DataError("--task classification: name the data with --dataset-name (csv, json, parquet, or OWNER/NAME)")
     flag, cache = f"--dataset-name {name}", cache_of(config)
-    wanted = Wanted(name, data.subset, data.split, data.revision, data.text_column, data.encoding)
+    wanted = DataRequest(name, data.subset, data.split, data.revision, data.text_column, data.encoding)
     table = open_table(wanted, data.evaluation, cache / "tables", say)
     columns = _text_columns(table, data.text_column, flag)
     label = find_column(table.kinds, data.label_column, "", ("label", "labels", "class"), flag, "--data.label-column")
@@ -203,7 +203,7 @@ def make(config: Config, say: Say) -> TextClassification:
     )
 
 
-def _text_columns(table: Table, wanted: str, flag: str) -> list[str]:
+def _text_columns(table: HubTable, wanted: str, flag: str) -> list[str]:
     """The column of the texts, or the two columns of pairs."""
     names = [name.strip() for name in wanted.split(",")]
     if len(names) > 2:

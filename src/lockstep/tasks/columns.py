@@ -13,11 +13,70 @@ import xxhash
 from torch import Tensor
 
 from lockstep.config.secrets import printable
-from lockstep.errors import DataError
+from lockstep.data.sampler import Shuffled
+from lockstep.errors import ConfigError, DataError
 from lockstep.task import Task
-from lockstep.text.hub import Table
+from lockstep.text.hub import HubTable
 
-__all__ = ["check_classes", "class_labels", "find_column", "fingerprint_of", "names_of"]
+__all__ = [
+    "check_classes",
+    "class_labels",
+    "diabetes",
+    "digits",
+    "find_column",
+    "fingerprint_of",
+    "names_of",
+    "parted",
+]
+
+
+_SPLIT_SEED = 0  # not the run's: runs with other seeds are evaluated on the same samples
+
+
+def digits(flag: str) -> tuple[Tensor, Tensor]:
+    """Handwritten digits: uint8 [1797, 1, 8, 8], in 17 steps of grey from 0 to 255, and their classes, int64 [1797].
+
+    The test set of "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository (1998).
+
+    Raises:
+        ConfigError: scikit-learn is not installed; `flag` is what needs it.
+    """
+    found = _datasets(flag).load_digits()
+    pixels = torch.from_numpy(found.images).reshape(-1, 1, 8, 8) * 255 / 16
+    return pixels.round().to(torch.uint8), torch.from_numpy(found.target).long()
+
+
+def diabetes(flag: str) -> dict[str, list[float]]:
+    """442 patients: ten columns of measurements, and "target", how far the disease had gone a year later.
+
+    Efron et al., "Least Angle Regression", The Annals of Statistics 32 (2004), in the units in which they were taken.
+
+    Raises:
+        ConfigError: scikit-learn is not installed; `flag` is what needs it.
+    """
+    found = _datasets(flag).load_diabetes(scaled=False)
+    columns = {name: found.data[:, place].tolist() for place, name in enumerate(found.feature_names)}
+    return {**columns, "target": found.target.tolist()}
+
+
+def parted(samples: int, fraction: float) -> tuple[list[int], list[int]]:
+    """The samples for training and those for evaluation, each in their own order, drawn alike for every seed.
+
+    At least one each; `samples` is two or more.
+    """
+    count = min(max(round(samples * fraction), 1), samples - 1)
+    evaluated = sorted(Shuffled(samples, _SPLIT_SEED).at(0, count)[1].tolist())
+    apart = set(evaluated)
+    return [sample for sample in range(samples) if sample not in apart], evaluated
+
+
+def _datasets(flag: str) -> Any:
+    try:
+        from sklearn import datasets  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ConfigError(f"{flag} needs the package scikit-learn: pip install 'torch-lockstep[images]'") from error
+    return datasets
+
 
 _SHOWN = 8
 
@@ -50,7 +109,7 @@ def find_column(kinds: Mapping[str, str], wanted: str, kind: str, usual: Sequenc
     return found
 
 
-def class_labels(table: Table, column: str, flag: str) -> tuple[tuple[str, ...], tuple[Tensor, Tensor]]:
+def class_labels(table: HubTable, column: str, flag: str) -> tuple[tuple[str, ...], tuple[Tensor, Tensor]]:
     """The names of the classes, and the class of each row of both splits, int64 [rows].
 
     Classes are those that the dataset names, else the values of the training split in their order.

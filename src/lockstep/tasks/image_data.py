@@ -6,25 +6,102 @@ split.raw(5, channels=3, size=64)           # uint8 [3, height, width]
 split.labels[5]                             # its class, an index into data.classes
 """
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, final
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from lockstep.config.config import Config
-from lockstep.config.hub_name import is_hub_name
-from lockstep.errors import DataError
-from lockstep.tasks.builtin_data import digits, parted
-from lockstep.tasks.columns import class_labels, find_column
-from lockstep.tasks.hf import cache_of
-from lockstep.tasks.pictures import SUFFIXES, check_installed, opened
-from lockstep.text.hub import Wanted, open_table, table_files
+from lockstep.config.fields import is_hub_name
+from lockstep.config.schema import Config
+from lockstep.errors import ConfigError, DataError
+from lockstep.tasks.columns import class_labels, digits, find_column, parted
+from lockstep.tasks.language_model import cache_of
+from lockstep.text.hub import DataRequest, open_table, table_files
 
-__all__ = ["DIGITS", "ImageData", "Raw", "open_images"]
+__all__ = [
+    "DIGITS",
+    "SUFFIXES",
+    "ImageData",
+    "ImageError",
+    "Raw",
+    "check_installed",
+    "open_images",
+    "opened",
+]
+
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
+
+
+class ImageError(Exception):
+    """An image that cannot be read. `filename` is its path, or "" where it has none."""
+
+    def __init__(self, filename: str, told: str) -> None:
+        super().__init__(told)
+        self.filename = filename
+
+    def __reduce__(self) -> tuple[type["ImageError"], tuple[str, str]]:
+        return ImageError, (self.filename, str(self))
+
+
+def check_installed(flag: str) -> None:
+    """Raises ConfigError where the package is missing; `flag` is what needs it."""
+    _pillow(flag)
+
+
+def opened(source: str | PathLike[str] | bytes, *, channels: int, size: int, name: str = "") -> Tensor:
+    """The image, turned as its camera held it, its shorter side resized to `size`: uint8 [channels, height, width].
+
+    Args:
+        source: its path, or its bytes.
+        channels: 1 for grey, 3 for red, green and blue. 16-bit grey loses its lower byte.
+        name: for messages, where `source` is bytes.
+
+    Raises:
+        ImageError: it is damaged, cut off, or no image.
+    """
+    pillow = _pillow("an image")
+    name = name if isinstance(source, bytes) else str(source)
+    try:
+        with pillow.Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
+            image = _plain(pillow, pillow.ImageOps.exif_transpose(file), channels)
+        width, height = image.size
+        if min(width, height) != size:
+            shape = (max(size, round(width * size / height)), size)
+            if height > width:
+                shape = (size, max(size, round(height * size / width)))
+            image = image.resize(shape, pillow.Image.Resampling.BILINEAR)
+        pixels = np.array(image, dtype=np.uint8).reshape(*image.size[::-1], channels)
+    except Exception as error:  # a damaged file makes the decoders raise whatever they please
+        told = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise ImageError(name, told) from error
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+def _plain(pillow: Any, image: Any, channels: int) -> Any:
+    if image.mode.startswith("I;16"):
+        image = pillow.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"its pixels are of mode {image.mode}, whose range nobody says; save it with 8 or 16 bits")
+    return image.convert("L" if channels == 1 else "RGB")
+
+
+def _pillow(flag: str) -> Any:
+    try:
+        import PIL
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError as error:
+        raise ConfigError(f"{flag} needs the package pillow: pip install 'torch-lockstep[images]'") from error
+    return PIL
+
 
 DIGITS = "builtin:digits"
 _EVALUATION = ("validation", "valid", "val", "dev", "evaluation", "eval", "test")
@@ -83,7 +160,7 @@ def open_images(config: Config, say: Say) -> ImageData:
 
 
 @final
-class _Held:
+class _InMemory:
     """Images that are in memory, each `size` pixels high and wide."""
 
     def __init__(self, pixels: Tensor, labels: Tensor) -> None:
@@ -101,7 +178,7 @@ def _digits(fraction: float) -> ImageData:
     pixels, labels = digits(f"--dataset-name {DIGITS}")
     parts = [torch.tensor(part) for part in parted(len(labels), fraction)]
     digest = xxhash.xxh3_128_hexdigest(pixels.numpy().tobytes() + labels.numpy().tobytes() + repr(fraction).encode())
-    train, evaluation = (_Held(pixels[part], labels[part]) for part in parts)
+    train, evaluation = (_InMemory(pixels[part], labels[part]) for part in parts)
     return ImageData(train, evaluation, tuple("0123456789"), 1, digest)
 
 
@@ -171,7 +248,7 @@ def _images(root: Path, part: str, classes: list[str], flag: str) -> list[tuple[
 
 
 @final
-class _Rows:
+class _ImageColumn:
     """A column of images of a table, as `datasets` has it: bytes, or a path."""
 
     def __init__(self, rows: Any, column: str, labels: Tensor) -> None:
@@ -185,11 +262,11 @@ class _Rows:
 
 def _table(config: Config, say: Say) -> ImageData:
     data, flag = config.data, f"--dataset-name {config.dataset_name}"
-    wanted = Wanted(config.dataset_name, data.subset, data.split, data.revision, "", data.encoding)
+    wanted = DataRequest(config.dataset_name, data.subset, data.split, data.revision, "", data.encoding)
     table = open_table(wanted, data.evaluation, cache_of(config) / "tables", say)
     image = find_column(table.kinds, data.image_column, "Image", ("image", "img"), flag, "--data.image-column")
     label = find_column(table.kinds, data.label_column, "", ("label", "labels", "class"), flag, "--data.label-column")
     classes, labels = class_labels(table, label, flag)
-    train, evaluation = (_Rows(rows, image, own) for rows, own in zip(table.images(image), labels, strict=True))
+    train, evaluation = (_ImageColumn(rows, image, own) for rows, own in zip(table.images(image), labels, strict=True))
     digest = xxhash.xxh3_128_hexdigest(repr((table.digest, image, label, data.evaluation)).encode())
     return ImageData(train, evaluation, classes, 3, digest, table.revision)

@@ -6,29 +6,69 @@ An item is a row. The loss is the squared error in units of the target's own spr
 what its mean would give; the metrics are in the target's unit.
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 import xxhash
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.errors import ConfigError, DataError
-from lockstep.models.mlp import MLP
+from lockstep.models.vision import MLP
 from lockstep.task import Task
-from lockstep.tasks.builtin_data import diabetes, parted
-from lockstep.tasks.columns import find_column
-from lockstep.tasks.hf import cache_of
-from lockstep.tasks.image_models import DTYPES
-from lockstep.tasks.rows_metric import RowsMetric
-from lockstep.text.hub import Wanted, open_table
+from lockstep.tasks.columns import diabetes, find_column, parted
+from lockstep.tasks.images import DTYPES
+from lockstep.tasks.language_model import cache_of
+from lockstep.text.hub import DataRequest, open_table
 
-__all__ = ["DIABETES", "MODEL", "Columns", "Regression", "make", "on_columns_of"]
+__all__ = [
+    "DIABETES",
+    "MODEL",
+    "Columns",
+    "Regression",
+    "RowsMetric",
+    "make",
+    "on_columns_of",
+]
+
+
+class RowsMetric:
+    """What `Predictions` of a Trainer and `Epoch` of a LightningModule share: how rows are merged, copied and dropped.
+
+    Attributes:
+        several: `compute` of a subclass gives several numbers by name.
+    """
+
+    several = True
+
+    def __init__(self) -> None:
+        self._rows: list[list[Any]] = []
+
+    @property
+    def metric_state(self) -> dict[str, Any]:
+        return {"rows": self._rows}
+
+    def merge_state(self, state: dict[str, Any]) -> None:
+        """Puts the rows of another before its own."""
+        self._rows = state["rows"] + self._rows
+
+    def reset(self) -> None:
+        self._rows = []
+
+    def clone(self) -> Self:
+        made = copy.copy(self)
+        made._rows = list(self._rows)
+        return made
+
+    def cpu(self) -> Self:
+        return self
+
 
 DIABETES, MODEL = "builtin:diabetes", "builtin:mlp"
 
@@ -171,7 +211,7 @@ def make(config: Config, say: Say) -> Regression:
     elif name.startswith("builtin:"):
         raise DataError(f"{flag}: unknown; the built-in table is {DIABETES}")
     else:
-        wanted = Wanted(name, data.subset, data.split, data.revision, "", data.encoding)
+        wanted = DataRequest(name, data.subset, data.split, data.revision, "", data.encoding)
         table = open_table(wanted, data.evaluation, cache_of(config) / "tables", say)
         target, features = _chosen(table.kinds, config, flag)
         values = {key: table.values(key) for key in (target, *features)}

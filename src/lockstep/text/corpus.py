@@ -3,23 +3,118 @@
 Beside NAME.bin, the tokens, lies NAME.labels where only some of them are to be learned: a byte a token, 1 for those.
 """
 
+import hashlib
+import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.text.tokenize import token_type
+from lockstep.errors import ConfigError
 
-__all__ = ["IGNORED", "LABELS", "Blocks", "Windows", "mapped"]
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = [
+    "IGNORED",
+    "LABELS",
+    "SETTINGS",
+    "ByteBPE",
+    "TokenBlocks",
+    "Windows",
+    "mapped",
+    "token_type",
+]
+
+
+# Part of the key of a prepared corpus: whatever changes the tokens of a text.
+SETTINGS = {"kind": "byte-level bpe", "pattern": "gpt2", "min_frequency": "2"}
+
+_SMALLEST = 257  # every byte, and the separator
+
+
+def token_type(vocab_size: int) -> np.dtype[Any]:
+    """The smallest unsigned little-endian type, uint16 or uint32, for tokens below `vocab_size`."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+@final
+class ByteBPE:
+    """A trained tokenizer. `vocab_size` counts the separator, which is its last token."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        _hold_threads()
+        self._tokenizer = tokenizer
+        self.separator = tokenizer.get_vocab_size()
+        self.vocab_size = self.separator + 1
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "ByteBPE":
+        """Learns at most `vocab_size` tokens, the separator among them; a short text may have fewer to learn.
+
+        Raises:
+            ConfigError: `vocab_size` is below 257.
+        """
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        if vocab_size < _SMALLEST:
+            raise ConfigError(f"vocab_size {vocab_size} is too small: a byte-level one needs {_SMALLEST} at least")
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size - 1,
+            min_frequency=int(SETTINGS["min_frequency"]),
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer)
+
+    @classmethod
+    def load(cls, path: Path) -> "ByteBPE":
+        """What `save` wrote."""
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_file(str(path)))
+
+    def save(self, path: Path) -> None:
+        """Writes the tokenizer as one JSON file."""
+        self._tokenizer.save(str(path))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex; equal for tokenizers that give the same tokens."""
+        return hashlib.sha256(str(self._tokenizer.to_str()).encode()).hexdigest()[:32]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def encode_all(self, texts: list[str], special: bool = False) -> list[list[int]]:
+        """The tokens of each text, on all cores. `special` changes nothing: this tokenizer adds none by itself."""
+        return [list(encoded.ids) for encoded in self._tokenizer.encode_batch_fast(texts)]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of the tokens. Separators have none; an incomplete character is shown as U+FFFD."""
+        return str(self._tokenizer.decode([int(token) for token in tokens if token < self.separator]))
+
+
+def _hold_threads() -> None:
+    # Unless this is set, the package prints a warning in every data worker that is forked after it has used threads.
+    # Workers only read tokens, so threads are safe.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
 
 IGNORED = -100  # the label of a token that is not predicted
 LABELS = ".labels"
 
 
-class _Rows:
+class _TokenRows:
     """Rows of `width` tokens that begin `stride` tokens after one another; a rest at the end is left out."""
 
     draws_random = False  # a sample needs no seed
@@ -64,7 +159,7 @@ class _Rows:
 
 
 @final
-class Windows(_Rows):
+class Windows(_TokenRows):
     """The samples of one split: windows of seq_len + 1 tokens at a stride of seq_len; a rest at the end is left out.
 
     A sample is {"input_ids": int64 [seq_len], "labels": int64 [seq_len]}: the window without its last token and
@@ -90,7 +185,7 @@ class Windows(_Rows):
 
 
 @final
-class Blocks(_Rows):
+class TokenBlocks(_TokenRows):
     """The samples of one split: blocks of seq_len tokens, one after the other.
 
     A sample is {"input_ids": int64 [seq_len], "labels": int64 [seq_len]}; a label is the next token of the block, and
@@ -103,8 +198,8 @@ class Blocks(_Rows):
     def __init__(self, path: Path, vocab_size: int, seq_len: int, masked: bool = False) -> None:
         super().__init__(path, vocab_size, seq_len, masked, width=seq_len)
 
-    def __reduce__(self) -> tuple[type["Blocks"], tuple[Path, int, int, bool]]:
-        return Blocks, (self.path, self.vocab_size, self.seq_len, self.masked)
+    def __reduce__(self) -> tuple[type["TokenBlocks"], tuple[Path, int, int, bool]]:
+        return TokenBlocks, (self.path, self.vocab_size, self.seq_len, self.masked)
 
     @property
     def items_per_sample(self) -> int | None:

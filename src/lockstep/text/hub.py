@@ -9,7 +9,7 @@ that a fixed seed gives, whatever the run's seed: runs with other seeds are eval
 
 import codecs
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,14 +17,141 @@ from typing import Any
 
 import xxhash
 
-from lockstep.config.hub_name import is_hub_name
-from lockstep.data.order import Shuffled
+from lockstep.config.fields import is_hub_name
+from lockstep.data.sampler import Shuffled
 from lockstep.errors import DataError, LockstepError
-from lockstep.text.examples import Example
-from lockstep.text.hub_rows import has_prompts, passed_over, reader
-from lockstep.text.reach import reach, snapshot, way_out
+from lockstep.files import bytes_text
+from lockstep.text.cache import reach, snapshot, way_out
+from lockstep.text.documents import Example
+from lockstep.text.sources import DocumentSpan, TextFile, find, pieces, split
 
-__all__ = ["Documents", "Part", "Rows", "Table", "Wanted", "open_rows", "open_table", "table_files"]
+__all__ = [
+    "DataRequest",
+    "Documents",
+    "HubRows",
+    "HubSplit",
+    "HubTable",
+    "has_prompts",
+    "open_rows",
+    "open_table",
+    "passed_over",
+    "plain_rows",
+    "reader",
+    "table_files",
+]
+
+
+# Taori et al., "Stanford Alpaca: An Instruction-following LLaMA model" (2023): the two prompts that its data is used
+# with, for rows with an input and rows without.
+_INTRODUCED = "Below is an instruction that describes a task"
+_WITH_INPUT = (
+    _INTRODUCED + ", paired with an input that provides further context. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+_WITHOUT = (
+    _INTRODUCED + ". Write a response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n"
+    "### Response:\n"
+)
+_PAIRS = (("prompt", "completion"), ("prompt", "response"))
+_MESSAGES = "messages"
+
+Row = Mapping[str, Any]
+
+
+def reader(columns: Mapping[str, bool], wanted: str, flag: str, *, answers: bool) -> Callable[[Row], Example]:
+    """A function row -> example; a missing value is an empty text.
+
+    Args:
+        columns: name -> whether the column holds text.
+        wanted: the column that was asked for; "" takes "messages", else prompt with completion or response, else
+            instruction (and input) with output, else the only column that holds text.
+        flag: what a message begins with.
+        answers: "text" is taken after those that say which part is the answer, as with `--data.labels completion`; else
+            before them.
+
+    Raises:
+        DataError: no such column, or none that is sure to be the text; the message lists those that there are.
+            (from the function) "messages" that are no list of turns with a role each.
+    """
+    shown = ", ".join(columns) or "none"
+    if wanted:
+        if wanted not in columns:
+            raise DataError(f"{flag} has no column '{wanted}'; its columns: {shown}; name one with --data.text-column")
+        if wanted == _MESSAGES and not columns[wanted]:
+            return lambda row: _conversation(row, flag)
+        if not columns[wanted]:
+            raise DataError(f"{flag}: the column '{wanted}' holds no text; its columns: {shown}; name another")
+        return _column(wanted)
+    if columns.get("text") and not (answers and _answers(columns)):
+        return _column("text")
+    if columns.get(_MESSAGES) is False:
+        return lambda row: _conversation(row, flag)
+    for prompt, completion in _PAIRS:
+        if columns.get(prompt) and columns.get(completion):
+            return _pair(prompt, completion)
+    if columns.get("instruction") and columns.get("output"):
+        return _alpaca
+    texts = [name for name, is_text in columns.items() if is_text]
+    if len(texts) == 1:
+        return _column(texts[0])
+    raise DataError(
+        f"{flag} has no column 'text' or 'messages', no 'prompt' with 'completion' or 'response', and no 'instruction' "
+        f"with 'output'; its columns: {shown}; name the one to learn with --data.text-column"
+    )
+
+
+def has_prompts(columns: Mapping[str, bool], wanted: str, *, answers: bool) -> bool:
+    """Whether the rows, as `reader` reads them, say which part of them is the answer; for columns that it takes."""
+    if wanted:
+        return wanted == _MESSAGES and not columns[wanted]
+    return bool(_answers(columns)) and (answers or not columns.get("text"))
+
+
+def passed_over(columns: Mapping[str, bool], wanted: str, *, answers: bool) -> str:
+    """What a person should know of a column "text" that `reader` leaves aside; "" where it does not."""
+    if not (answers and not wanted and columns.get("text") and (found := _answers(columns))):
+        return ""
+    return f"learning from {' and '.join(found)}; the column text is left aside (--data.text-column text takes it)"
+
+
+def _answers(columns: Mapping[str, bool]) -> tuple[str, ...]:
+    """The columns that say which part of a row is the answer; () where none do."""
+    if columns.get(_MESSAGES) is False:
+        return (_MESSAGES,)
+    pairs = (*_PAIRS, ("instruction", "output"))
+    return next((pair for pair in pairs if all(map(columns.get, pair))), ())
+
+
+def _column(name: str) -> Callable[[Row], Example]:
+    return lambda row: Example(row[name] or "")
+
+
+def _pair(prompt: str, completion: str) -> Callable[[Row], Example]:
+    def read(row: Row) -> Example:
+        begin = row[prompt] or ""
+        return Example(begin + (row[completion] or ""), len(begin))
+
+    return read
+
+
+def _alpaca(row: Row) -> Example:
+    values = {key: row.get(key) or "" for key in ("instruction", "input", "output")}
+    begin = (_WITH_INPUT if values["input"].strip() else _WITHOUT).format(**values)
+    return Example(begin + values["output"], len(begin))
+
+
+def _conversation(row: Row, flag: str) -> Example:
+    turns = row[_MESSAGES]
+    if not (
+        isinstance(turns, list)
+        and turns
+        and all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in turns)
+    ):
+        raise DataError(f"{flag}: 'messages' must be a list of turns such as {{'role': 'user', 'content': 'Hi'}}")
+    # a table has every key in every turn: None where a turn has it not
+    kept = ({key: value for key, value in turn.items() if value is not None} for turn in turns)
+    return Example("", messages=tuple({"content": "", **turn} for turn in kept))
+
 
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _EVALUATION = ("validation", "valid", "dev", "evaluation", "eval", "test")
@@ -36,7 +163,7 @@ Numbered = tuple[Any, Sequence[int]]  # a table, and the number of each of its r
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DataRequest:
     """What the flags ask for: --dataset-name and the section `data`; "" is the default of each.
 
     Attributes:
@@ -53,7 +180,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HubSplit:
     """The documents of one split.
 
     Attributes:
@@ -77,15 +204,15 @@ class Documents:
         prompts: they say which part of them is the answer.
     """
 
-    train: Part
-    evaluation: Part
+    train: HubSplit
+    evaluation: HubSplit
     note: str = ""
     check: Callable[[], None] = lambda: None
     prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class HubRows:
     """A dataset that was found, and not yet read.
 
     Attributes:
@@ -100,7 +227,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class HubTable:
     """The rows of both splits, by index.
 
     Attributes:
@@ -144,7 +271,7 @@ def table_files(name: str) -> list[Path]:
     return [] if prose else tables
 
 
-def open_rows(wanted: Wanted, say: Say) -> Rows:
+def open_rows(wanted: DataRequest, say: Say) -> HubRows:
     """Finds the dataset.
 
     Raises:
@@ -163,10 +290,10 @@ def open_rows(wanted: Wanted, say: Say) -> Rows:
             builder = _datasets(wanted).load_dataset_builder(**_local(wanted, files, root), cache_dir=str(scratch))
             return _split(builder, wanted, fraction)
 
-    return Rows(digest, "", documents)
+    return HubRows(digest, "", documents)
 
 
-def open_table(wanted: Wanted, fraction: float, cache: Path, say: Say) -> Table:
+def open_table(wanted: DataRequest, fraction: float, cache: Path, say: Say) -> HubTable:
     """The rows of a dataset of the hub, or of json, jsonl, csv and parquet files; any number of processes may call it.
 
     Args:
@@ -194,10 +321,10 @@ def open_table(wanted: Wanted, fraction: float, cache: Path, say: Say) -> Table:
     named = {name: tuple(kind.names) for name, kind in features.items() if hasattr(kind, "names")}
     kinds = {name: str(getattr(kind, "dtype", "")) for name, kind in features.items()}
     kinds |= {name: type(kind).__name__ for name, kind in features.items() if type(kind).__name__ != "Value"}
-    return Table(kinds, named, digest, revision, parts)
+    return HubTable(kinds, named, digest, revision, parts)
 
 
-def _from_hub(wanted: Wanted, say: Say) -> Rows:
+def _from_hub(wanted: DataRequest, say: Say) -> HubRows:
     builder, commit = _hub_builder(wanted, say)
 
     def documents(fraction: float, scratch: Path) -> Documents:
@@ -205,10 +332,10 @@ def _from_hub(wanted: Wanted, say: Say) -> Rows:
         with _explained(wanted):
             return _split(builder, wanted, fraction)
 
-    return Rows(_named(wanted, [wanted.name, commit]), commit, documents)
+    return HubRows(_named(wanted, [wanted.name, commit]), commit, documents)
 
 
-def _hub_builder(wanted: Wanted, say: Say) -> tuple[Any, str]:
+def _hub_builder(wanted: DataRequest, say: Say) -> tuple[Any, str]:
     """The hub's dataset and its commit; where the hub is not reached, what `hf download` or an earlier run left in
     HF_HOME."""
     datasets = _datasets(wanted)
@@ -219,13 +346,13 @@ def _hub_builder(wanted: Wanted, say: Say) -> tuple[Any, str]:
     return builder, held.name if held else str(builder.hash)
 
 
-def _named(wanted: Wanted, content: list[Any]) -> str:
+def _named(wanted: DataRequest, content: list[Any]) -> str:
     """The digest of the content, and of whatever the flags choose from it."""
     chosen = [wanted.subset, wanted.split, wanted.text_column, wanted.encoding, *["answers"] * wanted.answers]
     return xxhash.xxh3_128_hexdigest(repr([content, chosen]).encode())
 
 
-def _local(wanted: Wanted, files: list[Path], root: Path) -> dict[str, Any]:
+def _local(wanted: DataRequest, files: list[Path], root: Path) -> dict[str, Any]:
     """What `load_dataset_builder` takes for local files; a folder's splits are told by the names of its files."""
     texts = [path for path in files if path.suffix.lower() != ".parquet"]
     encodings = {_encoding(path, wanted) for path in texts}
@@ -240,7 +367,7 @@ def _local(wanted: Wanted, files: list[Path], root: Path) -> dict[str, Any]:
     return {"path": str(root), "name": wanted.subset or None, **options}
 
 
-def _split(builder: Any, wanted: Wanted, fraction: float) -> Documents:
+def _split(builder: Any, wanted: DataRequest, fraction: float) -> Documents:
     (train, rows), (evaluation, others) = _parts(builder, wanted, fraction)
     columns = {key: str(getattr(kind, "dtype", "")).endswith("string") for key, kind in train.features.items()}
     column, answers = wanted.text_column, wanted.answers
@@ -250,7 +377,7 @@ def _split(builder: Any, wanted: Wanted, fraction: float) -> Documents:
     return Documents(*parts, note, prompts=prompts)
 
 
-def _parts(builder: Any, wanted: Wanted, fraction: float) -> tuple[Numbered, Numbered]:
+def _parts(builder: Any, wanted: DataRequest, fraction: float) -> tuple[Numbered, Numbered]:
     """Both splits of a dataset that is downloaded and converted now, unless it is in the package's own cache."""
     builder.download_and_prepare()
     known = list(builder.info.splits)
@@ -276,7 +403,7 @@ def _parted(rows: int, fraction: float) -> tuple[list[int], list[int]]:
     return [row for row in range(rows) if row not in apart], evaluated
 
 
-def _part(table: Any, read: Callable[[dict[str, Any]], Example], rows: Sequence[int]) -> Part:
+def _part(table: Any, read: Callable[[dict[str, Any]], Example], rows: Sequence[int]) -> HubSplit:
     def documents() -> Iterator[tuple[Example, bool]]:
         place = iter(rows)
         for batch in table.iter(batch_size=1000):
@@ -289,10 +416,10 @@ def _part(table: Any, read: Callable[[dict[str, Any]], Example], rows: Sequence[
                     raise DataError(f"{error} (row {number})") from None
                 yield replace(example, row=number), True
 
-    return Part(len(table), documents, lambda example: 1)
+    return HubSplit(len(table), documents, lambda example: 1)
 
 
-def _encoding(path: Path, wanted: Wanted) -> str:
+def _encoding(path: Path, wanted: DataRequest) -> str:
     """The encoding that was asked for, or that the file's byte order mark says, or UTF-8, which is then checked."""
     if wanted.encoding:
         encoding = wanted.encoding
@@ -327,7 +454,7 @@ def _hidden(path: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
-def _datasets(wanted: Wanted) -> Any:
+def _datasets(wanted: DataRequest) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the package's own imports: nothing that a user could act on
@@ -344,7 +471,7 @@ def _datasets(wanted: Wanted) -> Any:
 
 
 @contextmanager
-def _explained(wanted: Wanted) -> Iterator[None]:
+def _explained(wanted: DataRequest) -> Iterator[None]:
     """What the package raises, as one line."""
     try:
         yield
@@ -359,5 +486,37 @@ def _explained(wanted: Wanted) -> Iterator[None]:
         raise DataError(f"--dataset-name {name}: {text}") from error
 
 
-def _way_out(wanted: Wanted) -> str:
+def _way_out(wanted: DataRequest) -> str:
     return way_out(wanted.name, "dataset", "--dataset-name")
+
+
+def plain_rows(name: str) -> HubRows:
+    """The text files that `name` stands for, see `lockstep.text.sources.find`, which raises DataError."""
+    sources = find(name)
+
+    def documents(fraction: float, scratch: Path) -> Documents:
+        train, evaluation = split(sources, fraction, _SPLIT_SEED)
+        return Documents(_plain_part(train), _plain_part(evaluation), _note(sources), check)
+
+    def check() -> None:
+        if _file_digest(find(name)) != _file_digest(sources):
+            raise DataError(f"--dataset-name {name}: its files changed while they were prepared; start again")
+
+    return HubRows(_file_digest(sources), "", documents)
+
+
+def _file_digest(sources: list[TextFile]) -> str:
+    return xxhash.xxh3_128_hexdigest(repr([(source.name, source.digest) for source in sources]).encode())
+
+
+def _note(sources: list[TextFile]) -> str:
+    unreadable = sum(not source.readable for source in sources)
+    size = bytes_text(sum(source.size for source in sources))
+    return f"{len(sources)} files ({size}), {unreadable} of them empty or not UTF-8 and left out"
+
+
+def _plain_part(spans: list[DocumentSpan]) -> HubSplit:
+    def read() -> Iterator[tuple[Example, bool]]:
+        return ((Example(text), last) for text, last in pieces(spans))
+
+    return HubSplit(sum(span.stop - span.start for span in spans), read, lambda example: len(example.text))

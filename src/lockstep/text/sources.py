@@ -21,7 +21,7 @@ import xxhash
 from lockstep.errors import DataError
 from lockstep.seeds import derive
 
-__all__ = ["STDLIB", "Source", "Span", "find", "pieces", "split"]
+__all__ = ["STDLIB", "DocumentSpan", "TextFile", "find", "pieces", "split"]
 
 STDLIB = "builtin:stdlib"
 
@@ -35,7 +35,7 @@ _PIECE = 1 << 20  # bytes read and tokenized at a time; a longer document is cut
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TextFile:
     """One file.
 
     Attributes:
@@ -54,7 +54,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class DocumentSpan:
     """One document: the bytes start .. stop - 1 of a file."""
 
     path: Path
@@ -62,7 +62,7 @@ class Span:
     stop: int
 
 
-def find(name: str) -> list[Source]:
+def find(name: str) -> list[TextFile]:
     """The files of the corpus `name`, sorted by name, each read once for its checksum.
 
     Args:
@@ -121,7 +121,7 @@ def _refuse(error: OSError) -> None:
     raise error  # os.walk would pass over a folder that may not be read, and train on less
 
 
-def _scan(label: str, path: Path, name: str) -> Source:
+def _scan(label: str, path: Path, name: str) -> TextFile:
     digest, size = xxhash.xxh3_128(), 0
     decoder = codecs.getincrementaldecoder("utf-8")()
     readable = True
@@ -136,7 +136,7 @@ def _scan(label: str, path: Path, name: str) -> Source:
             f"--dataset-name {name}: cannot read {path}: {error.strerror}; remove it or allow it"
         ) from error
     whole = readable and _decodes(decoder, b"", final=True)
-    return Source(label, path, size, digest.hexdigest(), whole and size > 0)
+    return TextFile(label, path, size, digest.hexdigest(), whole and size > 0)
 
 
 def _decodes(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = False) -> bool:
@@ -147,7 +147,7 @@ def _decodes(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = Fal
     return True
 
 
-def split(sources: list[Source], eval_fraction: float, seed: int) -> tuple[list[Span], list[Span]]:
+def split(sources: list[TextFile], eval_fraction: float, seed: int) -> tuple[list[DocumentSpan], list[DocumentSpan]]:
     """The readable documents for training and for evaluation, each in the order of their names.
 
     Files go to the evaluation in an order keyed by (seed, name) while they fit into `eval_fraction` of the bytes; one
@@ -157,17 +157,17 @@ def split(sources: list[Source], eval_fraction: float, seed: int) -> tuple[list[
     if len(readable) == 1:
         source = readable[0]
         cut = _line_end(source, round(source.size * (1.0 - eval_fraction)))
-        return [Span(source.path, 0, cut)], [Span(source.path, cut, source.size)]
+        return [DocumentSpan(source.path, 0, cut)], [DocumentSpan(source.path, cut, source.size)]
     chosen = _chosen(readable, eval_fraction * sum(source.size for source in readable), seed)
-    spans = [(source in chosen, Span(source.path, 0, source.size)) for source in readable]
+    spans = [(source in chosen, DocumentSpan(source.path, 0, source.size)) for source in readable]
     return [span for evaluates, span in spans if not evaluates], [span for evaluates, span in spans if evaluates]
 
 
-def _chosen(sources: list[Source], room: float, seed: int) -> set[Source]:
-    def rank(source: Source) -> int:
+def _chosen(sources: list[TextFile], room: float, seed: int) -> set[TextFile]:
+    def rank(source: TextFile) -> int:
         return derive(seed, "split", xxhash.xxh3_64_intdigest(os.fsencode(source.name)))
 
-    chosen: set[Source] = set()
+    chosen: set[TextFile] = set()
     for source in sorted(sources, key=rank)[:-1]:  # the last one always stays
         if source.size <= room:
             chosen.add(source)
@@ -175,7 +175,7 @@ def _chosen(sources: list[Source], room: float, seed: int) -> set[Source]:
     return chosen or {min(sources, key=lambda source: source.size)}
 
 
-def _line_end(source: Source, position: int) -> int:
+def _line_end(source: TextFile, position: int) -> int:
     """The first line's end at or after `position` that is not the file's; where there is none, a character's start."""
     with source.path.open("rb") as file:
         file.seek(max(position - 1, 0))
@@ -188,7 +188,7 @@ def _line_end(source: Source, position: int) -> int:
     return position + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), 0)
 
 
-def pieces(spans: Iterable[Span]) -> Iterator[tuple[str, bool]]:
+def pieces(spans: Iterable[DocumentSpan]) -> Iterator[tuple[str, bool]]:
     """The text of each document in pieces of about a megabyte that end with a line, and whether it is the last one.
 
     Raises:
@@ -202,7 +202,7 @@ def pieces(spans: Iterable[Span]) -> Iterator[tuple[str, bool]]:
             raise DataError(f"cannot read {span.path} any more: {error.strerror}; start again") from error
 
 
-def _read(file: BinaryIO, span: Span) -> Iterator[tuple[str, bool]]:
+def _read(file: BinaryIO, span: DocumentSpan) -> Iterator[tuple[str, bool]]:
     file.seek(span.start)
     while (left := span.stop - file.tell()) > 0:
         block = file.read(min(_PIECE, left))

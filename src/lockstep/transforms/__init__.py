@@ -12,13 +12,20 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError
 from lockstep.transforms.attention import attention, described, facts_of, order_of
 from lockstep.transforms.batchnorm import recorders, recording, synchronised
-from lockstep.transforms.checkpointing import check_policy, checkpointed
 from lockstep.transforms.determinism import autotuned, check_graphs, pin_compiler
-from lockstep.transforms.precision import AUTOCAST, PARAMETERS, autocast, compiled, parameters_in
+from lockstep.transforms.precision import (
+    AUTOCAST,
+    PARAMETERS,
+    autocast,
+    check_policy,
+    checkpointed,
+    compiled,
+    parameters_in,
+)
 from lockstep.transforms.weight_copies import WeightCopies
 
 __all__ = [
-    "Chosen",
+    "Transforms",
     "attention",
     "autocast",
     "checkpointed",
@@ -33,7 +40,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class Transforms:
     """Which techniques, by the names of their flags; see `lockstep train --help-all`."""
 
     batchnorm: str = "replay"
@@ -53,7 +60,7 @@ def prepare(
     compile_model: bool,
     device: torch.device,
     move: bool = True,
-    chosen: Chosen | None = None,
+    chosen: Transforms | None = None,
     blocks: Sequence[nn.Module] = (),
     named: bool = True,
     as_made: Sequence[Tensor] = (),
@@ -74,7 +81,7 @@ def prepare(
     Raises:
         ConfigError: a technique that this model or device cannot have.
     """
-    chosen = chosen or Chosen()
+    chosen = chosen or Transforms()
     _check(chosen, blocks)
     if compile_model:
         check_graphs()
@@ -104,7 +111,7 @@ def prepare(
     return model
 
 
-def _check(chosen: Chosen, blocks: Sequence[nn.Module]) -> None:
+def _check(chosen: Transforms, blocks: Sequence[nn.Module]) -> None:
     if chosen.exact and chosen.batchnorm != "replay":
         raise ConfigError(
             f"--exact cannot hold with --batchnorm {chosen.batchnorm}, which depends on the world size; use replay"

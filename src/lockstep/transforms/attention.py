@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep.errors import ConfigError
 
-__all__ = ["AS_TORCH", "Facts", "Order", "attention", "described", "facts_of", "order_of"]
+__all__ = ["AS_TORCH", "AttentionFacts", "KernelOrder", "attention", "described", "facts_of", "order_of"]
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -36,7 +36,7 @@ _PREFERS = 91500  # above this version of cuDNN torch puts it first on Hopper; i
 _MASKS = 92600  # from this one on its backward beside a mask gives no NaN on Hopper (pytorch#196678)
 
 
-class Facts(NamedTuple):
+class AttentionFacts(NamedTuple):
     """What decides about kernels.
 
     Attributes:
@@ -50,7 +50,7 @@ class Facts(NamedTuple):
     deterministic: bool
 
 
-class Order(NamedTuple):
+class KernelOrder(NamedTuple):
     """The kernels that attention may take, the first that can is taken; () as torch has it.
 
     Attributes:
@@ -61,19 +61,19 @@ class Order(NamedTuple):
     without: tuple[tuple[str, str], ...] = ()
 
 
-AS_TORCH = Order()
+AS_TORCH = KernelOrder()
 
 
-def facts_of(device: torch.device) -> Facts:
+def facts_of(device: torch.device) -> AttentionFacts:
     """Of this process's device."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     if device.type != "cuda" or torch.version.hip:
-        return Facts((0, 0), 0, deterministic)
+        return AttentionFacts((0, 0), 0, deterministic)
     version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
-    return Facts(torch.cuda.get_device_capability(device), int(version), deterministic)
+    return AttentionFacts(torch.cuda.get_device_capability(device), int(version), deterministic)
 
 
-def order_of(facts: Facts, *, masked: bool | None) -> Order:
+def order_of(facts: AttentionFacts, *, masked: bool | None) -> KernelOrder:
     """Choose the kernels of `--attention auto` on a device.
 
     Without a mask cuDNN is first on Hopper (sm90) from above 9.15.0: torch does so itself, but in builds for older
@@ -91,18 +91,22 @@ def order_of(facts: Facts, *, masked: bool | None) -> Order:
         return AS_TORCH
     plain, hopper = tuple(name for name in _BACKENDS if name != "cudnn"), facts.capability[0] == 9
     if facts.deterministic:
-        return Order(plain, (("cudnn", "deterministic algorithms refuse it"),))
+        return KernelOrder(plain, (("cudnn", "deterministic algorithms refuse it"),))
     if masked is not False and hopper and facts.cudnn < _MASKS:
         why = "beside a mask it gives NaN before 9.26"
-        return Order(plain, (("cudnn", why if masked else f"{why}, and this task does not say that it has none"),))
+        return KernelOrder(
+            plain, (("cudnn", why if masked else f"{why}, and this task does not say that it has none"),)
+        )
     if masked is None:
         return AS_TORCH
     if hopper and facts.cudnn > _PREFERS and _TAKES_ORDER:
-        return Order(("cudnn", *plain))
-    return Order((), (("cudnn", "torch takes it first only above 9.15.0"),) if hopper else ())
+        return KernelOrder(("cudnn", *plain))
+    return KernelOrder((), (("cudnn", "torch takes it first only above 9.15.0"),) if hopper else ())
 
 
-def attention(model: nn.Module, choice: str, blocks: Sequence[nn.Module] = (), order: Order = AS_TORCH) -> nn.Module:
+def attention(
+    model: nn.Module, choice: str, blocks: Sequence[nn.Module] = (), order: KernelOrder = AS_TORCH
+) -> nn.Module:
     """The model whose attention is computed by one kernel alone, or by those of `order` for "auto"; changed in place.
 
     Args:
@@ -147,7 +151,7 @@ def described(
     choice: str,
     dtype: torch.dtype,
     device: torch.device,
-    order: Order = AS_TORCH,
+    order: KernelOrder = AS_TORCH,
     *,
     masked: bool | None = False,
 ) -> str | None:

@@ -21,7 +21,7 @@ _SHAPES = 64  # of one compiled function
 _DYNAMO = "torch._dynamo.config"
 
 
-class _Switch(NamedTuple):
+class _ProcessSetting(NamedTuple):
     """Setting of the whole process.
 
     Attributes:
@@ -42,7 +42,7 @@ class _Turned(NamedTuple):
     ours: Any
 
 
-def _variable(name: str) -> _Switch:
+def _variable(name: str) -> _ProcessSetting:
     """A variable of the environment; None: not set."""
 
     def write(value: str | None) -> None:
@@ -51,10 +51,10 @@ def _variable(name: str) -> _Switch:
         else:
             os.environ[name] = value
 
-    return _Switch(name, lambda: os.environ.get(name), write)
+    return _ProcessSetting(name, lambda: os.environ.get(name), write)
 
 
-def _setting(module: str, name: str, unloaded: Callable[[], Any] = lambda: None) -> _Switch:
+def _setting(module: str, name: str, unloaded: Callable[[], Any] = lambda: None) -> _ProcessSetting:
     """A name of a module that is never loaded for this; until it is, the value is what `unloaded` returns."""
 
     def read() -> Any:
@@ -64,10 +64,10 @@ def _setting(module: str, name: str, unloaded: Callable[[], Any] = lambda: None)
         if module in sys.modules:
             setattr(sys.modules[module], name, value)
 
-    return _Switch(f"{module}.{name}", read, write)
+    return _ProcessSetting(f"{module}.{name}", read, write)
 
 
-def _default(module: str, name: str, unloaded: Callable[[], Any] = lambda: None) -> _Switch:
+def _default(module: str, name: str, unloaded: Callable[[], Any] = lambda: None) -> _ProcessSetting:
     """The same setting for all other threads: torch keeps a value for the thread that sets it, and here its default.
 
     Autograd has a thread for each device, in which a compiled model's backward is compiled.
@@ -83,23 +83,25 @@ def _default(module: str, name: str, unloaded: Callable[[], Any] = lambda: None)
         if entry():
             entry().default = value
 
-    return _Switch(f"{module}.{name}, elsewhere", read, write)
+    return _ProcessSetting(f"{module}.{name}, elsewhere", read, write)
 
 
-_DETERMINISTIC = _Switch(
+_DETERMINISTIC = _ProcessSetting(
     "deterministic algorithms, warn only",
     lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
     lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
 )
 _FILL = _setting("torch.utils.deterministic", "fill_uninitialized_memory")
-_FASTPATH = _Switch("fast path", torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled)
+_FASTPATH = _ProcessSetting(
+    "fast path", torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled
+)
 _BENCHMARK = _setting("torch.backends.cudnn", "benchmark")
 _COMPILER = _variable("TORCHINDUCTOR_DETERMINISTIC")  # for an inductor that is loaded later, and child processes
 _INDUCTOR, _INDUCTOR_ELSEWHERE = (
     kind("torch._inductor.config", "deterministic", lambda: os.environ.get(_COMPILER.name) == "1")
     for kind in (_setting, _default)
 )
-_THREADS = _Switch("threads", torch.get_num_threads, torch.set_num_threads)
+_THREADS = _ProcessSetting("threads", torch.get_num_threads, torch.set_num_threads)
 _DYNAMOS = tuple(
     (_setting(_DYNAMO, name), _default(_DYNAMO, name))
     for name in ("automatic_dynamic_shapes", "optimize_ddp", "recompile_limit", "fail_on_recompile_limit_hit")
@@ -108,7 +110,7 @@ _DYNAMOS = tuple(
 _turned: dict[str, _Turned] = {}  # by a switch's name: those that differ from the caller's by lockstep's hand
 
 
-def _table(device: torch.device) -> tuple[tuple[_Switch, Any, Any], ...]:
+def _table(device: torch.device) -> tuple[tuple[_ProcessSetting, Any, Any], ...]:
     """List (switch, value of an exact run, value of a plain run); None: the caller's value.
 
     They are written in this order: `torch.use_deterministic_algorithms` changes inductor's setting too.
@@ -169,7 +171,7 @@ def _unpin_compiler() -> None:
         _change_compiler(dict.fromkeys(switches))
 
 
-def _change_compiler(wanted: Mapping[_Switch, Any]) -> None:
+def _change_compiler(wanted: Mapping[_ProcessSetting, Any]) -> None:
     before = [switch.read() for switch in wanted]
     _turn(wanted)
     if before != [switch.read() for switch in wanted]:
@@ -177,7 +179,7 @@ def _change_compiler(wanted: Mapping[_Switch, Any]) -> None:
         importlib.import_module("torch._dynamo").reset()
 
 
-def _turn(wanted: Mapping[_Switch, Any]) -> None:
+def _turn(wanted: Mapping[_ProcessSetting, Any]) -> None:
     """Write each value; None: what the caller had, unless they have changed it since."""
     found = [(switch, value, switch.read()) for switch, value in wanted.items()]  # one switch may change another
     for switch, value, now in found:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.errors import ConfigError
-from lockstep.units import bytes_text
+from lockstep.files import bytes_text
 
 __all__ = ["CopiedLinear", "WeightCopies", "copies_of", "operands_of", "weight_of"]
 
 
-class _Pair(NamedTuple):
+class _WeightCopy(NamedTuple):
     name: str
     master: Tensor
     copy: Tensor
@@ -42,7 +42,7 @@ class WeightCopies:
             float32 `.grad` as soon as a backward has it.
     """
 
-    def __init__(self, pairs: Sequence[_Pair], dtype: torch.dtype, narrow: bool) -> None:
+    def __init__(self, pairs: Sequence[_WeightCopy], dtype: torch.dtype, narrow: bool) -> None:
         self.narrow, self._pairs, self._dtype = narrow, pairs, dtype
         self._on = False
         self._versions: list[int] = []  # of the parameters when they were last written; [] between steps
@@ -80,7 +80,7 @@ class WeightCopies:
                 "--weight-copies step: the model has no nn.Linear with float32 weights, which alone are copied; leave "
                 "it out"
             )
-        copies = cls([_Pair(names[master], master, copy) for master, copy in copied.items()], dtype, narrow)
+        copies = cls([_WeightCopy(names[master], master, copy) for master, copy in copied.items()], dtype, narrow)
         copies._check_hooks()
         for module, attributes in modules.items():
             _attach(module, attributes, copies, copied)

@@ -14,11 +14,11 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import SETTINGS
+from lockstep.errors import SETTINGS as errors_SETTINGS
 
 if TYPE_CHECKING:
-    from lockstep.config.config import Config
-    from lockstep.verify.table import Table
+    from lockstep.config.schema import Config
+    from lockstep.verify.request import VerifyTable
 
 __all__ = ["FAULTS", "verify"]
 
@@ -55,7 +55,7 @@ def verify(
     plant_at: int | None = None,
     skip_unavailable: bool = False,
     scratch: str = "",
-) -> "Table":
+) -> "VerifyTable":
     """Runs the same steps in every combination, and compares each with a single process, tensor by tensor.
 
     The processes are started here; they import the module of `task`, which must therefore not start them itself when
@@ -82,8 +82,8 @@ def verify(
         ConfigError: what was asked for cannot be done, or something cannot run here and `skip_unavailable` is False.
         LockstepError: the single process itself failed.
     """
-    request = importlib.import_module("lockstep.verify.request").Request(
-        config or importlib.import_module("lockstep.config.config").Config(),
+    request = importlib.import_module("lockstep.verify.request").VerifyRequest(
+        config or importlib.import_module("lockstep.config.schema").Config(),
         task,
         engines=engines,
         world_sizes=world_sizes,
@@ -96,8 +96,8 @@ def verify(
         skip_unavailable=skip_unavailable,
         scratch=scratch,
     )
-    table: Table = importlib.import_module("lockstep.verify.verification").prove(request)
+    table: VerifyTable = importlib.import_module("lockstep.verify.verification").prove(request)
     return table
 
 
-SETTINGS.fields |= {"--" + name.replace("_", "-"): name for name in verify.__kwdefaults__ or ()}
+errors_SETTINGS.fields |= {"--" + name.replace("_", "-"): name for name in verify.__kwdefaults__ or ()}

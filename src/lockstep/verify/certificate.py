@@ -9,16 +9,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import options
-from lockstep.config.config import Config
+from lockstep.config import cli
+from lockstep.config.schema import Config
+from lockstep.config.task_options import OWN, kind_of
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
-from lockstep.run import environment
-from lockstep.tasks.options import OWN, kind_of
+from lockstep.training import run_dir
 from lockstep.verify.compare import Traces, first_difference
 from lockstep.verify.recorder import TENSORS
-from lockstep.verify.request import Request
-from lockstep.verify.table import Difference, Row
+from lockstep.verify.request import Difference, TableRow, VerifyRequest
 from lockstep.verify.tolerance import EXACT, Tolerance
 
 __all__ = ["against", "config_of", "make", "read", "same_machine", "write"]
@@ -27,18 +26,16 @@ _FORMAT = 1
 _KEYS = {"versions", "machine", "devices", "config", "steps", "engines", "world_sizes", "resume_at", "compile", "task"}
 
 
-def make(request: Request, trace: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+def make(request: VerifyRequest, trace: dict[str, Any], rows: list[TableRow]) -> dict[str, Any]:
     """The certificate as plain values: what was asked for, the single process's trace, and the table's rows."""
-    about = environment.describe()
+    about = run_dir.describe()
     machine = {key: value for key, value in about["machine"].items() if key != "hostname"}
     return {
         "format": _FORMAT,
         "versions": about["versions"],
         "machine": machine,
         "devices": about["devices"],
-        "config": options.flat(
-            request.config, own_task=request.task is not None or kind_of(request.config.task) == OWN
-        ),
+        "config": cli.flat(request.config, own_task=request.task is not None or kind_of(request.config.task) == OWN),
         "steps": request.steps,
         "engines": list(request.engines),
         "world_sizes": list(request.world_sizes),
@@ -81,15 +78,15 @@ def read(path: Path) -> dict[str, Any]:
 
 def config_of(given: dict[str, Any]) -> Config:
     """The configuration that was proved. Raises ConfigError where this version does not know an option of it."""
-    unknown = sorted(set(given["config"]) - set(options.option_list()))
+    unknown = sorted(set(given["config"]) - set(cli.option_list()))
     if unknown:
         raise ConfigError(f"--against: the certificate has options that this version lacks: {', '.join(unknown)}")
-    return options.build(given["config"])
+    return cli.build(given["config"])
 
 
 def same_machine(given: dict[str, Any]) -> list[str]:
     """What differs between the certificate's versions and hardware and these, in words; [] where bits must agree."""
-    about = environment.describe()
+    about = run_dir.describe()
     keys = [("versions", key) for key in about["versions"]] + [("machine", "cpu")]
     different = [
         f"{key} {given[part].get(key)} there, {about[part][key]} here"

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lockstep.verify.request import RunSpec
-from lockstep.verify.table import Difference, listed
+from lockstep.verify.request import Difference, RunSpec, listed
 from lockstep.verify.tolerance import Scales, Tolerance, unit_roundoff
 
 __all__ = ["Traces", "first_difference", "traces_of"]

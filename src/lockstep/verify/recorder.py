@@ -20,20 +20,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.data.batches import MicroBatch, StepLoader
 from lockstep.engines.base import Engine, Evaluate, StepResult
-from lockstep.guards.digests import leaves
+from lockstep.guards.desync import leaves
 from lockstep.records import StepRecord
 from lockstep.tensors import local_of
-from lockstep.verify.operations import DtypeTracker, coarsest, digest
 from lockstep.verify.reference import Named, ReferenceComparer, ReferenceWriter
+from lockstep.verify.tolerance import DtypeTracker, coarsest, digest
 from lockstep.verify.wrappers import EngineWrapper
 
-__all__ = ["KINDS", "TENSORS", "Recorder"]
+__all__ = ["KINDS", "TENSORS", "StepRecorder"]
 
 KINDS = ("weights", "buffers", "optimizer")  # of the state
 TENSORS = ("initial", "gradient", *KINDS)  # of a step
 
 
-class Recorder:
+class StepRecorder:
     """What one rank does in each step.
 
     Args:
@@ -213,7 +213,7 @@ class Recorder:
 class _Probe(EngineWrapper):
     """The engine as the loop sees it."""
 
-    def __init__(self, inner: Engine, recorder: Recorder) -> None:
+    def __init__(self, inner: Engine, recorder: StepRecorder) -> None:
         super().__init__(inner)
         self._recorder = recorder
 

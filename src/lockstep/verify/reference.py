@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint.layout import Block, block_of
+from lockstep.checkpoint.layout import TensorBox, block_of
 from lockstep.checkpoint.write import bytes_of
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
-from lockstep.verify.operations import digest
-from lockstep.verify.tolerance import EXACT, Scales, Tolerance
+from lockstep.verify.tolerance import EXACT, Scales, Tolerance, digest
 
 __all__ = ["Limit", "Named", "ReferenceComparer", "ReferenceWriter", "TensorStore", "compare", "cut"]
 
@@ -35,7 +34,7 @@ PIECE = 2**18  # elements that are converted to float64 at a time
 
 # Of a tensor's part: the largest 2-norm of its error, or a function of a piece's place to the largest error of elements
 Limit = float | Callable[[slice], Tensor]
-LimitOf = Callable[[str, Tensor, Block], Limit]
+LimitOf = Callable[[str, Tensor, TensorBox], Limit]
 
 
 class StoredTensors:
@@ -145,7 +144,7 @@ class ReferenceComparer:
         return ""  # every tensor is compared, and a split model's would have to be gathered
 
     def _limit(
-        self, kind: str, step: int, second: StoredTensors | None, name: str, expected: Tensor, block: Block
+        self, kind: str, step: int, second: StoredTensors | None, name: str, expected: Tensor, block: TensorBox
     ) -> Limit:
         """The largest error of a part of one tensor; -1: none at all."""
         tolerance = EXACT if kind == "initial" else self._tolerance
@@ -203,7 +202,7 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
             found["equal"] = False
             continue
         if whole.is_complex():  # one dimension more: the real and the imaginary part
-            block = Block((*block.offsets, 0), (*block.shape, 2))
+            block = TensorBox((*block.offsets, 0), (*block.shape, 2))
         mine, theirs = _real(mine), cut(_real(whole), block)
         found["parts"][name] = _tally(sums, mine, theirs, _is_whole(tensor))
         found["apart"] += _difference(found, name, mine, theirs, block, limit_of)
@@ -217,7 +216,7 @@ def _is_whole(tensor: Tensor) -> bool:
     return not hasattr(tensor, "placements")
 
 
-def cut(whole: Tensor, block: Block) -> Tensor:
+def cut(whole: Tensor, block: TensorBox) -> Tensor:
     """The part of a whole tensor that a block says; a view."""
     for dimension, (start, length) in enumerate(zip(block.offsets, block.shape, strict=True)):
         whole = whole.narrow(dimension, start, length)
@@ -240,7 +239,7 @@ def _tally(sums: list[float], mine: Tensor, theirs: Tensor, whole: bool) -> list
 
 
 def _difference(
-    found: dict[str, Any], name: str, mine: Tensor, theirs: Tensor, block: Block, limit_of: LimitOf
+    found: dict[str, Any], name: str, mine: Tensor, theirs: Tensor, block: TensorBox, limit_of: LimitOf
 ) -> float:
     """Notes how a part of a tensor differs; the square of how far."""
     if digest(mine) == digest(theirs):
@@ -279,7 +278,7 @@ def _pieces(mine: Tensor, theirs: Tensor) -> Iterator[tuple[slice, Tensor, Tenso
         yield place, one[place].double(), other[place].double()
 
 
-def _place(flat: int, block: Block) -> list[int]:
+def _place(flat: int, block: TensorBox) -> list[int]:
     """The index in the whole tensor of an element of a block."""
     place: list[int] = []
     for start, length in zip(reversed(block.offsets), reversed(block.shape), strict=True):

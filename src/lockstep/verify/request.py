@@ -6,29 +6,116 @@ spec = run_spec(request, combinations[2], folder, Fault(), coarsest="float64")
 """
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.config import Config
-from lockstep.engines.options import ENGINES, PLAIN
-from lockstep.engines.shared.exact import check_servable
+from torch import nn
+
+from lockstep.config.engine_options import ENGINES, PLAIN
+from lockstep.config.schema import Config
+from lockstep.data.batches import Batches, StepLoader
+from lockstep.distributed.world import World
+from lockstep.engines.base import Engine
+from lockstep.engines.exact import check_servable
 from lockstep.errors import ConfigError
-from lockstep.verify.fault import Fault
+from lockstep.task import Task
 from lockstep.verify.tolerance import EXACT, Tolerance, tolerance_of
 
 __all__ = [
     "REFERENCE",
+    "STAGES",
     "Combination",
-    "Request",
+    "Difference",
+    "Fault",
+    "FaultContext",
     "RunSpec",
+    "Seed",
+    "TableRow",
+    "VerifyRequest",
+    "VerifyTable",
     "combine",
     "disturbed_spec",
+    "listed",
     "reference_specs",
     "refusal",
     "run_spec",
 ]
+
+
+Seed = Callable[[int, int], None]
+
+
+@dataclass
+class FaultContext:
+    """Where a fault is planted.
+
+    Attributes:
+        step: at which step, for one that has a moment.
+        begin: the first step since the run was started or resumed.
+        model: the plain module that the engine holds; feed: this rank's batches. There once the parts are made.
+    """
+
+    world: World
+    config: Config
+    step: int
+    begin: int
+    model: nn.Module | None = None
+    step_loader: StepLoader | None = None
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the run has just been resumed."""
+        return self.begin > 0
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the model, in its order."""
+        assert self.model is not None
+        return list(self.model.parameters())
+
+    @property
+    def is_target_rank(self) -> bool:
+        """Whether this is the one rank that goes wrong: the last."""
+        return self.world.rank == self.world.size - 1
+
+
+class Fault:
+    """No fault: every part is given back as it is. Each subclass changes one.
+
+    Attributes:
+        name: for `--plant`.
+        text: one line.
+        stage: the cause that the comparison has to name.
+        moment: "start", "step", "resume" or "end": when it shows.
+        everywhere: the single process has it too, where it does no harm.
+    """
+
+    name, text, stage, moment = "", "", "", "start"
+    everywhere = False
+
+    def check(self, config: Config, steps: int, resume: int) -> None:
+        """Raises ConfigError where the fault could not show."""
+
+    def task(self, task: Task, context: FaultContext) -> Task:
+        return task
+
+    def inside(self, engine: Engine, context: FaultContext) -> Engine:
+        """The engine below the recorder: a fault of the engine or of the machine."""
+        return engine
+
+    def outside(self, engine: Engine, context: FaultContext) -> Engine:
+        """The engine above the recorder: a fault of the loop."""
+        return engine
+
+    def seed(self, seed: Seed, context: FaultContext) -> Seed:
+        return seed
+
+    def evaluation(self, batches: Batches, context: FaultContext) -> Any:
+        return batches
+
+    def close(self) -> None:
+        """Takes back whatever was hung up in this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +141,7 @@ _COMPILED = Combination(PLAIN, 1, compiled=True)
 
 
 @dataclass(frozen=True)
-class Request:
+class VerifyRequest:
     """What is to be proved. The fields are the arguments of `lockstep.verify`, besides:
 
     Attributes:
@@ -96,7 +183,7 @@ class Request:
         usual = min(2, self.steps - 1)
         return max(0, usual - (usual == self.resume))  # not where a resume could be taken for it
 
-    def resolved(self) -> "Request":
+    def resolved(self) -> "VerifyRequest":
         """The same with its defaults filled in, and without what a proof leaves alone: the sinks, an end in between."""
         engines = self.engines or tuple(name for name, entry in ENGINES.items() if entry.everywhere)
         wide = not self.config.exact and all(ENGINES[name].float64 for name in engines if name in ENGINES)
@@ -122,7 +209,7 @@ class RunSpec:
 
     key: str
     combination: Combination
-    request: Request
+    request: VerifyRequest
     folder: Path
     reference: str
     tolerance: Tolerance = EXACT
@@ -174,7 +261,7 @@ def refusal(one: Combination, config: Config) -> str | None:
     return None
 
 
-def reference_specs(request: Request, folder: Path, fault: Fault, *, compiled: bool) -> list[RunSpec]:
+def reference_specs(request: VerifyRequest, folder: Path, fault: Fault, *, compiled: bool) -> list[RunSpec]:
     """The single process, and in exact mode the compiled one too, since compiled has other bits than eager."""
     planted = fault if fault.everywhere else Fault()
     specs = [RunSpec("reference", REFERENCE, request, folder, "", fault=planted)]
@@ -183,14 +270,19 @@ def reference_specs(request: Request, folder: Path, fault: Fault, *, compiled: b
     return specs
 
 
-def disturbed_spec(request: Request, folder: Path, fault: Fault) -> RunSpec:
+def disturbed_spec(request: VerifyRequest, folder: Path, fault: Fault) -> RunSpec:
     """The single process with its sums rounded otherwise, compared with the reference only to see how far it moves."""
     planted = fault if fault.everywhere else Fault()
     return RunSpec("reference-disturbed", REFERENCE, request, folder, "reference", _ANY, planted, disturbed=True)
 
 
 def run_spec(
-    request: Request, one: Combination, folder: Path, fault: Fault, coarsest: str, measured: tuple[float, ...] = ()
+    request: VerifyRequest,
+    one: Combination,
+    folder: Path,
+    fault: Fault,
+    coarsest: str,
+    measured: tuple[float, ...] = (),
 ) -> RunSpec:
     """The run that is compared with its reference.
 
@@ -207,3 +299,136 @@ def run_spec(
     if one != REFERENCE:
         allowed = tolerance_of(request.config, one.world_size, coarsest, other_kernels=eager, measured=measured)
     return RunSpec(one.key, one, request, folder, reference, allowed, planted)
+
+
+_SHARE = 1e-4  # from which on a share is said in per cent
+
+# The stages of a step, in the order in which two runs are compared, and what a first difference there means. Whatever a
+# stage computes from is compared before it, so the first that differs is the cause.
+STAGES = {
+    "determinism": "the same program computes something else when it runs again, so no engine is to blame",
+    "initial weights": "the ranks do not begin with the same weights",
+    "weights": "something other than the optimizer changed the weights between two updates",
+    "data": "the ranks do not read the samples of this step in the run's order",
+    "randomness": "random numbers do not depend on the step and the micro-batch alone",
+    "forward": "with the same weights, data and generators the model computes another loss",
+    "normalisation": "the loss is not divided by the items of the whole step",
+    "buffers": "the model's buffers depend on which rank computed what",
+    "reduction": "gradients are not the sum over all micro-batches of all ranks",
+    "clipping": "the gradient is not clipped by the norm of the whole, unscaled gradient",
+    "optimizer": "the same gradient leads to another update",
+    "schedule": "the learning rate is not the one of this step",
+    "evaluation": "the evaluation does not count every sample once",
+    "evaluation kernels": "the evaluation has the same items, but its forward is computed by other kernels",
+    "optimizer state": "the optimizer's state is not the one of this step",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a combination first differs from the reference.
+
+    Attributes:
+        step: 0-based.
+        stage: the cause, a key of STAGES.
+        where: the tensor, or the micro-batch.
+        rank: the first rank that differs, -1 where it is no rank's doing; `ranks`: all of them, where known.
+        text: what was found there.
+    """
+
+    step: int
+    stage: str
+    where: str
+    rank: int
+    text: str
+    ranks: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One combination.
+
+    Attributes:
+        verdict: "equal" (all bits), "close" (within the tolerance), "different", "not proved", "failed" or
+            "unavailable".
+        largest: the largest relative difference of a weight after the last step, and in which tensor.
+        hidden: share of a step's gradient below which a difference would not have shown.
+        difference: the first difference, where the verdict is "different".
+        reason: why it failed, cannot run or proves nothing.
+    """
+
+    combination: Combination
+    verdict: str
+    largest: tuple[float, str] = (0.0, "")
+    difference: Difference | None = None
+    reason: str = ""
+    hidden: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict in ("equal", "close")
+
+    @property
+    def text(self) -> str:
+        """What the table says of it."""
+        if self.verdict == "equal":
+            return "bitwise equal"
+        if self.verdict == "close":
+            found = f"within rounding: {self.largest[0]:.1e} at most, in {self.largest[1]}"
+            under = f"{self.hidden:.2g}" if self.hidden < _SHARE else f"{self.hidden:.2%}"
+            return f"{found}; a difference under {under} of the whole gradient's length would not show"
+        if self.difference:
+            return _shown(self.difference, named=self.combination.world_size > 1)
+        return f"{self.verdict}: {self.reason}"
+
+
+@dataclass
+class VerifyTable:
+    """The outcome of `verify`; `print(table)` shows it, `table.ok` says whether everything agreed.
+
+    Attributes:
+        rows: one a combination.
+        title: what was compared, and how exactly.
+        notes: what applies to all rows: a task that is not deterministic, a planted fault.
+        difference: between the single process and itself, or another machine's certificate.
+        certificate: what a certificate holds; None where nothing was run.
+    """
+
+    title: str
+    rows: list[TableRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    difference: Difference | None = None
+    certificate: dict[str, Any] | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every combination that ran agrees."""
+        ran = [row for row in self.rows if row.verdict != "unavailable"]
+        return self.difference is None and bool(ran) and all(row.ok for row in ran)
+
+    @property
+    def unavailable(self) -> list[TableRow]:
+        return [row for row in self.rows if row.verdict == "unavailable"]
+
+    def __str__(self) -> str:
+        width = max((len(str(row.combination)) for row in self.rows), default=0)
+        lines = [f"  {'ok' if row.ok else '--':<3} {row.combination!s:<{width}}  {row.text}" for row in self.rows]
+        notes = [f"  {note}" for note in self.notes]
+        return "\n".join([self.title, *lines, *notes])
+
+
+def _shown(found: Difference, *, named: bool) -> str:
+    """A difference in words; `named`: there is more than one rank to name."""
+    others = [rank for rank in found.ranks if rank != found.rank]
+    also = f" (and {listed(others)})" if others else ""
+    rank = f"rank {found.rank}{also}, " if named and found.rank >= 0 else ""
+    return (
+        f"DIFFERENT from step {found.step} on, {rank}{found.where}: {found.text}. "
+        f"Cause: {found.stage}: {STAGES[found.stage]}"
+    )
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """`0, 1, 2`, shortened where long."""
+    texts = [str(number) for number in sorted(numbers)]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], f"... ({len(texts)} of them)"])

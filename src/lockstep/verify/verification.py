@@ -1,40 +1,178 @@
 """One verification: the single process, then itself again, then every combination by world size."""
 
+import argparse
+import contextlib
 import dataclasses
+import gc
+import importlib
 import json
 import math
+import os
 import shutil
-from typing import Any
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, final
 
-from lockstep.config.config import Config
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.config import cli
+from lockstep.config.schema import Config
+from lockstep.config.task_options import LIGHTNING, OWN, kind_of
+from lockstep.distributed import spawn
+from lockstep.distributed.spawn import RankFailed
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.errors import ConfigError, DifferenceError, LockstepError
+from lockstep.training.named_task import load_task
 from lockstep.verify import certificate
 from lockstep.verify.compare import first_difference, traces_of
-from lockstep.verify.executor import Executor, executor_for
-from lockstep.verify.fault import Fault
 from lockstep.verify.faults import fault
-from lockstep.verify.operations import first_unequal
-from lockstep.verify.processes import RankFailed
 from lockstep.verify.recorder import TENSORS
 from lockstep.verify.request import (
     REFERENCE,
     Combination,
-    Request,
+    Difference,
+    Fault,
     RunSpec,
+    TableRow,
+    VerifyRequest,
+    VerifyTable,
     combine,
     disturbed_spec,
     reference_specs,
     refusal,
     run_spec,
 )
-from lockstep.verify.table import Difference, Row, Table
-from lockstep.verify.tolerance import FINE, Tolerance, tolerance_of
-from lockstep.verify.worker import read_trace
+from lockstep.verify.tolerance import FINE, Tolerance, first_unequal, tolerance_of
+from lockstep.verify.worker import log_operations, read_trace, run_rank
 
-__all__ = ["Verification", "measured_rounding", "prove", "repeats"]
+__all__ = [
+    "Executor",
+    "LocalExecutor",
+    "RankFailed",
+    "TorchrunExecutor",
+    "Verification",
+    "executor_for",
+    "measured_rounding",
+    "new_folder",
+    "prove",
+    "repeats",
+    "run",
+    "start",
+]
 
 
-def prove(request: Request, against: dict[str, Any] | None = None) -> Table:
+def start(
+    function: Callable[..., None], size: int, args: tuple[Any, ...], *, folder: Path, device: str, patience: float
+) -> None:
+    """Runs `function(world, say, *args)` on each of `size` ranks to the end. See `spawn.start`."""
+    preload = ["lockstep.verify.worker"]
+    spawn.start(function, size, args, device=device, patience=patience, folder=folder, preload=preload, what="the task")
+
+
+class Executor(Protocol):
+    """Makes runs; every rank of a job calls each method alike, and reads the same files afterwards.
+
+    Attributes:
+        folder: a new one that all ranks see.
+        is_main: whether this process prints and writes.
+        world_size: the one that it has beside 1; 0: it has any.
+    """
+
+    folder: Path
+    is_main: bool
+    world_size: int
+
+    def run(self, specs: Sequence[RunSpec]) -> None:
+        """Makes runs of one world size, one after another. Raises RankFailed for the first that fails."""
+
+    def log_operations(self, spec: RunSpec, step: int, name: str) -> None:
+        """See `worker.log_operations`."""
+
+    def close(self) -> None:
+        """Leaves the groups."""
+
+
+def executor_for(config: Config, scratch: str) -> Executor:
+    """The ranks of the job, where a launcher started this process; else processes of its own."""
+    if "WORLD_SIZE" in os.environ:
+        return TorchrunExecutor(config, scratch)
+    return LocalExecutor(config, new_folder(scratch))
+
+
+@final
+class LocalExecutor:
+    """Starts the processes of each world size, on this machine, and ends them. Their output goes to `folder` too."""
+
+    is_main, world_size = True, 0
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.folder, self._config = folder, config
+
+    def run(self, specs: Sequence[RunSpec]) -> None:
+        self._start(run_rank, specs[0].combination.world_size, list(specs))
+
+    def log_operations(self, spec: RunSpec, step: int, name: str) -> None:
+        self._start(log_operations, 1, spec, step, name)
+
+    def close(self) -> None:
+        pass
+
+    def _start(self, function: Callable[..., None], size: int, *args: Any) -> None:
+        config = self._config
+        start(function, size, args, folder=self.folder, device=config.device, patience=config.timeout)
+
+
+@final
+class TorchrunExecutor:
+    """Inside a torchrun job: rank 0 alone runs what takes one process, while the others wait."""
+
+    def __init__(self, config: Config, scratch: str) -> None:
+        self._world = world = World.join(config.device, config.timeout)
+        self.is_main, self.world_size = world.is_main, world.size
+        made = on_all_ranks(world, lambda: str(new_folder(scratch)) if world.is_main else "")
+        self.folder = Path(world.gather(made)[0])
+        on_all_ranks(world, lambda: _check_seen(self.folder))
+
+    def run(self, specs: Sequence[RunSpec]) -> None:
+        self._do(lambda world: run_rank(world, _silent, specs), one_process=specs[0].combination.world_size == 1)
+
+    def log_operations(self, spec: RunSpec, step: int, name: str) -> None:
+        self._do(lambda world: log_operations(world, _silent, spec, step, name), one_process=True)
+
+    def close(self) -> None:
+        self._world.leave()
+
+    def _do(self, action: Callable[[World], None], one_process: bool) -> None:
+        """An error of one rank alone ends the job: the others may stand in any collective."""
+        if one_process:
+            own = World(device=self._world.device)
+            on_all_ranks(self._world, lambda: action(own) if self.is_main else None)
+        else:
+            action(self._world)
+            self._world.barrier()  # collective: the traces of all ranks are there
+        gc.collect()
+
+
+def _silent(*_: Any) -> None:
+    pass
+
+
+def new_folder(scratch: str) -> Path:
+    """A new folder below `scratch`, or the system's where that is "". Raises ConfigError where it cannot be made."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="lockstep-verify-", dir=scratch or None))
+    except OSError as error:
+        raise ConfigError(f"--scratch {scratch}: {error.strerror or error}; choose another folder") from error
+
+
+def _check_seen(path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"this node does not see {path}: give --scratch a folder on a disk that all nodes share")
+
+
+def prove(request: VerifyRequest, against: dict[str, Any] | None = None) -> VerifyTable:
     """What `lockstep.verify` does, from its arguments. Its files are removed at the end.
 
     Args:
@@ -57,19 +195,19 @@ def prove(request: Request, against: dict[str, Any] | None = None) -> Table:
 class Verification:
     """One verification under way: first the reference, then itself again, then all others by world size."""
 
-    def __init__(self, request: Request, executor: Executor, against: dict[str, Any] | None = None) -> None:
+    def __init__(self, request: VerifyRequest, executor: Executor, against: dict[str, Any] | None = None) -> None:
         self._request, self._executor, self._against = request, executor, against
         self._fault = fault(request.plant)
-        self._rows: dict[Combination, Row] = {}
+        self._rows: dict[Combination, TableRow] = {}
         self._reference: dict[str, Any] = {}
         self._measured: tuple[float, ...] = ()
 
-    def table(self) -> Table:
+    def table(self) -> VerifyTable:
         """Makes all runs and compares them. Raises as `lockstep.verify` does."""
         combinations = self._combinations()
         self._run_reference(compiled=any(one.compiled for one in combinations))
         self._refuse(combinations)  # again, now that the micro-batch is known
-        table = Table(_title(self._request), notes=[*self._notes(), *_idle(combinations, self._request.config)])
+        table = VerifyTable(_title(self._request), notes=[*self._notes(), *_idle(combinations, self._request.config)])
         self._measured = measured_rounding(self._request, self._executor, self._fault, self._reference)
         self._run([one for one in combinations if one == REFERENCE])
         again = self._rows[REFERENCE]
@@ -106,7 +244,7 @@ class Verification:
         for one in combinations:
             reason = refusal(one, self._request.config)
             if reason:
-                self._rows[one] = Row(one, "unavailable", reason=reason)
+                self._rows[one] = TableRow(one, "unavailable", reason=reason)
         self._check_available()
 
     def _check_available(self) -> None:
@@ -170,7 +308,7 @@ class Verification:
             if found and first and second and not repeats(first, second, found.step, spec.tolerance):
                 self._rows[one] = dataclasses.replace(self._rows[one], difference=_undetermined(found))
 
-    def _row(self, one: Combination, traces: list[dict[str, Any]]) -> Row:
+    def _row(self, one: Combination, traces: list[dict[str, Any]]) -> TableRow:
         spec = self._spec(one)
         found = first_difference(traces_of(spec, self._trace(spec.reference), traces))
         parts = [step[kind] for trace in traces for step in trace["steps"] for kind in TENSORS if kind in step]
@@ -178,15 +316,15 @@ class Verification:
         verdict = "different" if found else "equal" if all(part["equal"] for part in parts) else "close"
         unproved = "" if found else unproved_by(self._reference, skips=self._request.config.guards.nonfinite == "skip")
         if unproved:
-            return Row(one, "not proved", reason=unproved)
+            return TableRow(one, "not proved", reason=unproved)
         hidden = spec.tolerance.relative(self._request.steps - 1)
-        return Row(one, verdict, (largest[0], largest[1]), found, hidden=hidden)
+        return TableRow(one, verdict, (largest[0], largest[1]), found, hidden=hidden)
 
     def _spec(self, one: Combination) -> RunSpec:
         coarsest, folder = self._reference["coarsest"], self._executor.folder
         return run_spec(self._request, one, folder, self._fault, coarsest, self._measured)
 
-    def _compare_with(self, given: dict[str, Any], table: Table) -> None:
+    def _compare_with(self, given: dict[str, Any], table: VerifyTable) -> None:
         """This machine's single process against the certificate's."""
         apart = certificate.same_machine(given)
         config = self._request.config
@@ -194,7 +332,7 @@ class Verification:
         table.difference = certificate.against(given, self._reference, allowed)
         how = "bit for bit" if allowed.exact else "within rounding"
         other = f" (not the same: {'; '.join(apart)})" if apart else ""
-        row = Row(REFERENCE, "different" if table.difference else "equal", difference=table.difference)
+        row = TableRow(REFERENCE, "different" if table.difference else "equal", difference=table.difference)
         found = row.text if table.difference else "it agrees"
         table.notes.append(f"against the certificate, {how}{other}: {found}")
 
@@ -210,7 +348,7 @@ class Verification:
 
 
 def measured_rounding(
-    request: Request, executor: Executor, planted: Fault, reference: dict[str, Any]
+    request: VerifyRequest, executor: Executor, planted: Fault, reference: dict[str, Any]
 ) -> tuple[float, ...]:
     """How far the gradient of each step moves where its sums are rounded otherwise; () where that cannot matter.
 
@@ -296,16 +434,16 @@ def unproved_by(reference: dict[str, Any], *, skips: bool) -> str:
     return f"{text}: {finite} of {len(steps)} steps were compared"
 
 
-def _failed(one: Combination, error: RankFailed | None) -> Row:
+def _failed(one: Combination, error: RankFailed | None) -> TableRow:
     reason = str(error) if error else "a rank left no trace"
-    return Row(one, "unavailable" if error and error.usage else "failed", reason=reason)
+    return TableRow(one, "unavailable" if error and error.usage else "failed", reason=reason)
 
 
 def _counted(parts: int) -> str:
     return "1 micro-batch" if parts == 1 else f"{parts} micro-batches"
 
 
-def _title(request: Request) -> str:
+def _title(request: VerifyRequest) -> str:
     config = request.config
     how = "every bit" if config.exact else "within the error of another order of summation (docs/verify.md)"
     return (
@@ -338,3 +476,103 @@ def _explained(found: Difference, spec: RunSpec, executor: Executor) -> str:
     if operation != instead:
         return f"{head}: operation {place} is {operation} in one run and {instead} in another, {where}"
     return f"{head}: the first operation that differs is {operation} (number {place} of the step), {where}"
+
+
+_OF_THE_MACHINE = ("device", "timeout", "save_dir", "task")  # flags that hold with --against
+
+
+def run(own: argparse.Namespace) -> int:
+    """Proves what `own`, read by the parser in commands/verify.py, asks for, prints the table and returns 0.
+
+    Raises:
+        DifferenceError: a combination differs; exit code 3.
+        UsageError: what was asked for cannot be done; exit code 2.
+    """
+    values = cli.told(vars(own))
+    config = cli.build(cli.applied(values))
+    if config.task.startswith(LIGHTNING):
+        config, _ = importlib.import_module("lockstep.adapters.lightning.convert").configured(values)
+    _check_out(own.out)
+    if kind_of(config.task) == OWN:
+        load_task(config.task)  # here first: what is wrong is one line, not a failed rank's
+    given = certificate.read(Path(own.against)) if own.against else None
+    asked = _repeated(own, config, given) if given else _request(own, config, precision=values.get("precision", ""))
+    with _removing():
+        table = prove(asked, given)
+    if _is_main():
+        print(table, flush=True)
+        if own.out and table.certificate:
+            certificate.write(Path(own.out), table.certificate)
+            print(f"  certificate: {own.out}", flush=True)
+    if not table.ok:
+        wrong = [str(row.combination) for row in table.rows if not row.ok and row.verdict != "unavailable"]
+        different = table.difference or any(row.verdict in ("different", "failed") for row in table.rows)
+        what = "not the same training" if different else "not proved to be the same training"
+        if table.difference and table.difference.stage == "determinism":
+            what = "two runs of the same differ, so nothing else was compared"
+        problem = DifferenceError(f"{what}: {', '.join(wrong) or 'the certificate'}; see the table")
+        problem.relayed = not _is_main()
+        raise problem
+    return 0
+
+
+def _check_out(out: str) -> None:
+    """Raises ConfigError, before the proof and not after it, where no certificate can be written."""
+    if out and _is_main() and (Path(out).is_dir() or not Path(out).parent.is_dir()):
+        raise ConfigError(f"--out {out}: give a file in a folder that exists")
+
+
+def _is_main() -> bool:
+    """Whether this process speaks and writes: under torchrun rank 0 alone does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def _removing() -> Iterator[None]:
+    """Within it SIGTERM (`timeout`, a scheduler) ends the processes and removes the files, as Ctrl-C does.
+
+    In a torchrun job rank 0 has the files. It hears of the others' end where it waits for them.
+    """
+    if not _is_main() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _request(own: argparse.Namespace, config: Config, **changes: Any) -> VerifyRequest:
+    """What the flags ask for, but for `changes`."""
+    asked = {
+        "engines": own.engines,
+        "world_sizes": own.world_sizes,
+        "steps": own.steps,
+        "resume_at": own.resume_at,
+        "compile": bool(config.compile),
+        "plant": own.plant,
+        "plant_at": own.plant_at,
+        "skip_unavailable": own.skip_unavailable,
+        "scratch": own.scratch,
+    }
+    return VerifyRequest(dataclasses.replace(config, compile=False), **asked | changes)
+
+
+def _repeated(own: argparse.Namespace, config: Config, given: dict[str, Any]) -> VerifyRequest:
+    """What a certificate proved, asked for again. Raises ConfigError for a flag that would not be heeded."""
+    flags = cli.flat(Config())
+    mine = [key for key in ("engines", "world_sizes", "steps", "resume_at") if key in own.named]
+    mine += [key for key, value in cli.flat(config).items() if value != flags[key] and key not in _OF_THE_MACHINE]
+    if mine:
+        shown = ", ".join(f"--{key.replace('_', '-')}" for key in mine)
+        raise ConfigError(f"--against repeats what its certificate says: leave out {shown}")
+    proved: Config = certificate.config_of(given)
+    here = {key: getattr(config, key) for key in _OF_THE_MACHINE} | {"task": config.task or proved.task}
+    proved = dataclasses.replace(proved, **here)
+    same = {key: given[key] for key in ("engines", "world_sizes", "steps", "resume_at", "compile")}
+    return _request(own, proved, **same, precision=proved.precision)

@@ -18,32 +18,31 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.clock import make_clock
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.data.batches import StepLoader
-from lockstep.distributed.step_exchange import StepExchange
+from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
-from lockstep.engines.make import options_for
+from lockstep.engines.registry import options_for
 from lockstep.files import write_whole
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.records import StepRecord
-from lockstep.run.build import Built, build
-from lockstep.run.evaluate import evaluate_all
-from lockstep.run.kernels import kernels_of
-from lockstep.run.sharing import shares_for
 from lockstep.task import Task, adapted, items_of_a_sample
-from lockstep.tasks.named import named_task
-from lockstep.verify.fault import FaultContext, Seed
-from lockstep.verify.operations import OperationLog
-from lockstep.verify.recorder import Recorder
+from lockstep.training.build import Built, build
+from lockstep.training.build_engine import kernels_of
+from lockstep.training.evaluation import evaluate_all
+from lockstep.training.named_task import named_task
+from lockstep.training.sharing import shares_for
+from lockstep.verify.recorder import StepRecorder
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore
-from lockstep.verify.request import RunSpec
+from lockstep.verify.request import FaultContext, RunSpec, Seed
+from lockstep.verify.tolerance import OperationLog
 from lockstep.verify.wrappers import Disturbed, PreparedTask, reversed_steps
 
-__all__ = ["log_operations", "read_trace", "run"]
+__all__ = ["log_operations", "read_trace", "run_rank"]
 
 
-def run(world: World, say: Callable[..., None], specs: Sequence[RunSpec]) -> None:
+def run_rank(world: World, say: Callable[..., None], specs: Sequence[RunSpec]) -> None:
     """Makes the runs one after another and writes this rank's trace of each."""
     (specs[0].folder / "traces").mkdir(exist_ok=True)
     for spec in specs:
@@ -105,7 +104,7 @@ def _traced(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, 
             built.load_state_dict(tensors)
             del tensors
         context.model, context.step_loader = built.model, built.batches.from_step(built.start)
-        recorder = Recorder(
+        recorder = StepRecorder(
             fault.inside(built.engine, context),
             built.model,
             _reference(spec),
@@ -133,7 +132,7 @@ def _traced(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, 
 
 
 def _take_steps(
-    built: Built, recorder: Recorder, spec: RunSpec, context: FaultContext, end: int, say: Callable[..., None]
+    built: Built, recorder: StepRecorder, spec: RunSpec, context: FaultContext, end: int, say: Callable[..., None]
 ) -> None:
     """The steps up to `end`, recorded."""
     assert context.step_loader is not None

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from lockstep.engines.base import Engine, Evaluate, StepResult
-from lockstep.run.evaluation_sets import named_sets
 from lockstep.task import METHODS, VALUES, Task, has_own, items_of_a_sample, written
+from lockstep.training.evaluation import named_sets
 
 __all__ = ["Disturbed", "EngineWrapper", "PreparedTask", "TaskWrapper", "reversed_steps"]
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 
-_BEAT = "lockstep.distributed.step_exchange:StepExchange.global_items"
+_BEAT = "lockstep.distributed.exchange:StepExchange.global_items"
 _now = {"step": -1}
 
 
@@ -163,7 +163,7 @@ class _Loader(importlib.abc.Loader):
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, faults):
         self._faults = faults
-        self._names = {fault["at"].partition(":")[0] for fault in faults} | {"lockstep.distributed.step_exchange"}
+        self._names = {fault["at"].partition(":")[0] for fault in faults} | {"lockstep.distributed.exchange"}
 
     def find_spec(self, name, path, target=None):
         if name not in self._names:

@@ -2,12 +2,11 @@
 
 import re
 
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.diagnose.doctor.board import Board
-from lockstep.diagnose.doctor.checks import CHECKS
-from lockstep.diagnose.doctor.examine import examine
-from lockstep.diagnose.doctor.finding import OK, Place
-from lockstep.diagnose.doctor.variables import numbers
+from lockstep.diagnose.doctor.differences import numbers
+from lockstep.diagnose.doctor.examine import CHECKS, examine
+from lockstep.diagnose.doctor.finding import OK, CheckContext
 
 LAUNCHED = {
     "RANK": "0",
@@ -24,7 +23,7 @@ def place(environ=None, hosts=(), **more):
     environ = {} if environ is None else environ
     rank, local, size, on_node = numbers(environ) or (0, 0, 1, 1)
     config = Config(**more.pop("config", {}))
-    made = Place(config, False, rank, local, size, on_node, host="here", environ=environ, **more)
+    made = CheckContext(config, False, rank, local, size, on_node, host="here", environ=environ, **more)
     made.hosts = list(hosts)
     made.board = Board(None, 0, 1)
     return made
@@ -53,7 +52,9 @@ def on_rank(world, config, names, *, patience=10.0, with_task=False, before=None
 
     asked = [check for check in CHECKS if not names or check.name in names]
     known = numbers(os.environ)
-    here = Place(Config(**config), with_task, *known, host=f"node-{world.rank}", environ=os.environ, patience=patience)
+    here = CheckContext(
+        Config(**config), with_task, *known, host=f"node-{world.rank}", environ=os.environ, patience=patience
+    )
     here.world, here.given = world, True
     if before:
         before(here)

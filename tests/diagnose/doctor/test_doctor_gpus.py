@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 from doctor_places import LAUNCHED, place, silent, wrong
 
-from lockstep.diagnose.doctor import gpus, group, nvml
+from lockstep.diagnose.doctor import gpus, group
+from lockstep.diagnose.doctor import gpus as nvml
 from lockstep.diagnose.doctor.differences import judge_versions
-from lockstep.diagnose.doctor.nccl_log import Chosen, parse, read_log
-from lockstep.diagnose.doctor.nvml import Gpu, NoDriver, kernel_faults, read_gpus
+from lockstep.diagnose.doctor.gpus import Gpu, NoDriver, kernel_faults, read_gpus
+from lockstep.diagnose.doctor.network import NcclChoice, parse, read_log
 
 GIB = 1 << 30
 WELL = Gpu(0, "H100", 80 * GIB, GIB, ecc=0, clock=1980, clock_limit=1980, watts=700.0, watts_default=700.0, degrees=40)
@@ -196,14 +197,14 @@ node-a:7:9 [0] NCCL INFO Channel 02/0 : 0[0] -> 1[1] via P2P/CUMEM
 
 
 def test_ncclls_log_says_what_it_chose(tmp_path):
-    assert parse(SOCKETS) == Chosen("2.27.5+cuda12.9", "eth0", "Socket", ["eth0"], {"NET/Socket/0": 1})
+    assert parse(SOCKETS) == NcclChoice("2.27.5+cuda12.9", "eth0", "Socket", ["eth0"], {"NET/Socket/0": 1})
     found = parse(RAILS)
     assert (found.network, found.devices, found.interface) == ("IB", ["mlx5_0:1", "mlx5_1:1"], "ib0")
     assert found.ways == {"NET/IB/0/GDRDMA": 1, "P2P/CUMEM": 2}
     assert "channels by P2P/CUMEM, NET/IB/0/GDRDMA" in str(found)
     (tmp_path / "nccl.log").write_text(RAILS)
     assert read_log(tmp_path / "nccl.log") == found
-    assert read_log(tmp_path / "none") == Chosen() == parse("")
+    assert read_log(tmp_path / "none") == NcclChoice() == parse("")
 
 
 def test_sockets_where_infiniband_is_up(tmp_path):

@@ -11,8 +11,9 @@ import pytest
 from doctor_places import LAUNCHED, place, silent, wrong
 from shell import environment
 
-from lockstep.diagnose.doctor import disk, machine, task
-from lockstep.diagnose.doctor.checks import CHECKS
+from lockstep.diagnose.doctor import machine, task
+from lockstep.diagnose.doctor import machine as disk
+from lockstep.diagnose.doctor.examine import CHECKS
 
 GIB = 1 << 30
 

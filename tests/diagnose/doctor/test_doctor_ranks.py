@@ -10,9 +10,10 @@ import torch
 from doctor_places import LAUNCHED, on_rank, place, silent, wrong
 from ranks import run
 
-from lockstep.config.config import Config
-from lockstep.diagnose.doctor import differences, disk, examine, group, network, speed
-from lockstep.diagnose.doctor.finding import Check, Found, Place
+from lockstep.config.schema import Config
+from lockstep.diagnose.doctor import differences, examine, group, machine, network
+from lockstep.diagnose.doctor import network as speed
+from lockstep.diagnose.doctor.finding import Check, CheckContext, CheckResult
 
 SPEED = ("speed",)
 
@@ -190,11 +191,11 @@ def stuck(world):
     def sums(here):
         if world.rank == 1:
             time.sleep(60)
-        return Found()
+        return CheckResult()
 
     checks = (Check("sum", sums, 1.0, together=True, stuck="look at the network"),)
     checks += tuple(check for check in examine.CHECKS if check.name == "bandwidth")
-    here = Place(Config(), False, world.rank, world.rank, 2, 2, host=f"node-{world.rank}", environ=os.environ)
+    here = CheckContext(Config(), False, world.rank, world.rank, 2, 2, host=f"node-{world.rank}", environ=os.environ)
     here.world, here.given = world, True
     lines = []
     examine.examine(here, lines.append, checks)
@@ -237,4 +238,4 @@ def test_bandwidth_beside_the_link():
     for each in facts:
         each["gloo"][str(1 << 24)] = 0.03
     silent(group.judge_bandwidth(facts, nodes))
-    assert disk.judge_shared_folder([{"sees": True, "folder": "/x"}] * 2, nodes)[0].level == "ok"
+    assert machine.judge_shared_folder([{"sees": True, "folder": "/x"}] * 2, nodes)[0].level == "ok"

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.diagnose.doctor import task as checked
-from lockstep.engines.shared import ddp_common
+from lockstep.engines import ddp
 from lockstep.errors import DataError
-from lockstep.run import trial
-from lockstep.run.placement import elsewhere, explained
 from lockstep.task import Task
+from lockstep.training import loss_check
+from lockstep.training.defaults import elsewhere, explained
 
 FILE = """
 import torch, lockstep
@@ -160,9 +160,9 @@ def test_train_says_which_tensor_stands_where():
     model.scale = model.scale.to("meta")
     batch = torch.ones(2, 4)
     with pytest.raises(DataError, match="failed at the first micro-batch.*attribute 'scale', no buffer on meta"):
-        trial.call("loss", lambda data: (model.layer(data) * model.scale).sum(), batch, model, Holding())
+        loss_check.call("loss", lambda data: (model.layer(data) * model.scale).sum(), batch, model, Holding())
     with pytest.raises(DataError) as caught:
-        trial.call("loss", lambda data: F.mse_loss(data, 3), batch, model, Holding())
+        loss_check.call("loss", lambda data: F.mse_loss(data, 3), batch, model, Holding())
     assert "no buffer" not in str(caught.value)
 
 
@@ -208,7 +208,7 @@ def test_a_loader_that_is_slower_than_the_step():
 
 def unequal(world, config, fault):
     if fault == "gradients":
-        ddp_common.sum_by_hand = lambda parameters, world: None
+        ddp.sum_by_hand = lambda parameters, world: None
     return on_rank(world, config, ("task",), with_task=True)
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from doctor_places import LAUNCHED, place, silent, wrong
 
-from lockstep.diagnose.doctor.addresses import gloo_address, infiniband, link_speed
-from lockstep.diagnose.doctor.advice import chosen, page_rows
-from lockstep.diagnose.doctor.variables import launcher, numbers, settings
+from lockstep.diagnose.doctor.board import gloo_address, infiniband, link_speed
+from lockstep.diagnose.doctor.differences import launcher, numbers, settings
+from lockstep.diagnose.doctor.finding import chosen, page_rows
 
 
 @pytest.mark.parametrize(

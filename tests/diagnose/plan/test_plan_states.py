@@ -14,21 +14,19 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import lockstep
-from lockstep.config.config import Config
+from lockstep.config.engine_options import EngineOptions
+from lockstep.config.schema import Config
 from lockstep.diagnose.plan import recorder
 from lockstep.diagnose.plan.devices import bytes_of, device_of
-from lockstep.diagnose.plan.estimate import Planner
+from lockstep.diagnose.plan.estimate import Planner, largest
 from lockstep.diagnose.plan.estimate import _between as between
-from lockstep.diagnose.plan.largest import largest
 from lockstep.diagnose.plan.subject import subject_of
 from lockstep.diagnose.plan.trace import traced
 from lockstep.distributed.world import World
-from lockstep.engines.make import engine
-from lockstep.engines.options import EngineOptions
-from lockstep.engines.shared.exact import held_at_most
+from lockstep.engines.exact import held_at_most
+from lockstep.engines.registry import engine
 from lockstep.errors import ConfigError
-from lockstep.run.model import model_of
-from lockstep.run.own_optimizer import optimizer_of
+from lockstep.training.build_engine import model_of, optimizer_of
 
 CPU = device_of("cpu")
 

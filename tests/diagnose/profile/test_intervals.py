@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.diagnose.profile.intervals import NONE, common, length, minus, union
+from lockstep.diagnose.profile.reading import NONE, common, length, minus, union
 
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12)
 

@@ -6,8 +6,15 @@ import json
 import pytest
 from handmade_traces import OTHER, on_cpu, on_device
 
-from lockstep.diagnose.profile.operations import own_times, top
-from lockstep.diagnose.profile.reading import Trace, TraceError, read, read_all, understood
+from lockstep.diagnose.profile.reading import (
+    ProfileTrace,
+    ProfileTraceError,
+    own_times,
+    read,
+    read_all,
+    top,
+    understood,
+)
 from lockstep.diagnose.profile.verdict import judged
 
 
@@ -37,7 +44,7 @@ def test_all_ranks_are_read(tmp_path):
 def test_what_is_wrong_is_one_line(tmp_path, damage, word):
     on_cpu(rank=0, world=2).write(tmp_path)
     damage(on_cpu(rank=1, world=2).write(tmp_path))
-    with pytest.raises(TraceError) as raised:
+    with pytest.raises(ProfileTraceError) as raised:
         read_all(tmp_path)
     assert word in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -52,9 +59,9 @@ def edit(path, change):
 
 def test_a_folder_without_traces(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(TraceError, match="give a folder such as"):
+        with pytest.raises(ProfileTraceError, match="give a folder such as"):
             read_all(folder)
-    with pytest.raises(TraceError, match="damaged"):
+    with pytest.raises(ProfileTraceError, match="damaged"):
         read(tmp_path / "rank-0.json.gz")
 
 
@@ -70,8 +77,8 @@ def test_a_trace_travels_as_plain_numbers():
     for hand in (on_cpu(rank=0, world=2, exchange=500), on_device(exposed=300, wait=50, copies=20)):
         packed = understood(hand.json).packed
         sent = json.loads(json.dumps(packed))
-        assert Trace.unpacked(sent).packed == packed
-        assert judged([Trace.unpacked(sent)]) == judged([understood(hand.json)])
+        assert ProfileTrace.unpacked(sent).packed == packed
+        assert judged([ProfileTrace.unpacked(sent)]) == judged([understood(hand.json)])
 
 
 def test_operations_are_counted_by_their_own_time():

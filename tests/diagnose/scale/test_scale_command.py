@@ -17,14 +17,23 @@ from hypothesis import strategies as st
 from shell import environment
 
 from lockstep import cli
-from lockstep.config.config import Config
-from lockstep.diagnose.scale import command, machine, runs, why
-from lockstep.diagnose.scale.findings import rows_of
-from lockstep.diagnose.scale.machine import Machine, machine_for
-from lockstep.diagnose.scale.report import Outcome
-from lockstep.diagnose.scale.request import STRONG, WEAK, Request, Setting, ascending, order
-from lockstep.diagnose.scale.runs import RunFailed, Sample
-from lockstep.diagnose.scale.why import grown
+from lockstep.config.schema import Config
+from lockstep.diagnose.scale import command, report, runs
+from lockstep.diagnose.scale import runs as machine
+from lockstep.diagnose.scale.fit import rows_of
+from lockstep.diagnose.scale.report import Outcome, grown
+from lockstep.diagnose.scale.runs import (
+    STRONG,
+    WEAK,
+    Machine,
+    RunFailed,
+    RunSample,
+    ScaleRequest,
+    Setting,
+    ascending,
+    machine_for,
+    order,
+)
 from lockstep.errors import ConfigError, LockstepError
 
 ALONE = Machine(devices=8, cores=2, threads=1)
@@ -33,7 +42,7 @@ TWO_CORES = Machine(devices=0, cores=2, threads=1)
 
 def asked(*sizes, **more):
     config = more.pop("config", Config(batch_size=16, micro_batch_size=2))
-    return Request(more.pop("flags", ()), config, sizes, **more)
+    return ScaleRequest(more.pop("flags", ()), config, sizes, **more)
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +164,7 @@ def test_one_rank_runs_without_a_launcher_unless_its_engine_needs_one():
 def samples_of(rates, rounds=3, total=10.0, drift=(1.0, 0.9, 1.2)):
     """A sample a setting and round; the machine is `drift` as fast in each round."""
     return [
-        Sample(setting, number, [rate * drift[number]], total, {"forward": 4.0, "backward": 6.0})
+        RunSample(setting, number, [rate * drift[number]], total, {"forward": 4.0, "backward": 6.0})
         for setting, rate in rates.items()
         for number in range(rounds)
     ]
@@ -219,7 +228,7 @@ def measured(monkeypatch):
         seen.append(setting)
         if isinstance(rates[setting], str):
             raise RunFailed(rates[setting])
-        return Sample(setting, number, [rates[setting]], 10.0, {"forward": 4.0, "backward": 6.0 * setting.ranks})
+        return RunSample(setting, number, [rates[setting]], 10.0, {"forward": 4.0, "backward": 6.0 * setting.ranks})
 
     monkeypatch.setattr(command, "measure", measure)
     monkeypatch.setattr(command, "micro_batch_of", lambda request, machine: 2)
@@ -264,7 +273,7 @@ def test_a_slow_size_is_explained_by_the_parts_that_grew(measured, capsys, monke
 def test_on_shared_cores_only_what_grew_beyond_the_crowd_is_named():
     rates = {Setting(1, 16): 100.0, Setting(4, 64): 150.0}
     parts = {1: {"forward": 10.0, "backward": 20.0}, 4: {"forward": 20.0, "backward": 55.0}}  # four on two cores
-    samples = [Sample(setting, 0, [rate], 30.0, parts[setting.ranks]) for setting, rate in rates.items()]
+    samples = [RunSample(setting, 0, [rate], 30.0, parts[setting.ranks]) for setting, rate in rates.items()]
     rows = rows_of(asked(1, 4, modes=(WEAK,)), TWO_CORES, samples, {}, 2)
     assert grown(rows[1], rows[0], TWO_CORES, samples).partition("grew: ")[2].startswith("backward by 15 ms;")
 
@@ -279,8 +288,8 @@ def test_the_profile_of_a_slow_size_is_read(monkeypatch, tmp_path):
             place.mkdir(parents=True)
             (place / "verdict.json").write_text(verdicts[-1])
 
-    monkeypatch.setattr(why, "started", started)
-    monkeypatch.setattr(why.options, "option_list", lambda: ["lr", "profile"])
+    monkeypatch.setattr(report, "started", started)
+    monkeypatch.setattr(report.options, "option_list", lambda: ["lr", "profile"])
     request = asked(1, 2, modes=(STRONG,), steps=100)
     row = rows_of(request, ALONE, samples_of({Setting(1, 16): 100.0, Setting(2, 16): 120.0}), {}, 2)[1]
     for verdict, found in (
@@ -291,10 +300,10 @@ def test_the_profile_of_a_slow_size_is_read(monkeypatch, tmp_path):
         ("", None),
     ):
         verdicts.append(verdict)
-        assert why.profiled(request, row, ALONE, 2) == found
+        assert report.profiled(request, row, ALONE, 2) == found
     assert seen[0][-2:] == ["--profile", "26:35"]
-    monkeypatch.setattr(why.options, "option_list", lambda: ["lr"])
-    assert why.profiled(request, row, ALONE, 2) is None
+    monkeypatch.setattr(report.options, "option_list", lambda: ["lr"])
+    assert report.profiled(request, row, ALONE, 2) is None
 
 
 def test_the_verdict_of_a_profile_comes_first(measured, capsys, monkeypatch):

@@ -8,9 +8,9 @@ import torch
 
 import lockstep
 from lockstep import cli
-from lockstep.config.config import Config
-from lockstep.config.options import to_toml
-from lockstep.diagnose.scale.existing import existing
+from lockstep.config.cli import to_toml
+from lockstep.config.schema import Config
+from lockstep.diagnose.scale.runs import existing
 from lockstep.errors import ConfigError
 
 

@@ -7,14 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.config.config import Config
-from lockstep.diagnose.scale.carried import carried
-from lockstep.diagnose.scale.findings import rows_of
-from lockstep.diagnose.scale.fit import Fit, Measured, expected_maximum
-from lockstep.diagnose.scale.machine import Machine
+from lockstep.config.schema import Config
+from lockstep.diagnose.scale.fit import Fit, SizeMeasurement, carried, expected_maximum, rows_of
 from lockstep.diagnose.scale.report import Outcome
-from lockstep.diagnose.scale.request import STRONG, WEAK, Request, Setting
-from lockstep.diagnose.scale.runs import Sample
+from lockstep.diagnose.scale.runs import STRONG, WEAK, Machine, RunSample, ScaleRequest, Setting
 
 
 def test_the_expected_maximum_of_normal_draws():
@@ -32,7 +28,7 @@ def made(sizes, strong, *, compute=100.0, serial=0.0, ring=0.0, tree=0.0, bandwi
         return (compute + imbalance * expected_maximum(n)) * work + serial + exchange
 
     points = [
-        Measured(
+        SizeMeasurement(
             n, 1 / n if strong else 1.0, tuple(float(time(n) * math.exp(noise * chance.normal())) for _ in range(3))
         )
         for n in sizes
@@ -105,7 +101,7 @@ def test_the_interval_covers_most_of_many_noisy_curves():
         terms = {name: float(size) for name, size in zip(("tree", "bandwidth"), chance.exponential(4, 2), strict=True)}
         points, time = made((1, 2, 4, 8), False, **terms)
         noisy = [
-            Measured(each.ranks, each.work, tuple(t * math.exp(0.02 * chance.normal()) for t in each.times))
+            SizeMeasurement(each.ranks, each.work, tuple(t * math.exp(0.02 * chance.normal()) for t in each.times))
             for each in points
         ]
         found = Fit(noisy).predict(16, 1.0)
@@ -118,7 +114,7 @@ def test_between_nodes_is_a_term_of_its_own():
         inside, nodes = min(n, 8), -(-n // 8)
         return 100 + 3 * 2 * (inside - 1) / inside + 20 * 2 * (nodes - 1) / nodes
 
-    points = [Measured(n, 1.0, (time(n),)) for n in (1, 2, 4, 8, 16, 32)]
+    points = [SizeMeasurement(n, 1.0, (time(n),)) for n in (1, 2, 4, 8, 16, 32)]
     assert Fit(points, ranks_per_node=8).predict(64, 1.0).value == pytest.approx(time(64), rel=0.03)
     assert Fit(points, ranks_per_node=8).terms(32, 1.0)["bandwidth between nodes"] == pytest.approx(30, rel=0.3)
 
@@ -131,16 +127,16 @@ def test_an_imbalance_beyond_what_the_steps_show_is_not_believed():
 
 def test_two_sizes_are_needed():
     with pytest.raises(ValueError, match="two sizes"):
-        Fit([Measured(1, 1.0, (1.0,)), Measured(1, 1.0, (2.0,))])
+        Fit([SizeMeasurement(1, 1.0, (1.0,)), SizeMeasurement(1, 1.0, (2.0,))])
 
 
 def request_of(*sizes, **more):
-    return Request((), Config(batch_size=16, micro_batch_size=2), sizes, **more)
+    return ScaleRequest((), Config(batch_size=16, micro_batch_size=2), sizes, **more)
 
 
 def sampled(rates):
     return [
-        Sample(setting, number, [rate * (1 + 0.002 * number), rate], 100.0, {})
+        RunSample(setting, number, [rate * (1 + 0.002 * number), rate], 100.0, {})
         for setting, rate in rates.items()
         for number in range(3)
     ]

@@ -1,23 +1,89 @@
-"""What `lockstep doctor` does with its flags, which are in commands/doctor.py."""
+"""What `lockstep doctor` does with its flags, which are in commands/diagnose.py."""
 
 import argparse
 import contextlib
+import json
 import os
 import platform
 import sys
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from lockstep.config import options, presets
-from lockstep.config.config import Config
-from lockstep.diagnose.doctor.examine import Line, Report, examine
-from lockstep.diagnose.doctor.finding import Place
-from lockstep.diagnose.doctor.show import as_json, colored, show_table, summed_up
-from lockstep.diagnose.doctor.variables import numbers
+from lockstep.config import cli
+from lockstep.config.schema import Config
+from lockstep.config.secrets import mask, printable
+from lockstep.diagnose.doctor.differences import numbers
+from lockstep.diagnose.doctor.examine import DoctorReport, Line, examine
+from lockstep.diagnose.doctor.finding import FAIL, OK, WARN, CheckContext
 from lockstep.errors import ConfigError, DifferenceError
+from lockstep.files import bytes_text
+from lockstep.training.guards import ranges
 
-__all__ = ["place_of", "run"]
+__all__ = [
+    "as_json",
+    "colored",
+    "place_of",
+    "run",
+    "show_table",
+    "summed_up",
+]
+
+
+_WIDE = 100  # columns at least
+_COLORS = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+
+
+def colored(line: Line, console: Console) -> None:
+    """Prints a line, its level in colour where there are colours; on one line however long, so that grep finds it."""
+    text = Text(mask(printable(str(line))))
+    text.stylize(_COLORS[line.level], 0, len(line.level))
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+def show_table(rows: list[dict[str, Any]], console: Console) -> None:
+    """A row for each rank; alike ones that follow each other are one."""
+    table = Table("rank", "host", "device", "memory", "python", "torch", "lockstep", "NCCL", box=None, pad_edge=False)
+    groups: list[tuple[list[int], tuple[str, ...]]] = []
+    for row in rows:
+        told = row["versions"]
+        device = f"{row['device'].partition(':')[0]} {row['name']}"
+        cells: tuple[str, ...] = (row["host"], device, bytes_text(row["memory"]))
+        cells += tuple(told[name] for name in ("python", "torch", "lockstep", "nccl"))
+        if groups and groups[-1][1] == cells:
+            groups[-1][0].append(row["rank"])
+        else:
+            groups.append(([row["rank"]], cells))
+    for ranks, cells in groups:
+        table.add_row(ranges(ranks), *(printable(cell) for cell in cells))
+    console.width = max(console.width, _WIDE)
+    console.print(table)
+
+
+def summed_up(report: DoctorReport) -> str:
+    """The last line."""
+    counts = {level: sum(line.level == level for line in report.lines) for level in (OK, WARN, FAIL)}
+    return f"{counts[OK]} ok, {counts[WARN]} warn, {counts[FAIL]} FAIL, in {report.seconds:.1f} s"
+
+
+def as_json(report: DoctorReport) -> str:
+    """One object: `ok`, `findings` (check, level, text, mend, ranks, where), `ranks`, `seconds`."""
+    found = {
+        "ok": not report.failed,
+        "findings": [{name: _masked(value) for name, value in asdict(line).items()} for line in report.lines],
+        "ranks": report.ranks,
+        "seconds": round(report.seconds, 3),
+    }
+    return json.dumps(found, indent=1)
+
+
+def _masked(value: Any) -> Any:
+    return mask(printable(value)) if isinstance(value, str) else value
+
 
 _WAITS = (1.0, 50.0)  # seconds, so that the whole stays within a minute
 _ASKED = ("task", "model_name", "dataset_name")  # one of these given: that task is tried too
@@ -32,8 +98,8 @@ def run(own: argparse.Namespace) -> int:
     """
     if not _WAITS[0] <= own.wait <= _WAITS[1]:
         raise ConfigError(f"--wait is {own.wait:g}: it must be from {_WAITS[0]:g} to {_WAITS[1]:g} seconds")
-    values = options.told(vars(own))
-    config = options.build(presets.applied(values))
+    values = cli.told(vars(own))
+    config = cli.build(cli.applied(values))
     place = place_of(config, with_task=any(values.get(name) for name in _ASKED), patience=own.wait)
     place.told = values
     console = Console()
@@ -51,12 +117,12 @@ def run(own: argparse.Namespace) -> int:
     return 0
 
 
-def place_of(config: Config, *, with_task: bool, patience: float) -> Place:
+def place_of(config: Config, *, with_task: bool, patience: float) -> CheckContext:
     """Where this process stands, by the launcher's variables; alone where they do not hold."""
     known = numbers(os.environ)
     rank, local_rank, size, local_size = known or (0, 0, 1, 1)
     devices = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
-    return Place(
+    return CheckContext(
         *(config, with_task, rank, local_rank, size, local_size),
         host=platform.node(),
         environ=os.environ,
@@ -66,14 +132,14 @@ def place_of(config: Config, *, with_task: bool, patience: float) -> Place:
     )
 
 
-def _say(line: Line, place: Place, console: Console) -> None:
+def _say(line: Line, place: CheckContext, console: Console) -> None:
     if place.rank == 0:
         colored(line, console)
     else:  # it is alone: rank 0 does not hear of this
         print(f"rank {place.rank} on {place.host}: {line}", file=sys.stderr, flush=True)
 
 
-def _show(report: Report, console: Console, *, as_object: bool) -> None:
+def _show(report: DoctorReport, console: Console, *, as_object: bool) -> None:
     if as_object:
         print(as_json(report), flush=True)
         return
@@ -84,7 +150,7 @@ def _show(report: Report, console: Console, *, as_object: bool) -> None:
     print(summed_up(report), flush=True)
 
 
-def _ended(report: Report, place: Place) -> int:
+def _ended(report: DoctorReport, place: CheckContext) -> int:
     """0; raises DifferenceError where a check failed, or says it, where the process has to be left at once."""
     failed = report.failed
     if not failed:

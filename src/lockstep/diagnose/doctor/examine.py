@@ -13,15 +13,58 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.diagnose.doctor import differences, gpus, group, machine, network, task
+from lockstep.diagnose.doctor import differences as variables
+from lockstep.diagnose.doctor import machine as disk
+from lockstep.diagnose.doctor import network as speed
 from lockstep.diagnose.doctor.board import Board
-from lockstep.diagnose.doctor.checks import CHECKS, LAUNCHER
-from lockstep.diagnose.doctor.finding import FAIL, OK, WARN, Check, Finding, Found, Place, ok, warn
-from lockstep.diagnose.doctor.limits import within
-from lockstep.diagnose.doctor.meeting import Met, meet, surplus
+from lockstep.diagnose.doctor.finding import FAIL, OK, WARN, Check, CheckContext, CheckResult, Finding, ok, warn
+from lockstep.diagnose.doctor.group import Met, meet, surplus
+from lockstep.diagnose.doctor.machine import within
 from lockstep.errors import LockstepError
-from lockstep.run.devices import ranges
+from lockstep.training.guards import ranges
 
-__all__ = ["LIMIT", "Line", "Report", "examine"]
+__all__ = [
+    "CHECKS",
+    "LAUNCHER",
+    "LIMIT",
+    "DoctorReport",
+    "Line",
+    "examine",
+]
+
+
+_PROMPT = 8.0  # seconds for what takes none: a machine may be busy
+LAUNCHER = Check("variables", variables.launcher, _PROMPT)
+
+_LINK = "look at the network between the nodes: interfaces, firewall, `ip -s link`"
+_FORM = "a rank that hangs says where in its own line; else the network: see the lines tcp and names above"
+
+CHECKS = (
+    Check("settings", variables.settings, _PROMPT),
+    Check(
+        "names", network.names, 6.0, network.judge_names, stuck="the name server does not answer: see /etc/resolv.conf"
+    ),
+    Check("versions", differences.versions, 8.0, differences.judge_versions),
+    Check("same settings", differences.same_settings, _PROMPT, differences.judge_settings),
+    Check("loaders", task.loaders, 20.0, stuck="the module's own code: what it does when it is made"),
+    Check("cores", machine.cores, _PROMPT),
+    Check("memory", machine.memory, _PROMPT),
+    Check("shared memory", machine.shared_memory, _PROMPT),
+    Check("open files", machine.open_files, _PROMPT),
+    Check("disk", disk.disk, 8.0, stuck=disk.STUCK),
+    Check("locks", disk.locks, 4.0, stuck="the lock server does not answer (NFS: lockd); give another --save-dir"),
+    Check("folder's clock", disk.clock, 4.0, stuck=disk.STUCK),
+    Check("shared folder", disk.shared_folder, 6.0, disk.judge_shared_folder, stuck=disk.STUCK),
+    Check("GPUs", gpus.gpus, 10.0, gpus.judge_gpus, stuck="the driver hangs: dmesg, and restart the node"),
+    Check("tcp", network.between, 12.0, network.judge_between, stuck=_LINK),
+    Check("group", group.group, 16.0, together=True, stuck=_FORM),
+    Check("sum", group.sums, 10.0, group.judge_sums, together=True, stuck=_LINK),
+    Check("transport", group.transport, _PROMPT, group.judge_transport),
+    Check("bandwidth", group.bandwidth, 15.0, group.judge_bandwidth, together=True, stuck=_LINK),
+    Check("speed", speed.speed, 25.0, speed.judge_speed),
+    Check("task", task.task, 40.0, task.judge_task, together=True, stuck="the task's own code, or a rank that failed"),
+)
 
 LIMIT = 58.0  # seconds in all
 _ANSWER = 3.0  # seconds that the others have to say what they found, once their time is over
@@ -50,7 +93,7 @@ class Line:
 
 
 @dataclass
-class Report:
+class DoctorReport:
     """What came out.
 
     Attributes:
@@ -73,7 +116,7 @@ class Report:
         return list(dict.fromkeys(line.check for line in self.lines if line.level == FAIL))
 
 
-def examine(place: Place, say: Callable[[Line], None], checks: Sequence[Check] = CHECKS) -> Report:
+def examine(place: CheckContext, say: Callable[[Line], None], checks: Sequence[Check] = CHECKS) -> DoctorReport:
     """Makes every check within its time, and all of them within a minute.
 
     Args:
@@ -81,7 +124,7 @@ def examine(place: Place, say: Callable[[Line], None], checks: Sequence[Check] =
         say: takes each line: on rank 0, or on a rank that is alone.
     """
     began = time.monotonic()
-    report = Report()
+    report = DoctorReport()
     with _nccl_log(place):
         try:
             _examine(place, report, say, checks, began + LIMIT)
@@ -94,7 +137,7 @@ def examine(place: Place, say: Callable[[Line], None], checks: Sequence[Check] =
 
 
 def _examine(
-    place: Place, report: Report, say: Callable[[Line], None], checks: Sequence[Check], deadline: float
+    place: CheckContext, report: DoctorReport, say: Callable[[Line], None], checks: Sequence[Check], deadline: float
 ) -> None:
     def tell(lines: list[Line]) -> None:
         report.lines += lines
@@ -138,11 +181,11 @@ def _examine(
     _part(place, report.alone)
 
 
-def _meeting(place: Place) -> tuple[Met, bool]:
+def _meeting(place: CheckContext) -> tuple[Met, bool]:
     """Within its time, as any check."""
     box: list[Met] = []
 
-    def run(place: Place) -> Found:
+    def run(place: CheckContext) -> CheckResult:
         box.append(meet(place))
         return box[0].found
 
@@ -158,7 +201,7 @@ def _broke(check: Check, each: dict[str, Any] | None) -> bool:
 
 
 def _gathered(
-    check: Check, found: Found, place: Place, alone: bool, until: float, *, hung: bool = False
+    check: Check, found: CheckResult, place: CheckContext, alone: bool, until: float, *, hung: bool = False
 ) -> list[dict[str, Any] | None]:
     """What each rank found, by rank; None of one that says nothing. A rank that is alone has itself."""
     own = {
@@ -178,7 +221,7 @@ def _gathered(
     return every
 
 
-def _all_here(check: Check, place: Place) -> bool:
+def _all_here(check: Check, place: CheckContext) -> bool:
     """Rank 0's word on whether ranks may wait for each other: the same everywhere."""
     board = place.board
     assert board is not None
@@ -190,7 +233,7 @@ def _all_here(check: Check, place: Place) -> bool:
     return bool(board.of(key, 0, check.seconds + 2 * _ANSWER))
 
 
-def _lines(every: list[dict[str, Any] | None], place: Place, alone: bool) -> list[Line]:
+def _lines(every: list[dict[str, Any] | None], place: CheckContext, alone: bool) -> list[Line]:
     """What several ranks found alike is one line."""
     held: dict[tuple[str, str, str, str], list[int]] = {}
     for rank, each in enumerate(every):
@@ -233,7 +276,7 @@ def _rows(facts: list[Any]) -> list[dict[str, Any]]:
     return [{"rank": rank, **each} for rank, each in enumerate(facts) if each]
 
 
-def _part(place: Place, alone: bool) -> None:
+def _part(place: CheckContext, alone: bool) -> None:
     """Rank 0 holds the board until the others have done with it."""
     board = place.board
     if alone or board is None or place.size == 1:
@@ -245,7 +288,7 @@ def _part(place: Place, alone: bool) -> None:
 
 
 @contextlib.contextmanager
-def _nccl_log(place: Place) -> Iterator[None]:
+def _nccl_log(place: CheckContext) -> Iterator[None]:
     """Within it NCCL writes its log into a file of ours, where it writes none for the person."""
     if not place.devices or place.size == 1 or place.environ.get("NCCL_DEBUG_FILE") or place.environ is not os.environ:
         yield

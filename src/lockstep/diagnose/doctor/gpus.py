@@ -3,15 +3,195 @@
 found = gpus(place)                         # without a GPU one line that says what would be looked at
 """
 
+import contextlib
+import importlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from lockstep.diagnose.doctor.finding import Finding, Found, Place, fail, ok, warn
-from lockstep.diagnose.doctor.nvml import Gpu, NoDriver, kernel_faults, kernel_log, read_gpus
-from lockstep.units import bytes_text
+from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, warn
+from lockstep.files import bytes_text
 
-__all__ = ["gpus", "judge_gpus"]
+__all__ = [
+    "Gpu",
+    "NoDriver",
+    "gpus",
+    "judge_gpus",
+    "kernel_faults",
+    "kernel_log",
+    "read_gpus",
+]
+
+
+_XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
+_NVLINKS = 18
+_SLOWDOWNS = {  # bits of the clocks' event reasons, of nvml.h, that hold a device back
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+_COMMON = {
+    0: "one board",
+    10: "one PCIe switch",
+    20: "PCIe switches",
+    30: "one host bridge",
+    40: "one NUMA node",
+    50: "between NUMA nodes",
+}
+
+
+class NoDriver(Exception):
+    """There is nothing to ask: no package, or no driver."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device, as the driver numbers them.
+
+    Attributes:
+        memory, used: bytes.
+        processes: (process, bytes) of those that hold memory, as far as the driver tells a container.
+        ecc: uncorrected errors since the driver was loaded; None: not counted.
+        remap_pending, remap_failed: rows of defective memory wait for a reset to be put aside, or could not be.
+        clock, clock_limit: MHz of the multiprocessors now, and at most.
+        slowed: why the clocks are held back; [] where they are not.
+        watts, watts_default: its power limit, and the one that it was made for; 0: not told.
+        degrees: Celsius.
+        links_down: NVLinks that are not up, of those that there are.
+        link_width, link_width_limit: PCIe lanes now, and at most.
+        ways: to each later device: how far apart they are.
+        uuid: its own in all the world, whatever number it has for a process; "": not told.
+    """
+
+    index: int
+    name: str
+    memory: int
+    used: int
+    processes: list[tuple[int, int]] = field(default_factory=list)
+    ecc: int | None = None
+    remap_pending: bool = False
+    remap_failed: bool = False
+    clock: int = 0
+    clock_limit: int = 0
+    slowed: list[str] = field(default_factory=list)
+    watts: float = 0.0
+    watts_default: float = 0.0
+    degrees: int = 0
+    links_down: list[int] = field(default_factory=list)
+    link_width: int = 0
+    link_width_limit: int = 0
+    ways: dict[int, str] = field(default_factory=dict)
+    uuid: str = ""
+
+
+def read_gpus() -> list[Gpu]:
+    """Every device of this node. Raises NoDriver."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ModuleNotFoundError:
+        raise NoDriver("nvidia-ml-py is not installed: pip install 'torch-lockstep[doctor]'") from None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise NoDriver(f"no NVIDIA driver answers ({error})") from None
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return [_gpu(nvml, index, handle, handles) for index, handle in enumerate(handles)]
+    except nvml.NVMLError as error:
+        raise NoDriver(f"the NVIDIA driver gives no answer ({error})") from None
+    finally:
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int, handle: Any, handles: list[Any]) -> Gpu:
+    """One device; what its kind or driver does not tell keeps its default."""
+
+    def ask(function: str, *more: Any) -> Any:
+        """None for what is not told."""
+        named = getattr(nvml, function, None)
+        try:
+            return None if named is None else named(handle, *more)
+        except nvml.NVMLError:
+            return None
+
+    name, uuid = ask("nvmlDeviceGetName"), ask("nvmlDeviceGetUUID") or ""
+    memory = ask("nvmlDeviceGetMemoryInfo")
+    remapped = ask("nvmlDeviceGetRemappedRows") or (0, 0, 0, 0)
+    running = ask("nvmlDeviceGetComputeRunningProcesses") or []
+    reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
+    if reasons is None:
+        reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+    return Gpu(
+        index,
+        _text(name),
+        int(memory.total) if memory else 0,
+        int(memory.used) if memory else 0,
+        [(int(one.pid), int(one.usedGpuMemory or 0)) for one in running],
+        ask("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
+        bool(remapped[2]),
+        bool(remapped[3]),
+        int(ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM) or 0),
+        int(ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM) or 0),
+        [text for bit, text in _SLOWDOWNS.items() if int(reasons) & bit],
+        float(ask("nvmlDeviceGetEnforcedPowerLimit") or 0) / 1e3,
+        float(ask("nvmlDeviceGetPowerManagementDefaultLimit") or 0) / 1e3,
+        int(ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU) or 0),
+        _links_down(ask, nvml),
+        int(ask("nvmlDeviceGetCurrPcieLinkWidth") or 0),
+        int(ask("nvmlDeviceGetMaxPcieLinkWidth") or 0),
+        {other: _way(nvml, handle, handles[other]) for other in range(index + 1, len(handles))},
+        _text(uuid),
+    )
+
+
+def _text(said: Any) -> str:
+    """Text of the driver's library, whose older releases give bytes."""
+    return said.decode() if isinstance(said, bytes) else str(said)
+
+
+def _links_down(ask: Callable[..., Any], nvml: Any) -> list[int]:
+    """NVLinks that are there and not up; none where no link is, as on a device that has none."""
+    states = {link: ask("nvmlDeviceGetNvLinkState", link) for link in range(_NVLINKS)}
+    up = [link for link, state in states.items() if state == nvml.NVML_FEATURE_ENABLED]
+    return [link for link, state in states.items() if up and state is not None and link not in up]
+
+
+def _way(nvml: Any, one: Any, other: Any) -> str:
+    try:
+        if nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
+            return "NVLink"
+        return _COMMON.get(int(nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)), "unknown")
+    except (nvml.NVMLError, AttributeError):
+        return "unknown"
+
+
+def kernel_faults(text: str) -> list[tuple[str, int]]:
+    """(PCI address, number) of each Xid, the driver's word for a fault, in the kernel's log."""
+    return [(address.removeprefix("PCI:"), int(number)) for address, number in _XID.findall(text)]
+
+
+def kernel_log(path: Path = Path("/dev/kmsg")) -> str:
+    """The kernel's log, where this user may read it; else ""."""
+    found = []
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while True:
+                found.append(os.read(handle, 8192).decode("utf-8", "replace"))
+                if not found[-1]:
+                    break
+        except OSError:  # no more lines
+            pass
+        finally:
+            os.close(handle)
+    return "\n".join(found)
+
 
 _LOOKS = "errors of its memory (ECC, Xid), clocks and power, NVLink and PCIe, foreign processes"
 _FOREIGN = 512 << 20  # bytes that a device may hold without one of the run's processes: contexts, displays
@@ -19,24 +199,26 @@ _GRAVE = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120}  # Xid of memory, links, and
 _RESET = "drain the node and reset the device (nvidia-smi -r), or restart it; if it comes again, have it replaced"
 
 
-def gpus(place: Place) -> Found:
+def gpus(place: CheckContext) -> CheckResult:
     """Examine each device by what its driver reports, before anything is computed.
 
     The node's first rank asks for all. Where a scheduler shows each process one device, each asks: the driver may show
     it no other one either, under the same number in every process.
     """
     if place.local_rank and place.devices != 1:
-        return Found([], {"pid": os.getpid(), "gpus": []})
+        return CheckResult([], {"pid": os.getpid(), "gpus": []})
     try:
         found = read_gpus()
     except NoDriver as error:
-        return Found([ok("GPUs", f"not looked at: {error}; with one: {_LOOKS}")], {"pid": os.getpid(), "gpus": []})
+        return CheckResult(
+            [ok("GPUs", f"not looked at: {error}; with one: {_LOOKS}")], {"pid": os.getpid(), "gpus": []}
+        )
     findings = [finding for gpu in found for finding in judge_gpu(gpu)]
     findings += judge_faults(kernel_faults(kernel_log()))
     held = [[gpu.index, gpu.name, gpu.used, gpu.processes, gpu.uuid] for gpu in found]
     if not findings:
         findings = [ok("GPUs", _described(found))]
-    return Found(findings, {"pid": os.getpid(), "gpus": held})
+    return CheckResult(findings, {"pid": os.getpid(), "gpus": held})
 
 
 def _described(found: list[Gpu]) -> str:
@@ -82,7 +264,7 @@ def judge_faults(faults: list[tuple[str, int]]) -> list[Finding]:
     return [fail("GPUs", f"the kernel's log has Xid {number} of {address}", _RESET) for address, number in grave]
 
 
-def judge_gpus(facts: list[Any], place: Place) -> list[Finding]:
+def judge_gpus(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Find processes outside this run that hold memory of its devices; a device is reported once."""
     ours = {each["pid"] for each in facts if each}
     found, seen = [], set[str]()

@@ -5,21 +5,168 @@ found = sums(place)                         # facts: what each rank gave, what c
 
 import json
 import os
+import re
 import statistics
 import time
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep.diagnose.doctor.addresses import gloo_address, infiniband, interfaces, link_speed
-from lockstep.diagnose.doctor.finding import Finding, Found, Place, fail, ok, warn
-from lockstep.diagnose.doctor.nccl_log import Chosen, read_log
-from lockstep.distributed.world import World
-from lockstep.units import bytes_text
+from lockstep.diagnose.doctor.board import Board, gloo_address, infiniband, interfaces, link_speed
+from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, warn
+from lockstep.diagnose.doctor.network import NcclChoice, read_log, to_master
+from lockstep.distributed.world import World, meeting_point, meeting_store
+from lockstep.errors import ConfigError
+from lockstep.files import bytes_text
+from lockstep.training.guards import ranges
 
-__all__ = ["bandwidth", "expected", "group", "judge_bandwidth", "judge_sums", "judge_transport", "sums", "transport"]
+__all__ = [
+    "Met",
+    "bandwidth",
+    "expected",
+    "group",
+    "holder",
+    "judge_bandwidth",
+    "judge_sums",
+    "judge_transport",
+    "meet",
+    "sums",
+    "surplus",
+    "transport",
+]
+
+
+_NAME = "meeting"
+_ALIKE = "start all nodes with the same --nnodes and --nproc-per-node"
+
+
+@dataclass
+class Met:
+    """How a meeting went.
+
+    Attributes:
+        board: what the ranks tell each other; None where this rank did not reach it.
+        findings: on rank 0, of the whole; elsewhere why this rank did not get there.
+    """
+
+    board: Board | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def found(self) -> CheckResult:
+        """The same as a check has it."""
+        return CheckResult(self.findings)
+
+
+def meet(place: CheckContext) -> Met:
+    """Goes to the meeting point, says who this is, and waits for the others, `place.patience` seconds in all."""
+    if place.size == 1 and "WORLD_SIZE" not in place.environ:
+        return Met(Board(None, 0, 1))
+    if place.lost:  # at the meeting point it would stand in the place of another
+        return Met()
+    deadline = time.monotonic() + place.patience
+    host, port, held = meeting_point()
+    at = f"{host}:{port}"
+    if place.rank or held:
+        why = to_master(host, port, place.patience)
+        if why:
+            who = place.who(place.rank)
+            mend = "check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and the firewall between the nodes"
+            return Met(findings=[fail(_NAME, f"{who} cannot reach rank 0 at {at}: {why}", mend)])
+    try:
+        store = meeting_store(
+            place.rank, place.size, timedelta(seconds=max(1.0, deadline - time.monotonic())), all_ranks=False
+        )
+    except ConfigError as error:
+        return Met(findings=[_cannot_listen(error, port, place)])
+    except RuntimeError as error:
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return Met(findings=[fail(_NAME, f"no meeting point at {at}: {line}", "check MASTER_ADDR and MASTER_PORT")])
+    restart = place.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    board = Board(store, place.rank, place.size, f"lockstep/doctor/{restart}")
+    me = {"rank": place.rank, "host": place.host, "pid": os.getpid(), "size": place.size, "local": place.local_size}
+    number = board.count(f"here/{place.rank}")
+    if number > 1:
+        board.note(f"twice/{place.rank}", me)
+        text = f"process {me['pid']} on {place.host} says that it is rank {place.rank}, and so does another"
+        return Met(findings=[fail(_NAME, text, "give each process its own RANK; one launcher a node sets it")])
+    board.note(f"arrived/{board.count('arrived')}", me)
+    here = board.gather("here", me, max(0.5, deadline - time.monotonic()))
+    place.hosts = [each["host"] if each else "" for each in here]
+    return Met(board, list(_judged(here, board, place)) if place.rank == 0 else [])
+
+
+def _cannot_listen(error: ConfigError, port: int, place: CheckContext) -> Finding:
+    text, _, mend = str(error).partition("; ")
+    by = holder(port, place.root)
+    return fail(_NAME, text + (f" ({by})" if by else ""), mend or "give another MASTER_ADDR")
+
+
+def holder(port: int, root: Path = Path("/")) -> str:
+    """Who listens at a port of this machine: `python, process 417`; "" where that cannot be seen."""
+    inodes = set()
+    for table in ("proc/net/tcp", "proc/net/tcp6"):
+        try:
+            lines = (root / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for words in map(str.split, lines):
+            if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{words[9]}]")
+    for link in (root / "proc").glob("[0-9]*/fd/*") if inodes else ():
+        try:
+            if os.readlink(link) in inodes:
+                process = link.parts[-3]
+                name = (root / "proc" / process / "comm").read_text().strip()
+                return f"{re.sub(r'[^ -~]', '?', name)}, process {process}"
+        except OSError:
+            continue
+    return ""
+
+
+def _judged(here: list[Any], board: Board, place: CheckContext) -> list[Finding]:
+    """What rank 0 says of who came."""
+    found = []
+    missing = [rank for rank, each in enumerate(here) if each is None]
+    if missing:
+        known = sorted({each["host"] for each in here if each})
+        several = len(missing) > 1
+        text = f"rank{'s' * several} {ranges(missing)} of {place.size} did not come within {place.patience:.0f} s"
+        text += f"; there are those of {', '.join(known)}"
+        mend = "look at the launcher there: was it started, with this MASTER_ADDR and MASTER_PORT, and does its own "
+        found.append(fail(_NAME, text, mend + "doctor say more? A slow start: --wait 60"))
+    for rank, each in enumerate(here):
+        if each and each["size"] != place.size:
+            text = f"{place.who(rank)} has WORLD_SIZE {each['size']}, and rank 0 has {place.size}"
+            found.append(fail(_NAME, text, _ALIKE))
+    hosts = sorted({each["host"] for each in here if each})
+    where = f"on {', '.join(hosts)}" if len(hosts) < 5 else f"on {len(hosts)} nodes"
+    return found or [ok(_NAME, f"{place.size} rank{'s' * (place.size > 1)} {where}")]
+
+
+def surplus(board: Board, place: CheckContext) -> list[Finding]:
+    """What rank 0 says of those who came though their place was taken, or is none."""
+    if place.size == 1:
+        return []
+    found, arrived = list[Finding](), list[Any]()
+    while (one := board.noted(f"arrived/{len(arrived) + 1}")) is not None:
+        arrived.append(one)
+    for rank in range(place.size):
+        twice, first = board.noted(f"twice/{rank}"), board.of("here", rank)
+        if twice and first:
+            both = " and ".join(f"process {one['pid']} on {one['host']}" for one in (first, twice))
+            text = f"rank {rank} came twice: {both}"
+            found.append(fail(_NAME, text, "give each node another --node-rank, and each process its own RANK"))
+    for one in arrived:
+        if one["rank"] >= place.size:
+            text = f"rank {one['rank']} on {one['host']} came too: WORLD_SIZE is {one['size']} there, {place.size} here"
+            found.append(fail(_NAME, text, _ALIKE))
+    return found
+
 
 _FORM = 15.0  # seconds
 _LENGTHS = {"gloo": (1 << 10, 1 << 16, 1 << 20, 1 << 22), "nccl": (1 << 10, 1 << 18, 1 << 22, 1 << 26)}  # float32
@@ -27,14 +174,14 @@ _REPEATS, _ENOUGH = 5, 1.5  # of each size; seconds that the next size may take
 _SHARE = {"gloo": 0.15, "nccl": 0.4}  # of what the link should give; gloo copies through the processor
 
 
-def group(place: Place) -> Found:
+def group(place: CheckContext) -> CheckResult:
     """Forms the groups that training would form, gloo and, on CUDA devices, NCCL."""
     if place.size == 1:
-        return Found([ok("group", "one process: nothing to exchange")])
+        return CheckResult([ok("group", "one process: nothing to exchange")])
     if place.world is None:
         place.world = World.join(place.config.device, _FORM)
     backend = "gloo and NCCL" if place.world.device.type == "cuda" else "gloo"
-    return Found([ok("group", f"{place.size} ranks formed a group of {backend}")])
+    return CheckResult([ok("group", f"{place.size} ranks formed a group of {backend}")])
 
 
 def _backends(world: World) -> list[tuple[str, torch.device, Any]]:
@@ -55,11 +202,11 @@ def expected(size: int) -> list[float]:
     return [sum(column) for column in zip(*map(own, range(size)), strict=True)]
 
 
-def sums(place: Place) -> Found:
+def sums(place: CheckContext) -> CheckResult:
     """A sum over all ranks, by each backend, and what each rank gave to it."""
     world = place.world
     if world is None or world.size == 1:
-        return Found()
+        return CheckResult()
     facts = {}
     for name, device, ranks in _backends(world):
         given = torch.tensor(own(world.rank), dtype=torch.float64, device=device)
@@ -68,10 +215,10 @@ def sums(place: Place) -> Found:
         total = given.clone()
         dist.all_reduce(total, group=ranks)  # collective
         facts[name] = {"total": total.tolist(), "each": [one.tolist() for one in each]}  # waits for the device
-    return Found([], facts)
+    return CheckResult([], facts)
 
 
-def judge_sums(facts: list[Any], place: Place) -> list[Finding]:
+def judge_sums(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Compares what came out on each rank with what should have."""
     found = []
     wanted = expected(place.size)
@@ -93,11 +240,11 @@ def judge_sums(facts: list[Any], place: Place) -> list[Finding]:
     return found
 
 
-def bandwidth(place: Place) -> Found:
+def bandwidth(place: CheckContext) -> CheckResult:
     """Times sums of growing messages."""
     world = place.world
     if world is None or world.size == 1:
-        return Found()
+        return CheckResult()
     facts: dict[str, Any] = {}
     for name, device, ranks in _backends(world):
         times: dict[str, float] = {}
@@ -120,7 +267,7 @@ def bandwidth(place: Place) -> Found:
     _, interface = gloo_address(place.environ, place.host)
     facts["link"] = link_speed(place.root, interface)
     facts["interface"] = interface
-    return Found([], facts)
+    return CheckResult([], facts)
 
 
 def _ready(device: torch.device) -> None:
@@ -128,7 +275,7 @@ def _ready(device: torch.device) -> None:
         torch.cuda.synchronize(device)  # waits for the device
 
 
-def judge_bandwidth(facts: list[Any], place: Place) -> list[Finding]:
+def judge_bandwidth(facts: list[Any], place: CheckContext) -> list[Finding]:
     """What the largest message gives, beside what the slowest link should."""
     there = [each for each in facts if each]
     if not there:
@@ -156,21 +303,21 @@ def judge_bandwidth(facts: list[Any], place: Place) -> list[Finding]:
     return found
 
 
-def transport(place: Place) -> Found:
+def transport(place: CheckContext) -> CheckResult:
     """What NCCL chose, by its own log, where it has begun; and what there would be."""
     path = place.environ.get("NCCL_DEBUG_FILE", "")
     if not place.devices or place.size == 1 or not path:
-        return Found([], None)
+        return CheckResult([], None)
     chosen = read_log(Path(path.replace("%h", place.host).replace("%p", str(os.getpid()))))
     facts = {
         "chosen": json.loads(chosen.to_json()),
         "infiniband": infiniband(place.root),
         "there": interfaces(place.root),
     }
-    return Found([], facts)
+    return CheckResult([], facts)
 
 
-def judge_transport(facts: list[Any], place: Place) -> list[Finding]:
+def judge_transport(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Whether NCCL took sockets where InfiniBand is up, and whether all ranks took the same."""
     there = {rank: each for rank, each in enumerate(facts) if each}
     if not there:
@@ -178,7 +325,7 @@ def judge_transport(facts: list[Any], place: Place) -> list[Finding]:
             ok("transport", "no NCCL here; on CUDA devices: which interface and transport it takes, from its own log")
         ]
     found = []
-    chosen = {rank: Chosen(**each["chosen"]) for rank, each in there.items()}
+    chosen = {rank: NcclChoice(**each["chosen"]) for rank, each in there.items()}
     for rank, one in chosen.items():
         ports = there[rank]["infiniband"]
         if ports and one.network == "Socket" and place.several_nodes:

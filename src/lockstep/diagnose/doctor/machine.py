@@ -3,17 +3,240 @@
 found = cores(place)                        # Found([warn("cores", "8 threads on 2 cores ...")])
 """
 
+import contextlib
+import errno
+import fcntl
 import os
 import resource
 import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 
-from lockstep.diagnose.doctor.finding import Finding, Found, Place, fail, ok, warn
-from lockstep.units import bytes_text
+from lockstep.diagnose.doctor.finding import Check, CheckContext, CheckResult, Finding, fail, ok, warn
+from lockstep.errors import LockstepError
+from lockstep.files import bytes_text
+from lockstep.training.run_dir import RunFolder
 
-__all__ = ["cores", "memory", "open_files", "quota_of", "shared_memory"]
+__all__ = [
+    "STUCK",
+    "clock",
+    "cores",
+    "disk",
+    "judge_shared_folder",
+    "locks",
+    "memory",
+    "open_files",
+    "quota_of",
+    "shared_folder",
+    "shared_memory",
+    "within",
+]
+
+
+_SIZE, _PIECE = 16 << 20, 1 << 20
+_SLOW = 5e6  # bytes a second, written and synced: a checkpoint of 1 GB takes minutes
+_LEAST = 1 << 30  # bytes free where the model is not known
+_APART = 2.0  # seconds
+STUCK = "is it a network folder whose server is gone? `df` on it hangs too; give another --save-dir"
+
+
+def above(place: CheckContext) -> Path:
+    """The nearest folder that is there, at the run's folder or above it."""
+    path = RunFolder(place.config.save_dir, place.config.experiment_name).path.absolute()
+    return next(each for each in (path, *path.parents) if each.is_dir())
+
+
+@contextlib.contextmanager
+def _file(place: CheckContext) -> Iterator[int]:
+    """A file in that folder, open, without a name."""
+    with tempfile.TemporaryFile(dir=above(place)) as file:
+        yield file.fileno()
+
+
+def disk(place: CheckContext) -> CheckResult:
+    """Whether the run's folder can be written to, has room, and how fast it takes what is synced."""
+    folder = above(place)
+    if place.local_rank:  # one a node
+        return CheckResult()
+    try:
+        rate = statistics.median(_rates(place))
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        text = f"{folder} cannot be written to: {error.strerror or error}"
+        mend = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give another --save-dir, or its rights"
+        return CheckResult([fail("disk", text, mend)])
+    return CheckResult(list(judge_disk(folder, rate, free)))
+
+
+def judge_disk(folder: Path, rate: float, free: int, needed: int = _LEAST) -> Iterator[Finding]:
+    """What is to be said of a disk that syncs `rate` bytes a second and has `free` bytes."""
+    written = f"writes and syncs {bytes_text(rate)} a second"
+    if free < needed:
+        text = f"{folder} has {bytes_text(free)} free, and this needs {bytes_text(needed)}"
+        yield fail("disk", text, "make room, or give another --save-dir")
+    if rate < _SLOW:
+        mend = "take a local disk for --save-dir; checkpoints are written beside the training, but not faster than this"
+        yield warn("disk", f"{folder} {written}", mend)
+    elif free >= needed:
+        yield ok("disk", f"{folder} {written}, {bytes_text(free)} free")
+
+
+def _rates(place: CheckContext) -> Iterator[float]:
+    """Bytes a second, three times; fewer where it is slow."""
+    piece, ended = os.urandom(_PIECE), time.monotonic() + 4.0
+    for _ in range(3):
+        with _file(place) as file:
+            began, written = time.perf_counter(), 0
+            while written < _SIZE and time.monotonic() < ended:
+                written += os.write(file, piece)
+            os.fsync(file)
+            yield written / (time.perf_counter() - began)
+        if time.monotonic() > ended:
+            return
+
+
+def locks(place: CheckContext) -> CheckResult:
+    """Whether the folder's locks hold: a lock that is held twice protects no run from a second one."""
+    if place.local_rank:
+        return CheckResult()
+    try:
+        with tempfile.NamedTemporaryFile(dir=above(place), prefix=".lockstep-doctor-") as file:
+            again = os.open(file.name, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return CheckResult([_locked_twice(again)])
+            finally:
+                os.close(again)
+    except OSError as error:
+        text = f"{above(place)} takes no locks: {error.strerror or error}"
+        mend = "mount it with locks (NFS: without nolock, lockd running), or start no run twice in one folder"
+        return CheckResult([warn("locks", text, mend)])
+
+
+def _locked_twice(again: int) -> Finding:
+    try:
+        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return ok("locks", "a lock in the run's folder holds")
+    mend = "mount it with locks, or start no run twice in one folder: nothing would stop the second"
+    return warn("locks", "a lock in the run's folder can be taken twice", mend)
+
+
+def clock(place: CheckContext) -> CheckResult:
+    """The clock of the folder's file system against this machine's."""
+    if place.local_rank:
+        return CheckResult()
+    try:
+        with _file(place) as file:
+            before = time.time()
+            os.write(file, b"now")
+            os.fsync(file)
+            return CheckResult([judge_clock(os.fstat(file).st_mtime, before, time.time())])
+    except OSError as error:
+        return CheckResult([ok("folder's clock", f"could not be asked: {error.strerror or error}")])
+
+
+def judge_clock(written: float, before: float, after: float) -> Finding:
+    """What is to be said of a file that says it was written at `written`, between `before` and `after` by our clock."""
+    apart = max(0.0, before - written, written - after)
+    if apart <= _APART:
+        return ok("folder's clock", "it agrees with this machine's")
+    text = f"files of the run's folder are dated {apart:.1f} s apart from this machine's clock"
+    return warn("folder's clock", text, "have the file server and the nodes keep time (chronyc tracking, timedatectl)")
+
+
+def shared_folder(place: CheckContext) -> CheckResult:
+    """A file that rank 0 puts into the run's folder, looked for by all: every rank writes its part of a checkpoint."""
+    board = place.board
+    if board is None or place.size == 1:
+        return CheckResult()
+    if place.rank:
+        name = board.of("folder", 0, 4.0)  # "": rank 0 could not write, which another check says
+        sees = not name or (above(place) / name).exists()
+        board.put("folder seen", sees)
+        return CheckResult([], {"sees": sees, "folder": str(above(place))})
+    with contextlib.ExitStack() as kept:
+        name = ""
+        with contextlib.suppress(OSError):
+            made = tempfile.NamedTemporaryFile(dir=above(place), prefix=".lockstep-doctor-")  # noqa: SIM115
+            name = Path(kept.enter_context(made).name).name
+        board.put("folder", name)
+        for rank in range(1, place.size):  # it stays until all have looked
+            board.of("folder seen", rank, 0.0 if rank in board.missing else 3.0)
+    return CheckResult([], {"sees": True, "folder": str(above(place))})
+
+
+def judge_shared_folder(facts: list[Any], place: CheckContext) -> list[Finding]:
+    """Names the ranks that look into another folder."""
+    blind = [rank for rank, each in enumerate(facts) if each is not None and not each["sees"]]
+    if not blind:
+        return [ok("shared folder", f"all ranks see {facts[0]['folder']}")] if place.several_nodes and facts[0] else []
+    return [
+        fail(
+            "shared folder",
+            f"{place.who(rank)} does not see what rank 0 writes: its {facts[rank]['folder']} is another folder",
+            "give a --save-dir that all nodes share, by its whole path",
+        )
+        for rank in blind
+    ]
+
+
+_PACKAGE = str(Path(__file__).parents[2])
+
+
+def within(check: Check, place: CheckContext, seconds: float) -> tuple[CheckResult, bool]:
+    """What `check` finds here, and whether it hung: then its thread is left behind, and the finding says where.
+
+    An error inside a check is its finding too: a doctor who falls ill helps nobody.
+    """
+    box: list[CheckResult] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            box.append(check.run(place))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name=f"lockstep-doctor-{check.name}", daemon=True)
+    began = time.monotonic()
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        stands = _place(sys._current_frames().get(thread.ident or 0))
+        text = f"did not end within {time.monotonic() - began:.0f} s" + (f", and stands in {stands}" if stands else "")
+        return CheckResult([fail(check.name, text, check.stuck)]), True
+    if errors:
+        return CheckResult([_fallen(check, errors[0])]), False
+    return box[0], False
+
+
+def _fallen(check: Check, error: BaseException) -> Finding:
+    told = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, LockstepError):
+        text, _, mend = told.partition("; ")
+        return fail(check.name, text, mend or "see the text")
+    return fail(check.name, f"could not be made: {type(error).__name__}: {told}", "mend that first, then ask again")
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line of lockstep in which a thread stands: `network.py:81 (_connected)`."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PACKAGE):
+            return f"{Path(path).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return ""
+
 
 _GIB = 1 << 30
 _DOCKER = 64 << 20  # bytes: what a container's /dev/shm has where nobody asks for more
@@ -24,13 +247,13 @@ _PER_PEER = 8  # sockets of a rank to each other one, over all groups
 _PER_WORKER = 32
 
 
-def cores(place: Place) -> Found:
+def cores(place: CheckContext) -> CheckResult:
     """Threads of all ranks on this node, and their loader processes, against the cores that the container gives."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Found([judge_cores(usable, quota_of(place.root), torch.get_num_threads(), place)])
+    return CheckResult([judge_cores(usable, quota_of(place.root), torch.get_num_threads(), place)])
 
 
-def judge_cores(usable: int, quota: float, threads: int, place: Place) -> Finding:
+def judge_cores(usable: int, quota: float, threads: int, place: CheckContext) -> Finding:
     """What is to be said of `threads` a rank.
 
     Args:
@@ -92,22 +315,22 @@ def _words(path: Path) -> list[str]:
         return []
 
 
-def memory(place: Place) -> Found:
+def memory(place: CheckContext) -> CheckResult:
     """What is free on this node, by the machine and by the container's limit, against what its ranks need at least."""
     free, whole, by = _free(place)
     if not whole:
-        return Found([ok("memory", "the system does not say how much there is")])
+        return CheckResult([ok("memory", "the system does not say how much there is")])
     least = _LEAST_MEMORY * place.local_size
     text = f"{bytes_text(free)} of {bytes_text(whole)} are free, by {by}"
     if free < least:
         mend = (
             f"{place.local_size} ranks need {bytes_text(least)} and their model; end what else runs, or raise the limit"
         )
-        return Found([fail("memory", text, mend)])
-    return Found([ok("memory", text)], {"free": free, "whole": whole})
+        return CheckResult([fail("memory", text, mend)])
+    return CheckResult([ok("memory", text)], {"free": free, "whole": whole})
 
 
-def _free(place: Place) -> tuple[int, int, str]:
+def _free(place: CheckContext) -> tuple[int, int, str]:
     """Bytes free, bytes in all, and who says so: the container, where its limit leaves less."""
     lines = dict(line.split(":", 1) for line in place.text("proc/meminfo").splitlines() if ":" in line)
     sizes = {name: int(text.split()[0]) * 1024 for name, text in lines.items() if text.split()[0].isdigit()}
@@ -130,17 +353,17 @@ def _reclaimable(folder: Path) -> int:
     return int(found.get("inactive_file", found.get("total_inactive_file", "0")))
 
 
-def shared_memory(place: Place) -> Found:
+def shared_memory(place: CheckContext) -> CheckResult:
     """/dev/shm, through which loader processes hand over batches, and NCCL what it sends on one node."""
     folder = place.root / "dev/shm"
     try:
         whole, _, free = shutil.disk_usage(folder)
     except OSError:
-        return Found([ok("shared memory", "there is no /dev/shm here")])
-    return Found([judge_shared(whole, free, place)])
+        return CheckResult([ok("shared memory", "there is no /dev/shm here")])
+    return CheckResult([judge_shared(whole, free, place)])
 
 
-def judge_shared(whole: int, free: int, place: Place) -> Finding:
+def judge_shared(whole: int, free: int, place: CheckContext) -> Finding:
     """What is to be said of `free` bytes of `whole`."""
     used_by = [f"{place.config.data.workers} loader processes a rank"] * bool(place.config.data.workers)
     used_by += ["NCCL between the ranks of a node"] * (place.devices > 0 and place.local_size > 1)
@@ -156,7 +379,7 @@ def judge_shared(whole: int, free: int, place: Place) -> Finding:
     return say("shared memory", f"{text}, for {' and '.join(used_by)}", mend)
 
 
-def open_files(place: Place) -> Found:
+def open_files(place: CheckContext) -> CheckResult:
     """The limit of open files against this world: sockets to every other rank, in every group, and loader processes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES + _PER_PEER * (place.size - 1) + _PER_WORKER * place.config.data.workers
@@ -165,5 +388,5 @@ def open_files(place: Place) -> Found:
             "" if hard in (resource.RLIM_INFINITY, -1) or hard >= needed else f" (the hard limit, {hard}, needs root)"
         )
         text = f"{soft} open files are allowed, and {place.size} ranks need about {needed} each"
-        return Found([fail("open files", text, f"`ulimit -n 65536` before the start{room}")])
-    return Found([ok("open files", f"{soft} are allowed, about {needed} needed")])
+        return CheckResult([fail("open files", text, f"`ulimit -n 65536` before the start{room}")])
+    return CheckResult([ok("open files", f"{soft} are allowed, about {needed} needed")])

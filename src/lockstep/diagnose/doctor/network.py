@@ -4,18 +4,236 @@ found = between(place)                      # facts: by rank that was tried, wha
 """
 
 import contextlib
+import dataclasses
+import json
 import os
+import re
 import socket
+import statistics
 import struct
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from lockstep.diagnose.doctor.addresses import gloo_address, is_loopback
-from lockstep.diagnose.doctor.finding import Finding, Found, Place, fail, ok, warn
+import torch
 
-__all__ = ["between", "judge_between", "judge_names", "names", "reason", "to_master"]
+from lockstep.diagnose.doctor.board import gloo_address, is_loopback
+from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, warn
+
+__all__ = [
+    "NcclChoice",
+    "between",
+    "copying",
+    "judge_between",
+    "judge_names",
+    "judge_speed",
+    "multiplying",
+    "names",
+    "parse",
+    "read_log",
+    "reason",
+    "slower",
+    "speed",
+    "suspects",
+    "to_master",
+]
+
+
+_LIMIT = 8 << 20  # bytes that are read
+_VERSION = re.compile(r"NCCL version (\S+)")
+_BOOTSTRAP = re.compile(r"Bootstrap ?: Using (?:\[\d+\])?([^:\s]+):(\S+?)<")
+_NETWORK = re.compile(r"Using network (\S+)")
+_SOCKET = re.compile(r"NET/Socket ?: Using \[0\]([^:\s]+):")
+_IB = re.compile(r"NET/IB ?: Using (\[0\].*?)(?: \[RO\]| ?;|$)")
+_PORT = re.compile(r"\[\d+\]([\w.-]+:\d+)")
+_VIA = re.compile(r"Channel \d+(?:/\d+)? ?: .*? via (\S+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class NcclChoice:
+    """What a process's NCCL chose.
+
+    Attributes:
+        version: "2.27.5+cuda12.9".
+        interface: that it meets the others at.
+        network: between nodes: "IB", "Socket", a plugin's name.
+        devices: of it: interfaces, or ports as "mlx5_0:1".
+        ways: of the channels between ranks, by how many: "P2P/CUMEM", "SHM/direct/direct", "NET/IB/0/GDRDMA".
+    """
+
+    version: str = ""
+    interface: str = ""
+    network: str = ""
+    devices: list[str] = dataclasses.field(default_factory=list)
+    ways: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        through = f" ({', '.join(self.devices)})" if self.devices else ""
+        ways = ", ".join(sorted(self.ways, key=lambda way: -self.ways[way]))
+        said = (
+            f"{self.version or 'of an unknown version'} meets at {self.interface or '?'}, network {self.network or '?'}"
+        )
+        return f"{said}{through}" + (f", channels by {ways}" if ways else "")
+
+    def to_json(self) -> str:
+        """As one JSON object."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def read_log(path: Path) -> NcclChoice:
+    """What a log says; an empty `Chosen` where there is none."""
+    try:
+        with path.open("rb") as file:
+            return parse(file.read(_LIMIT).decode("utf-8", "replace"))
+    except OSError:
+        return NcclChoice()
+
+
+def parse(text: str) -> NcclChoice:
+    """What the lines of a log say. Forms of NCCL 2.18 to 2.29."""
+    version = _first(_VERSION, text)
+    network = _first(_NETWORK, text)
+    devices: list[str] = []
+    if network == "Socket":
+        devices = [found] if (found := _first(_SOCKET, text)) else []
+    elif (ports := re.search(_IB.pattern, text, re.MULTILINE)) is not None:
+        devices = _PORT.findall(ports[1])
+    ways: dict[str, int] = {}
+    for way in _VIA.findall(text):
+        ways[way] = ways.get(way, 0) + 1
+    return NcclChoice(version, _first(_BOOTSTRAP, text), network, devices, ways)
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    return found[1] if found else ""
+
+
+_SLOWER = 1.10
+_ROUNDS, _ROUND = 25, 0.008  # seconds that a round should take: less than a process is given at a time
+_LEAST, _ENOUGH = 5, 1.0  # rounds, and seconds after which no more are begun: a machine may be busy
+_AGAIN = 3  # times that a rank must be found slow, or it was something that passed
+_SIDE, _BYTES = {"cpu": 256, "cuda": 4096}, {"cpu": 32 << 20, "cuda": 256 << 20}
+
+
+def multiplying(device: torch.device) -> Callable[[], None]:
+    """One product of two square matrices: in float32 on a CPU, in bfloat16 on a CUDA device."""
+    side = _SIDE[device.type]
+    one = torch.full((side, side), 0.5, device=device, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16)
+    into = torch.empty_like(one)
+
+    def work() -> None:
+        torch.mm(one, one, out=into)
+
+    return work
+
+
+def copying(device: torch.device) -> Callable[[], None]:
+    """One copy within the device's memory."""
+    one = torch.zeros(_BYTES[device.type] // 4, device=device)
+    into = torch.empty_like(one)
+
+    def work() -> None:
+        into.copy_(one)
+
+    return work
+
+
+def _times(work: Callable[[], None], device: torch.device) -> list[float]:
+    """Seconds of one call, in each of up to 25 rounds."""
+
+    def round_of(calls: int) -> float:
+        began = time.perf_counter()
+        for _ in range(calls):
+            work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # waits for the device
+        return (time.perf_counter() - began) / calls
+
+    round_of(1)
+    calls = max(1, min(200, int(_ROUND / max(round_of(2), 1e-6))))
+    found, ended = list[float](), time.monotonic() + _ENOUGH
+    while len(found) < _ROUNDS and (len(found) < _LEAST or time.monotonic() < ended):
+        found.append(round_of(calls))
+    return found
+
+
+def slower(rounds: Mapping[int, Sequence[float]]) -> list[int]:
+    """The ranks that are slower than the others by more than a tenth, and beyond what the others' own rounds differ.
+
+    Args:
+        rounds: by rank, the seconds of each round.
+
+    A rank is slow where its best round is above 1.1 times the median of every other rank's rounds, and above three
+    quarters of them: the rest something else on the machine may have disturbed.
+    """
+    found = []
+    for rank, own in rounds.items():
+        others = [sorted(each) for other, each in rounds.items() if other != rank]
+        if others and len(rounds) > 2:  # others that are slow themselves hide nobody
+            others = sorted(others, key=statistics.median)[: max(1, len(others) * 3 // 4)]
+        if others and all(
+            min(own) > max(_SLOWER * statistics.median(each), each[3 * len(each) // 4]) for each in others
+        ):
+            found.append(rank)
+    return found
+
+
+def speed(place: CheckContext) -> CheckResult:
+    """Measures both kinds; where a rank looks slow, again, on all ranks alike."""
+    device = place.world.device if place.world else torch.device("cpu")
+    facts: list[dict[str, list[float]]] = []
+    for number in range(_AGAIN):
+        facts.append({"multiplying": _times(multiplying(device), device), "copying": _times(copying(device), device)})
+        if place.board is None or place.size == 1:
+            break
+        told = place.board.gather(f"speed/{number}", facts[-1], 6.0)
+        if None in told or not suspects(told, place):
+            break
+    return CheckResult([], {"rounds": facts, "device": str(device)})
+
+
+def suspects(told: Sequence[Mapping[str, Sequence[float]] | None], place: CheckContext) -> list[tuple[int, str]]:
+    """(rank, kind) of those that look slow. CPUs of one machine share its memory: of each, its best rank counts."""
+    there = {rank: each for rank, each in enumerate(told) if each}
+    found = []
+    for kind in next(iter(there.values())) if there else ():
+        rounds = {rank: each[kind] for rank, each in there.items()}
+        if kind == "copying" and not place.devices:
+            best: dict[str, int] = {}
+            for rank in sorted(rounds, key=lambda rank: min(rounds[rank])):
+                best.setdefault(place.hosts[rank] if rank < len(place.hosts) else "", rank)
+            rounds = {rank: rounds[rank] for rank in best.values()}
+        found += [(rank, kind) for rank in slower(rounds)]
+    return found
+
+
+def judge_speed(facts: list[Any], place: CheckContext) -> list[Finding]:
+    """Names the ranks that were slow each time."""
+    there = {rank: each["rounds"] for rank, each in enumerate(facts) if each}
+    if not there:
+        return []
+    times = min(len(each) for each in there.values())
+    every = [[there[rank][n] if rank in there else None for rank in range(len(facts))] for n in range(times)]
+    asked = [suspects(told, place) for told in every]
+    slow = [suspect for suspect in asked[0] if times == _AGAIN and all(suspect in each for each in asked)]
+    found = []
+    for rank, kind in slow:
+        last = {r: min(min(each[n][kind]) for n in range(times)) for r, each in there.items()}
+        others = statistics.median(seconds for r, seconds in last.items() if r != rank)
+        text = f"{place.who(rank)} is slow at {kind}: {1e3 * last[rank]:.3g} ms, the others {1e3 * others:.3g} ms"
+        mend = "look at what else runs there, its clocks, cooling and power; --shares auto gives it less to do"
+        found.append(warn("speed", text, mend))
+    first = next(iter(there.values()))[0]
+    product, copy = statistics.median(first["multiplying"]), statistics.median(first["copying"])
+    kind = "cuda" if facts[min(there)]["device"].startswith("cuda") else "cpu"
+    rates = f"{2 * _SIDE[kind] ** 3 / product / 1e9:.3g} GFLOP/s in products"
+    rates += f", {2 * _BYTES[kind] / copy / 1e9:.3g} GB/s in copies"
+    return found or [ok("speed", rates + (" on rank 0, and no rank is slower" if len(there) > 1 else ""))]
+
 
 _CONNECT = 4.0  # seconds
 _APART = 1.0  # seconds between two clocks
@@ -24,7 +242,7 @@ _TIME = struct.Struct("<d")
 _ALL = 32  # ranks up to which each tries each
 
 
-def names(place: Place) -> Found:
+def names(place: CheckContext) -> CheckResult:
     """What the master's and this machine's own name lead to."""
     master = place.environ.get("MASTER_ADDR", "")
     address, interface = gloo_address(place.environ, place.host)
@@ -41,10 +259,10 @@ def names(place: Place) -> Found:
             socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)
         except OSError as error:
             text = f"MASTER_ADDR {master} does not resolve: {error.strerror or error}"
-            return Found(
+            return CheckResult(
                 [fail("names", text, "give node 0's address as a number, or put its name into /etc/hosts")], facts
             )
-    return Found([], facts)
+    return CheckResult([], facts)
 
 
 def _namespace() -> str:
@@ -53,7 +271,7 @@ def _namespace() -> str:
     return ""
 
 
-def judge_names(facts: list[Any], place: Place) -> list[Finding]:
+def judge_names(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Loopback is right on one machine, and leads nowhere on several."""
     there = {rank: each for rank, each in enumerate(facts) if each is not None}
     if place.size == 1 or not there:
@@ -158,11 +376,11 @@ def peers(rank: int, size: int) -> list[int]:
     return sorted(found - {rank})
 
 
-def between(place: Place) -> Found:
+def between(place: CheckContext) -> CheckResult:
     """Connects to the other ranks on the addresses that gloo would take."""
     board = place.board
     if board is None or place.size == 1 or place.alone:
-        return Found()
+        return CheckResult()
     address, _ = gloo_address(place.environ, place.host)
     told = None
     try:
@@ -174,12 +392,14 @@ def between(place: Place) -> Found:
             f"{place.who(place.rank)} cannot listen on {address or 'an address of its own'}: {error.strerror or error}"
         )
         board.gather("tcp", ["", 0], 3.0)
-        return Found([fail("tcp", why, "set GLOO_SOCKET_IFNAME to an interface with an address (`ip -br addr`)")], {})
+        return CheckResult(
+            [fail("tcp", why, "set GLOO_SOCKET_IFNAME to an interface with an address (`ip -br addr`)")], {}
+        )
     where = board.gather("tcp", told, 6.0)
     tried = [other for other in peers(place.rank, place.size) if where[other] and where[other][1]]
     with ThreadPoolExecutor(max_workers=min(16, max(1, len(tried)))) as pool:
         found = dict(zip(tried, pool.map(lambda other: _asked(*where[other]), tried), strict=True))
-    return Found(
+    return CheckResult(
         [],
         {
             "failed": {str(other): why for other, (why, _, _) in found.items() if why},
@@ -190,7 +410,7 @@ def between(place: Place) -> Found:
     )
 
 
-def judge_between(facts: list[Any], place: Place) -> list[Finding]:
+def judge_between(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Names who cannot be reached, and whose clock goes another way."""
     there = {rank: each for rank, each in enumerate(facts) if each}
     if place.size == 1 or not there:
@@ -210,7 +430,7 @@ def judge_between(facts: list[Any], place: Place) -> list[Finding]:
     return found
 
 
-def _unreached(there: dict[int, Any], place: Place) -> list[Finding]:
+def _unreached(there: dict[int, Any], place: CheckContext) -> list[Finding]:
     mend = "open the ports between the nodes for all TCP (gloo and NCCL take any), or name another interface in "
     mend += "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     wrong: dict[int, dict[int, str]] = {}

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.diagnose.doctor.finding import Finding, Found, Place, fail, ok, warn
+from lockstep.adapters.lightning.convert import configured
+from lockstep.config.task_options import LIGHTNING
+from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, warn
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import LockstepError
-from lockstep.guards.digests import Digests, leaves, of_digests
+from lockstep.guards.desync import Digests, leaves, of_digests
 from lockstep.loop import loss_of, seeder
-from lockstep.run.build import Built, build
-from lockstep.run.placement import Lying, elsewhere
-from lockstep.tasks.lightning_files import configured
-from lockstep.tasks.options import LIGHTNING
+from lockstep.training.build import Built, build
+from lockstep.training.defaults import Lying, elsewhere
 
 __all__ = ["judge_loader", "judge_placement", "judge_task", "loaders", "task"]
 
@@ -34,19 +34,19 @@ _NAMES = 2000  # tensors that are compared by name; more as one
 _SHOWN = 4
 
 
-def loaders(place: Place) -> Found:
+def loaders(place: CheckContext) -> CheckResult:
     """Makes a LightningModule, whose loaders say how many processes load: the machine is looked at with these. No line:
     what fails here fails in the task's own check, which says it."""
     if place.with_task and place.config.task.startswith(LIGHTNING):
         with suppress(Exception):
             place.config, place.module = configured(dict(place.told))
-    return Found()
+    return CheckResult()
 
 
-def task(place: Place) -> Found:
+def task(place: CheckContext) -> CheckResult:
     """Builds the run and takes its first steps, from new weights; nothing is written and nothing is kept."""
     if not place.with_task:
-        return Found([ok("task", "not tried: --task FILE.py:CLASS, or the flags of the run")])
+        return CheckResult([ok("task", "not tried: --task FILE.py:CLASS, or the flags of the run")])
     if place.world is None:
         place.world = World.join(place.config.device, 30.0)
     config, made = place.config, place.module
@@ -60,12 +60,12 @@ def task(place: Place) -> Found:
         return _tried(built)
     except LockstepError as error:
         if error.relayed:  # the rank that had it says it
-            return Found()
+            return CheckResult()
         text, _, mend = str(error).partition("; ")
-        return Found([fail("task", text, mend or "see above")])
+        return CheckResult([fail("task", text, mend or "see above")])
 
 
-def _tried(built: Built) -> Found:
+def _tried(built: Built) -> CheckResult:
     world, device = built.world, built.world.device
     steps = min(_STEPS, built.run_plan.step_plan.steps)
     loading, computing, lying = [], [], list[Lying]()
@@ -100,7 +100,7 @@ def _tried(built: Built) -> Found:
         "workers": built.config.data.workers,
         "steps": len(loading),
     }
-    return Found(findings, facts)
+    return CheckResult(findings, facts)
 
 
 def _step(built: Built, step: int, micro: list[Any], items: float) -> None:
@@ -168,7 +168,7 @@ def judge_placement(lying: list[Lying], device: torch.device) -> Iterator[Findin
             yield say("placement", f"the run computes on {device}, and elsewhere lie: {shown}{more}", mend)
 
 
-def judge_task(facts: list[Any], place: Place) -> list[Finding]:
+def judge_task(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Whether gradients and weights are the same on all ranks, and whether the loader keeps up."""
     there = {rank: each for rank, each in enumerate(facts) if each}
     if not there:

@@ -1,4 +1,4 @@
-"""What `lockstep plan` does with its flags, which are in commands/plan.py."""
+"""What `lockstep plan` does with its flags, which are in commands/diagnose.py."""
 
 import argparse
 import contextlib
@@ -9,18 +9,126 @@ from typing import Any
 
 import torch
 
-from lockstep.config import options, presets
-from lockstep.config.config import Config
-from lockstep.diagnose.plan.devices import DEVICES, Device, device_of
+from lockstep.adapters.lightning.convert import configured
+from lockstep.config import cli
+from lockstep.config.schema import Config
+from lockstep.config.task_options import LIGHTNING
+from lockstep.diagnose.plan.devices import DEVICES, DeviceSpec, device_of
 from lockstep.diagnose.plan.estimate import Planner, check_size
-from lockstep.diagnose.plan.report import as_json, described
-from lockstep.diagnose.plan.search import Answer, searched
+from lockstep.diagnose.plan.search import PlanResult, PlanRow, searched
 from lockstep.diagnose.plan.subject import subject_of
 from lockstep.errors import ConfigError, said
-from lockstep.tasks.lightning_files import configured
-from lockstep.tasks.options import LIGHTNING
+from lockstep.files import bytes_text
 
-__all__ = ["answered", "device_here", "run"]
+__all__ = [
+    "answered",
+    "as_json",
+    "described",
+    "device_here",
+    "run",
+]
+
+
+def described(answer: PlanResult) -> str:
+    """A table of where the bytes go, what would fit, and other ways to train."""
+    config, found, device = answer.config, answer.found, answer.device
+    over = device.room - found.peak
+    verdict = f"fits, {bytes_text(over)} to spare" if answer.fits else f"does not fit: {bytes_text(-over)} too much"
+    when = _PHASES.get(found.phase.removeprefix("first ").removeprefix("middle ").split()[0], found.phase)
+    when += " of the first step, whose gradients lie beside DDP's buffers" if found.phase.startswith("first ") else ""
+    lines = [
+        f"{answer.sizes.parameters:,} parameters ({answer.sizes.trained:,} trained), {config.precision}; "
+        f"{answer.size} x {device.name}, engine {config.engine}: a step of {config.batch_size} in micro-batches of "
+        f"{config.micro_size}, {found.slots} on a rank",
+        f"each rank takes {bytes_text(found.peak)} of {bytes_text(device.room)}: {verdict}",
+        "",
+        f"where they go at the peak ({when}):",
+    ]
+    lines += [f"  {bytes_text(size):>10}  {name}" for name, size in sorted(found.parts.items(), key=lambda at: -at[1])]
+    times = answer.times
+    lines += [
+        "",
+        f"a step takes about {_seconds(times.step)}: {_seconds(times.compute)} compute, {_seconds(times.update)} "
+        f"update, {_seconds(times.exposed)} exchange that nothing hides (an estimate, not a measurement)",
+    ]
+    lines += _largest(answer)
+    if answer.rows:
+        lines += ["", "what fits, the fastest first:"]
+        lines += [f"  {'samples/s':>10} {'memory':>10}  add"]
+        lines += [_row(row) for row in answer.rows]
+    if answer.note:
+        lines += ["", answer.note]
+    if answer.advice:
+        lines += ["", answer.advice]
+    return said("\n".join(lines))
+
+
+_PHASES = {
+    "begin": "before the first block",
+    "forward": "in a block's forward",
+    "loss": "in the loss and what lies behind the last block",
+    "backward": "in a block's backward",
+    "end": "after the first block's backward",
+    "update": "in the update",
+    "start": "while the model is made",
+}
+
+
+def _largest(answer: PlanResult) -> list[str]:
+    named = (
+        ("micro-batch", answer.micro_batch, "--micro-batch-size {}"),
+        ("samples", answer.seq_len, "--seq-len {}"),
+        ("model", answer.layers, "{} blocks in place of " + str(answer.sizes.layers)),
+    )
+    found = [f"{name}: {text.format(size) if size else 'none'}" for name, size, text in named if size is not None]
+    return ["", f"the largest that fits, all else as asked: {', '.join(found)}"] if found else []
+
+
+def _row(row: PlanRow) -> str:
+    return f"  {row.rate:>10.4g} {bytes_text(row.peak):>10}  {' '.join(row.flags)}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def as_json(answer: PlanResult) -> dict[str, Any]:
+    """Numbers in bytes and seconds."""
+    found, times = answer.found, answer.times
+    return {
+        "fits": answer.fits,
+        "device": {
+            "name": answer.device.name,
+            "memory": answer.device.memory,
+            "room": answer.device.room,
+            "source": answer.device.source,
+        },
+        "world_size": answer.size,
+        "parameters": answer.sizes.parameters,
+        "trained": answer.sizes.trained,
+        "layers": answer.sizes.layers,
+        "config": cli.flat(answer.config),
+        "peak": found.peak,
+        "peak_phase": found.phase,
+        "parts": found.parts,
+        "flops": found.work["compute"].flops,
+        "step_seconds": times.step,
+        "step_parts": {"compute": times.compute, "update": times.update, "exchange": times.exposed},
+        "largest": {"micro_batch_size": answer.micro_batch, "seq_len": answer.seq_len, "layers": answer.layers},
+        "ways": [
+            {
+                "flags": list(row.flags),
+                "peak": row.peak,
+                "step_seconds": row.times.step,
+                "samples_per_second": row.rate,
+                "traced": row.traced,
+            }
+            for row in answer.rows
+        ],
+        "advice": answer.advice,
+        "note": answer.note,
+    }
+
 
 _NOTHING_FITS = 3
 
@@ -31,11 +139,11 @@ def run(own: argparse.Namespace) -> int:
     Raises:
         UsageError: it cannot be planned.
     """
-    values = options.told(vars(own))
+    values = cli.told(vars(own))
     check_size(own.world_size)
     device = _device(str(values.pop("device", "auto")), own.memory)
     told = frozenset(values)
-    config, task = options.build(presets.applied(values)), None
+    config, task = cli.build(cli.applied(values)), None
     if config.task.startswith(LIGHTNING):  # its loaders say what the flags do not
         with contextlib.redirect_stdout(sys.stderr):  # what the module prints
             config, task = configured(dict(values))
@@ -46,7 +154,7 @@ def run(own: argparse.Namespace) -> int:
     return 0 if answer.fits else _NOTHING_FITS
 
 
-def answered(config: Config, task: Any, size: int, device: Device, *, fast: bool, open_batch: bool) -> Answer:
+def answered(config: Config, task: Any, size: int, device: DeviceSpec, *, fast: bool, open_batch: bool) -> PlanResult:
     """What there is to say of a training.
 
     Args:
@@ -70,7 +178,7 @@ def _widened(config: Config, size: int) -> Config:
     return dataclasses.replace(config, batch_size=micro * size, micro_batch_size=micro)
 
 
-def _device(name: str, memory: str) -> Device:
+def _device(name: str, memory: str) -> DeviceSpec:
     """The device that is named; by "auto" and "cuda" the one that is here, where one is."""
     cuda = name.split(":")[0] == "cuda"
     if not cuda and name != "auto":
@@ -82,7 +190,7 @@ def _device(name: str, memory: str) -> Device:
     return device_of("cpu", memory)
 
 
-def device_here(memory: str) -> Device:
+def device_here(memory: str) -> DeviceSpec:
     """This machine's first CUDA device, with the figures of the known one that it is, or of an h100-80; `memory` of it,
     where that is given."""
     found = torch.cuda.get_device_properties(0)

@@ -15,7 +15,7 @@ import re
 
 from lockstep.errors import ConfigError
 
-__all__ = ["DEVICES", "Device", "bytes_of", "device_of"]
+__all__ = ["DEVICES", "DeviceSpec", "bytes_of", "device_of"]
 
 _GIB = 1 << 30
 # What CUDA, its libraries and NCCL take for themselves before the first tensor: 0.5 to 1 GiB.
@@ -24,7 +24,7 @@ _FRAGMENTS = 0.05  # what the caching allocator reserves beside the tensors; an 
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpec:
     """One device of a world, all of which are alike.
 
     Attributes:
@@ -66,12 +66,12 @@ def _gpu(
     bandwidths: tuple[float, float, float],
     source: str,
     bf16: bool = True,
-) -> Device:
+) -> DeviceSpec:
     """GiB; TFLOP/s in half and single precision; GB/s of memory, link and network."""
     half, single = (1e12 * peak for peak in peaks)
     memory_rate, link, network = (1e9 * rate for rate in bandwidths)
     room = memory * _GIB
-    return Device(name, room, _CONTEXT, _FRAGMENTS, half, single, memory_rate, link, network, bf16, False, source)
+    return DeviceSpec(name, room, _CONTEXT, _FRAGMENTS, half, single, memory_rate, link, network, bf16, False, source)
 
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
@@ -104,7 +104,7 @@ _CORE = 2e10  # float32 operations a second of a core with AVX2 in torch's produ
 _HOST_RATE = 2e10  # bytes a second of a host's memory; an estimate
 
 
-def device_of(name: str, memory: str = "") -> Device:
+def device_of(name: str, memory: str = "") -> DeviceSpec:
     """The device of that name; `memory` of it, "70GB" or "64GiB", where that is given.
 
     Raises:
@@ -142,9 +142,9 @@ def bytes_of(text: str) -> float:
     return float(found[1]) * (1024.0 if found[3] else 1000.0) ** power
 
 
-def _host() -> Device:
+def _host() -> DeviceSpec:
     """The machine that this runs on: what its ranks share is not divided."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cores = os.cpu_count() or 1
     peak = _CORE * cores
-    return Device("cpu", float(pages), 0.0, 0.0, peak, peak, _HOST_RATE, 1e9, 1e9, False, True, "this machine")
+    return DeviceSpec("cpu", float(pages), 0.0, 0.0, peak, peak, _HOST_RATE, 1e9, 1e9, False, True, "this machine")

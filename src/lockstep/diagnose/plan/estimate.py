@@ -11,26 +11,81 @@ doublings of a step's micro-batches in exact mode, whose tree holds one sum more
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
-from lockstep.config.config import Config
+from lockstep.config.engine_options import ENGINES
+from lockstep.config.schema import Config
 from lockstep.data.device import AHEAD
-from lockstep.diagnose.plan.devices import Device, device_of
+from lockstep.diagnose.plan.devices import DeviceSpec, device_of
 from lockstep.diagnose.plan.fakes import fake_world
-from lockstep.diagnose.plan.recorder import Recorder, Work
+from lockstep.diagnose.plan.recorder import OperationRecorder, Work
 from lockstep.diagnose.plan.subject import Subject, asked, layers_of
-from lockstep.diagnose.plan.trace import Trace, Untraceable, probed, traced, unlike
-from lockstep.engines.make import name_of
-from lockstep.engines.options import ENGINES
-from lockstep.engines.shared.exact import check_servable, held_at_most
-from lockstep.engines.shared.sizes import check_planned
+from lockstep.diagnose.plan.trace import StepTrace, Untraceable, probed, traced, unlike
+from lockstep.engines.exact import check_servable, held_at_most
+from lockstep.engines.registry import check_planned, name_of
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.loop import described
-from lockstep.run.defaults import settled
+from lockstep.training.defaults import settled
 
-__all__ = ["Estimate", "Planner", "Sizes", "check_size"]
+__all__ = [
+    "MemoryEstimate",
+    "Planner",
+    "Sizes",
+    "Times",
+    "check_size",
+    "largest",
+    "step_time",
+]
+
+
+_TRIES = 7  # estimates in a search
+
+
+def largest(
+    evaluate: Callable[[int], float],
+    candidates: Sequence[int],
+    room: float,
+    known: Sequence[tuple[int, float]] = (),
+) -> int:
+    """The largest of the ascending candidates whose bytes fit the room, each answer one that was evaluated; 0: none.
+
+    Guesses lie on the line through the two that are nearest to the room, between one that fits and one that does not.
+
+    Args:
+        known: sizes, not of the candidates all, and bytes that are known of them: for a better first guess.
+    """
+    seen, found = dict(known), dict[int, bool]()
+
+    def fits(place: int) -> bool:
+        size = candidates[place]
+        seen[size] = evaluate(size)
+        found[place] = seen[size] <= room
+        return found[place]
+
+    low, high = -1, len(candidates)
+    for _ in range(_TRIES):
+        if high - low < 2:
+            break
+        guess = _guessed(seen, candidates, room) if len(seen) > 1 else 0 if low < 0 else low + 1
+        guess = min(max(guess, low + 1), high - 1)
+        low, high = (guess, high) if fits(guess) else (low, guess)
+    if low < 0:  # all guesses were too large: is the smallest?
+        return candidates[0] if candidates and 0 not in found and fits(0) else 0
+    return candidates[low]
+
+
+def _guessed(seen: dict[int, float], candidates: Sequence[int], room: float) -> int:
+    """The last place whose bytes should fit, by the two sizes that are nearest to the room."""
+    one, other = sorted(sorted(seen, key=lambda size: abs(seen[size] - room))[:2])
+    if seen[other] <= seen[one]:
+        return len(candidates) - 1
+    slope = (seen[other] - seen[one]) / (other - one)
+    most = one + (room - seen[one]) / slope
+    return sum(size <= most for size in candidates) - 1
+
 
 _SHALLOW = (3, 4)  # blocks of a model that is drawn to its depth
 _DEEP = 6  # from so many on
@@ -54,7 +109,7 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Estimate:
+class MemoryEstimate:
     """One rank's memory, in bytes, and the work of one micro-batch.
 
     Attributes:
@@ -93,15 +148,15 @@ class Planner:
         UsageError: as in training.
     """
 
-    def __init__(self, config: Config, subject: Subject, size: int, device: Device) -> None:
+    def __init__(self, config: Config, subject: Subject, size: int, device: DeviceSpec) -> None:
         self.subject, self.size, self.device = subject, size, device
         self.asked = config
         self.config, self.sizes = self._settled(config)
         self.note = ""
-        self._traces: dict[tuple[Any, ...], Trace] = {}
+        self._traces: dict[tuple[Any, ...], StepTrace] = {}
 
     def _settled(self, config: Config) -> tuple[Config, Sizes]:
-        world: Any = _Asked(self.size)
+        world: Any = _EngineWorld(self.size)
         engine = name_of(config.engine, world)
         check_planned(engine, config.engine_options)
         if ENGINES[engine].one_process and self.size > 1:
@@ -111,7 +166,7 @@ class Planner:
             precision = "bf16" if self.device.bf16 else "float32"
         config = dataclasses.replace(config, engine=engine, precision=precision, compile=False, attention="auto")
         try:
-            with fake_world(1), Recorder():
+            with fake_world(1), OperationRecorder():
                 found, sizes = self._sized(config, self.subject.task.model())
         except LockstepError:
             raise
@@ -133,7 +188,7 @@ class Planner:
         )
         return settled(config, task, model, samples).config, sizes
 
-    def estimate(self, config: Config, layers: int = 0, subject: Subject | None = None) -> Estimate:
+    def estimate(self, config: Config, layers: int = 0, subject: Subject | None = None) -> MemoryEstimate:
         """Of a configuration without "auto", with so many blocks; 0: the model's own.
 
         Raises:
@@ -148,7 +203,7 @@ class Planner:
             found, copies = self._deep(config, layers, subject, min(slots, unlike(config))), 0.0
         return self._whole(config, found, slots, copies)
 
-    def _exact(self, config: Config, layers: int, subject: Subject | None, slots: int) -> tuple[Trace, float]:
+    def _exact(self, config: Config, layers: int, subject: Subject | None, slots: int) -> tuple[StepTrace, float]:
         """Rank 0's tree by its doublings, and what the rank holds more whose run lies worst in the tree."""
         steps = slots.bit_length() - 1
         if steps <= 2:
@@ -159,7 +214,7 @@ class Planner:
         worst = held_at_most(config.micro_batches, self.size)
         return found, float(max(0, worst - held_at_most(self.size << steps, self.size)))
 
-    def _deep(self, config: Config, layers: int, subject: Subject | None, slots: int) -> Trace:
+    def _deep(self, config: Config, layers: int, subject: Subject | None, slots: int) -> StepTrace:
         policy = config.activation_checkpointing
         # DeepSpeed's buckets end elsewhere in each depth, so that there are no lines.
         if layers < _DEEP or policy.startswith("every:") or ENGINES[config.engine].own_gradients:
@@ -168,7 +223,7 @@ class Planner:
         low, high = (self._traced(config, subject, count, slots) for count in _SHALLOW)
         return _between(low, high, (layers - _SHALLOW[0]) / (_SHALLOW[1] - _SHALLOW[0]))
 
-    def _traced(self, config: Config, subject: Subject | None, layers: int, slots: int) -> Trace:
+    def _traced(self, config: Config, subject: Subject | None, layers: int, slots: int) -> StepTrace:
         used = subject or self.subject
         alike = dataclasses.replace(config, batch_size=config.micro_size)  # a trace has its own number of slots
         key = (repr(alike), id(used), layers, slots)
@@ -181,7 +236,7 @@ class Planner:
                 self._traces[key] = self._probed(config, used, slots, error)
         return self._traces[key]
 
-    def _probed(self, config: Config, subject: Subject, slots: int, error: Untraceable) -> Trace:
+    def _probed(self, config: Config, subject: Subject, slots: int, error: Untraceable) -> StepTrace:
         """What one process takes here, with real numbers."""
         room = _MEASURABLE * device_of("cpu").memory
         if 16 * self.sizes.parameters > room:
@@ -194,7 +249,7 @@ class Planner:
         self.note = f"{error}; so it is measured on this machine's CPU, as one process holds it{more}"
         return found
 
-    def _whole(self, config: Config, found: Trace, slots: int, copies: float) -> Estimate:
+    def _whole(self, config: Config, found: StepTrace, slots: int, copies: float) -> MemoryEstimate:
         """With what lies beside the tensors of a step: batches, sums of a tree, and the device's allowance."""
         phases = {name: size for name, size in found.peaks.items() if name != "start" or self.device.host}
         phase = max(phases, key=lambda name: phases[name])
@@ -206,21 +261,21 @@ class Planner:
         parts["fragments"] = self.device.fragments * sum(parts.values())
         parts = {name: size for name, size in parts.items() if size}
         peak = math.fsum(parts.values())
-        return Estimate(config, peak, phase, parts, phases, found.held, found.work, slots, found.batch)
+        return MemoryEstimate(config, peak, phase, parts, phases, found.held, found.work, slots, found.batch)
 
     def batches(self, slots: int) -> int:
         """Micro-batches that lie in the device's memory: on a host a step's, on a device those on their way."""
         return slots if self.device.host else min(slots + 1, AHEAD + 1)
 
 
-class _Asked:
+class _EngineWorld:
     """As much of a world as names an engine."""
 
     def __init__(self, size: int) -> None:
         self.control = size > 1 or None
 
 
-def _between(low: Trace, high: Trace, times: float) -> Trace:
+def _between(low: StepTrace, high: StepTrace, times: float) -> StepTrace:
     """low + times * (high - low), number by number; phases that only one has are left out.
 
     After each operation a trace holds what a straight line says; the most of a phase is the most of these lines, and
@@ -246,7 +301,7 @@ def _between(low: Trace, high: Trace, times: float) -> Trace:
         if ones and len(ones) == len(others):  # else by parameters, as in an update, whose last ones hold most
             peaks[name] = max(map(line, ones, others))
             parts[name]["rest"] += peaks[name] - sum(parts[name].values())
-    return Trace(
+    return StepTrace(
         peaks,
         {},
         parts,
@@ -260,3 +315,56 @@ def check_size(size: int) -> None:
     """Raises ConfigError for a world that cannot be."""
     if not 1 <= size <= _LARGEST:
         raise ConfigError(f"--world-size {size}: give the number of devices, from 1 to {_LARGEST}")
+
+
+_PRODUCTS = 0.55  # of the peak, in large products of a training; PaLM's MFU is 0.46, with all else (arXiv 2204.02311)
+_MEMORY = 0.75  # of the bandwidth, in a kernel that only moves
+_FUSED = 0.5  # bytes that kernels move which a compiler has joined, against eager ones
+_LINK = 0.7
+_NODE = 8  # devices
+_LATENCY = 20e-6  # seconds a collective and doubling of the ranks
+_CALL = 5e-6  # seconds a kernel takes to be handed out by eager code
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a step.
+
+    Attributes:
+        compute: forwards and backwards; update: of the optimizer; exposed: exchanges that nothing hides.
+    """
+
+    compute: float
+    update: float
+    exposed: float
+
+    @property
+    def step(self) -> float:
+        return self.compute + self.update + self.exposed
+
+
+def step_time(found: MemoryEstimate, device: DeviceSpec, size: int, split: tuple[float, float]) -> Times:
+    """Of a step of this estimate.
+
+    Args:
+        split: bytes that a rank gathers for each micro-batch, and bytes that all sum once a step.
+    """
+    config = found.config
+    half = config.precision not in ("float32", "float64")
+    peak = device.half if half else device.single * (0.5 if config.precision == "float64" else 1.0)
+    compute = found.work["compute"]
+    products = compute.flops / (peak * _PRODUCTS)
+    moving = compute.moved * (1.0 if device.host else _FUSED) / (device.bandwidth * _MEMORY)
+    handed = 0.0 if device.host else compute.calls * _CALL * _FUSED
+    one = max(products + 0.3 * moving, moving, handed)
+    update = found.work["update"].moved / (device.bandwidth * _MEMORY)
+    gathered, summed = split
+    exposed = 0.0
+    if size > 1:
+        rate = _LINK * (device.link if size <= _NODE else device.network)
+        wait = _LATENCY * (size - 1).bit_length()
+        ring = (size - 1) / size
+        per_micro = max(0.0, gathered * ring / rate - 0.8 * one) + (wait if gathered else 0.0)
+        last = 2 * summed * ring / rate
+        exposed = found.slots * per_micro + max(0.05 * last, last - 0.6 * one) + wait
+    return Times(found.slots * one, update, exposed)

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lockstep.diagnose.plan.fakes import Unwatched, fake_device, local
-from lockstep.diagnose.plan.results import UNKNOWN, result
+from lockstep.diagnose.plan.fakes import UNKNOWN, Unwatched, fake_device, local, result
 
-__all__ = ["Recorder", "Work"]
+__all__ = ["OperationRecorder", "Work"]
 
 _ATEN: Any = torch.ops.aten
 _LITTLE = 0.002
@@ -60,7 +59,7 @@ class _Cell:
         self.size = size
 
 
-class Recorder(Unwatched):  # type: ignore[no-untyped-call]
+class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
     """Counts while it is entered.
 
     Args:

@@ -8,18 +8,16 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep.config.config import Config
-from lockstep.diagnose.plan.devices import Device
-from lockstep.diagnose.plan.estimate import Estimate, Planner, Sizes
-from lockstep.diagnose.plan.largest import largest
+from lockstep.config.engine_options import EngineOptions
+from lockstep.config.schema import Config
+from lockstep.diagnose.plan.devices import DeviceSpec
+from lockstep.diagnose.plan.estimate import MemoryEstimate, Planner, Sizes, Times, largest, step_time
 from lockstep.diagnose.plan.recorder import Work
-from lockstep.diagnose.plan.speed import Times, step_time
-from lockstep.engines.options import EngineOptions
-from lockstep.engines.shared.sizes import exchanged, least_held, variants
+from lockstep.engines.registry import exchanged, least_held, variants
 from lockstep.errors import UsageError
 from lockstep.transforms.precision import PARAMETERS
 
-__all__ = ["Answer", "Row", "searched"]
+__all__ = ["PlanResult", "PlanRow", "searched"]
 
 _POLICIES = ("none", "selective", "full")
 _MOST = 1 << 14  # samples of a micro-batch
@@ -30,7 +28,7 @@ _DEEPEST = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class PlanRow:
     """One way to train.
 
     Attributes:
@@ -54,7 +52,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class PlanResult:
     """What `lockstep plan` says.
 
     Attributes:
@@ -68,21 +66,21 @@ class Answer:
     """
 
     config: Config
-    device: Device
+    device: DeviceSpec
     size: int
     sizes: Sizes
-    found: Estimate
+    found: MemoryEstimate
     times: Times
     fits: bool
     micro_batch: int | None = None
     seq_len: int | None = None
     layers: int | None = None
-    rows: tuple[Row, ...] = ()
+    rows: tuple[PlanRow, ...] = ()
     advice: str = ""
     note: str = ""
 
 
-def searched(planner: Planner, *, fast: bool, open_batch: bool) -> Answer:
+def searched(planner: Planner, *, fast: bool, open_batch: bool) -> PlanResult:
     """The answer for what the planner was asked.
 
     Args:
@@ -96,7 +94,7 @@ def searched(planner: Planner, *, fast: bool, open_batch: bool) -> Answer:
     found = planner.estimate(config)
     fits = found.peak <= device.room
     times = _times(planner, found)
-    plain = Answer(config, device, size, planner.sizes, found, times, fits, note=planner.note)
+    plain = PlanResult(config, device, size, planner.sizes, found, times, fits, note=planner.note)
     if fast or planner.note:
         return (
             plain if fits or planner.note else dataclasses.replace(plain, micro_batch=_micro_batch(planner, open_batch))
@@ -142,7 +140,7 @@ def _sized(planner: Planner, config: Config, micro: int, open_batch: bool) -> Co
     return dataclasses.replace(config, micro_batch_size=micro, batch_size=batch, eval_micro_batch_size=micro)
 
 
-def _seq_len(planner: Planner, asked: Estimate) -> int | None:
+def _seq_len(planner: Planner, asked: MemoryEstimate) -> int | None:
     subject, config = planner.subject, planner.config
     if subject.windows is None:
         return None
@@ -165,19 +163,19 @@ def _layers(planner: Planner) -> int | None:
     return largest(lambda layers: planner.estimate(planner.config, layers).peak, deep, planner.device.room)
 
 
-def _times(planner: Planner, found: Estimate) -> Times:
+def _times(planner: Planner, found: MemoryEstimate) -> Times:
     width = PARAMETERS[found.config.precision].itemsize
     sizes, config = planner.sizes, found.config
     split = exchanged(config.engine, config.engine_options, width * sizes.parameters, width * sizes.trained)
     return step_time(found, planner.device, planner.size, split)
 
 
-def _rows(planner: Planner, open_batch: bool) -> list[Row]:
+def _rows(planner: Planner, open_batch: bool) -> list[PlanRow]:
     """Engines by policies, each with the micro-batch that is fastest of those that fit."""
     width, sizes = PARAMETERS[planner.config.precision].itemsize, planner.sizes
     held = (width * sizes.parameters, width * sizes.trained, 2.0 * width * sizes.trained)
-    found = list[Row]()
-    base: dict[tuple[str, int], Estimate] = {}
+    found = list[PlanRow]()
+    base: dict[tuple[str, int], MemoryEstimate] = {}
     first: tuple[str, EngineOptions] | None = None
     for name, options in variants(planner.size, planner.config.engine_options):
         plain = dataclasses.replace(planner.config, engine=name, engine_options=options)
@@ -204,7 +202,9 @@ def _at(planner: Planner, config: Config, policy: str, times: int, open_batch: b
     return dataclasses.replace(_sized(planner, config, size, open_batch), activation_checkpointing=policy)
 
 
-def _policies(planner: Planner, first: tuple[str, EngineOptions], open_batch: bool) -> dict[tuple[str, int], Estimate]:
+def _policies(
+    planner: Planner, first: tuple[str, EngineOptions], open_batch: bool
+) -> dict[tuple[str, int], MemoryEstimate]:
     """(policy, 1 or 2) -> the estimate with the first engine, at the smallest and at a larger micro-batch.
 
     At the larger one only the first policy is traced: what does not grow with the micro-batch (parameters, states, what
@@ -223,7 +223,7 @@ def _policies(planner: Planner, first: tuple[str, EngineOptions], open_batch: bo
     return found
 
 
-def _grown(one: Estimate, low: Estimate, high: Estimate, config: Config) -> Estimate:
+def _grown(one: MemoryEstimate, low: MemoryEstimate, high: MemoryEstimate, config: Config) -> MemoryEstimate:
     """`one` with larger micro-batches, where `low` and `high` say what is held whatever their size."""
     small, large = low.config.micro_size, high.config.micro_size
     if small == large:
@@ -252,27 +252,32 @@ def _best_row(
     planner: Planner,
     config: Config,
     policy: str,
-    own: Estimate,
-    base: dict[tuple[str, int], Estimate],
+    own: MemoryEstimate,
+    base: dict[tuple[str, int], MemoryEstimate],
     open_batch: bool,
-) -> Iterable[Row]:
+) -> Iterable[PlanRow]:
     """The fastest size that fits, from two of the first engine, and what this one holds more in each phase."""
     low, high, plain = base[policy, 1], base.get((policy, 2), base[policy, 1]), base["none", 1]
-    best: Row | None = None
+    best: PlanRow | None = None
     for size in _micro_sizes(planner, open_batch):
         sized = dataclasses.replace(_sized(planner, config, size, open_batch), activation_checkpointing=policy)
         made = _scaled(low, high, own, plain, sized, planner)
         if made.peak > planner.device.room:
             break
-        row = Row(sized, _flags(planner, sized), made.peak, _times(planner, made))
+        row = PlanRow(sized, _flags(planner, sized), made.peak, _times(planner, made))
         if best is None or row.rate > 1.02 * best.rate:
             best = row
     return [best] if best else []
 
 
 def _scaled(
-    low: Estimate, high: Estimate, own: Estimate, plain: Estimate, config: Config, planner: Planner
-) -> Estimate:
+    low: MemoryEstimate,
+    high: MemoryEstimate,
+    own: MemoryEstimate,
+    plain: MemoryEstimate,
+    config: Config,
+    planner: Planner,
+) -> MemoryEstimate:
     one, other = low.config.micro_size, high.config.micro_size
     times = (config.micro_size - one) / (other - one) if other > one else 0.0
 
@@ -298,9 +303,9 @@ def _scaled(
     return dataclasses.replace(low, config=config, peak=peak, phases=phases, work=work, slots=slots)
 
 
-def _confirmed(planner: Planner, rows: list[Row], open_batch: bool) -> list[Row]:
+def _confirmed(planner: Planner, rows: list[PlanRow], open_batch: bool) -> list[PlanRow]:
     """The rows, each estimated by itself: what does not hold gives way to the next smaller micro-batch that does."""
-    found = list[Row]()
+    found = list[PlanRow]()
     for row in sorted(rows, key=lambda row: -row.rate)[:_SHOWN]:
         sizes = [size for size in _micro_sizes(planner, open_batch) if size <= row.config.micro_size]
         for size in sizes[: -_RETRIES - 1 : -1]:
@@ -310,7 +315,7 @@ def _confirmed(planner: Planner, rows: list[Row], open_batch: bool) -> list[Row]
             except UsageError:
                 break
             if made.peak <= planner.device.room:
-                found.append(Row(config, _flags(planner, config), made.peak, _times(planner, made), traced=True))
+                found.append(PlanRow(config, _flags(planner, config), made.peak, _times(planner, made), traced=True))
                 break
     return sorted(found, key=lambda row: -row.rate)
 
@@ -326,7 +331,7 @@ def _flags(planner: Planner, config: Config) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _advice(planner: Planner, rows: list[Row], open_batch: bool) -> str:
+def _advice(planner: Planner, rows: list[PlanRow], open_batch: bool) -> str:
     """The first thing to change."""
     if rows:
         return f"change first: {' '.join(rows[0].flags)}"

@@ -18,19 +18,18 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lockstep.config.config import Config
-from lockstep.config.hub_name import is_hub_name
-from lockstep.data.fetch import blamed, check_dataset
-from lockstep.engines.shared.blocks import find_blocks
+from lockstep.config.fields import is_hub_name
+from lockstep.config.schema import Config
+from lockstep.config.task_options import LANGUAGE, kind_of
+from lockstep.data.loader import blamed, check_dataset
+from lockstep.engines.blocks import find_blocks
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
-from lockstep.run.evaluation_sets import named_sets
 from lockstep.task import Task, adapted
-from lockstep.tasks.causal_lm import CausalLM, loss_inside
-from lockstep.tasks.hf import HubCausalLM, cache_of, trained_size
-from lockstep.tasks.named import named_task
-from lockstep.tasks.options import LANGUAGE, kind_of
+from lockstep.tasks.language_model import CausalLM, HubCausalLM, cache_of, loss_inside, trained_size
+from lockstep.training.evaluation import named_sets
+from lockstep.training.named_task import named_task
 
 __all__ = ["Subject", "asked", "layers_of", "subject_of"]
 

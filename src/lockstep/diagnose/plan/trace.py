@@ -22,27 +22,26 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lockstep.config.config import Config
+from lockstep.config.engine_options import ENGINES, PLAIN, own_options
+from lockstep.config.schema import Config
 from lockstep.counts import checked, shown
 from lockstep.data.batches import MicroBatch
-from lockstep.data.fetch import blamed
+from lockstep.data.loader import blamed
 from lockstep.diagnose.plan.fakes import REFUSED, as_fake, exchanging, fake_world, finite, without_modes
-from lockstep.diagnose.plan.recorder import Recorder, Work
+from lockstep.diagnose.plan.recorder import OperationRecorder, Work
 from lockstep.diagnose.plan.subject import Subject, asked
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
-from lockstep.engines.make import engine, options_for
-from lockstep.engines.options import ENGINES, PLAIN, own_options
-from lockstep.engines.shared.blocks import find_blocks
+from lockstep.engines.blocks import find_blocks
+from lockstep.engines.registry import engine, options_for
 from lockstep.errors import LockstepError, UsageError
 from lockstep.loop import loss_of
-from lockstep.run.model import model_of
-from lockstep.run.own_optimizer import optimizer_of
 from lockstep.task import has_own
+from lockstep.training.build_engine import model_of, optimizer_of
 from lockstep.transforms.batchnorm import recorders
 from lockstep.transforms.weight_copies import copies_of
 
-__all__ = ["Trace", "Untraceable", "probed", "traced", "unlike"]
+__all__ = ["StepTrace", "Untraceable", "probed", "traced", "unlike"]
 
 _EDGE = 2  # blocks at each end that have a phase of their own
 
@@ -51,7 +50,7 @@ class Untraceable(UsageError):
     """The model asks for numbers, which a trace has not."""
 
 
-class Trace(NamedTuple):
+class StepTrace(NamedTuple):
     """What was seen of a step after the first. In the phases are bytes of one rank, and the work of one micro-batch.
 
     Attributes:
@@ -73,7 +72,7 @@ class Trace(NamedTuple):
 
 def traced(
     config: Config, subject: Subject, size: int, *, layers: int = 0, slots: int = 1, fused: bool = True
-) -> Trace:
+) -> StepTrace:
     """What rank 0 of `size` ranks holds and computes.
 
     Args:
@@ -88,7 +87,7 @@ def traced(
     """
     if config.exact:
         config = dataclasses.replace(config, batch_size=config.micro_size * slots * size)
-    recorder = Recorder()
+    recorder = OperationRecorder()
     with warnings.catch_warnings(), _frozen():
         warnings.simplefilter("ignore")
         with fake_world(size, engine=config.engine, fused=fused) as world, recorder:
@@ -121,13 +120,13 @@ def _frozen() -> Iterator[None]:
             gc.unfreeze()
 
 
-def probed(config: Config, subject: Subject, slots: int) -> Trace:
+def probed(config: Config, subject: Subject, slots: int) -> StepTrace:
     """The same, measured: real numbers, on this machine's CPU, as one process holds them.
 
     Raises:
         UsageError: the model or the optimizer refuses.
     """
-    recorder = Recorder(real=True)
+    recorder = OperationRecorder(real=True)
     config = dataclasses.replace(config, engine=PLAIN, engine_options=options_for(PLAIN, config.engine_options))
     with recorder:
         try:
@@ -138,7 +137,7 @@ def probed(config: Config, subject: Subject, slots: int) -> Trace:
             raise blamed("model" if recorder.phase == "start" else "loss", error, "its plan") from error
 
 
-class _First(NamedTuple):
+class _FirstStep(NamedTuple):
     """By phase of the first step, what was held in it, and of which parts at most; and the states that it made."""
 
     levels: dict[str, list[int]]
@@ -149,7 +148,7 @@ class _First(NamedTuple):
 class _Stage:
     """A run's parts in the fake world."""
 
-    def __init__(self, config: Config, subject: Subject, world: Any, recorder: Recorder, layers: int) -> None:
+    def __init__(self, config: Config, subject: Subject, world: Any, recorder: OperationRecorder, layers: int) -> None:
         self._subject, self._recorder, self._size = subject, recorder, config.micro_size
         self._apart = _finds_out(config)
         self._counting = config.exact or ENGINES[config.engine].own_gradients
@@ -187,7 +186,7 @@ class _Stage:
             ema=config.optim.ema,
         )
 
-    def play(self, slots: int) -> Trace:
+    def play(self, slots: int) -> StepTrace:
         """One step, in which the optimizer has its states."""
         recorder, start = self._recorder, self._recorder.peaks.get("start", 0)
         before = recorder.level
@@ -219,7 +218,7 @@ class _Stage:
         for each in parts.values():
             self._name_what_engines_keep(each, held)
         peaks["start"] = float(start)
-        return Trace(peaks, levels, parts, held, _merged(recorder.work, played), float(own))
+        return StepTrace(peaks, levels, parts, held, _merged(recorder.work, played), float(own))
 
     def _name_what_engines_keep(self, parts: dict[str, float], held: float) -> None:
         """DDP's buffers hold the gradients also while no parameter has one; ZeRO's optimizer keeps its states to itself
@@ -230,7 +229,7 @@ class _Stage:
         if not parts["optimizer states"]:
             _move(parts, "optimizer states", held - parts["parameters"] - buckets)
 
-    def _begin(self, batch: MicroBatch, slots: int) -> "_First":
+    def _begin(self, batch: MicroBatch, slots: int) -> "_FirstStep":
         """A first step, which makes the optimizer's states; what it holds at most where it may be more than later ones.
 
         Of ddp and zero it is: until it is known which parameters a backward uses, gradients lie beside the buffers.
@@ -242,16 +241,16 @@ class _Stage:
             before = recorder.level
             self._step(batch, min(slots, 2))
             gc.collect()
-            return _First(recorder.levels, recorder.parts, recorder.level - before)
+            return _FirstStep(recorder.levels, recorder.parts, recorder.level - before)
         if self._counting or recorders(self._model):  # which count their forwards
             self._step(batch, slots)
-            return _First({}, {}, 0)
+            return _FirstStep({}, {}, 0)
         for parameter in self._engine.model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         recorder.phase = "update"
         self._engine.step(1.0, math.inf, None)
-        return _First({}, {}, 0)
+        return _FirstStep({}, {}, 0)
 
     def _step(self, batch: MicroBatch, slots: int) -> None:
         for slot in range(slots):
@@ -337,7 +336,7 @@ def _told(config: Config) -> str:
     return "false" if "sharding" in own else "auto"
 
 
-def _mark(blocks: list[nn.Module], recorder: Recorder, stack: contextlib.ExitStack) -> None:
+def _mark(blocks: list[nn.Module], recorder: OperationRecorder, stack: contextlib.ExitStack) -> None:
     """Has the recorder's phase follow the forward and the backward of the blocks."""
     last = len(blocks) - 1
 

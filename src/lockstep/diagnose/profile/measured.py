@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from lockstep.diagnose.profile.intervals import NONE, length
 from lockstep.diagnose.profile.parts import PARTS, Parted, saves_of_evaluations
+from lockstep.diagnose.profile.reading import NONE, length
 
-__all__ = ["WORTH", "Measured", "Remedy", "empty"]
+__all__ = ["WORTH", "ProfileSummary", "Remedy", "empty"]
 
 _EVENT = 3e-3  # milliseconds: no event costs more
 _WAITS = ("data", "host", "records", "evaluation", "checkpoint")  # bottlenecks in which the thread may wait
@@ -35,7 +35,7 @@ class Remedy:
 
 
 @dataclass(slots=True)
-class Measured:
+class ProfileSummary:
     """The ranks' parts, and what follows of them. Milliseconds a step.
 
     Attributes:
@@ -159,7 +159,7 @@ class Measured:
         return max(self.step - sum(gone.values()), 1e-6)
 
 
-def empty(run: Measured) -> float:
+def empty(run: ProfileSummary) -> float:
     """The share of the positions that hold nothing, over all ranks."""
     said = [rank.trace.about.get("padding") or {} for rank in run.ranks]
     whole = sum(int(each.get("positions", 0)) for each in said)

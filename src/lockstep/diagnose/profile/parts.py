@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.diagnose.profile.intervals import NONE, Spans, common, length, minus, union
-from lockstep.diagnose.profile.reading import Trace
+from lockstep.diagnose.profile.reading import NONE, ProfileTrace, Spans, common, length, minus, union
 
 __all__ = ["PARTS", "Parted", "parted", "saves_of_evaluations"]
 
@@ -45,7 +44,7 @@ class Parted:
         alone: of each step what the rank did by itself, without what it waited for a core.
     """
 
-    trace: Trace
+    trace: ProfileTrace
     step: float
     parts: dict[str, float]
     forward: float = 0.0
@@ -64,7 +63,7 @@ class Parted:
         return self.step - self.parts["exposed_communication"] - self.parts["imbalance"]
 
 
-def parted(traces: Sequence[Trace]) -> list[Parted]:
+def parted(traces: Sequence[ProfileTrace]) -> list[Parted]:
     """The parts of each rank's time, in the order of the traces."""
     waiting = _waiting(traces)
     return [
@@ -73,7 +72,7 @@ def parted(traces: Sequence[Trace]) -> list[Parted]:
     ]
 
 
-def saves_of_evaluations(trace: Trace) -> Spans:
+def saves_of_evaluations(trace: ProfileTrace) -> Spans:
     """When what an evaluation found to be the best so far was saved: after it, in a step in which no save was due."""
     saves, evaluations, steps = (trace.marks.get(name, NONE) for name in ("save", "evaluate", "step"))
     every = int(trace.about.get("options", {}).get("ckpt_freq") or 0)
@@ -91,7 +90,7 @@ def _step_at(steps: Spans, at: float) -> int:
     return int(np.searchsorted(steps[:, 0], at, side="right")) - 1
 
 
-def _of_cpu(trace: Trace, late: Spans) -> Parted:
+def _of_cpu(trace: ProfileTrace, late: Spans) -> Parted:
     whole = union([trace.window])
     mark = {name: common(spans, whole) for name, spans in trace.marks.items()}
     evaluation = mark.get("evaluate", NONE)
@@ -177,7 +176,7 @@ def _without_queue(found: Parted) -> Parted:
     )
 
 
-def _of_device(trace: Trace, late: Spans) -> Parted:
+def _of_device(trace: ProfileTrace, late: Spans) -> Parted:
     whole = union([trace.window])
     mark = {name: common(spans, whole) for name, spans in trace.marks.items()}
     work = {name: common(spans, whole) for name, spans in trace.works.items()}
@@ -223,7 +222,7 @@ def _of_device(trace: Trace, late: Spans) -> Parted:
     )
 
 
-def _alone(trace: Trace, exposed: Spans) -> tuple[float, ...]:
+def _alone(trace: ProfileTrace, exposed: Spans) -> tuple[float, ...]:
     """Milliseconds of each step without exchanges that are waited for, and without waiting for a core."""
     steps = trace.marks["step"]
     queued = trace.about.get("queued_by_step") or [0.0] * len(steps)
@@ -231,7 +230,7 @@ def _alone(trace: Trace, exposed: Spans) -> tuple[float, ...]:
     return tuple(spent / 1e3 - float(lost) for spent, lost in zip(each, queued, strict=False))
 
 
-def _per_step(trace: Trace) -> Callable[[Spans], float]:
+def _per_step(trace: ProfileTrace) -> Callable[[Spans], float]:
     """Spans -> milliseconds a step."""
     return lambda spans: length(spans) / trace.steps / 1e3
 
@@ -252,11 +251,11 @@ def _beginning_in(gaps: Spans, places: Spans) -> Spans:
     return found
 
 
-def _all(trace: Trace) -> Spans:
+def _all(trace: ProfileTrace) -> Spans:
     return union([(begin, end) for _, begin, end in trace.exchanges])
 
 
-def _waiting(traces: Sequence[Trace]) -> list[Spans]:
+def _waiting(traces: Sequence[ProfileTrace]) -> list[Spans]:
     """By rank, when it had come to an exchange that another rank had not come to yet.
 
     Which exchanges of two ranks are the same one is told by their ends, which no rank reaches long before another.
@@ -292,14 +291,14 @@ def _begin_of_the_same(own: Spans, theirs: Spans) -> NDArray[np.float64]:
     return begins
 
 
-def _kinds(trace: Trace, clock: float) -> dict[str, Spans]:
+def _kinds(trace: ProfileTrace, clock: float) -> dict[str, Spans]:
     found: dict[str, list[tuple[float, float]]] = {}
     for kind, begin, end in trace.exchanges:
         found.setdefault(kind, []).append((begin - clock, end - clock))
     return {kind: np.array(spans, dtype=np.float64) for kind, spans in found.items()}
 
 
-def _clocks(traces: Sequence[Trace]) -> list[float]:
+def _clocks(traces: Sequence[ProfileTrace]) -> list[float]:
     """By rank, by how much its host's clock is ahead of the first rank's: all leave a step's last exchange at once."""
     ends = [_ends(trace) for trace in traces]
     first, host = ends[0], traces[0].about.get("host")
@@ -309,7 +308,7 @@ def _clocks(traces: Sequence[Trace]) -> list[float]:
     ]
 
 
-def _ends(trace: Trace) -> NDArray[np.float64]:
+def _ends(trace: ProfileTrace) -> NDArray[np.float64]:
     """Of each step the end of its last exchange, or of the step itself."""
     ends = np.array([end for _, _, end in trace.exchanges])
     return np.array(

@@ -10,21 +10,162 @@ its own as `gloo:all_reduce`. On a CUDA device kernels compute, and exchanges ar
 
 import bisect
 import gzip
+import heapq
 import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lockstep.diagnose.profile.intervals import NONE, Spans, minus, union
-from lockstep.diagnose.profile.operations import Times, own_times
 from lockstep.errors import ConfigError
 
-__all__ = ["MARK", "PHASES", "Trace", "TraceError", "read", "read_all", "understood"]
+__all__ = [
+    "HEADING",
+    "MARK",
+    "NONE",
+    "PHASES",
+    "Operation",
+    "ProfileTrace",
+    "ProfileTraceError",
+    "Spans",
+    "Times",
+    "common",
+    "length",
+    "minus",
+    "own_times",
+    "read",
+    "read_all",
+    "top",
+    "understood",
+    "union",
+]
+
+
+Spans = NDArray[np.float64]
+
+NONE: Spans = np.empty((0, 2))
+
+
+def union(*given: Spans | Sequence[Sequence[float]]) -> Spans:
+    """The times that lie in any of the intervals, which may overlap and stand in any order; empty ones are dropped."""
+    parts = [np.asarray(each, dtype=np.float64).reshape(-1, 2) for each in given]
+    every = np.concatenate(parts) if parts else NONE
+    every = every[every[:, 1] > every[:, 0]]
+    if not len(every):
+        return NONE
+    every = every[np.argsort(every[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(every[:, 1])
+    begins = np.flatnonzero(np.r_[True, every[1:, 0] > ends[:-1]])
+    lasts = np.r_[begins[1:] - 1, len(every) - 1]
+    return np.stack([every[begins, 0], ends[lasts]], axis=1)
+
+
+def common(one: Spans, other: Spans) -> Spans:
+    """The times that lie in both."""
+    if not len(one) or not len(other):
+        return NONE
+    # Of each interval of `one`, those of `other` that reach into it stand side by side.
+    first = np.searchsorted(other[:, 1], one[:, 0], side="right")
+    stop = np.searchsorted(other[:, 0], one[:, 1], side="left")
+    counts = np.maximum(stop - first, 0)
+    mine = np.repeat(np.arange(len(one)), counts)
+    before = np.repeat(np.cumsum(counts) - counts, counts)
+    theirs = np.repeat(first, counts) + np.arange(len(mine)) - before
+    found = np.stack([np.maximum(one[mine, 0], other[theirs, 0]), np.minimum(one[mine, 1], other[theirs, 1])], axis=1)
+    return union(found)
+
+
+def minus(one: Spans, other: Spans) -> Spans:
+    """The times that lie in `one` and not in `other`."""
+    if not len(one) or not len(other):
+        return one
+    edges = np.concatenate([[-np.inf], other.reshape(-1), [np.inf]]).reshape(-1, 2)
+    return common(one, edges)
+
+
+def length(spans: Spans) -> float:
+    """How long they are together, in their own unit."""
+    return float((spans[:, 1] - spans[:, 0]).sum())
+
+
+Times = dict[str, list[float]]  # name -> calls, and microseconds in all of them
+_MOST = 10
+_WIDTH = 52
+HEADING = f"  {'operation':<{_WIDTH}} {'time a step':>12} {'share':>5} {'calls':>8}"
+
+
+class Operation(NamedTuple):
+    """An operation or kernel, in a step of the mean rank.
+
+    Attributes:
+        name: as torch or the kernel has it.
+        ms: milliseconds, without the operations that it calls.
+        share: of the step.
+        calls: how often it ran.
+    """
+
+    name: str
+    ms: float
+    share: float
+    calls: float
+
+    def __str__(self) -> str:
+        name = self.name if len(self.name) <= _WIDTH else f"{self.name[: _WIDTH - 3]}..."
+        return f"  {name:<{_WIDTH}} {self.ms:>9.3f} ms {self.share:>5.0%} {self.calls:>8.4g}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Give what verdict.json holds."""
+        numbers = {"ms": self.ms, "share": self.share, "calls": self.calls}
+        return {"name": self.name} | {name: round(number, 4) for name, number in numbers.items()}
+
+
+def own_times(spans: Iterable[tuple[str, float, float]]) -> Times:
+    """Add up calls and times by name, each without what lies within it.
+
+    Args:
+        spans: name, begin and end in microseconds, of one thread: they lie in each other, or apart.
+    """
+    found: Times = {}
+    around: list[tuple[str, float]] = []  # what is still open, with its end
+    for name, begin, end in sorted(spans, key=lambda span: (span[1], -span[2])):
+        while around and around[-1][1] <= begin:
+            around.pop()
+        if around:
+            found[around[-1][0]][1] -= end - begin
+        entry = found.setdefault(name, [0, 0.0])
+        entry[0] += 1
+        entry[1] += end - begin
+        around.append((name, end))
+    return found
+
+
+def top(ranks: Sequence[Times], steps: int, step_ms: float) -> list[Operation]:
+    """Choose the operations that take most time.
+
+    Args:
+        ranks: the times of each rank, over all traced steps.
+        steps: traced.
+        step_ms: milliseconds of a step.
+    """
+    whole: Times = {}
+    for times in ranks:
+        for name, (calls, spent) in times.items():
+            entry = whole.setdefault(name, [0, 0.0])
+            entry[0] += calls
+            entry[1] += spent
+    count = len(ranks) * steps
+    found = heapq.nlargest(_MOST, whole.items(), key=lambda item: item[1][1])
+    return [
+        Operation(name, spent / count / 1e3, spent / count / 1e3 / max(step_ms, 1e-9), calls / count)
+        for name, (calls, spent) in found
+        if spent > 0
+    ]
+
 
 MARK = "lockstep:"
 PHASES = ("data", "forward", "backward", "exchange", "update", "save", "evaluate", "record", "step", "load")
@@ -43,12 +184,12 @@ _SPANS = ("copies", "waits", "allocates", "again", "following")
 _CALLED = 25.0  # microseconds between two events in which Python does no more than call the next operation
 
 
-class TraceError(ConfigError):
+class ProfileTraceError(ConfigError):
     """A trace that is missing, damaged, or not one of lockstep's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class ProfileTrace:
     """What one rank did in the traced steps.
 
     Attributes:
@@ -112,7 +253,7 @@ class Trace:
         return whole | {"names": sorted(self.names)}
 
     @classmethod
-    def unpacked(cls, whole: dict[str, Any]) -> "Trace":
+    def unpacked(cls, whole: dict[str, Any]) -> "ProfileTrace":
         """A trace from what `packed` gave."""
         found = dict(whole)
         for name in ("marks", "works"):
@@ -123,7 +264,7 @@ class Trace:
         return cls(**found | {"exchanges": [tuple(each) for each in found["exchanges"]]})
 
 
-def read_all(folder: Path) -> list[Trace]:
+def read_all(folder: Path) -> list[ProfileTrace]:
     """The traces of all ranks, by rank.
 
     Raises:
@@ -132,49 +273,59 @@ def read_all(folder: Path) -> list[Trace]:
     try:
         found = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
     except OSError as error:
-        raise TraceError(f"{folder}: {error.strerror or error}; give a folder such as RUN/profile/100-110") from error
+        raise ProfileTraceError(
+            f"{folder}: {error.strerror or error}; give a folder such as RUN/profile/100-110"
+        ) from error
     if not found:
-        raise TraceError(f"{folder} has no rank-R.json.gz; give a folder such as RUN/profile/100-110")
+        raise ProfileTraceError(f"{folder} has no rank-R.json.gz; give a folder such as RUN/profile/100-110")
     traces = [read(found[rank]) for rank in sorted(found)]
     world, steps = int(traces[0].about["world_size"]), traces[0].about["steps"]
     for rank, trace in zip(sorted(found), traces, strict=True):
         said = (trace.rank, trace.about["world_size"], trace.about["steps"])
         if said != (rank, world, steps):
-            raise TraceError(f"{found[rank]} is of another profile (rank, world size, steps: {said}); profile again")
+            raise ProfileTraceError(
+                f"{found[rank]} is of another profile (rank, world size, steps: {said}); profile again"
+            )
     missing = sorted(set(range(world)) - found.keys())
     if missing:
         ranks = ", ".join(map(str, missing))
-        raise TraceError(f"{folder}: of {world} ranks the trace of {ranks} is missing; copy it there, or profile again")
+        raise ProfileTraceError(
+            f"{folder}: of {world} ranks the trace of {ranks} is missing; copy it there, or profile again"
+        )
     return traces
 
 
-def read(path: Path) -> Trace:
+def read(path: Path) -> ProfileTrace:
     """One rank's trace. Raises TraceError where it is damaged, or was not written by lockstep."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             found = json.load(file)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TraceError(f"{path} is damaged: {why}; profile these steps again") from error
+        raise ProfileTraceError(f"{path} is damaged: {why}; profile these steps again") from error
     try:
         return understood(found)
-    except TraceError as error:
-        raise TraceError(f"{path} {error}") from None
+    except ProfileTraceError as error:
+        raise ProfileTraceError(f"{path} {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise TraceError(f"{path} is damaged: {type(error).__name__} {error}; profile these steps again") from error
+        raise ProfileTraceError(
+            f"{path} is damaged: {type(error).__name__} {error}; profile these steps again"
+        ) from error
 
 
-def understood(found: Any) -> Trace:
+def understood(found: Any) -> ProfileTrace:
     """A trace from its JSON. Raises TraceError for one that is not lockstep's."""
     about = found.get("lockstep") if isinstance(found, dict) else None
     if not isinstance(about, dict) or not isinstance(found.get("traceEvents"), list):
-        raise TraceError("is no trace of lockstep's: make one with train --profile FIRST:LAST, or lockstep profile")
+        raise ProfileTraceError(
+            "is no trace of lockstep's: make one with train --profile FIRST:LAST, or lockstep profile"
+        )
     base = float(found.get("baseTimeNanoseconds", 0)) / 1e3
     events = [event for event in found["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     marks, thread = _marks(events, base)
     steps = marks.get("step", NONE)
     if thread is None or not len(steps):
-        raise TraceError("has no step of lockstep's in it; profile these steps again")
+        raise ProfileTraceError("has no step of lockstep's in it; profile these steps again")
     window = (float(steps[0, 0]), float(steps[-1, 1]))
     if about["device"] == "cpu":
         return _of_cpu(about, window, marks, events, base, thread)
@@ -219,7 +370,7 @@ def _of_cpu(
     events: list[dict[str, Any]],
     base: float,
     thread: Any,
-) -> Trace:
+) -> ProfileTrace:
     own = [event for event in events if event.get("cat") == "cpu_op" and event.get("tid") == thread]
     working = [event for event in own if _works(str(event["name"]))]
     sending = _spans((event for event in own if str(event["name"]).startswith("c10d::")), base)
@@ -229,7 +380,7 @@ def _of_cpu(
     outer = _outermost(working)
     lengths = [float(event["dur"]) for event in outer if inside(event)]
     frames = sum(inside(event) for event in own if not _works(str(event["name"])))
-    return Trace(
+    return ProfileTrace(
         about,
         window,
         marks,
@@ -336,7 +487,7 @@ def _of_device(
     marks: dict[str, Spans],
     events: list[dict[str, Any]],
     base: float,
-) -> Trace:
+) -> ProfileTrace:
     asked = {
         event["args"]["correlation"]: float(event["ts"]) + base
         for event in events
@@ -369,7 +520,7 @@ def _of_device(
     calls = [event for event in events if event.get("cat") == "cuda_runtime"]
     waits = _spans((event for event in calls if str(event["name"]) in _HOST_WAITS), base)
     end = max([window[1], *(spans[-1][1] for spans in works.values())])  # the device's own end of the last step
-    return Trace(
+    return ProfileTrace(
         about,
         (window[0], end),
         marks,

@@ -6,19 +6,219 @@ verdict.write(folder)                   # verdict.json, which `report` and `scal
 """
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from lockstep.diagnose.profile.measured import WORTH, Measured, Remedy, empty
-from lockstep.diagnose.profile.operations import HEADING, Operation, top
+from lockstep.diagnose.profile.measured import WORTH, ProfileSummary, Remedy, empty
 from lockstep.diagnose.profile.parts import parted
-from lockstep.diagnose.profile.reading import Trace
-from lockstep.diagnose.profile.remedies import remedies
+from lockstep.diagnose.profile.reading import HEADING, Operation, ProfileTrace, top
+from lockstep.diagnose.profile.within import within
 from lockstep.files import write_whole
 
-__all__ = ["COMPUTE", "FILE", "Verdict", "judged"]
+__all__ = [
+    "COMPUTE",
+    "FILE",
+    "ProfileVerdict",
+    "judged",
+    "remedies",
+]
+
+
+_RARE = 0.01  # of a step: what evaluations, saves or records may take
+_BUCKET = 25.0  # MB: DDP's own
+_BUCKETS = 8  # wanted, where the gradients are small
+_OVERLAPS = 0.8  # of the last backward: before its first gradients nothing can be exchanged
+_OFTEN = 4  # micro-batches in place of one, where the exchange is to come more seldom
+
+
+def remedies(run: ProfileSummary) -> Iterator[Remedy]:
+    """Every change that applies, in no order."""
+    for rule in (_data, _imbalance, _communication, _seldom):
+        yield from rule(run)
+    yield from within(run)
+
+
+def _data(run: ProfileSummary) -> Iterator[Remedy]:
+    """More loader processes: a rank then waits for what its loaders take longer than its own work."""
+    slow = max(run.ranks, key=lambda rank: rank.parts["data"])
+    spent = slow.parts["data"]
+    if spent <= 0.0:
+        return
+    now, cores = int(run.option("data.workers") or 0), run.cores
+    rest = max(slow.own - run.tracing - spent, 1e-3)
+    loading = spent if not now else (rest + spent) * now  # of one process: with loaders, the whole step is loading
+    wanted = min(max(now + 1, math.ceil(loading / rest) + 1), 64)
+    share = float(slow.trace.about.get("cpu", {}).get("data", spent)) / spent if not now else 1.0
+    computing = min(1.0, max(0.0, share))  # the part of loading that takes a core; the rest waits for a disk
+    if computing > 0.5:
+        wanted = max(now + 1, min(wanted, cores))
+    own = []
+    for rank in run.ranks:
+        each = max(rank.own - run.tracing - rank.parts["data"], 0.0)
+        whole = rank.parts["data"] if not now else (each + rank.parts["data"]) * now
+        if not now:  # a loader process hands over each micro-batch, which takes both of them
+            each += float(rank.trace.about.get("handed_ms", 0.0)) * int(rank.trace.about.get("slots", 1))
+        busy = (each + whole * computing) / max(1, cores)  # what all cores have to do
+        own.append(max(each, whole / wanted, busy if not now else 0.0))
+    after = max(own) + _beside(run)
+    named = "" if _alike(run, "data") else f" on rank {slow.trace.rank}"
+    how = f"{now} loader processes do not keep up" if now else "samples are loaded between the steps"
+    yield Remedy(
+        "data", f"--data.workers {wanted}", after, f"{how}{named}: {spent:.1f} ms a step are spent in waiting for data"
+    )
+
+
+def _imbalance(run: ProfileSummary) -> Iterator[Remedy]:
+    """Shares by speed, where a rank is slower than the others in the mean; by length, where they are late in turns."""
+    if len(run.ranks) < 2 or run.steady["imbalance"] <= 0.0:
+        return
+    waited = min(run.steady["imbalance"], _apart(run))  # the rest is for ranks that had no core, or by chance
+    own = [rank.own - run.tracing for rank in run.ranks]
+    slow = max(range(len(own)), key=own.__getitem__)
+    others = fmean(each for place, each in enumerate(own) if place != slow)
+    if own[slow] > 1.05 * others:
+        waited -= own[slow] - fmean(own)  # what remains is of ranks that are late in turns
+        yield from _slow_rank(run, own, slow, others)
+    if waited <= 0.0:
+        return
+    after = run.without(imbalance=waited)
+    why = f"in each step another rank is late, {waited:.1f} ms in the mean: samples differ in length"
+    if run.about.get("shares"):
+        yield Remedy("imbalance", "--shares auto, with the task's `work` to say how long a sample takes", after, why)
+    else:
+        yield Remedy("imbalance", "samples of like length in a micro-batch", after, why)
+
+
+def _apart(run: ProfileSummary) -> float:
+    """By how many milliseconds the slowest rank of a step is later than the mean one, by what each does by itself."""
+    steps = zip(*(rank.alone for rank in run.ranks), strict=False)
+    return fmean(max(each) - fmean(each) for each in steps)
+
+
+def _slow_rank(run: ProfileSummary, own: list[float], slow: int, others: float) -> Iterator[Remedy]:
+    """Fewer micro-batches for the rank at `slow`.
+
+    Args:
+        own: milliseconds of a step that each rank takes by itself.
+        others: of them the mean of the other ranks.
+    """
+    data = [rank.parts["data"] for rank in run.ranks]
+    if data[slow] - min(data) > 0.5 * (own[slow] - others):
+        return  # it is late because of its data alone: see _data
+    exchange, fixed = _beside(run), run.steady["update"]
+    count = int(run.about.get("micro_batches", len(own)))
+    slots = [int(rank.trace.about.get("slots", 1)) for rank in run.ranks]
+    each = [(spent - fixed) / max(1, have) for spent, have in zip(own, slots, strict=True)]
+    after = _best_cut(each, count) + fixed + exchange
+    late = own[slow] / others - 1.0
+    rank = run.ranks[slow].trace
+    host = rank.about.get("host", "its host")
+    why = f"rank {rank.rank} on {host} is slow by {late:.0%}, and the others wait for it"
+    if run.about.get("shares") and after < 0.97 * run.step:
+        yield Remedy("imbalance", "--shares auto", after, why)
+    else:
+        what = f"look at rank {rank.rank} itself: its device, its host, its data"
+        yield Remedy("imbalance", what, others + exchange, why)
+
+
+def _best_cut(each: list[float], count: int) -> float:
+    """The least time of the slowest rank where `count` micro-batches are shared out, one or more to each rank.
+
+    `each`: what one takes a rank.
+    """
+    held = [1] * len(each)
+    for _ in range(count - len(each)):
+        place = min(range(len(each)), key=lambda rank: (held[rank] + 1) * each[rank])
+        held[place] += 1
+    return max(have * spent for have, spent in zip(held, each, strict=True))
+
+
+def _communication(run: ProfileSummary) -> Iterator[Remedy]:
+    """Overlap, half the bytes, or fewer exchanges."""
+    exposed, hidden = run.steady["exposed_communication"], run.steady["hidden_communication"]
+    if exposed <= 0.0:
+        return
+    parts = f"{exposed:.1f} ms of exchange a step are not hidden, {hidden:.1f} ms are"
+    has, megabytes = run.about.get("engine_options", ()), float(run.about.get("gradient_bytes", 0)) / 1e6
+    cap = float(run.option("engine_options.bucket_cap_mb") or _BUCKET)
+    slots = max(1, int(run.about.get("slots", 1)))
+    if "bucket_cap_mb" in has and hidden < 0.25 * (hidden + exposed) and megabytes > 0 and cap >= megabytes:
+        # One bucket is full when the backward has ended; with n all but the last lie within it.
+        size = _BUCKET if megabytes > 2 * _BUCKET else max(0.1, round(megabytes / _BUCKETS, 1))
+        buckets = max(1.0, megabytes / size)
+        last = fmean(rank.backward for rank in run.ranks) / slots * _OVERLAPS
+        gone = min(exposed * (1.0 - 1.0 / buckets), last) * (1.0 - _without_core(run))
+        why = f"the gradients travel in one bucket after the backward: {parts}"
+        after = max(run.without(gone=gone), min(run.busy, run.step))
+        yield Remedy("communication", f"--engine.bucket-cap-mb {size:g}", after, why)
+    narrow = "compression" in has and not run.option("exact")
+    if narrow and str(run.option("engine_options.compression") or "none") == "none":
+        why = f"{parts}; half the bytes would do"
+        # Half the bytes are copied in half the time, but a core that adds them adds bf16 more slowly than float32.
+        after = run.without(gone=exposed / 2.0 * (1.0 - run.exchanging))
+        yield Remedy("communication", "--engine.compression bf16", after, why)
+    size = int(run.option("batch_size") or 0)
+    seldom = 1.0 - 1.0 / _OFTEN
+    gone = (exposed + run.steady["update"]) * seldom
+    what = f"--batch-size {size * _OFTEN} with the same --micro-batch-size: {_OFTEN} times as much work an exchange"
+    why = f"{parts}; it is another training: choose --lr anew"
+    last = exposed < run.without(
+        gone=exposed + run.steady["imbalance"]
+    )  # half the bytes of a longer one are not enough
+    if run.step > WORTH * run.without(gone=exposed * seldom):  # the exchange's own share, without that of the update
+        yield Remedy("communication", what, run.without(gone=gone), why, last)
+
+
+def _without_core(run: ProfileSummary) -> float:
+    """The share of an exchange that has no core beside a backward: its threads and those that compute take turns.
+
+    Between hosts a core is busy with a part of it alone. Within one nothing travels: it is copied, core to core.
+    """
+    threads, ranks = (int(run.about.get(name, 1)) for name in ("threads", "local_ranks"))
+    free = max(0, int(run.about.get("cores", 1)) - threads * ranks)
+    needed = 1.0 if run.on_cpu and ranks == len(run.ranks) else run.exchanging
+    return max(0.0, needed - free / max(1, ranks))
+
+
+def _seldom(run: ProfileSummary) -> Iterator[Remedy]:
+    """What comes every so many steps, more seldom."""
+    for name, freq, what in (
+        ("evaluation", "eval_freq", "an evaluation"),
+        ("checkpoint", "ckpt_freq", "a checkpoint"),
+        ("record", "log_freq", "a record"),
+    ):
+        spent, every = run.steady[name], int(run.option(freq) or 0)
+        if spent <= 0.0 or not every:
+            continue
+        rest = run.without(gone=spent)
+        wanted = _round(max(every + 1, every * spent / (_RARE * rest)))
+        after = rest + spent * every / wanted
+        waits = name == "checkpoint" and run.option("checkpoint.mode") == "sync"
+        hint = ", or --checkpoint.mode async, which writes beside the steps" if waits else ""
+        flag = "--" + freq.replace("_", "-")
+        why = f"{what} every {every} steps takes {spent * every:.1f} ms each time, {spent / run.step:.0%} of all"
+        yield Remedy("records" if name == "record" else name, f"{flag} {wanted}{hint}", after, why)
+
+
+def _beside(run: ProfileSummary) -> float:
+    """What a step has beside the slowest rank's own time: the exchange, and what steps differ in."""
+    return max(0.0, run.step + run.tracing - max(rank.own for rank in run.ranks))
+
+
+def _alike(run: ProfileSummary, part: str) -> bool:
+    spent = [rank.parts[part] for rank in run.ranks]
+    return max(spent) < 1.5 * max(fmean(spent), 1e-9)
+
+
+def _round(number: float) -> int:
+    """Up to 1, 2 or 5 times a power of ten."""
+    power = 10 ** math.floor(math.log10(max(number, 1.0)))
+    return int(next(each * power for each in (1, 2, 5, 10) if each * power >= number - 1e-9))
+
 
 COMPUTE = "compute"
 FILE = "verdict.json"
@@ -41,7 +241,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ProfileVerdict:
     """What the traces say.
 
     Attributes:
@@ -105,10 +305,10 @@ class Verdict:
         write_whole(folder / FILE, (json.dumps(self.as_json(), indent=1) + "\n").encode())
 
 
-def judged(traces: Sequence[Trace]) -> Verdict:
+def judged(traces: Sequence[ProfileTrace]) -> ProfileVerdict:
     """The verdict over the traces of all ranks, in the order of the ranks."""
     ranks = parted(traces)
-    run = Measured(ranks)
+    run = ProfileSummary(ranks)
     step = sum(rank.step for rank in ranks) / len(ranks)
     every = [replace(remedy, after=run.warmed(remedy)) for remedy in remedies(run)]
     found = min(every, key=lambda remedy: (remedy.last or run.step < WORTH * remedy.after, remedy.after), default=None)
@@ -116,7 +316,7 @@ def judged(traces: Sequence[Trace]) -> Verdict:
     if found is None or gain < WORTH:
         found, gain = Remedy(COMPUTE, _faster(run), run.step, ""), 1.0
     first, last = traces[0].about["steps"]
-    return Verdict(
+    return ProfileVerdict(
         (int(first), int(last)),
         len(ranks),
         step,
@@ -132,7 +332,7 @@ def judged(traces: Sequence[Trace]) -> Verdict:
     )
 
 
-def _faster(run: Measured) -> str:
+def _faster(run: ProfileSummary) -> str:
     """What makes the computing itself faster."""
     if not run.on_cpu and not run.option("compile"):
         return "--compile"
@@ -141,7 +341,7 @@ def _faster(run: Measured) -> str:
     return "more or faster devices: `lockstep scale` says what more of them bring"
 
 
-def _sentence(run: Measured, found: Remedy, gain: float) -> str:
+def _sentence(run: ProfileSummary, found: Remedy, gain: float) -> str:
     if found.bottleneck == COMPUTE:
         share = run.steady["compute"] / max(run.step, 1e-9)
         return (
@@ -151,7 +351,7 @@ def _sentence(run: Measured, found: Remedy, gain: float) -> str:
     return f"The bottleneck is {found.bottleneck}: {found.why}. Next: {found.what}: about {times} times as fast"
 
 
-def _notes(run: Measured) -> list[str]:
+def _notes(run: ProfileSummary) -> list[str]:
     """What explains the numbers."""
     found = []
     exposed, hidden = run.steady["exposed_communication"], run.steady["hidden_communication"]

@@ -6,7 +6,7 @@ for remedy in within(measured): ...
 from collections.abc import Iterator
 from statistics import fmean
 
-from lockstep.diagnose.profile.measured import Measured, Remedy, empty
+from lockstep.diagnose.profile.measured import ProfileSummary, Remedy, empty
 
 __all__ = ["within"]
 
@@ -15,13 +15,13 @@ _SMALL = 25.0  # microseconds that a kernel takes where its cost is that of laun
 _COMPILED = 0.7  # of the cost of calls and of Python that --compile takes away
 
 
-def within(run: Measured) -> Iterator[Remedy]:
+def within(run: ProfileSummary) -> Iterator[Remedy]:
     """Every such change that applies, in no order."""
     for rule in (_host, _micro_batches, _update, _recomputation, _padding, _waits, _memory, _threads, _cores):
         yield from rule(run)
 
 
-def _host(run: Measured) -> Iterator[Remedy]:
+def _host(run: ProfileSummary) -> Iterator[Remedy]:
     """Calls of operations, which follow one another at once, and Python that does something else meanwhile."""
     idle = run.steady["host"] - fmean(rank.waits + rank.allocates for rank in run.ranks)
     count = fmean(rank.trace.count / rank.trace.steps for rank in run.ranks)
@@ -47,7 +47,7 @@ def _host(run: Measured) -> Iterator[Remedy]:
         yield Remedy("host", what, run.without(gone=idle * (_COMPILED if several else 1.0)), why)
 
 
-def _micro_batches(run: Measured) -> Iterator[Remedy]:
+def _micro_batches(run: ProfileSummary) -> Iterator[Remedy]:
     """What each forward and backward costs whatever its size, saved where there are fewer of them."""
     slots, size = int(run.about.get("slots", 1)), int(run.about.get("micro_batch_size", 1))
     if slots < 2:
@@ -60,7 +60,7 @@ def _micro_batches(run: Measured) -> Iterator[Remedy]:
     yield Remedy("micro-batches", f"--micro-batch-size {larger}, if the memory allows it", after, why)
 
 
-def _update(run: Measured) -> Iterator[Remedy]:
+def _update(run: ProfileSummary) -> Iterator[Remedy]:
     """One fused kernel in place of an operation a tensor, or one for all."""
     names = {name.lower() for rank in run.ranks for name in rank.trace.names}
     fused, each = any("fused" in name for name in names), run.about.get("fused_ns")
@@ -72,7 +72,7 @@ def _update(run: Measured) -> Iterator[Remedy]:
         yield Remedy("update", "fused=True in the optimizer that the task makes", run.without(gone=after), why)
 
 
-def _recomputation(run: Measured) -> Iterator[Remedy]:
+def _recomputation(run: ProfileSummary) -> Iterator[Remedy]:
     """No forward twice, where there is memory enough for what it keeps."""
     said = str(run.option("activation_checkpointing") or "none")
     again = fmean(rank.again for rank in run.ranks)
@@ -89,7 +89,7 @@ def _recomputation(run: Measured) -> Iterator[Remedy]:
         yield Remedy("recomputation", what, run.without(gone=again), why)
 
 
-def _padding(run: Measured) -> Iterator[Remedy]:
+def _padding(run: ProfileSummary) -> Iterator[Remedy]:
     share = empty(run)
     if share <= 0.0:
         return
@@ -99,7 +99,7 @@ def _padding(run: Measured) -> Iterator[Remedy]:
     yield Remedy("padding", what, run.without(gone=gone), f"{share:.0%} of the positions hold nothing to learn from")
 
 
-def _waits(run: Measured) -> Iterator[Remedy]:
+def _waits(run: ProfileSummary) -> Iterator[Remedy]:
     gone = fmean(rank.waits for rank in run.ranks)
     if gone > 0.0:
         why = f"the host waits for the device in the middle of a step, and then the device for the host: {gone:.1f} ms"
@@ -107,7 +107,7 @@ def _waits(run: Measured) -> Iterator[Remedy]:
         yield Remedy("synchronisation", what, run.without(gone=gone), why)
 
 
-def _memory(run: Measured) -> Iterator[Remedy]:
+def _memory(run: ProfileSummary) -> Iterator[Remedy]:
     """Memory that is asked for and given back in every step."""
     gone = fmean(rank.allocates for rank in run.ranks)
     if gone > 0.0:
@@ -126,7 +126,7 @@ def _memory(run: Measured) -> Iterator[Remedy]:
         yield Remedy("memory", what, run.without(gone=gone), why)
 
 
-def _threads(run: Measured) -> Iterator[Remedy]:
+def _threads(run: ProfileSummary) -> Iterator[Remedy]:
     """Fewer threads, where there are more than cores: what they gain was measured before the trace, on all ranks."""
     fewer = [rank.trace.about.get("fewer_threads") or {} for rank in run.ranks]
     gain = fmean(float(each.get("gain", 1.0)) for each in fewer)
@@ -140,7 +140,7 @@ def _threads(run: Measured) -> Iterator[Remedy]:
     yield Remedy("threads", f"OMP_NUM_THREADS={fewer[0]['count']}", run.without(gone=gone), why)
 
 
-def _cores(run: Measured) -> Iterator[Remedy]:
+def _cores(run: ProfileSummary) -> Iterator[Remedy]:
     """Other processes have the cores that this run wants; its own exchanges and loaders may have them."""
     cores, ranks, threads = (int(run.about.get(name, 1)) for name in ("cores", "local_ranks", "threads"))
     if threads * ranks > cores or run.option("data.workers"):
@@ -151,17 +151,17 @@ def _cores(run: Measured) -> Iterator[Remedy]:
         yield Remedy("cores", "a machine of its own, or fewer processes beside it", run.without(gone=gone), why)
 
 
-def _calls(run: Measured) -> float:
+def _calls(run: ProfileSummary) -> float:
     """Milliseconds a step that operations take whatever their size."""
     return min(fmean(rank.trace.calls / rank.trace.steps for rank in run.ranks) / 1e3, run.steady["compute"])
 
 
-def _calling(run: Measured) -> float:
+def _calling(run: ProfileSummary) -> float:
     """Milliseconds a step from one operation to the next that follows at once, without what tracing adds."""
     return max(0.0, fmean(rank.calling for rank in run.ranks) - _framing(run))
 
 
-def _framing(run: Measured) -> float:
+def _framing(run: ProfileSummary) -> float:
     """Milliseconds a step that tracing takes between operations."""
     frames = fmean(rank.trace.frames / rank.trace.steps for rank in run.ranks)
     return frames * run.event

@@ -1,4 +1,4 @@
-"""What `lockstep scale` does with its flags, which are in commands/scale.py."""
+"""What `lockstep scale` does with its flags, which are in commands/diagnose.py."""
 
 import contextlib
 import signal
@@ -10,19 +10,26 @@ from types import FrameType
 from typing import Any
 
 from lockstep.diagnose.scale import report
-from lockstep.diagnose.scale.carried import carried
-from lockstep.diagnose.scale.existing import existing
-from lockstep.diagnose.scale.findings import Row, rows_of
-from lockstep.diagnose.scale.machine import Machine, machine_for
-from lockstep.diagnose.scale.request import Request, Setting, order
-from lockstep.diagnose.scale.runs import RunFailed, Sample, measure, micro_batch_of
-from lockstep.diagnose.scale.why import grown, profiled, slowest
+from lockstep.diagnose.scale.fit import ScaleRow, carried, rows_of
+from lockstep.diagnose.scale.report import grown, profiled, slowest
+from lockstep.diagnose.scale.runs import (
+    Machine,
+    RunFailed,
+    RunSample,
+    ScaleRequest,
+    Setting,
+    existing,
+    machine_for,
+    measure,
+    micro_batch_of,
+    order,
+)
 from lockstep.errors import ConfigError, LockstepError
 
 __all__ = ["compare", "run"]
 
 
-def run(request: Request, *, as_json: bool) -> int:
+def run(request: ScaleRequest, *, as_json: bool) -> int:
     """Measures what is asked for, prints it and returns 0.
 
     Raises:
@@ -68,7 +75,7 @@ def compare(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int, 
     return 0
 
 
-def _micro_batch(request: Request, machine: Machine) -> int:
+def _micro_batch(request: ScaleRequest, machine: Machine) -> int:
     """How a step is cut, settled by a run of two steps; what `train` refuses is refused here."""
     _say(f"a run of 2 steps on {request.base} rank{'s' * (request.base > 1)}, to prepare")
     try:
@@ -80,9 +87,9 @@ def _micro_batch(request: Request, machine: Machine) -> int:
     return size
 
 
-def _measured(request: Request, machine: Machine, size: int) -> tuple[list[Sample], dict[Setting, str]]:
+def _measured(request: ScaleRequest, machine: Machine, size: int) -> tuple[list[RunSample], dict[Setting, str]]:
     """The samples of all rounds, and the first error of each setting that failed, which is not tried again."""
-    samples: list[Sample] = []
+    samples: list[RunSample] = []
     failures: dict[Setting, str] = {}
     runs = order(request.settings(), request.rounds)
     for place, (number, setting) in enumerate(runs, 1):
@@ -98,7 +105,7 @@ def _measured(request: Request, machine: Machine, size: int) -> tuple[list[Sampl
 
 
 def _verdict(
-    request: Request, machine: Machine, size: int, rows: list[Row], samples: list[Sample]
+    request: ScaleRequest, machine: Machine, size: int, rows: list[ScaleRow], samples: list[RunSample]
 ) -> dict[str, Any] | None:
     """Why the first slow size is slow; None where none is."""
     slow = slowest(rows)

@@ -21,14 +21,151 @@ heavy tails. How well this does on published tables is scored by bench/scaling/s
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Estimate", "Fit", "Measured", "expected_maximum"]
+from lockstep.diagnose.scale.runs import STRONG, Machine, RunSample, ScaleRequest, Setting
+
+__all__ = [
+    "BANDS",
+    "GOOD",
+    "Fit",
+    "Further",
+    "ScaleRow",
+    "SizeMeasurement",
+    "TimeEstimate",
+    "carried",
+    "expected_maximum",
+    "rows_of",
+]
+
+
+# Ranks -> the efficiency that the source document expects of well-set-up training on GPUs ("Scaling Efficiency
+# Analysis"), beside one rank.
+BANDS = {2: (0.90, 0.95), 4: (0.85, 0.95), 8: (0.80, 0.90), 16: (0.75, 0.90)}
+GOOD = 0.80  # below it the same document says: check what takes the time
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRow:
+    """One size in one mode.
+
+    Attributes:
+        mode: "strong" or "weak".
+        ranks, batch_size, micro_batches: of the setting; micro-batches of a whole step.
+        rate: items a second over all ranks, median over the rounds.
+        step_ms: milliseconds of a step, from `rate`, so that what lies between two steps counts too.
+        rounds: step_ms of each round, in the order of the rounds.
+        speedup: `rate` beside that of the smallest size, median of the rounds' own ratios.
+        efficiency: the same beside the growth in ranks; `low`, `high`: the least and the largest of the rounds.
+        allowed: the largest speed-up that the cores allow; None where each rank has its own.
+        full: share of the slots of a step that hold a micro-batch; below 1 some rank has fewer than another.
+        band: what the source expects; None where it says nothing of this size.
+        error: why there is no measurement; "" else.
+    """
+
+    mode: str
+    ranks: int
+    batch_size: int
+    micro_batches: int
+    rate: float = math.nan
+    step_ms: float = math.nan
+    rounds: tuple[float, ...] = ()
+    speedup: float = math.nan
+    efficiency: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    allowed: float | None = None
+    full: float = 1.0
+    band: tuple[float, float] | None = None
+    error: str = ""
+
+    @property
+    def of_cores(self) -> float:
+        """The speed-up beside what the cores allow; the efficiency itself where each rank has its own."""
+        return self.efficiency if self.allowed is None else self.speedup / self.allowed
+
+    @property
+    def work(self) -> int:
+        """Micro-batches of the rank that has most."""
+        return -(-self.micro_batches // self.ranks)
+
+
+def rows_of(
+    request: ScaleRequest,
+    machine: Machine,
+    samples: Sequence[RunSample],
+    failures: Mapping[Setting, str],
+    micro_batch_size: int,
+) -> list[ScaleRow]:
+    """A row for each mode and size, by mode and then by ranks; a size whose run failed has its error."""
+    found = []
+    for mode in request.modes:
+        settings = request.settings(mode)
+        first = _rates(samples, settings[0])
+        for setting in settings:
+            parts = setting.batch_size // micro_batch_size
+            shell = ScaleRow(mode, setting.ranks, setting.batch_size, parts, error=failures.get(setting, ""))
+            rates = _rates(samples, setting)
+            if shell.error or not rates or not first:
+                found.append(shell)
+                continue
+            found.append(_measured(shell, request, machine, rates, first, _items(samples, settings[0])))
+    return found
+
+
+def _measured(
+    row: ScaleRow,
+    request: ScaleRequest,
+    machine: Machine,
+    rates: dict[int, float],
+    first: dict[int, float],
+    items: float,
+) -> ScaleRow:
+    """`row` with its numbers.
+
+    Args:
+        rates, first: items a second by round, of this setting and of the smallest size.
+        items: of a step of the smallest size.
+    """
+    growth = row.ranks / request.base
+    in_step = items * row.batch_size / request.settings(row.mode)[0].batch_size
+    ratios = [rate / first[number] for number, rate in rates.items() if number in first]
+    ratios = ratios or [statistics.median(rates.values()) / statistics.median(first.values())]
+    speedup, rate = statistics.median(ratios), statistics.median(rates.values())
+    shared = machine.shared(row.ranks)
+    return ScaleRow(
+        row.mode,
+        row.ranks,
+        row.batch_size,
+        row.micro_batches,
+        rate=rate,
+        step_ms=1e3 * in_step / rate,
+        rounds=tuple(1e3 * in_step / each for _, each in sorted(rates.items())),
+        speedup=speedup,
+        efficiency=speedup / growth,
+        low=min(ratios) / growth,
+        high=max(ratios) / growth,
+        allowed=machine.allowed(row.ranks) / machine.allowed(request.base) if shared else None,
+        full=row.micro_batches / (row.work * row.ranks),
+        band=BANDS.get(row.ranks) if request.base == 1 else None,
+    )
+
+
+def _rates(samples: Sequence[RunSample], setting: Setting) -> dict[int, float]:
+    """Items a second by round."""
+    return {sample.round: sample.rate for sample in samples if sample.setting == setting}
+
+
+def _items(samples: Sequence[RunSample], setting: Setting) -> float:
+    """Items of a step, as rate and time of the smallest size say: the records count no items."""
+    return statistics.median(1e-3 * each.total * each.rate for each in samples if each.setting == setting)
+
 
 _Array = NDArray[np.float64]
 _NOISE = 0.01  # of a time, at least: what two measurements of the same thing differ by
@@ -41,7 +178,7 @@ _SMALL = 0.02  # how strongly terms are drawn to 0, in parts of a time: between 
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class SizeMeasurement:
     """A size that was measured.
 
     Attributes:
@@ -58,7 +195,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class TimeEstimate:
     """A time, and between what it lies in nine of ten cases."""
 
     value: float
@@ -76,7 +213,7 @@ class Fit:
     """
 
     def __init__(
-        self, points: Sequence[Measured], ranks_per_node: int = 0, most_imbalance: float | None = None
+        self, points: Sequence[SizeMeasurement], ranks_per_node: int = 0, most_imbalance: float | None = None
     ) -> None:
         if len({point.ranks for point in points}) < 2:
             raise ValueError("a fit needs two sizes at least")
@@ -97,7 +234,7 @@ class Fit:
         weights = np.exp(weights - weights.max())
         self._weights = weights / weights.sum()
 
-    def predict(self, ranks: int, work: float) -> Estimate:
+    def predict(self, ranks: int, work: float) -> TimeEstimate:
         """The time of a step on `ranks`, each with a core or device of its own, the busiest with so much work."""
         columns = _columns(ranks, work, 1.0, self._per_node)
         value = float(np.exp(sum(w * math.log(each.at(columns)) for w, each in self._each())))
@@ -110,7 +247,7 @@ class Fit:
             times.append(drawn * noise)
             weights.append(np.full(len(drawn), weight / len(drawn)))
         low, high = _quantiles(np.concatenate(times), np.concatenate(weights))
-        return Estimate(value, min(low, value), max(high, value))
+        return TimeEstimate(value, min(low, value), max(high, value))
 
     def terms(self, ranks: int, work: float) -> dict[str, float]:
         """What each term adds to `predict(ranks, work).value`; terms that add nothing are left out."""
@@ -213,7 +350,7 @@ def _allowed(names: tuple[str, ...], factors: _Array, most_imbalance: float | No
     return found
 
 
-def _drawn(points: Sequence[Measured]) -> _Array:
+def _drawn(points: Sequence[SizeMeasurement]) -> _Array:
     """Times of each point [draws, points]: medians of its rounds drawn with replacement, and the least noise."""
     chance = np.random.default_rng(0)
     found = np.empty((_DRAWS, len(points)))
@@ -249,3 +386,83 @@ def expected_maximum(count: int) -> float:
     tail = np.array([0.5 * math.erfc(each / math.sqrt(2.0)) for each in x])  # beyond x, and as much below -x
     heights = 1.0 - (1.0 - tail) ** count - tail**count
     return float((heights[1:] + heights[:-1]).sum() / 2 * (x[1] - x[0]))
+
+
+_SLACK = 3.0  # times the spread of the steps: the imbalance that ranks are believed to have at most
+
+
+@dataclass(frozen=True, slots=True)
+class Further:
+    """One size in one mode, extrapolated.
+
+    Attributes:
+        step_ms: milliseconds of a step; nine of ten should lie between `step_low` and `step_high`.
+        speedup, efficiency: beside the smallest measured size; `low`, `high`: the efficiency's interval.
+        terms: what `step_ms` is made of.
+        idle: whether there are more ranks than micro-batches.
+    """
+
+    mode: str
+    ranks: int
+    batch_size: int
+    step_ms: float
+    step_low: float
+    step_high: float
+    speedup: float
+    efficiency: float
+    low: float
+    high: float
+    terms: dict[str, float] = field(default_factory=dict)
+    idle: bool = False
+
+
+def carried(
+    request: ScaleRequest, machine: Machine, rows: Sequence[ScaleRow], samples: Sequence[RunSample]
+) -> list[Further]:
+    """What the fit says of the sizes that `request.extrapolate` names; [] where fewer than two were measured."""
+    measured = {(row.ranks, row.batch_size): row for row in rows if row.rounds}
+    base = next((row for row in rows if row.rounds and row.ranks == request.base), None)
+    if not request.extrapolate or base is None or len({ranks for ranks, _ in measured}) < 2:
+        return []
+    points = [
+        SizeMeasurement(row.ranks, row.work / base.work, row.rounds, row.ranks / machine.allowed(row.ranks))
+        for row in measured.values()
+    ]
+    spread = _step_spread(samples, base, request.window)
+    fit = Fit(points, request.ranks_per_node, most_imbalance=_SLACK * spread)
+    return [_further(fit, request, mode, size, base) for mode in request.modes for size in request.extrapolate]
+
+
+def _further(fit: Fit, request: ScaleRequest, mode: str, size: int, base: ScaleRow) -> Further:
+    growth = size / request.base
+    strong = mode == STRONG
+    batch = base.batch_size if strong else round(base.batch_size * growth)
+    work = -(-base.micro_batches // size) / base.work if strong else 1.0
+    found = fit.predict(size, work)
+    most = (1.0 if strong else growth) * base.step_ms  # speed-up times step_ms
+    return Further(
+        mode,
+        size,
+        batch,
+        found.value,
+        found.low,
+        found.high,
+        speedup=most / found.value,
+        efficiency=most / found.value / growth,
+        low=most / found.high / growth,
+        high=most / found.low / growth,
+        terms=fit.terms(size, work),
+        idle=strong and size > base.micro_batches,
+    )
+
+
+def _step_spread(samples: Sequence[RunSample], base: ScaleRow, window: int) -> float:
+    """Standard deviation of a step of the smallest size, in milliseconds, from its records of `window` steps each.
+
+    A rank's steps differ in time about as ranks differ in a step, as far as they have the same devices and work.
+    """
+    mine = [each for each in samples if each.setting == Setting(base.ranks, base.batch_size)]
+    means = [statistics.median(each.rates) / rate for each in mine for rate in each.rates]
+    if len(means) < 2:
+        return base.step_ms
+    return base.step_ms * statistics.stdev(means) * math.sqrt(window)

@@ -2,20 +2,94 @@
 
 import json
 import math
+import statistics
+import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.config import cli
 from lockstep.config.secrets import printable
-from lockstep.diagnose.scale.carried import Further
-from lockstep.diagnose.scale.findings import Row
-from lockstep.diagnose.scale.machine import Machine
-from lockstep.diagnose.scale.request import STRONG, Request, Setting
+from lockstep.diagnose.scale.fit import GOOD, Further, ScaleRow
+from lockstep.diagnose.scale.runs import (
+    PROFILE,
+    STRONG,
+    WINDOWS,
+    Machine,
+    RunFailed,
+    RunSample,
+    ScaleRequest,
+    Setting,
+    started,
+)
 
-__all__ = ["Outcome", "named"]
+__all__ = [
+    "Outcome",
+    "grown",
+    "named",
+    "profiled",
+    "slowest",
+]
+
+
+_TRACED = 10  # steps
+_SMALL = 0.02  # of a step: parts that grew by less are not named
+
+
+def slowest(rows: Sequence[ScaleRow]) -> ScaleRow | None:
+    """The smallest size whose speed-up is below 80 % of what its ranks, or the cores that they share, allow."""
+    slow = [row for row in rows if not row.error and row.speedup == row.speedup and row.of_cores < GOOD]
+    return min(slow, key=lambda row: (row.ranks, row.of_cores), default=None)
+
+
+def profiled(request: ScaleRequest, row: ScaleRow, machine: Machine, micro_batch_size: int) -> dict[str, Any] | None:
+    """What `verdict.json` of a profile of this size says: "sentence", "parts", "next"...; None where there is none."""
+    if PROFILE not in cli.option_list():
+        return None
+    with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
+        setting = Setting(row.ranks, row.batch_size)
+        first = request.window + 1  # its start is over
+        last = first + min(_TRACED, (WINDOWS - 1) * request.window) - 1
+        flags = [*request.train_flags(setting, folder, micro_batch_size), f"--{PROFILE}", f"{first}:{last}"]
+        try:
+            started(request, setting, flags, machine, Path(folder))
+            paths = sorted((Path(folder) / "run" / PROFILE).glob("*/verdict.json"))
+            found = json.loads(paths[0].read_text(encoding="utf-8")) if paths else None
+        except (RunFailed, OSError, ValueError):
+            return None
+    return found if isinstance(found, dict) and isinstance(found.get("sentence"), str) else None
+
+
+def grown(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[RunSample]) -> str:
+    """Which parts of rank 0's step take longer than they would if the step scaled, by the time/ records; "" for none.
+
+    In strong scaling a part of the smallest size would shrink with the rank's micro-batches, in weak scaling stay. On
+    shared cores all of it takes as many times longer as there are ranks to a core's worth of compute.
+    """
+    now, then = _parts(samples, row), _parts(samples, base)
+    crowd = row.ranks / machine.allowed(row.ranks) * machine.allowed(base.ranks) / base.ranks
+    shrink = row.work / base.work * crowd
+    more = {name: spent - then.get(name, 0.0) * shrink for name, spent in now.items()}
+    total = sum(now.values())
+    named = sorted(((ms, name) for name, ms in more.items() if ms > _SMALL * total), reverse=True)
+    if not named:
+        return ""
+    told = ", ".join(f"{name} by {ms:.3g} ms" for ms, name in named)
+    note = "; the backward includes the exchange" if "exchange" not in now and named[0][1] == "backward" else ""
+    return f"of the {total:.3g} ms of a step on rank 0, beside what they would be if they scaled, grew: {told}{note}"
+
+
+def _parts(samples: Sequence[RunSample], row: ScaleRow) -> dict[str, float]:
+    """{part: milliseconds a step}, medians over the rounds."""
+    mine = [each.parts for each in samples if each.setting == Setting(row.ranks, row.batch_size)]
+    names = sorted({name for parts in mine for name in parts})
+    return {name: statistics.median(parts.get(name, 0.0) for parts in mine) for name in names}
+
 
 _WIDE = 200  # columns where no terminal sets them
 _ABOVE, _WIDE_SPREAD = 1.05, 0.1  # an efficiency, and a difference between rounds, that are said to be doubtful
@@ -41,10 +115,10 @@ class Outcome:
         sources: what must be known of where the numbers are from; [] where they were measured here.
     """
 
-    request: Request
+    request: ScaleRequest
     machine: Machine
     micro_batch_size: int
-    rows: list[Row]
+    rows: list[ScaleRow]
     verdict: dict[str, Any] | None = None
     further: list[Further] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -103,7 +177,7 @@ class Outcome:
         return found
 
 
-def _of_machine(machine: Machine, rows: list[Row]) -> list[str]:
+def _of_machine(machine: Machine, rows: list[ScaleRow]) -> list[str]:
     if machine.devices:
         return []
     cores = f"{machine.cores:g} core{'s' * (machine.cores != 1)}"
@@ -122,7 +196,7 @@ def _of_machine(machine: Machine, rows: list[Row]) -> list[str]:
     return found
 
 
-def _of_fit(rows: list[Row], further: list[Further], per_node: int) -> list[str]:
+def _of_fit(rows: list[ScaleRow], further: list[Further], per_node: int) -> list[str]:
     measured = sorted({row.ranks for row in rows if row.rounds})
     crossed = per_node and measured[-1] > per_node
     found = [
@@ -143,7 +217,7 @@ def _of_fit(rows: list[Row], further: list[Further], per_node: int) -> list[str]
     return found
 
 
-def _of_spread(rows: list[Row]) -> list[str]:
+def _of_spread(rows: list[ScaleRow]) -> list[str]:
     """What speaks against the numbers themselves."""
     measured = [row for row in rows if row.rounds]
     above = sorted({row.ranks for row in measured if row.efficiency > _ABOVE})
@@ -163,7 +237,7 @@ def _of_spread(rows: list[Row]) -> list[str]:
     return found
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[ScaleRow]) -> Table:
     table = Table(box=None, pad_edge=False)
     titles = ["ranks", "batch", "items/s", "step ms", "speed-up", "efficiency", "least to most", "the source expects"]
     shared = any(row.allowed is not None for row in rows)

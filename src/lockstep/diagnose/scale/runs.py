@@ -6,6 +6,8 @@ A run is what a person would start. Its first record is its start (kernels chose
 """
 
 import contextlib
+import importlib
+import json
 import os
 import re
 import signal
@@ -14,18 +16,251 @@ import subprocess
 import sys
 import tempfile
 import threading
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lockstep.config import options
-from lockstep.diagnose.scale.machine import Machine
-from lockstep.diagnose.scale.request import Request, Setting
-from lockstep.errors import LockstepError
-from lockstep.sinks import jsonl
+from lockstep.config import cli
+from lockstep.config.cli import option_list
+from lockstep.config.engine_options import ENGINES, PLAIN
+from lockstep.config.fields import counts_of
+from lockstep.config.schema import Config
+from lockstep.config.secrets import printable
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.logging import jsonl
 
-__all__ = ["RunFailed", "Sample", "measure", "micro_batch_of", "parts_of", "started"]
+__all__ = [
+    "PROFILE",
+    "STRONG",
+    "WEAK",
+    "WINDOWS",
+    "Existing",
+    "Machine",
+    "RunFailed",
+    "RunSample",
+    "ScaleRequest",
+    "Setting",
+    "ascending",
+    "existing",
+    "machine_for",
+    "measure",
+    "micro_batch_of",
+    "order",
+    "parts_of",
+    "started",
+]
+
+
+_LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the ranks compute on.
+
+    Attributes:
+        devices: CUDA devices that are used; 0: the ranks compute on the cores.
+        cores: that this process may use, after the quota of its container.
+        threads: of each rank, the same at every size, so that a rank is as fast at all of them.
+    """
+
+    devices: int
+    cores: float
+    threads: int
+
+    def allowed(self, ranks: int) -> float:
+        """How many ranks' work can be done at once: all of it on devices, else what the cores give."""
+        return float(ranks) if self.devices else min(float(ranks), max(1.0, self.cores / self.threads))
+
+    def shared(self, ranks: int) -> bool:
+        """Whether so many ranks share cores."""
+        return self.allowed(ranks) < ranks
+
+
+def machine_for(device: str, sizes: Sequence[int], *, exact: bool) -> Machine:
+    """This machine, for runs of these sizes. Loads torch where it must ask it for devices.
+
+    Args:
+        device: what --device says.
+        exact: whether a rank computes on one thread anyway.
+
+    Raises:
+        ConfigError: a launcher started this process, or there are fewer devices than ranks.
+    """
+    inside = [name for name in _LAUNCHED if name in os.environ]
+    if inside:
+        raise ConfigError(
+            f"lockstep scale starts the ranks itself, and here a launcher has set {', '.join(inside)}: start it once, "
+            "outside of torchrun and lockstep launch"
+        )
+    devices = 0
+    if device != "cpu":
+        cuda = importlib.import_module("torch").cuda
+        devices = cuda.device_count() if cuda.is_available() else 0
+        if device == "cuda" and not devices:
+            raise ConfigError("--device cuda: torch sees no CUDA device here; use --device auto or cpu")
+        if devices and sizes[-1] > devices:
+            raise ConfigError(
+                f"--world-sizes has {sizes[-1]}, and this node shows {devices} devices: give {devices} at most, and "
+                f"--extrapolate {sizes[-1]} for what may come of more"
+            )
+    cores = usable_cores()
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = 1 if exact else int(given) if given.isdigit() and int(given) else max(1, int(cores) // sizes[-1])
+    return Machine(devices, cores, threads)
+
+
+def usable_cores() -> float:
+    """Cores that this process may run on, or the share of them that its container's quota leaves."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _QUOTA.read_text(encoding="ascii").split()[:2]
+        return min(float(cores), max(1.0, int(quota) / int(period)))
+    except (OSError, ValueError, ZeroDivisionError):  # "max", or no such system
+        return float(cores)
+
+
+STRONG, WEAK = "strong", "weak"
+PROFILE = "profile"  # the option of train that traces steps FIRST:LAST
+WINDOWS = 4  # records of a run that are counted; one more before them is its start
+_ENDLESS = 1_000_000  # steps of the plan, so that neither its end nor an evaluation comes into the measurement
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Setting:
+    """One thing to measure: so many ranks, and so many samples in a step."""
+
+    ranks: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    """What is to be measured.
+
+    Attributes:
+        flags: of train, as they were given; `config`: what they say.
+        sizes: numbers of ranks, ascending.
+        modes: STRONG (the same batch), WEAK (the batch grows with the ranks), or both.
+        rounds: how often each setting is run.
+        steps: of each run that are counted; they are cut into WINDOWS records.
+        extrapolate: numbers of ranks to which the fit is carried on.
+        ranks_per_node: of runs on several nodes; 0: all on one.
+    """
+
+    flags: tuple[str, ...]
+    config: Config
+    sizes: tuple[int, ...]
+    modes: tuple[str, ...] = (STRONG, WEAK)
+    rounds: int = 3
+    steps: int = 20
+    extrapolate: tuple[int, ...] = ()
+    ranks_per_node: int = 0
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (("rounds", self.rounds, 1), ("steps", self.steps, WINDOWS)):
+            if value < least:
+                raise ConfigError(f"--{flag} is {value}: it must be at least {least}")
+        if len(self.sizes) < 2:
+            raise ConfigError(
+                f"--world-sizes has {len(self.sizes)} size: scaling is a ratio, so give two at least, such as 1,2"
+            )
+        if ENGINES.get(self.config.engine, ENGINES[PLAIN]).one_process and self.config.engine != "auto":
+            raise ConfigError(f"--engine {self.config.engine} is one process whatever the size: leave it out")
+        if counts_of(self.config.shares):
+            raise ConfigError(
+                f"--shares {self.config.shares} fits one number of ranks alone: leave it out, or give --shares auto"
+            )
+
+    @property
+    def base(self) -> int:
+        """The smallest size, with which all others are compared."""
+        return self.sizes[0]
+
+    @property
+    def window(self) -> int:
+        """Steps a record."""
+        return -(-self.steps // WINDOWS)
+
+    def check(self, micro_batch_size: int) -> None:
+        """Raises ConfigError where ranks would have nothing to compute, or the batch cannot grow with them."""
+        parts = self.config.batch_size // micro_batch_size
+        cut = f"a step of {self.config.batch_size} samples has {parts} micro-batch{'es' * (parts > 1)}"
+        most = self.base if self.modes == (WEAK,) else self.sizes[-1]
+        if most > parts:
+            weak = "" if self.modes == (WEAK,) else "; or give --weak, where the batch grows"
+            raise ConfigError(
+                f"--world-sizes has {most}, and {cut}: the other ranks would compute nothing; raise --batch-size or "
+                f"lower --micro-batch-size{weak}"
+            )
+        if WEAK in self.modes and parts % self.base:
+            raise ConfigError(
+                f"--weak: {cut}, which {self.base} ranks cannot share alike, so it cannot grow with them; choose a "
+                "--batch-size that they can, or --strong"
+            )
+
+    def settings(self, mode: str = "") -> list[Setting]:
+        """What is run, without repetitions, by ranks; of one mode alone where it is given."""
+        whole = self.config.batch_size
+        found = {
+            Setting(size, whole if kind == STRONG else whole * size // self.base)
+            for kind in ((mode,) if mode else self.modes)
+            for size in self.sizes
+        }
+        return sorted(found)
+
+    def train_flags(self, setting: Setting, folder: str, micro_batch_size: int, windows: int = WINDOWS) -> list[str]:
+        """The flags of `train` for one run: the given ones, then what a measurement sets.
+
+        Args:
+            folder: where the run's folder `run` is made.
+            windows: records that are counted; 0: just as many steps as a run needs to begin.
+        """
+        steps = (windows + 1) * self.window if windows else 2
+        own: dict[str, object] = {
+            "experiment-name": "run",
+            "save-dir": folder,
+            "batch-size": setting.batch_size,
+            "max-steps": _ENDLESS,
+            "stop-at": steps,
+            "extend-to": 0,
+            "log-freq": self.window if windows else 2,
+            "ckpt-freq": 0,
+            "eval-freq": _ENDLESS,
+            "patience": 0,
+            "patience-metric": "",
+        }
+        if PROFILE in option_list():
+            own[PROFILE] = ""
+        if micro_batch_size:
+            own["micro-batch-size"] = micro_batch_size
+        told = [word for name, value in own.items() for word in (f"--{name}", str(value))]
+        return [*self.flags, *told, "--no-wandb", "--no-tensorboard"]
+
+
+def ascending(flag: str, text: str) -> tuple[int, ...]:
+    """`1,2,4` -> (1, 2, 4). Raises ConfigError for anything but ascending numbers from 1."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise ConfigError(f"{flag} is '{text}': it must be numbers of ranks such as 1,2,4")
+    found = tuple(int(word) for word in words)
+    if found[0] < 1 or any(after <= before for before, after in pairwise(found)):
+        raise ConfigError(f"{flag} is '{text}': it must be ascending numbers from 1, each once, such as 1,2,4")
+    return found
+
+
+def order(settings: Sequence[Setting], rounds: int) -> list[tuple[int, Setting]]:
+    """(round, setting) of every run: forwards, backwards, forwards..., so that a drift of the machine meets all."""
+    return [
+        (number, setting)
+        for number in range(rounds)
+        for setting in (settings if number % 2 == 0 else list(reversed(settings)))
+    ]
+
 
 _RATE, _TOTAL, _PARTS = "items_per_second", "time/total", "time/"
 _ERROR = re.compile(r"^(?:lockstep|\S+\.py): error: (.*)$")
@@ -41,7 +276,7 @@ class RunFailed(LockstepError):
 
 
 @dataclass(frozen=True)
-class Sample:
+class RunSample:
     """What one run's records say.
 
     Attributes:
@@ -61,7 +296,9 @@ class Sample:
         return statistics.median(self.rates)
 
 
-def measure(request: Request, setting: Setting, machine: Machine, micro_batch_size: int, number: int = 0) -> Sample:
+def measure(
+    request: ScaleRequest, setting: Setting, machine: Machine, micro_batch_size: int, number: int = 0
+) -> RunSample:
     """Runs one setting to the end and reads its records.
 
     Args:
@@ -77,7 +314,7 @@ def measure(request: Request, setting: Setting, machine: Machine, micro_batch_si
     if not records:
         raise RunFailed(f"the run wrote no records after step {request.window}")
     found = parts_of(records)
-    return Sample(setting, number, [record[_RATE] for record in records], found.pop("total"), found)
+    return RunSample(setting, number, [record[_RATE] for record in records], found.pop("total"), found)
 
 
 def windows_of(records: Sequence[dict[str, Any]], after: int) -> list[dict[str, Any]]:
@@ -94,7 +331,7 @@ def parts_of(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def micro_batch_of(request: Request, machine: Machine) -> int:
+def micro_batch_of(request: ScaleRequest, machine: Machine) -> int:
     """Samples in one forward, as a short run of the smallest size settles it; that run also prepares the data.
 
     Raises:
@@ -103,7 +340,7 @@ def micro_batch_of(request: Request, machine: Machine) -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
         setting, given = Setting(request.base, request.config.batch_size), request.config.micro_batch_size
         started(request, setting, request.train_flags(setting, folder, given, windows=0), machine, Path(folder))
-        return int(options.read(Path(folder) / "run" / "config.toml")["micro_batch_size"])
+        return int(cli.read(Path(folder) / "run" / "config.toml")["micro_batch_size"])
 
 
 def command_of(engine: str, ranks: int, flags: Sequence[str]) -> list[str]:
@@ -113,7 +350,7 @@ def command_of(engine: str, ranks: int, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "lockstep", *([] if alone else launch), "train", *flags]
 
 
-def started(request: Request, setting: Setting, flags: Sequence[str], machine: Machine, folder: Path) -> None:
+def started(request: ScaleRequest, setting: Setting, flags: Sequence[str], machine: Machine, folder: Path) -> None:
     """Starts a run and waits for its end; what it says goes to a file in `folder`.
 
     Raises:
@@ -177,3 +414,130 @@ def first_error(said: str, code: int) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [found[1] for line in lines if (found := _ERROR.match(line))]
     return errors[0] if errors else lines[-1] if lines else f"it ended with code {code} and said nothing"
+
+
+# What may differ between runs that are compared; of anything else a note is made.
+_FREE = ("experiment_name", "save_dir", "batch_size", "seed", "lr", "num_epochs", "max_steps", "stop_at", "extend_to")
+_FREE_SECTIONS = ("optim.", "checkpoint.")
+
+
+class Existing(NamedTuple):
+    """What is asked for and what was found, as if it had been measured here."""
+
+    request: ScaleRequest
+    machine: Machine
+    samples: list[RunSample]
+    notes: list[str]
+
+
+class _ExistingRun(NamedTuple):
+    path: Path
+    setting: Setting
+    config: dict[str, Any]
+    records: list[dict[str, Any]]
+
+
+def existing(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int) -> Existing:
+    """The runs in these folders, each a size; several of one size are its rounds.
+
+    Args:
+        per_node: ranks on a node; 0: all on one.
+
+    Raises:
+        ConfigError: no run's folder, one without records, or runs that differ in more than the ranks.
+    """
+    if per_node < 0:
+        raise ConfigError(f"--ranks-per-node is {per_node}: it must be at least 1; 0: all on one node")
+    runs = sorted((_read(path) for path in paths), key=lambda run: run.setting)
+    sizes = tuple(sorted({run.setting.ranks for run in runs}))
+    if len(sizes) < 2:
+        raise ConfigError(
+            f"--runs: all are of {sizes[0]} ranks: scaling is a ratio, so give runs of two sizes at least"
+        )
+    first = runs[0]
+    micro = first.config["micro_batch_size"]
+    for run in runs:
+        if run.config["micro_batch_size"] != micro:
+            raise ConfigError(
+                f"--runs: {_named(run.path)} has micro-batches of {run.config['micro_batch_size']} and "
+                f"{_named(first.path)} of {micro}: give runs that cut a step alike"
+            )
+    log_freq = first.config["log_freq"]
+    request = ScaleRequest(
+        (),
+        Config(batch_size=first.setting.batch_size, micro_batch_size=micro),
+        sizes,
+        modes=(_mode(runs),),
+        rounds=max(sum(run.setting == setting for run in runs) for setting in {run.setting for run in runs}),
+        steps=WINDOWS * (log_freq if isinstance(log_freq, int) else 1),
+        extrapolate=extrapolate,
+        ranks_per_node=per_node,
+    )
+    seen: dict[Setting, int] = {}
+    samples = []
+    for run in runs:
+        number = seen[run.setting] = seen.get(run.setting, -1) + 1
+        parts = parts_of(run.records)
+        rates = [record["items_per_second"] for record in run.records]
+        samples.append(RunSample(run.setting, number, rates, parts.pop("total"), parts))
+    notes = [
+        "from the records of runs that were made before, and not in turns; whether their ranks shared cores or a "
+        "network is not known",
+        *_differences(runs),
+    ]
+    return Existing(request, Machine(sizes[-1], 0.0, 1), samples, notes)
+
+
+def _mode(runs: Sequence[_ExistingRun]) -> str:
+    batches = {run.setting.batch_size for run in runs}
+    if len(batches) == 1:
+        return STRONG
+    first = runs[0].setting
+    if all(run.setting.batch_size * first.ranks == first.batch_size * run.setting.ranks for run in runs):
+        return WEAK
+    told = ", ".join(f"{run.setting.batch_size} on {run.setting.ranks}" for run in runs)
+    raise ConfigError(
+        f"--runs: the batches are {told} ranks: give runs of one batch (strong scaling), or whose batch grows with the "
+        "ranks (weak)"
+    )
+
+
+def _read(path: Path) -> _ExistingRun:
+    """A run's folder. The first record is the run's start, and left out."""
+    where = f"--runs: {_named(path)}"
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        config = _flat(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
+        ranks, batch, micro = state["world_size"], config["batch_size"], config["micro_batch_size"]
+        if not all(isinstance(each, int) and each > 0 for each in (ranks, batch, micro)) or batch % micro:
+            raise ValueError
+        found = windows_of(jsonl.read(path / "metrics.jsonl"), after=0)[1:]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{where} is no run's folder, or not a whole one; give folders below --save-dir") from error
+    if not found:
+        raise ConfigError(f"{where} has fewer than two records of its speed: train on, or give a smaller --log-freq")
+    return _ExistingRun(path, Setting(ranks, batch), config, found)
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Dotted names and values of the run's config.toml; another version's options are taken as they are."""
+    return {
+        name if section == name else f"{section}.{name}": value
+        for section, found in values.items()
+        for name, value in (found if isinstance(found, dict) else {section: found}).items()
+    }
+
+
+def _differences(runs: Sequence[_ExistingRun]) -> list[str]:
+    """A line for each other option in which the runs differ."""
+    names = sorted({name for run in runs for name in run.config})
+    found = []
+    for name in names:
+        values = list(dict.fromkeys(str(run.config.get(name, "its default")) for run in runs))
+        if len(values) > 1 and name not in _FREE and not name.startswith(_FREE_SECTIONS):
+            found.append(f"the runs also differ in {name} ({', '.join(values)}), and not in their ranks alone")
+    return found
+
+
+def _named(path: Path) -> str:
+    return printable(str(path))

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
+from lockstep.config.deepspeed import optimizer_named, read_json, scale_of
 from lockstep.config.sections import Fp16
-from lockstep.engines.deepspeed_file import optimizer_named, read_json, scale_of
 from lockstep.errors import ConfigError
 
-__all__ = ["Wanted", "check_batches", "merged", "read_config"]
+__all__ = ["DeepSpeedSettings", "check_batches", "merged", "read_config"]
 
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Keys that go to DeepSpeed as they are.
@@ -48,7 +48,7 @@ _OFF_VALUES = {"prescale_gradients": False, "sparse_gradients": False, "gradient
 _KNOWN = (*_PASSED, *_HELD, *_OFF_SECTIONS, *_OFF_VALUES)
 
 
-class Wanted(NamedTuple):
+class DeepSpeedSettings(NamedTuple):
     """What the flags say.
 
     Attributes:
@@ -114,7 +114,7 @@ def _hold(section: Mapping[str, Any], key: str, value: Any, source: str, within:
         )
 
 
-def merged(given: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+def merged(given: Mapping[str, Any], wanted: DeepSpeedSettings) -> dict[str, Any]:
     """What DeepSpeed gets. Raises ConfigError where the file contradicts a flag, naming both."""
     _hold(given, "gradient_clipping", wanted.clip, f"--optim.clip {wanted.clip:g}")
     _check_precision(given, wanted)
@@ -135,7 +135,7 @@ def merged(given: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def _zero(given: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+def _zero(given: Mapping[str, Any], wanted: DeepSpeedSettings) -> dict[str, Any]:
     zero = given.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ConfigError('--engine.config: zero_optimization is no object; write {"stage": 2}')
@@ -157,7 +157,7 @@ def _zero(given: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     return {**zero, "stage": stage}
 
 
-def _check_precision(given: Mapping[str, Any], wanted: Wanted) -> None:
+def _check_precision(given: Mapping[str, Any], wanted: DeepSpeedSettings) -> None:
     for key, on, flag in (("bf16", wanted.halved, "bf16-true"), ("fp16", bool(wanted.scaled), "fp16")):
         section = given.get(key, {})
         if not isinstance(section, dict):

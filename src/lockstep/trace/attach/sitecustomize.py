@@ -22,7 +22,7 @@ def _attach() -> None:
         stub = ModuleType("lockstep")
         stub.__path__ = [_PACKAGE]
         sys.modules["lockstep"] = stub
-    importlib.import_module("lockstep.trace.imports").watch()
+    importlib.import_module("lockstep.trace.record.imports").watch()
 
 
 def _users() -> None:

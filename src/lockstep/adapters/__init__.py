@@ -1,0 +1,1 @@
+"""Code that other trainers run, as tasks of lockstep."""

@@ -1,0 +1,1 @@
+"""A transformers Trainer as a task."""

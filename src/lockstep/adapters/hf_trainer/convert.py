@@ -1,0 +1,454 @@
+"""A made Hugging Face Trainer as a config and a task; nothing of its script changes but the call of `train`.
+
+    config, task = lockstep.from_trainer(trainer)           # in place of trainer.train()
+    result = lockstep.train(config, task)
+
+What the Trainer does with a batch (its collator, `compute_loss`, `prediction_step`, `compute_metrics`) is called as it
+is, also where a subclass has written it anew; what it does with processes, steps and files is lockstep's. Nothing here
+imports transformers.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lockstep.adapters.hf_trainer.arguments import check_arguments, config_of, value
+from lockstep.adapters.hf_trainer.data import (
+    Batching,
+    EpochShuffled,
+    Predictions,
+    collator_of,
+    labelled,
+    of_transformers,
+    samples_of,
+)
+from lockstep.adapters.hf_trainer.refusals import EVALUATION, LOOP, OPTIMIZERS
+from lockstep.config.schema import Config
+from lockstep.data.sampler import Sequential
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.optim.schedule import torch_schedule
+from lockstep.task import Order, Task
+
+__all__ = [
+    "LabelledTrainerTask",
+    "TrainerTask",
+    "check_optimizer",
+    "from_trainer",
+    "given_optimizer",
+    "made_optimizer",
+    "schedule_of",
+    "settings_of",
+]
+
+
+# What prints, logs, or decides when to: the run does it itself. Sinks are turned on by `report_to`.
+_DONE = (
+    *("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback"),
+    *("JITCheckpointCallback", "RichProgressCallback"),
+)
+_SINKS = {"TensorBoardCallback": "tensorboard", "WandbCallback": "wandb"}
+_EARLY = "EarlyStoppingCallback"
+_THEIRS = ("transformers.", "trl.")
+
+
+def settings_of(trainer: Any, config: Config) -> Config:
+    """The config with what the Trainer's callbacks mean.
+
+    Raises:
+        ConfigError: one whose meaning is not known, by its class.
+    """
+    changes: dict[str, Any] = {}
+    for each in trainer.callback_handler.callbacks:
+        name = type(each).__name__
+        theirs = name if type(each).__module__.startswith(_THEIRS) else ""
+        if theirs in _SINKS:
+            changes[_SINKS[theirs]] = True
+        elif theirs == _EARLY:
+            changes |= {"patience": int(each.early_stopping_patience)}
+            changes |= {"min_delta": float(each.early_stopping_threshold or 0.0)}
+        elif theirs not in _DONE:
+            raise ConfigError(
+                f"from_trainer: the callback {name} is not served: trainer.remove_callback({name}), and write what it "
+                "does as a line in the loop of lockstep.Run"
+            )
+    if changes.get("patience") and not config.eval_freq:
+        raise ConfigError("from_trainer: EarlyStoppingCallback needs evaluations: set eval_strategy='steps' or 'epoch'")
+    return dataclasses.replace(config, **changes)
+
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what transformations put into parameters' names
+
+Rates = Callable[[int, int], float]
+
+
+def check_optimizer(trainer: Any) -> None:
+    """Raises ConfigError, by its name, for an optimizer that no engine steps."""
+    if trainer.optimizer is not None:
+        return
+    if trainer.optimizer_cls_and_kwargs is not None:
+        kind = trainer.optimizer_cls_and_kwargs[0]
+        if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+            raise ConfigError(
+                f"from_trainer: optimizer_cls_and_kwargs={getattr(kind, '__name__', kind)} is a factory, which is not "
+                "served: give a class of torch.optim.Optimizer"
+            )
+        return
+    name = value(trainer.args.optim)
+    if name not in OPTIMIZERS and not _is_own_method(trainer, "create_optimizer"):
+        raise ConfigError(
+            f"from_trainer: TrainingArguments(optim='{name}') is not served: use one of {', '.join(OPTIMIZERS)}, or "
+            "give the Trainer optimizer_cls_and_kwargs"
+        )
+
+
+def given_optimizer(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
+    """How to make the optimizer that the Trainer was given anew, over the parameters of the same names.
+
+    Raises:
+        ConfigError: it has stepped already, or holds parameters that are not of the Trainer's model.
+    """
+    given = trainer.optimizer
+    if given is None:
+        return None
+    if given.state:
+        raise ConfigError("from_trainer: the optimizer of the Trainer has stepped already: give it a new one")
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    groups = []
+    for group in given.param_groups:
+        if any(parameter not in names for parameter in group["params"]):
+            raise ConfigError(
+                "from_trainer: the optimizer of the Trainer holds parameters that are not of its model: make it from "
+                "model.parameters()"
+            )
+        options = {key: option for key, option in group.items() if key not in ("params", "initial_lr")}
+        options["lr"] = group.get("initial_lr", group["lr"])  # a scheduler has multiplied the other
+        groups.append(([_plain(names[parameter]) for parameter in group["params"]], options))
+    kind, known = type(given), inspect.signature(type(given)).parameters
+    defaults = {key: option for key, option in given.defaults.items() if key in known}
+
+    def make(model: nn.Module) -> Optimizer:
+        parameters = {_plain(name): parameter for name, parameter in model.named_parameters()}
+        members = [{**options, "params": [parameters[name] for name in held]} for held, options in groups]
+        made: Optimizer = kind(members, **defaults)
+        return made
+
+    return make
+
+
+def made_optimizer(trainer: Any, model: nn.Module) -> Optimizer:
+    """What the Trainer's `create_optimizer` makes for `model`; groups without parameters are left out."""
+    held = trainer.model
+    trainer.model, trainer.optimizer = model, None
+    try:
+        takes = "model" in inspect.signature(trainer.create_optimizer).parameters
+        made: Optimizer = trainer.create_optimizer(model) if takes else trainer.create_optimizer()
+    finally:
+        trainer.model = held
+    made.param_groups[:] = [group for group in made.param_groups if group["params"]]
+    return made
+
+
+def schedule_of(trainer: Any) -> Rates | None:
+    """(step, steps) -> what the base rates are multiplied by; None for a plateau, which is not the step's alone.
+
+    Raises:
+        ConfigError: a scheduler that was given and is no function of the step.
+    """
+    given = trainer.lr_scheduler
+    if given is not None:
+        if not isinstance(given, LambdaLR) or any(each is not given.lr_lambdas[0] for each in given.lr_lambdas):
+            raise ConfigError(
+                f"from_trainer: the scheduler of the Trainer, {type(given).__name__}, is not served: give a LambdaLR "
+                "with one function, or say it as lr_scheduler_type"
+            )
+        rate = given.lr_lambdas[0]
+        return lambda step, steps: float(rate(step))
+    if value(trainer.args.lr_scheduler_type) == "reduce_lr_on_plateau":
+        return None
+
+    def make(optimizer: Optimizer, steps: int) -> Any:
+        held = trainer.optimizer
+        trainer.optimizer, trainer.lr_scheduler = optimizer, None
+        try:
+            return trainer.create_scheduler(steps, optimizer)
+        finally:
+            trainer.optimizer, trainer.lr_scheduler = held, None
+
+    return torch_schedule(make, lr=float(trainer.args.learning_rate) or 1.0)
+
+
+def _is_own_method(trainer: Any, method: str) -> bool:
+    """Whether the method is written by the user, and not in transformers."""
+    return not getattr(type(trainer), method).__module__.startswith("transformers.")
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+# What is lockstep's here, and would not be called where a subclass has its own.
+_KNOWN = ("transformers.", "trl.trainer.sft_trainer")  # whose own methods change nothing of a step
+_DECIDING = (
+    *("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+    *("label_smoothing_factor", "data_seed", "train_sampling_strategy"),
+)
+
+
+def from_trainer(trainer: Any, devices: int = 0) -> "tuple[Config, TrainerTask]":
+    """The config and the task of a made `transformers.Trainer` that has not trained yet.
+
+    Args:
+        trainer: from here on its `model` is the one that is trained, so that `trainer.save_model()` and
+            `trainer.evaluate()` after the training mean that one.
+        devices: for how many devices its batch size per device is meant, however many there are; 0: for those that it
+            was made on, as it has it itself.
+
+    Raises:
+        ConfigError: it uses what lockstep does not serve; named in one line, with the way out.
+    """
+    _check_trainer(trainer)
+    check_arguments(trainer)
+    check_optimizer(trainer)
+    evaluates = _evaluates(trainer)
+    training = samples_of(trainer, trainer.train_dataset, "train_dataset")
+    config = settings_of(trainer, config_of(trainer, devices))
+    trainer.args._n_gpu = 1  # or it would divide counts among GPUs that lockstep gives a process each
+    batching = Batching(collator_of(trainer), bool(getattr(trainer, "_loss_shifts_labels", False)))
+    kind = LabelledTrainerTask if _counts_labels(trainer, batching, training) else TrainerTask
+    return config, kind(trainer, batching, training, evaluates=evaluates)
+
+
+class TrainerTask(Task):
+    """A Trainer's work as a task whose losses of batches are averaged by samples. Made by `from_trainer`."""
+
+    framework = "the Trainer"
+    reduction = "micro-batch"
+    item_name = "samples"
+    gathers = True  # trl gathers what it logs
+
+    def __init__(self, trainer: Any, batching: Batching, training: Any, *, evaluates: bool) -> None:
+        self.trainer, self._batching, self._training = trainer, batching, training
+        self._evaluates = evaluates
+        self._rates, self._recipe = schedule_of(trainer), given_optimizer(trainer)
+        self._predictions = Predictions(trainer)
+        self._loss_takes = inspect.signature(trainer.compute_loss).parameters
+        decided = [str(value(getattr(trainer.args, name, None))) for name in _DECIDING]
+        self.fingerprint = hashlib.sha256("\n".join(decided).encode()).hexdigest()[:16]
+        _align(trainer, trainer.model)
+        self._first: nn.Module | None = trainer.model
+        self._kept = None if trainer.model_init is not None else _copied(trainer.model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A loader process gets what it needs, and not the Trainer."""
+        return Batching, (self._batching.collate, self._batching.shifts)
+
+    def model(self) -> nn.Module:
+        """The Trainer's own model; when asked again, another one as it was then. With `model_init` always a new one."""
+        trainer = self.trainer
+        if self._kept is None:
+            made = _drawn(trainer)
+        else:
+            made = copy.deepcopy(self._kept) if self._first is None else self._first
+        self._first = None
+        trainer.model = trainer.model_wrapped = made
+        return made.train()
+
+    def dataset(self, split: str) -> Any:
+        if split == "train":
+            return self._training
+        found = self.trainer.eval_dataset if self._evaluates else None
+        if isinstance(found, dict):
+            return {name: samples_of(self.trainer, each, f"eval_dataset['{name}']") for name, each in found.items()}
+        return None if found is None else samples_of(self.trainer, found, "eval_dataset")
+
+    def collate(self, samples: list[Any]) -> Any:
+        return self._batching.collate(samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean that `compute_loss` makes of a batch, over what `count` counts: 0-dim."""
+        inputs = self.trainer._prepare_inputs(batch)
+        items = self._items(inputs)
+        more = {} if items is None or not self._takes("num_items_in_batch") else {"num_items_in_batch": items}
+        with _alone(self.trainer), self.trainer.compute_loss_context_manager():
+            loss: Tensor = self.trainer.compute_loss(model, inputs, **more)
+        return loss
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
+        """The loss, and with `compute_metrics` all predictions, from one forward of `prediction_step`."""
+        trainer, predictions = self.trainer, self._predictions
+        alone = trainer.compute_metrics is None or trainer.args.prediction_loss_only
+        with _alone(trainer):
+            loss, logits, labels = trainer.prediction_step(model, batch, alone)
+        if loss is None:
+            raise ConfigError(
+                "from_trainer: the eval_dataset has no labels, so it has no loss: give it the columns "
+                f"{', '.join(trainer.label_names) or 'that the model needs'}, or leave eval_dataset out"
+            )
+        if alone:
+            return loss, {}
+        if trainer.preprocess_logits_for_metrics is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, labels)
+        wanted, main = trainer.args.include_for_metrics, getattr(trainer.model, "main_input_name", "input_ids")
+        inputs = batch[main] if "inputs" in wanted else None
+        losses = loss.repeat(_rows(batch)) if "loss" in wanted else None
+        predictions.add(logits, labels, inputs, losses)
+        return loss, {"": predictions}
+
+    def optimizer(self, model: nn.Module, config: Config) -> Optimizer:
+        made = self._recipe(model) if self._recipe else made_optimizer(self.trainer, model)
+        if config.exact:  # the fused kernel rounds by an element's place in its shard
+            for group in made.param_groups:
+                group["fused"] = False if group.get("fused") else group.get("fused")
+        self.trainer.optimizer = made
+        return made
+
+    def schedule(self, step: int, steps: int) -> float | None:
+        return None if self._rates is None else self._rates(step, steps)
+
+    def order(self, samples: int, seed: int) -> Order | None:
+        """The Trainer's own: torch's permutation of each epoch, or the order of the data."""
+        args = self.trainer.args
+        if getattr(args, "train_sampling_strategy", "random") == "sequential":
+            return Sequential(samples)
+        return EpochShuffled(samples, seed if args.data_seed is None else args.data_seed)
+
+    def _items(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        return None
+
+    def _takes(self, name: str) -> bool:
+        known = self._loss_takes
+        return name in known or any(each.kind is each.VAR_KEYWORD for each in known.values())
+
+
+class LabelledTrainerTask(TrainerTask):
+    """One whose loss is a mean over the labels that are not -100, as the model or `compute_loss_func` makes it."""
+
+    item_name = "labels"
+
+    def count(self, batch: Any) -> int:
+        return self._batching.count(batch)
+
+    def _items(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        return labelled(inputs, shifts=self._batching.shifts)
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Raises ConfigError for what is no Trainer, has trained, or trains in a way of its own."""
+    if not any(
+        kind.__name__ == "Trainer" and kind.__module__.startswith("transformers.") for kind in type(trainer).__mro__
+    ):
+        raise ConfigError(f"from_trainer takes a made transformers.Trainer, and this is {type(trainer).__name__}")
+    name = type(trainer).__name__
+    if trainer.train_dataset is None:
+        raise ConfigError("from_trainer: the Trainer has no train_dataset: give it one")
+    if trainer.state.global_step:
+        raise ConfigError("from_trainer: the Trainer has trained already: make a new one, with its model if need be")
+    if getattr(trainer.model, "quantization_method", None) is not None:
+        raise ConfigError("from_trainer: the model is quantised, which is not served: load it as it is")
+    own = [method for method in LOOP if _is_own(trainer, method)]
+    if own:
+        raise ConfigError(
+            f"from_trainer: {name} has its own `{own[0]}`, which lockstep would not call: write it as a line in the "
+            "loop of lockstep.Run, or what it computes as `compute_loss`"
+        )
+
+
+def _evaluates(trainer: Any) -> bool:
+    """Whether the run evaluates, and not the script after it, with an `evaluate` of its own."""
+    own = [method for method in EVALUATION if _is_own(trainer, method)]
+    if own and value(trainer.args.eval_strategy) != "no":
+        raise ConfigError(
+            f"from_trainer: {type(trainer).__name__} has its own `{own[0]}`, which lockstep would not call: set "
+            "eval_strategy='no', and call it after the training"
+        )
+    return not own
+
+
+def _is_own(trainer: Any, method: str) -> bool:
+    found = getattr(type(trainer), method, None)
+    return found is not None and not found.__module__.startswith(_KNOWN)
+
+
+def _counts_labels(trainer: Any, batching: Batching, training: Any) -> bool:
+    """Whether a loss is a mean over labels: the model or `compute_loss_func` is told their number, and there are such.
+
+    Raises:
+        ConfigError: the first samples cannot be made a batch.
+    """
+    if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
+        return False
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        batch = batching.collate([training[place] for place in range(min(2, len(training)))])
+    except LockstepError:
+        raise
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            f"from_trainer: the first samples of the train_dataset make no batch: {type(error).__name__}: {line}"
+        ) from error
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+    return labelled(batch, shifts=batching.shifts) is not None
+
+
+@contextlib.contextmanager
+def _alone(trainer: Any) -> Iterator[None]:
+    """Within it the Trainer takes its process for the only one, and exchanges nothing."""
+    args = trainer.args
+    held = getattr(args, "average_tokens_across_devices", False)
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = held
+
+
+def _drawn(trainer: Any) -> nn.Module:
+    """What `model_init` makes under the Trainer's seed, as the Trainer has it."""
+    random.seed(trainer.args.seed)
+    np.random.seed(trainer.args.seed)
+    torch.manual_seed(trainer.args.seed)
+    made: nn.Module = trainer.call_model_init()
+    _align(trainer, made)
+    return made
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy in host memory. Raises ConfigError where it cannot be made."""
+    try:
+        return copy.deepcopy(model).cpu()
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            f"from_trainer: the model cannot be copied ({line}), and a run may need it as it was at first: give the "
+            "Trainer a model_init"
+        ) from error
+
+
+def _align(trainer: Any, model: nn.Module) -> None:
+    """Has the model know the special tokens of its tokenizer, as the Trainer does before it trains."""
+    theirs = of_transformers(trainer)
+    align: Callable[..., None] | None = getattr(theirs, "align_special_tokens", None)
+    kinds = tuple(getattr(theirs, name) for name in ("PreTrainedTokenizerBase", "ProcessorMixin"))
+    if align is not None and isinstance(trainer.processing_class, kinds) and hasattr(model, "config"):
+        align(model, trainer.processing_class)
+
+
+def _rows(batch: Any) -> int:
+    return next(len(each) for each in batch.values() if isinstance(each, Tensor) and each.ndim)

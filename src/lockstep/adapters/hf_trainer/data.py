@@ -1,0 +1,189 @@
+"""A Trainer's `compute_metrics` as a metric whose state is every prediction: see `lockstep.run.stateful_metrics`.
+
+    predictions = Predictions(trainer)
+    predictions.add(logits, labels, inputs, loss)       # of one micro-batch
+    predictions.compute()                               # name -> number, of all that were added
+
+What a batch gave is kept in host memory; batches of other lengths are padded with -100, as the Trainer does it.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from lockstep.data.sampler import EpochOrder
+from lockstep.errors import ConfigError
+from lockstep.tasks.regression import RowsMetric
+
+__all__ = [
+    "Batching",
+    "EpochShuffled",
+    "Predictions",
+    "collator_of",
+    "labelled",
+    "of_transformers",
+    "samples_of",
+]
+
+
+IGNORED = -100
+
+
+def samples_of(trainer: Any, dataset: Any, name: str) -> Any:
+    """A set of the Trainer without the columns that its model does not take, where it has such.
+
+    Raises:
+        ConfigError: it is iterable: a sample must be had by its index.
+    """
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError(
+            f"from_trainer: the {name} of the Trainer is iterable ({type(dataset).__name__}), and any sample must be "
+            "had by its index: write it out, or load it without streaming"
+        )
+    if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
+        return trainer._remove_unused_columns(dataset, description=name)
+    return dataset
+
+
+def collator_of(trainer: Any) -> Callable[[list[Any]], Any]:
+    """What makes batches; it leaves out, of samples that still have them, the columns that the model does not take."""
+    collator: Callable[[list[Any]], Any] = trainer._get_collator_with_removed_columns(trainer.data_collator)
+    return collator
+
+
+def labelled(batch: Mapping[str, Any], *, shifts: bool) -> Tensor | None:
+    """How many labels of a batch count, 0-dim int64 where they lie; None where it has no labels that can be counted.
+
+    Args:
+        shifts: the loss shifts the labels itself, so that the first of each row is none.
+    """
+    labels = batch.get("shift_labels")
+    if labels is None:
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor):
+            return None
+        labels = labels[..., 1:] if shifts else labels
+    return labels.ne(IGNORED).sum() if isinstance(labels, Tensor) else None
+
+
+@final
+class Batching:
+    """What a loader process needs of the task: batches, and their items.
+
+    Args:
+        collator: a list of samples as one batch.
+        shifts: see `labelled`.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], Any], shifts: bool) -> None:
+        self.collate, self.shifts = collator, shifts
+
+    def count(self, batch: Any) -> int:
+        """The labels of a batch in host memory that count."""
+        found = labelled(batch, shifts=self.shifts)
+        return 0 if found is None else int(found)
+
+
+@final
+class EpochShuffled(EpochOrder):
+    """The order of accelerate's SeedableRandomSampler: epoch e is `torch.randperm` under the seed `seed + e`.
+
+    Args:
+        size: samples in an epoch.
+        seed: of the first epoch.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        super().__init__(size, size)
+        self.seed = seed
+
+    def draw(self, epoch: int) -> NDArray[np.int64]:
+        """Draw the permutation of an epoch."""
+        generator = torch.Generator(device="cpu").manual_seed(self.seed + epoch)
+        return torch.randperm(self.size, generator=generator, device="cpu").numpy()
+
+
+_KINDS = ("predictions", "label_ids", "inputs", "losses")
+
+
+def of_transformers(trainer: Any) -> Any:
+    """The module of the Trainer class itself, whatever derives from it."""
+    base = next(kind for kind in type(trainer).__mro__ if kind.__name__ == "Trainer")
+    return sys.modules[base.__module__]
+
+
+@final
+class Predictions(RowsMetric):
+    """All predictions of an evaluation."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        super().__init__()
+        self._form: Any = None
+
+    def add(self, *values: Any) -> None:
+        """Adds a batch: predictions, labels, inputs and losses, nested as they come, or None. Waits for the device."""
+        row: list[Tensor] = []
+        self._form = tuple(_taken_apart(value, row) for value in values)
+        self._rows.append(row)
+
+    def compute(self) -> dict[str, float]:
+        """The numbers that `compute_metrics` gives; what is no number is left out."""
+        theirs, args = of_transformers(self._trainer), self._trainer.args
+        found = {}
+        for place, kind in enumerate(_KINDS):
+            held = theirs.EvalLoopContainer(args.eval_do_concat_batches, padding_index=-100)
+            for row in self._rows:
+                value = _together(self._form[place], row)
+                if value is not None:
+                    held.add(value)
+            found[kind] = held.get_arrays()
+        wanted = {name for name in ("inputs", "losses") if found[name] is None}
+        given = {name: value for name, value in found.items() if name not in wanted}
+        said = self._trainer.compute_metrics(theirs.EvalPrediction(**given))
+        if not isinstance(said, Mapping):
+            raise ConfigError(
+                f"from_trainer: compute_metrics returned {type(said).__name__}: it must return a dict, name -> number"
+            )
+        plain = {str(name).removeprefix("eval_"): _number(value) for name, value in said.items()}
+        return {name: value for name, value in plain.items() if value is not None and name not in ("loss", "items")}
+
+
+def _number(value: Any) -> float | None:
+    try:
+        value = value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError):  # of more than one element
+        return None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _taken_apart(value: Any, row: list[Tensor]) -> Any:
+    """The form of a nested value, whose tensors are put into `row`."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        value = value.detach()
+        row.append((value.float() if value.dtype is torch.bfloat16 else value).cpu())  # waits for the device
+        return len(row) - 1
+    if isinstance(value, Mapping):
+        return {key: _taken_apart(each, row) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_taken_apart(each, row) for each in value)
+    raise ConfigError(
+        f"from_trainer: the model's outputs have a {type(value).__name__}, which cannot be kept for compute_metrics: "
+        "choose what it needs with preprocess_logits_for_metrics"
+    )
+
+
+def _together(form: Any, row: list[Tensor]) -> Any:
+    if isinstance(form, int):
+        return row[form]
+    if isinstance(form, dict):
+        return {key: _together(each, row) for key, each in form.items()}
+    return tuple(_together(each, row) for each in form) if isinstance(form, tuple) else None

@@ -1,0 +1,96 @@
+"""The flags `--hf-script FILE.py --hf-args FILE.json` of `lockstep train`: read, and refused, before torch is loaded.
+
+parser = with_flags(options.parser_of(argv, "lockstep train"))
+given = vars(parser.read(argv))
+script = asked(given, options.told(given))      # None where there is no --hf-script
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from lockstep.config.schema import Config, flag, sections
+from lockstep.config.task_options import OWN, belongs
+from lockstep.errors import ConfigError
+
+__all__ = [
+    "Script",
+    "asked",
+    "with_flags",
+]
+
+
+_P = TypeVar("_P", bound=argparse.ArgumentParser)
+_ALSO = ("task", "preset")  # options of any task that say which one, or what its script would
+
+
+class Script(NamedTuple):
+    """A script that makes a Hugging Face Trainer, and the JSON file of its arguments."""
+
+    path: Path
+    arguments: Path
+
+
+def with_flags(parser: _P) -> _P:
+    """The parser with the two flags."""
+    group = parser.add_argument_group("a Hugging Face script", "Runs it unedited; its trainer.train() is lockstep's.")
+    group.add_argument("--hf-script", metavar="FILE.py", default="", help="a script that makes a transformers.Trainer")
+    group.add_argument("--hf-args", metavar="FILE.json", default="", help="its arguments, which it reads itself")
+    return parser
+
+
+def asked(given: Mapping[str, Any], told: Mapping[str, Any]) -> Script | None:
+    """The script that the flags name, or None.
+
+    Args:
+        given: what the parser read.
+        told: the options that flags and file say, by dotted name.
+
+    Raises:
+        ConfigError: one of the two flags without the other, a file that is not there or is no JSON object, or an option
+            that the script decides.
+    """
+    script, arguments = given["hf_script"], given["hf_args"]
+    if not script and not arguments:
+        return None
+    if not script:
+        raise ConfigError(
+            f"--hf-args {arguments}: what it means is decided by the script that reads it; name that too: "
+            "--hf-script run_clm.py"
+        )
+    if not arguments:
+        raise ConfigError(f"--hf-script {script} needs its arguments as a JSON file: --hf-args args.json")
+    path = Path(script)
+    if path.suffix != ".py" or not path.is_file():
+        raise ConfigError(f"--hf-script {script}: there is no such Python file; name a script that makes a Trainer")
+    found = Script(path, Path(arguments))
+    _check_arguments(found.arguments)
+    _check_told(told)
+    return found
+
+
+def _check_arguments(path: Path) -> None:
+    if path.suffix != ".json":  # by which the scripts know it
+        raise ConfigError(f"--hf-args {path}: give a file whose name ends in .json")
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--hf-args {path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"--hf-args {path} is not a JSON file: {str(error).splitlines()[0]}") from None
+    if not isinstance(held, dict):
+        raise ConfigError(f'--hf-args {path} must be one JSON object, such as {{"output_dir": "out"}}')
+    if held.get("do_train") is False:
+        raise ConfigError(f'--hf-args {path}: "do_train" is false, so there is nothing to train: set it to true')
+
+
+def _check_told(told: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option that says what the script does: its model and its data."""
+    for owner, prefix in sections(Config()):
+        for spec in dataclasses.fields(owner):
+            name = prefix + spec.name
+            if name in told and (spec.name in _ALSO or not belongs(spec, OWN)):
+                raise ConfigError(f"{flag(name)} does not go with --hf-script, which has its own model and data")

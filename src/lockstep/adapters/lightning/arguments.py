@@ -1,0 +1,225 @@
+"""The arguments of a Lightning Trainer as a Config: a table of names, and what each becomes.
+
+    check_arguments(trainer)                        # what is set and not served is refused by its name
+    config = config_of(module, loaders, trainer, devices=2)
+    plan = plan_of(config, samples)
+
+docs/lightning.md has the table for people.
+"""
+
+import math
+import os
+import re
+from typing import Any, NamedTuple
+
+import torch
+
+from lockstep.adapters.lightning.data import Loaders
+from lockstep.adapters.lightning.hooks import settings_of
+from lockstep.adapters.lightning.refusals import ARGUMENTS
+from lockstep.adapters.lightning.trainer import Standing
+from lockstep.config.engine_options import ENGINES
+from lockstep.config.fields import in_batches
+from lockstep.config.schema import Config
+from lockstep.errors import ConfigError
+
+__all__ = [
+    "TrainerLength",
+    "check_arguments",
+    "config_of",
+    "describe",
+    "plan_of",
+]
+
+
+_PRECISIONS = {
+    "32-true": "float32",
+    "32": "float32",
+    "16-mixed": "fp16",
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16-true",
+    "64-true": "float64",
+    "64": "float64",
+}
+_PLAIN = (
+    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "min_epochs"),
+    *("log_every_n_steps", "check_val_every_n_epoch", "val_check_interval", "fast_dev_run", "default_root_dir"),
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"),
+    *("precision", "min_steps", "max_epochs"),
+)
+
+
+class TrainerLength(NamedTuple):
+    """How long a run is, in the words of a Trainer.
+
+    Attributes:
+        samples: of an epoch.
+        in_epoch: steps of an epoch, rounded up.
+        steps: of the whole plan.
+        max_epochs, max_steps: -1 for the one that does not end it.
+    """
+
+    samples: int
+    in_epoch: int
+    steps: int
+    max_epochs: int
+    max_steps: int
+
+
+def plan_of(config: Config, samples: int) -> TrainerLength:
+    """The plan of a config for a training set of so many samples."""
+    size = config.batch_size
+    if config.limit_train_batches:
+        samples = min(samples, in_batches(config.limit_train_batches, samples / size) * size)
+    in_epoch = -(-samples // size)
+    if config.max_steps:
+        epochs = math.ceil(config.max_steps * size / samples)
+        return TrainerLength(samples, in_epoch, config.max_steps, epochs, config.max_steps)
+    return TrainerLength(samples, in_epoch, -(-config.num_epochs * samples // size), config.num_epochs, -1)
+
+
+def check_arguments(trainer: Any) -> None:
+    """Raises ConfigError, by its name and in one line, for an argument that is set and not served."""
+    connector = trainer._accelerator_connector
+    plugins = [getattr(connector, name, None) for name in ("_precision_plugin_flag", "_cluster_environment_flag")]
+    plugins.append(getattr(connector, "checkpoint_io", None))
+    algorithm = trainer.gradient_clip_algorithm
+    stop = next((each for each in trainer.callbacks if type(each).__name__ == "Timer"), None)
+    set_ = {
+        "min_epochs": trainer.min_epochs,
+        "min_steps": trainer.min_steps,
+        "max_time": stop and type(stop).__name__,
+        "overfit_batches": trainer.overfit_batches,
+        "gradient_clip_algorithm": algorithm if str(getattr(algorithm, "value", algorithm)) == "value" else None,
+        "profiler": None
+        if type(trainer.profiler).__name__ == "PassThroughProfiler"
+        else type(trainer.profiler).__name__,
+        "detect_anomaly": trainer._detect_anomaly,
+        "plugins": next((type(each).__name__ for each in plugins if each is not None), None),
+        "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs,
+        "model_registry": getattr(trainer, "_model_registry", None),
+    }
+    for name, given in set_.items():
+        if given:
+            raise refused(name, given, ARGUMENTS[name].what)
+    if str(trainer.precision) not in _PRECISIONS:
+        raise refused("precision", trainer.precision, f"use one of {', '.join(_PRECISIONS)}")
+    if getattr(trainer, "_val_check_time_interval", None):
+        raise refused("val_check_interval", "a time", "say it in batches, or as a share of an epoch")
+
+
+def refused(name: str, given: Any, why: str) -> ConfigError:
+    """The error for an argument."""
+    return ConfigError(f"from_lightning: Trainer({name}={given!r}) is not served: {why}")
+
+
+def describe(standing: Standing, trainer: Any, devices: int) -> None:
+    """Gives the module's trainer what the real one was told."""
+    standing.num_devices, standing.num_nodes = devices, 1
+    if trainer is None:
+        return
+    for name in _PLAIN:
+        setattr(standing, name, getattr(trainer, name))
+    standing.callbacks, standing.loggers = list(trainer.callbacks), list(trainer.loggers)
+
+
+def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Config:
+    """The Config of a run that trains what the Trainer would. Raises ConfigError for what has no place in one."""
+    train, name = loaders.train, re.sub(r"[^A-Za-z0-9_.-]+", "-", type(module).__name__)
+    accumulate = trainer.accumulate_grad_batches if trainer is not None else 1
+    batch_size = train.batch_size * accumulate * devices
+    fields: dict[str, Any] = {
+        "experiment_name": name,
+        "batch_size": batch_size,
+        "micro_batch_size": train.batch_size,
+        "ckpt_freq": "1epoch",
+        "compile": False,
+    }
+    optim: dict[str, Any] = {"clip": 0.0}
+    data: dict[str, Any] = {"workers": train.workers}
+    if train.prefetch:
+        data["prefetch"] = train.prefetch
+    samples = len(train.dataset)
+    if train.drop_last and samples % batch_size and samples >= batch_size:
+        fields["limit_train_batches"] = samples // batch_size
+    if loaders.validation:
+        first = next(iter(loaders.validation.values()))
+        fields |= {"eval_freq": "1epoch", "eval_micro_batch_size": first.batch_size, "eval_workers": first.workers}
+    if trainer is not None:
+        fields |= _of_trainer(trainer, devices, evaluates=bool(loaders.validation))
+        optim["clip"] = float(trainer.gradient_clip_val or 0.0)
+    fields |= {"data": data, "optim": optim}
+    return settings_of(module, trainer, Config(**fields))
+
+
+def _of_trainer(trainer: Any, devices: int, *, evaluates: bool) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "log_freq": max(1, int(trainer.log_every_n_steps or 50)),
+        "precision": _PRECISIONS[str(trainer.precision)],
+        **_length(trainer),
+        **_limits(trainer, devices),
+    }
+    if os.path.abspath(trainer.default_root_dir) != os.getcwd():
+        fields["save_dir"] = str(trainer.default_root_dir)
+    if type(trainer.accelerator).__name__ == "CPUAccelerator":
+        fields["device"] = "cpu"
+    strategy = type(trainer.strategy).__name__.removesuffix("Strategy").lower()
+    if strategy in ENGINES and "RANK" in os.environ:
+        fields["engine"] = strategy
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        fields["exact"] = True
+    if getattr(trainer._accelerator_connector, "_layer_sync", None) is not None:
+        fields["batchnorm"] = "sync"
+    if evaluates:
+        fields["eval_freq"] = _evaluations(trainer)
+    return fields
+
+
+def _length(trainer: Any) -> dict[str, Any]:
+    """Epochs or steps. Lightning's own default is a thousand epochs."""
+    if trainer.max_steps > 0:
+        return {"max_steps": trainer.max_steps}
+    epochs = trainer.max_epochs
+    if epochs is not None and epochs < 0:
+        raise refused("max_epochs", epochs, "a run has an end: set max_epochs or max_steps")
+    if epochs == 0:
+        raise refused("max_epochs", epochs, "there is nothing to train: set 1 or more")
+    return {"num_epochs": 1000 if epochs is None else int(epochs)}
+
+
+def _limits(trainer: Any, devices: int) -> dict[str, Any]:
+    """The parts of the data that are used. A limit is of batches on each device."""
+    found: dict[str, Any] = {}
+    train, held_out = trainer.limit_train_batches, trainer.limit_val_batches
+    if isinstance(train, float) and train < 1.0:
+        found["limit_train_batches"] = _percent(train)
+    elif isinstance(train, int) and not trainer.fast_dev_run:
+        found["limit_train_batches"] = max(1, train // trainer.accumulate_grad_batches)
+    if isinstance(held_out, float) and 0 < held_out < 1.0:
+        found["limit_eval_batches"] = _percent(held_out)
+    elif isinstance(held_out, int) and held_out:
+        found["limit_eval_batches"] = held_out * devices
+    if trainer.fast_dev_run:
+        found["ckpt_freq"] = 0
+    return found
+
+
+def _evaluations(trainer: Any) -> Any:
+    """How often is evaluated, in steps or epochs."""
+    every, interval = trainer.check_val_every_n_epoch or 1, trainer.val_check_interval
+    within = isinstance(interval, int) or interval < 1.0  # 1.0 is an epoch, and 1 a batch
+    if within and every > 1:
+        raise refused(
+            "check_val_every_n_epoch",
+            every,
+            f"beside val_check_interval={interval}, part of an epoch: set one of them",
+        )
+    if isinstance(interval, int):
+        return max(1, interval // trainer.accumulate_grad_batches)
+    if within:
+        return f"{interval:g}epochs"
+    return f"{every}epochs" if every > 1 else "1epoch"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.6f}".rstrip("0").rstrip(".") + "%"

@@ -1,0 +1,240 @@
+"""A module that a file has, by name: what `lockstep train --lightning FILE.py:Module --datamodule FILE.py:DM` means.
+
+    task = load("lightning:FILE.py:Module,FILE.py:DM")
+    config, task = configured(values)           # its loaders' batch size and the rest where the flags say nothing
+
+Both are made without arguments, the module under the run's seed.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lockstep.adapters.lightning.arguments import check_arguments, config_of, describe
+from lockstep.adapters.lightning.data import LoaderParts, begun
+from lockstep.adapters.lightning.logging import rows_of
+from lockstep.adapters.lightning.manual import ManualSteps
+from lockstep.adapters.lightning.optimizers import Configured
+from lockstep.adapters.lightning.package import calls, kind_of, takes, written
+from lockstep.adapters.lightning.refusals import HOOKS
+from lockstep.adapters.lightning.state import Leavings
+from lockstep.adapters.lightning.task import LightningTask
+from lockstep.adapters.lightning.trainer import Standing
+from lockstep.config import cli
+from lockstep.config.schema import Config
+from lockstep.data.loader import generators_kept
+from lockstep.errors import ConfigError
+from lockstep.seeds import derive
+from lockstep.task_file import imported_class
+
+__all__ = [
+    "ManualTask",
+    "WholeBatchTask",
+    "check_module",
+    "configured",
+    "from_lightning",
+    "load",
+    "made_whole",
+]
+
+
+def check_module(module: Any, trainer: Any) -> None:
+    """Raises ConfigError, in one line, for what is no module, has trained, or trains in a way that is not served."""
+    if isinstance(module, type):
+        raise ConfigError(f"from_lightning: {module.__name__} is a class: give an object of it, {module.__name__}()")
+    if kind_of(module, "LightningModule") is None:
+        raise ConfigError(f"from_lightning takes a LightningModule, and this is {type(module).__name__}")
+    if trainer is not None and kind_of(trainer, "Trainer") is None:
+        raise ConfigError(f"from_lightning: trainer is {type(trainer).__name__}: give a Trainer of Lightning, or none")
+    name = type(module).__name__
+    for needed in ("training_step", "configure_optimizers"):
+        if not written(module, needed):
+            raise ConfigError(f"from_lightning: {name} has no `{needed}`: write it")
+    for hook, out in HOOKS.items():
+        if _has(module, hook):
+            raise ConfigError(f"from_lightning: {name} has its own `{hook}`, which is not served: {out}")
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        method = getattr(module, step, None)
+        if method is not None and takes(method, "dataloader_iter"):
+            raise ConfigError(
+                f"from_lightning: {step} of {name} takes a dataloader_iter, and which batches it reads is not known: "
+                "take (batch, batch_idx)"
+            )
+    for more, out in (
+        ("optimizer_idx", "Lightning 2 has it no more: set automatic_optimization = False"),
+        ("hiddens", "Lightning 2 has it no more: keep the state in the module"),
+    ):
+        if takes(module.training_step, more):
+            raise ConfigError(f"from_lightning: training_step of {name} takes `{more}`: {out}")
+
+
+def made_whole(module: Any, train: LoaderParts) -> None:
+    """Gives lazy parameters their shapes, by one `training_step` on the first samples.
+
+    Raises:
+        ConfigError: the step fails, or leaves lazy parameters behind.
+    """
+    if not any(is_lazy(parameter) for parameter in module.parameters()):
+        return
+    name = next(name for name, parameter in module.named_parameters() if is_lazy(parameter))
+    count = min(train.batch_size, len(train.dataset))
+    before, reason = module._current_fx_name, "it is not used"
+    try:
+        with generators_kept(), torch.no_grad(), Leavings.undone(module):
+            module._current_fx_name = "training_step"
+            batch = train.collate([train.dataset[place] for place in range(count)])
+            module.training_step(*calls(module.training_step, batch, 0))
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    finally:
+        module._current_fx_name = before
+    if any(is_lazy(parameter) for parameter in module.parameters()):
+        raise ConfigError(
+            f"from_lightning: the parameter {name} is lazy, and training_step on the first samples does not make it "
+            f"({reason}): call the module on a batch before"
+        )
+
+
+def _has(module: Any, hook: str) -> bool:
+    return hasattr(module, hook) and written(module, hook)
+
+
+def from_lightning(
+    module: Any, datamodule: Any = None, trainer: Any = None, devices: int = 0
+) -> "tuple[Config, LightningTask]":
+    """The config and the task of a LightningModule that has not trained yet.
+
+    Args:
+        module: of `lightning` or `pytorch_lightning`. It is the model that is trained.
+        datamodule: a LightningDataModule; or a train DataLoader, or (train, validation) loaders; None: the module's.
+        trainer: a made Trainer, whose arguments are taken over; None: the config's defaults.
+        devices: for how many devices the loader's batch size is meant, however many there are; 0: for those of the
+            trainer.
+
+    Raises:
+        ConfigError: it uses what lockstep does not serve; named in one line, with the way out.
+    """
+    check_module(module, trainer)
+    if trainer is not None:
+        check_arguments(trainer)
+    devices = devices or (int(trainer.num_devices * trainer.num_nodes) if trainer is not None else 1)
+    standing = Standing(module, datamodule if kind_of(datamodule, "LightningDataModule") else None)
+    describe(standing, trainer, devices)
+    module.trainer = standing
+    loaders = begun(module, datamodule, standing)
+    if trainer is not None and trainer.limit_val_batches == 0:
+        loaders.validation.clear()
+    made_whole(module, loaders.train)
+    config = config_of(module, loaders, trainer, devices)
+    kind = ManualTask if not module.automatic_optimization else LightningTask
+    if loaders.train.whole:
+        kind = WholeBatchManualTask if kind is ManualTask else WholeBatchTask
+    return config, kind(module, loaders, standing, devices)
+
+
+class WholeBatchTask(LightningTask):
+    """One whose dataset holds whole batches, each of which has as many items as samples."""
+
+    items_per_sample = None
+
+    def collate(self, samples: list[Any]) -> Any:
+        made = super().collate(samples)
+        return made._replace(samples=rows_of(made.data))
+
+
+class ManualTask(LightningTask):
+    """One whose `training_step` steps its optimizers itself. Its loss is noted, and filled after the step."""
+
+    reduction = "sum"
+    _manual: ManualSteps
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.own_steps = self._manual = ManualSteps(self.life)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.own_steps = self._manual = ManualSteps(self.life)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        del state["own_steps"], state["_manual"]
+        return state
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """A number that is filled with the loss, summed over the samples, once the step is taken."""
+        turn = self.life.take_turn()
+        if turn is None:
+            tried = self._manual.tried(lambda: self._stepped(model, batch, None))
+            return tried * float(batch.samples)
+        device = self.trainer.device
+        return self._manual.note(lambda: self._stepped(model, batch, turn), batch.samples, device)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
+        loss, found = super().evaluate(model, batch)
+        return loss * batch.samples, found
+
+    def schedule(self, step: int, steps: int) -> float | None:
+        """What the module's own schedulers have made of the first rate."""
+        group = self.trainer.optimizers[0].param_groups[0] if self.trainer.optimizers else {"lr": 1.0}
+        base = group.get("initial_lr", group["lr"])
+        return float(group["lr"] / base) if base else 1.0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._manual.state()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._manual.restored()
+
+    def _stepping(self, found: Configured) -> Optimizer:
+        return self._manual.configured(found)
+
+
+class WholeBatchManualTask(WholeBatchTask, ManualTask):
+    """Both."""
+
+
+_MUST = {"--lightning": ["training_step"], "--datamodule": ["from_datasets"]}  # a module has train_dataloader too
+
+
+def load(named: str, seed: int = 0) -> LightningTask:
+    """The task of `lightning:FILE.py:Module` or `lightning:FILE.py:Module,FILE.py:DM`.
+
+    Raises:
+        ConfigError: no such file or class, one that cannot be made so, or what it uses is not served.
+    """
+    return _made(named, seed)[1]
+
+
+def configured(values: dict[str, Any]) -> tuple[Config, LightningTask]:
+    """The config that flags and file ask for, on top of what the module's loaders say, and the task."""
+    asked = cli.build(values)
+    suited, task = _made(asked.task, asked.seed)
+    plain = cli.flat(Config(), own_task=True)
+    derived = {name: value for name, value in cli.flat(suited, own_task=True).items() if value != plain[name]}
+    if "batch_size" in values and values["batch_size"] % derived.get("micro_batch_size", 1):
+        derived.pop("micro_batch_size", None)
+    return cli.build({**derived, **values}), task
+
+
+def _made(named: str, seed: int) -> tuple[Config, LightningTask]:
+    module, _, data = named.removeprefix("lightning:").partition(",")
+    torch.manual_seed(derive(seed, "model"))
+    made = _object(module, "--lightning")
+    return from_lightning(made, _object(data, "--datamodule") if data else None)
+
+
+def _object(named: str, flag: str) -> Any:
+    kind = imported_class(named, flag, _MUST[flag])
+    try:
+        return kind()
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{flag} '{named}': {kind.__name__}() failed ({line}); it must need no arguments: give them defaults, or "
+            "call lockstep.from_lightning in a script"
+        ) from error

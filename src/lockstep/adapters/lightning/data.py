@@ -1,0 +1,447 @@
+"""A module's `test_step` and `predict_step` on the trained weights, in one process.
+
+numbers = tested(task)                      # name -> number, as an evaluation gives them; `task.test()`
+outputs = predicted(task)                   # what predict_step returned, by batch; `task.predict()`
+"""
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lockstep.adapters.hf_trainer.data import EpochShuffled
+from lockstep.adapters.lightning.package import calls, kind_of, written
+from lockstep.adapters.lightning.trainer import Standing
+from lockstep.data.device import mover
+from lockstep.data.loader import generators_kept, seed_everything
+from lockstep.data.sampler import EpochOrder, Sequential, within
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.errors import ConfigError
+from lockstep.seeds import derive
+from lockstep.task import Order
+
+__all__ = [
+    "LoaderOrder",
+    "LoaderParts",
+    "Loaders",
+    "Placed",
+    "Sampled",
+    "begun",
+    "more_loaders",
+    "named_loaders",
+    "predicted",
+    "taken_apart",
+    "tested",
+]
+
+
+class Placed(NamedTuple):
+    """A batch of an evaluation set: which set, how many samples, and what its collation made."""
+
+    place: int
+    samples: int
+    data: Any
+
+
+class Sampled(Dataset[Any]):
+    """A dataset whose epoch has another number of samples than it holds, or whose samples know their set.
+
+    Args:
+        inner: any index that an order names is one of its own.
+        size: samples in an epoch.
+    """
+
+    def __init__(self, inner: Any, size: int) -> None:
+        self.inner, self.size = inner, size
+        if hasattr(inner, "__getitems__"):
+            self.__getitems__ = inner.__getitems__
+        if hasattr(inner, "draws_random"):
+            self.draws_random = inner.draws_random
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+@dataclass(frozen=True)
+class LoaderParts:
+    """What a loader is made of.
+
+    Attributes:
+        dataset: its `len` is an epoch's samples.
+        sampler: what draws indices, or lists of them where `in_batches`; None: a shuffle; "sequential": as they lie.
+        batch_size: samples of a batch; 1 where `whole`.
+        whole: an item of the dataset is a batch already.
+        collate: a list of samples as a batch.
+        drop_last: what is short of a batch is left out of each epoch.
+    """
+
+    dataset: Any
+    sampler: Any
+    in_batches: bool
+    batch_size: int
+    whole: bool
+    collate: Callable[[list[Any]], Any]
+    workers: int
+    prefetch: int
+    drop_last: bool
+
+    def order(self, seed: int) -> Order | None:
+        """Which sample stands where in the endless stream; None: another shuffle in each epoch."""
+        if self.sampler is None:
+            return None
+        if self.sampler == "sequential":
+            return Sequential(len(self.dataset))
+        if isinstance(self.sampler, DistributedSampler):
+            return EpochShuffled(len(self.dataset), self.sampler.seed)
+        samples = len(self.dataset.inner if isinstance(self.dataset, Sampled) else self.dataset)
+        return LoaderOrder(self.sampler, len(self.dataset), samples, seed, in_batches=self.in_batches)
+
+
+def taken_apart(loader: Any, name: str) -> LoaderParts:
+    """The parts of a loader.
+
+    Raises:
+        ConfigError: it is no DataLoader, or it streams, or its batches are of different sizes.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(
+            f"from_lightning: {name} returned {type(loader).__name__}, and its samples are not known: return a "
+            "torch.utils.data.DataLoader"
+        )
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError(
+            f"from_lightning: the dataset of {name} is iterable ({type(dataset).__name__}), and any sample must be had "
+            "by its index: write it out, or load it without streaming"
+        )
+    own = type(loader).__iter__ is not DataLoader.__iter__
+    if own:
+        raise ConfigError(
+            f"from_lightning: {name} returned {type(loader).__name__}, which makes its batches in a way of its own "
+            "(`__iter__`): return a torch.utils.data.DataLoader with a sampler and a collate_fn"
+        )
+    collate, whole, in_batches, size = loader.collate_fn, False, False, loader.batch_size
+    sampler: Any = loader.sampler
+    if size is None and loader.batch_sampler is None:  # no automatic batches: an item is a batch
+        size, whole, collate = 1, True, _ReadyBatch(loader.collate_fn)
+    elif size is None:
+        sampler, size, in_batches = _of_batches(loader.batch_sampler, name)
+    samples = len(dataset)
+    if isinstance(sampler, DistributedSampler):
+        sampler = sampler if sampler.shuffle else "sequential"
+    elif type(sampler) is SequentialSampler:
+        sampler = "sequential"
+    elif _is_shuffle(sampler):
+        sampler = None
+    else:
+        samples = _length(sampler, name) * (size if in_batches else 1)
+    if samples != len(dataset):
+        dataset = Sampled(dataset, samples)
+    workers, prefetch = int(loader.num_workers), int(loader.prefetch_factor or 0)
+    drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
+    return LoaderParts(dataset, sampler, in_batches, int(size), whole, collate, workers, prefetch, drop_last)
+
+
+def named_loaders(found: Any, name: str) -> dict[str, Any]:
+    """The loaders of an evaluation by name: "" for one alone, `dataloader_idx_N` or their own names for several."""
+    if found is None:
+        return {}
+    inner = getattr(found, "iterables", None) if type(found).__name__ == "CombinedLoader" else None
+    found = found if inner is None else inner
+    if isinstance(found, Mapping):
+        return {str(key): loader for key, loader in found.items()}
+    if isinstance(found, list | tuple):
+        if len(found) == 1:
+            return {"": found[0]}
+        return {f"dataloader_idx_{place}": loader for place, loader in enumerate(found)}
+    return {"": found}
+
+
+@final
+class LoaderOrder(EpochOrder):
+    """The order of a loader's sampler, as Lightning draws it: its generator goes on from epoch to epoch.
+
+    Args:
+        sampler: yields indices, or lists of them; `set_epoch` is called before each epoch.
+        size: samples in an epoch; what is drawn beyond them is left out.
+        samples: of the dataset.
+        seed: the run's; what is drawn from the default generators is drawn under a seed of the epoch.
+        in_batches: it yields lists.
+    """
+
+    def __init__(self, sampler: Any, size: int, samples: int, seed: int, *, in_batches: bool) -> None:
+        super().__init__(size, samples)
+        self._sampler, self._seed, self._in_batches = sampler, seed, in_batches
+        self._generators = [(each, each.get_state()) for each in _generators(sampler)]
+
+    def draw(self, epoch: int) -> NDArray[np.int64]:
+        """Draw an epoch. Raises ConfigError where it has too few samples."""
+        with generators_kept():
+            for generator, state in self._generators:  # which go on from epoch to epoch
+                generator.set_state(state)
+            for now in range(epoch + 1) if self._generators else (epoch,):
+                seed_everything(derive(self._seed, "sampler", now))
+                for each in within(self._sampler):
+                    if callable(getattr(each, "set_epoch", None)):
+                        each.set_epoch(now)
+                found = list(self._flat())
+        if len(found) < self.size:
+            raise ConfigError(
+                f"from_lightning: the sampler {type(self._sampler).__name__} gave {len(found)} samples in epoch "
+                f"{epoch}, and {self.size} by its length: every epoch must have as many"
+            )
+        return np.asarray(found[: self.size], dtype=np.int64)
+
+    def _flat(self) -> Iterator[int]:
+        for each in self._sampler:
+            yield from map(int, each) if self._in_batches else (int(each),)
+
+
+@final
+class _ReadyBatch:
+    """A dataset's item, which is a batch already, as the loader hands it on."""
+
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self._convert = convert
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self._convert(samples[0])
+
+
+def _is_shuffle(sampler: Any) -> bool:
+    """Whether this is the sampler of `shuffle=True`: each sample once, in an order that nobody has fixed."""
+    plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
+    return plain and sampler.num_samples == len(sampler.data_source)
+
+
+def _of_batches(batch_sampler: Any, name: str) -> tuple[Any, int, bool]:
+    """(sampler, size, whether it yields lists) of a batch sampler. Raises ConfigError where sizes differ."""
+    if type(batch_sampler) is BatchSampler:
+        return batch_sampler.sampler, int(batch_sampler.batch_size), False
+    _length(batch_sampler, name)
+    drawn = [(each, each.get_state()) for each in _generators(batch_sampler)]
+    with generators_kept():
+        sizes = [len(batch) for batch in copy.copy(batch_sampler)]
+    for generator, state in drawn:
+        generator.set_state(state)
+    if not sizes or len(set(sizes)) > 1:
+        raise ConfigError(
+            f"from_lightning: the batch sampler of {name}, {type(batch_sampler).__name__}, makes batches of "
+            f"{min(sizes, default=0)} to {max(sizes, default=0)} samples, and all must be of one size: leave out the "
+            "short ones, or give the loader a sampler and a batch_size"
+        )
+    return batch_sampler, sizes[0], True
+
+
+def _length(sampler: Any, name: str) -> int:
+    try:
+        return len(sampler)
+    except TypeError as error:
+        raise ConfigError(
+            f"from_lightning: the sampler of {name}, {type(sampler).__name__}, has no length: write `__len__`, the "
+            "samples of an epoch"
+        ) from error
+
+
+def _generators(sampler: Any) -> list[torch.Generator]:
+    found = [getattr(each, "generator", None) for each in within(sampler)]
+    return [each for each in found if isinstance(each, torch.Generator)]
+
+
+@dataclass
+class Loaders:
+    """The parts of the loaders; `owner` has their methods: the datamodule, or the module itself."""
+
+    train: LoaderParts
+    validation: dict[str, LoaderParts] = field(default_factory=dict)
+    datamodule: Any = None
+
+
+def begun(module: Any, given: Any, trainer: Standing) -> Loaders:
+    """Prepares, sets up, and asks for the loaders of the training and of the evaluation in it.
+
+    Raises:
+        ConfigError: there is no training loader, or one that cannot be taken apart.
+        DataError: what the module's own methods raise, named.
+    """
+    datamodule = given if kind_of(given, "LightningDataModule") else None
+    if datamodule is not None:
+        datamodule.trainer = trainer
+    _prepare(module, datamodule)
+    owners: tuple[Any, ...] = (datamodule, module)
+    for owner in owners:
+        if written(owner, "setup"):
+            owner.setup("fit")
+    own = _given(given) if given is not None and datamodule is None else None
+    train = own[0] if own else _asked("train_dataloader", module, datamodule)
+    if train is None:
+        raise ConfigError(
+            f"from_lightning: {type(module).__name__} has no train_dataloader: give a datamodule (--datamodule "
+            "FILE.py:DataModule), or a loader in its place"
+        )
+    if isinstance(train, Mapping | list | tuple) or type(train).__name__ == "CombinedLoader":
+        named = named_loaders(train, "train_dataloader")
+        if len(named) != 1:
+            raise ConfigError(
+                "from_lightning: train_dataloader returned several loaders, whose batches would have to be paired: "
+                "return one, of a dataset whose samples have a part of each"
+            )
+        (train,) = named.values()
+    trainer.train_dataloader = train
+    parts = taken_apart(train, "train_dataloader")
+    found = own[1] if own else _asked("val_dataloader", module, datamodule)
+    trainer.val_dataloaders = found
+    sets = named_loaders(found, "val_dataloader") if written(module, "validation_step") else {}
+    validation = {name: taken_apart(each, "val_dataloader") for name, each in sets.items()}
+    return Loaders(parts, {name: each for name, each in validation.items() if len(each.dataset)}, datamodule)
+
+
+def more_loaders(module: Any, datamodule: Any, name: str) -> dict[str, LoaderParts]:
+    """The loaders of `test_dataloader` or `predict_dataloader`, set up for it."""
+    stage, owners = name.removesuffix("_dataloader"), (datamodule, module)
+    for owner in owners:
+        if written(owner, "setup"):
+            owner.setup(stage)
+    found = _asked(name, module, datamodule)
+    if found is None:
+        raise ConfigError(f"{type(module).__name__} has no {name}: write it, or give a datamodule that has it")
+    return {key: taken_apart(each, name) for key, each in named_loaders(found, name).items()}
+
+
+def _asked(name: str, module: Any, datamodule: Any) -> Any:
+    for owner in (datamodule, module):
+        if written(owner, name):
+            return getattr(owner, name)()
+    return None
+
+
+def _given(loaders: Any) -> tuple[Any, Any]:
+    """(training, evaluation) of loaders that were given in a datamodule's place."""
+    if isinstance(loaders, DataLoader):
+        return loaders, None
+    if isinstance(loaders, list | tuple) and len(loaders) == 2:
+        return loaders[0], loaders[1]
+    raise ConfigError(
+        f"from_lightning: datamodule is {type(loaders).__name__}: give a LightningDataModule, a DataLoader, or "
+        "(train loader, validation loader)"
+    )
+
+
+def _prepare(module: Any, datamodule: Any) -> None:
+    """`prepare_data` of datamodule and module: on rank 0, or the first of each node, while the others wait."""
+    owners = [each for each in (datamodule, module) if written(each, "prepare_data")]
+    if not owners:
+        return
+
+    def here() -> None:
+        for owner in owners:
+            per_node = bool(getattr(owner, "prepare_data_per_node", True))
+            if int(os.environ.get("LOCAL_RANK" if per_node else "RANK", "0")) == 0:
+                owner.prepare_data()
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        here()
+        return
+    world = World.join(device="cpu", timeout=3600.0)
+    try:
+        on_all_ranks(world, here)  # collective: the others wait, and an error is one on every rank
+    finally:
+        world.leave()
+
+
+def tested(task: Any) -> dict[str, float]:
+    """What `test_step` logs over the test loaders, with the weights that the module has now. Every sample counts once.
+
+    Raises:
+        ConfigError: the module has no test_step, or there is no test_dataloader.
+    """
+    _check(task, "test_step")
+    sets = more_loaders(task.module, task.loaders.datamodule, "test_dataloader")
+    made = task.testing(sets)
+    found: dict[str, float] = {}
+    with _resting(task):
+        for name, place, epoch in made.epochs():
+            for batch in _batches(list(sets.values())[place], place, task.trainer.limit_test_batches):
+                made.evaluate(task.module, _moved(task, batch))
+            numbers = epoch.compute()
+            found |= {f"{name}/{key}" if name else key: value for key, value in numbers.items()}
+    return found
+
+
+def predicted(task: Any) -> list[Any]:
+    """What `predict_step` returns for each batch; a list for each loader where there are several.
+
+    Raises:
+        ConfigError: there is no predict_dataloader.
+    """
+    sets = more_loaders(task.module, task.loaders.datamodule, "predict_dataloader")
+    life, found = task.life, list[list[Any]]()
+    task.trainer.stage = "predict"
+    with _resting(task):
+        for name in ("start", "epoch_start"):
+            life.hook(f"on_predict_{name}")
+        for place, parts in enumerate(sets.values()):
+            found.append([])
+            for number, batch in enumerate(_batches(parts, place, task.trainer.limit_predict_batches)):
+                data = task.received(_moved(task, batch).data, place)
+                given = (data, number, place) if len(sets) > 1 else (data, number)
+                life.hook("on_predict_batch_start", *given)
+                output = life.call("predict_step", *calls(task.module.predict_step, *given))
+                life.hook("on_predict_batch_end", output, *given)
+                found[-1].append(output)
+        for name in ("epoch_end", "end"):
+            life.hook(f"on_predict_{name}")
+    return found[0] if len(found) == 1 else found
+
+
+@contextlib.contextmanager
+def _resting(task: Any) -> Iterator[None]:
+    """Within it the module is in eval mode, without gradients."""
+    modes = [(each, each.training) for each in task.module.modules()]
+    task.module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        task.trainer.stage = "train"
+        for each, mode in modes:
+            each.training = mode
+
+
+def _check(task: Any, step: str) -> None:
+    if not written(task.module, step):
+        raise ConfigError(f"{type(task.module).__name__} has no `{step}`: write it")
+
+
+def _moved(task: Any, batch: Placed) -> Placed:
+    device = next((p.device for p in task.module.parameters()), torch.device("cpu"))
+    move = mover(device)
+    return batch._replace(data=move(batch.data)) if move else batch
+
+
+def _batches(parts: LoaderParts, place: int, limit: int | float) -> Iterator[Placed]:
+    """The batches of a set in the order of the data."""
+    size, samples = parts.batch_size, len(parts.dataset)
+    whole = -(-samples // size)
+    most = limit if isinstance(limit, int) and not isinstance(limit, bool) else int(whole * limit)
+    for number in range(min(whole, most)):
+        within = range(number * size, min((number + 1) * size, samples))
+        yield Placed(place, len(within), parts.collate([parts.dataset[at] for at in within]))

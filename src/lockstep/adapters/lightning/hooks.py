@@ -1,0 +1,522 @@
+"""The hooks of a module's life, called where Lightning calls them, and what it logs while it trains.
+
+    life = Life(module, trainer, logged)            # a task's `hooks`
+    with life.training_step(batch, samples, turn) as outputs: ...   # around one `training_step`
+
+Lightning's batch is here a turn: `accumulate_grad_batches` of them make a step, on any number of ranks, so that what a
+hook does once a batch is done as often. What is logged is summed over items, micro-batches and ranks.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, final
+
+import torch
+
+from lockstep.adapters.lightning.logging import Logged, Totals, number, together
+from lockstep.adapters.lightning.optimizers import Rates
+from lockstep.adapters.lightning.package import PACKAGES, calls, own_methods, written
+from lockstep.adapters.lightning.refusals import WAYS
+from lockstep.adapters.lightning.state import Leavings, apart, is_metric, packed, unpacked
+from lockstep.adapters.lightning.trainer import Standing
+from lockstep.config.schema import Config
+from lockstep.data.loader import generators_kept
+from lockstep.errors import ConfigError
+from lockstep.hooks import Course, Hooks
+
+__all__ = [
+    "DONE",
+    "Life",
+    "Turn",
+    "default_dtype",
+    "own_dtype",
+    "settings_of",
+]
+
+
+# What shows, logs or measures: the run does it itself.
+DONE = (
+    *("ModelSummary", "RichModelSummary", "ProgressBar", "TQDMProgressBar", "RichProgressBar", "DeviceStatsMonitor"),
+    *("ThroughputMonitor", "LearningRateMonitor", "OnExceptionCheckpoint"),
+)
+
+
+def settings_of(module: Any, trainer: Any, config: Config) -> Config:
+    """The config with what the callbacks mean.
+
+    Raises:
+        ConfigError: one whose meaning is not known, by its class; or two that judge one thing by different values.
+    """
+    given = list(trainer.callbacks) if trainer is not None else []
+    if written(module, "configure_callbacks"):
+        more = module.configure_callbacks()
+        given += list(more) if isinstance(more, list | tuple) else [more]
+    changes: dict[str, Any] = {}
+    for each in given:
+        name, theirs = type(each).__name__, f"{type(each).__module__}.".startswith(PACKAGES)
+        if theirs and name == "EarlyStopping":
+            if "patience" in changes:
+                raise ConfigError(
+                    "from_lightning: two EarlyStopping callbacks, and one value ends a run: leave one out"
+                )
+            changes |= _early(each)
+        elif theirs and name == "ModelCheckpoint":
+            _keep(changes, _checkpoints(each, config))
+        elif theirs and name == "EMAWeightAveraging":
+            changes["optim"] = dataclasses.replace(config.optim, ema=_decay(each))
+        elif not (theirs and name in DONE):
+            way = WAYS.get(name, "") if theirs else ""
+            way = way or "leave it out, and write what it does as a line in the loop of lockstep.Run"
+            raise ConfigError(f"from_lightning: the callback {name} is not served: {way}")
+    if trainer is not None and not trainer.checkpoint_callbacks:
+        changes["ckpt_freq"] = 0
+    if changes.get("patience") and not config.eval_freq:
+        raise ConfigError(
+            "from_lightning: EarlyStopping needs evaluations, and the module has no validation: leave it out"
+        )
+    if "patience" in changes and "best_metric" not in changes:  # no ModelCheckpoint judges: one best for both
+        changes["best_metric"] = changes.pop("patience_metric")
+    return dataclasses.replace(config, **changes)
+
+
+def _keep(changes: dict[str, Any], more: dict[str, Any]) -> None:
+    before = changes.get("best_metric")
+    if before and more.get("best_metric") not in (None, before):
+        names = " and ".join(each.partition(":")[0] for each in (before, more["best_metric"]))
+        raise ConfigError(
+            f"from_lightning: two ModelCheckpoints monitor {names}, and one value judges the best: let them "
+            "monitor the same"
+        )
+    changes |= more
+
+
+def _judged(monitor: str, mode: str) -> str:
+    """By what is judged. Lightning puts the loader's index behind a name, lockstep the set's name before."""
+    name, _, place = monitor.partition("/dataloader_idx_")
+    full = f"dataloader_idx_{place}/{name}" if place else name
+    return f"{full}:{mode}"
+
+
+def _early(each: Any) -> dict[str, Any]:
+    for name in ("stopping_threshold", "divergence_threshold"):
+        if getattr(each, name) is not None:
+            raise ConfigError(
+                f"from_lightning: EarlyStopping({name}={getattr(each, name)}) is not served: call run.stop() in the "
+                "loop of lockstep.Run"
+            )
+    return {
+        "patience": max(1, int(each.patience)),  # of 0 it ends at the first that is no better, as of 1
+        "patience_metric": _judged(each.monitor, each.mode),
+        "min_delta": abs(float(each.min_delta)),
+    }
+
+
+def _checkpoints(each: Any, config: Config) -> dict[str, Any]:
+    if each._train_time_interval is not None:
+        raise ConfigError(
+            "from_lightning: ModelCheckpoint(train_time_interval=...) is not served: set every_n_train_steps"
+        )
+    kept = each.save_top_k
+    found: dict[str, Any] = {"checkpoint": dataclasses.replace(config.checkpoint, keep=kept if kept > 0 else _ALL)}
+    if kept == 0:
+        found = {"ckpt_freq": 0}
+    elif each._every_n_train_steps:
+        found["ckpt_freq"] = int(each._every_n_train_steps)
+    elif each._every_n_epochs and each._every_n_epochs > 1:
+        found["ckpt_freq"] = f"{each._every_n_epochs}epochs"
+    if each.monitor is not None and config.eval_freq:
+        found["best_metric"] = _judged(each.monitor, each.mode)
+    return found
+
+
+_ALL = 10**6
+
+
+def _decay(each: Any) -> float:
+    """Of EMAWeightAveraging."""
+    if each.update_every_n_steps != 1 or each.update_starting_at_step or each.update_starting_at_epoch:
+        raise ConfigError(
+            "from_lightning: EMAWeightAveraging with update_every_n_steps or a later start is not served: every step "
+            "moves the average"
+        )
+    function = inspect.unwrap(each._kwargs.get("multi_avg_fn") or each._kwargs.get("avg_fn"))
+    names = function.__code__.co_freevars
+    found = dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)).get("decay")
+    if not isinstance(found, float):
+        raise ConfigError("from_lightning: the decay of EMAWeightAveraging is not known: set the config's optim.ema")
+    return found
+
+
+_LOG = logging.getLogger("lockstep")
+
+
+class Turn(NamedTuple):
+    """What the coming forward is: a micro-batch of a step, and which batches, as a module counts them, begin or end."""
+
+    step: int
+    micro: int
+    begins: range
+    ends: range
+    first: bool
+    counts: bool
+    batch_idx: int
+
+
+@final
+class Life(Hooks):
+    """Calls a module's hooks.
+
+    Attributes:
+        module: the one that is trained now.
+        rates: of its optimizer, once that is made.
+    """
+
+    def __init__(self, module: Any, trainer: Standing, logged: Logged) -> None:
+        self.module, self.trainer, self.logged = module, trainer, logged
+        self.rates: Rates | None = None
+        self._turn: Turn | None = None
+        self._ended: list[tuple[Any, Any, range]] = []  # batches whose end comes after the update
+        self._in_epoch, self._samples, self._size = 1, 1, 1
+        self._steps, self._epochs = Totals(), Totals()
+        self._metrics: dict[str, Any] = {}
+        self._step_names: dict[str, str] = {}
+        self._leavings = Leavings()
+        self._epoch = -1  # the one that has begun; -1: none
+        self._tries, self._log_freq = False, 1
+        self._own = own_methods(module)
+        self._several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # else nothing is to be gathered
+
+    def planned(self, samples: int, size: int) -> None:
+        """Tells how many samples an epoch and a step have."""
+        self._samples, self._size = samples, size
+        self._turn, self._epoch, self._own = None, -1, own_methods(self.module)
+        self._ended.clear()
+
+    def call(self, name: str, *given: Any) -> Any:
+        """Calls a method of the module as Lightning does, with the name that `self.log` wants to know."""
+        module = self.module
+        before, module._current_fx_name = module._current_fx_name, name
+        try:
+            return getattr(module, name)(*given)
+        finally:
+            module._current_fx_name = before
+
+    def hook(self, name: str, *given: Any) -> None:
+        """Calls a hook where the module has its own; what it draws at random changes nothing of the training."""
+        if name in self._own:
+            with generators_kept():
+                answer = self.call(name, *calls(getattr(self.module, name), *given))
+            if name == "on_train_batch_start" and answer == -1:
+                raise ConfigError(
+                    "from_lightning: on_train_batch_start returned -1 to leave out the rest of the epoch, which is not "
+                    "served: set limit_train_batches"
+                )
+
+    def tries(self) -> bool:
+        """Whether what is computed now is tried before a run, and no part of it."""
+        return self._tries
+
+    def fitted(self) -> None:
+        """The optimizer is made: the training begins."""
+        self._tries = True
+        self.hook("on_fit_start")
+        self.hook("on_train_start")
+        self._begin_epoch(0)
+
+    # Of a step.
+
+    def before_batch(self, step: int, index: int, slot: int, slots: int, *, counts: bool) -> None:
+        trainer, self._tries = self.trainer, False
+        trainer.global_step = step
+        epoch = step * self._size // self._samples
+        if slot == 0:
+            if self.rates is not None and self.rates.watched:
+                self.rates.drive_to(step)
+            if epoch != self._epoch:
+                self._end_epoch(None)
+                self._begin_epoch(epoch)
+        turns = trainer.accumulate_grad_batches
+        before = (step - -(-epoch * self._samples // self._size)) * turns
+        begun, ended = _turns(slot, slots, turns)
+        begins = range(before + begun.start, before + begun.stop)
+        ends = range(before + ended.start, before + ended.stop)
+        self._turn = Turn(step, index, begins, ends, slot == 0, counts, before + index % turns)
+
+    def take_turn(self) -> Turn | None:
+        """What the coming forward is; None outside of a step of the run, as where a task is tried."""
+        turn, self._turn = self._turn, None
+        return turn
+
+    @contextlib.contextmanager
+    def training_step(self, batch: Any, samples: int, turn: Turn | None) -> Iterator[list[Any]]:
+        """Around one `training_step`; its output is put into the list that this gives.
+
+        Outside of a step of the run nothing of it is left behind.
+        """
+        self.logged.samples = samples
+        self.logged.taken()
+        found: list[Any] = []
+        if turn is None:
+            with Leavings.undone(self.module), apart("training_step"):
+                yield found
+            self.logged.taken()
+            return
+        for batch_idx in turn.begins:
+            self.hook("on_train_batch_start", batch, batch_idx)
+        key = (turn.step, turn.micro)
+        around: AbstractContextManager[None] = nullcontext()
+        if not turn.counts:
+            around = Leavings.undone(self.module)
+        elif self._several and self.module.automatic_optimization:  # else its micro-batches run by turns
+            around = self._leavings.noted(self.module, key)
+        with around:
+            yield found
+        output = found[0] if found else None
+        if turn.ends and "on_train_batch_end" in self._own:
+            self._ended.append((_detached(output), batch, turn.ends))
+        if not self.module.automatic_optimization:
+            self._count(turn.counts)
+            return
+        if turn.first:
+            self.hook("on_before_zero_grad", self._optimizer())
+            self.hook("optimizer_zero_grad", self.trainer.current_epoch, turn.batch_idx, self._optimizer())
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        self.hook("on_before_backward", loss)
+        self._count(turn.counts, (turn.step + 1) % self._log_freq == 0)
+
+    def after_backward(self) -> None:
+        self.hook("on_after_backward")
+
+    def before_update(self, optimizer: Any) -> None:
+        """Gradients are summed and clipped."""
+        self.hook("on_before_optimizer_step", optimizer)
+
+    def after_update(self) -> None:
+        self.trainer.global_step += 1
+        for output, batch, ends in self._ended:
+            for batch_idx in ends:
+                self.hook("on_train_batch_end", output, batch, batch_idx)
+        self._ended.clear()
+        self._count(True)
+
+    # Of a run.
+
+    def begins(self, course: Course, done: int) -> None:
+        self.trainer.global_step, self._tries, self._log_freq = done, False, course.log_freq
+        rates, state = self.rates, course.state
+        if rates is not None:
+            for at, name, value in state.get("watched", []):
+                rates.watch(int(at), name, float(value))
+            if rates.watched:
+                rates.drive_to(done)
+        if "module" in state and written(self.module, "on_load_checkpoint"):
+            own = {key: self.module.get_submodule(name) for key, name in state.get("own_modules", {}).items()}
+            self.hook("on_load_checkpoint", self._checkpoint() | own | unpacked(state["module"]))
+        if "datamodule" in state and written(self.trainer.datamodule, "load_state_dict"):
+            self.trainer.datamodule.load_state_dict(unpacked(state["datamodule"]))
+        for logger in self.trainer.loggers:
+            logger.log_hyperparams(self.module.hparams_initial)
+        if not done:
+            self._try_saving(course)  # collective
+
+    def after_step(self, course: Course, done: int) -> None:
+        if done % course.log_freq == 0:
+            found = together(course.gather(self._steps.plain()))  # collective
+            self._record(course, self._shown(found, steps=True), done)
+        self._steps.clear()
+        if done * self._size // self._samples > (done - 1) * self._size // self._samples:
+            self._record(course, self._end_epoch(course), done)
+
+    def evaluated(self, course: Course, done: int, metrics: Mapping[str, float]) -> None:
+        self._to_loggers(metrics, done)
+        self._watch(course, done, metrics)
+
+    def saves(self, state: dict[str, Any], done: int) -> None:
+        if written(self.module, "on_save_checkpoint"):
+            checkpoint = self._checkpoint()
+            known = set(checkpoint)
+            self.hook("on_save_checkpoint", checkpoint)
+            more = {key: value for key, value in checkpoint.items() if key not in known}
+            # Whose tensors are kept anyway: it is found again by its name.
+            names = {id(module): name for name, module in self.module.named_modules() if name}
+            own = {key: names[id(value)] for key, value in more.items() if id(value) in names}
+            if own:
+                state["own_modules"] = own
+            state["module"] = packed({k: v for k, v in more.items() if k not in own}, "on_save_checkpoint")
+        datamodule = self.trainer.datamodule
+        if written(datamodule, "state_dict"):
+            state["datamodule"] = packed(datamodule.state_dict(), "the datamodule's state_dict")
+
+    def _try_saving(self, course: Course) -> None:
+        """What hooks put into a checkpoint, as before step 1. Collective. Raises ConfigError for what cannot be kept.
+
+        A hook that fails may need what the training brings, and is told of at the first save.
+        """
+        owners = (self.module, "on_save_checkpoint"), (self.trainer.datamodule, "state_dict")
+        if not any(written(owner, name) for owner, name in owners):
+            return
+        problem, self.trainer.sanity_checking = "", True
+        try:
+            with Leavings.undone(self.module):
+                self.saves({}, 0)
+        except ConfigError as error:
+            problem = str(error)
+        except Exception:
+            _LOG.debug("what is saved could not be tried", exc_info=True)
+        finally:
+            self.trainer.sanity_checking = False
+        problem = next(filter(None, course.gather(problem)), "")  # collective
+        if problem:
+            raise ConfigError(problem)
+
+    def _checkpoint(self) -> dict[str, Any]:
+        """What a checkpoint of Lightning has for a module's hooks to look at."""
+        trainer, module = self.trainer, self.module
+        return {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "state_dict": dict(module.state_dict()),
+            "hyper_parameters": dict(module.hparams),
+            "hparams_name": getattr(module, "_hparams_name", None),
+        }
+
+    def ends(self, course: Course, done: int) -> None:
+        self._end_epoch(None)
+        for name in ("on_train_end", "on_fit_end"):
+            self.hook(name)
+        for logger in self.trainer.loggers:
+            logger.finalize("success")
+        if written(self.module, "teardown"):
+            self.module.teardown("fit")
+
+    # What is behind them.
+
+    def _record(self, course: Course, values: dict[str, float], done: int) -> None:
+        course.log(values)
+        self._to_loggers(values, done)
+
+    def _to_loggers(self, values: Mapping[str, float], done: int) -> None:
+        """To the Trainer's own loggers, which write on rank 0 alone."""
+        if values and self.trainer.is_global_zero:
+            for logger in self.trainer.loggers:
+                logger.log_metrics({**values, "epoch": self.trainer.current_epoch}, done)
+                logger.save()
+
+    def _optimizer(self) -> Any:
+        optimizers = self.trainer.optimizers
+        return optimizers[0] if optimizers else None
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch = self.trainer.current_epoch = epoch
+        self._epochs.clear()
+        self._leavings.clear()
+        self.hook("on_train_epoch_start")
+        self._count(True)
+
+    def _end_epoch(self, course: Course | None) -> dict[str, float]:
+        """Ends the epoch that has begun: its hook, and what was logged over it, over all ranks with a `course`."""
+        if self._epoch < 0:
+            return {}
+        if course is None:
+            self._epoch = -1
+            return {}
+        with self._leavings.gathered(self.module, course.gather):  # collective
+            self.hook("on_train_epoch_end")
+            self._count(True)
+            found = together(course.gather(self._epochs.plain()))  # collective
+            for name, metric in self._metrics.items():
+                found[name] = number(metric.compute())
+                metric.reset()
+        self._metrics.clear()
+        self._epoch = -1
+        shown = self._shown(found, steps=False)
+        self._watch(course, self.trainer.global_step, shown)
+        return shown
+
+    def _count(self, counts: bool, recorded: bool = True) -> None:
+        """Counts in what was logged since it was asked last; that of the step alone where the step is recorded."""
+        for entry in self.logged.taken():
+            if not counts:
+                continue
+            if is_metric(entry.value):
+                if entry.on_epoch:
+                    self._metrics[entry.epoch_name] = entry.value
+                if entry.on_step and getattr(entry.value, "_forward_cache", None) is not None:
+                    self._steps.add(entry.step_name, entry.value._forward_cache, entry.weight, "mean")
+                continue
+            if entry.on_step and recorded:
+                self._steps.add(entry.step_name, entry.value, entry.weight, entry.reduce)
+            if entry.on_epoch:
+                self._epochs.add(entry.epoch_name, entry.value, entry.weight, entry.reduce)
+
+    def _shown(self, found: dict[str, float], *, steps: bool) -> dict[str, float]:
+        """Also as the module's trainer has them."""
+        trainer = self.trainer
+        tensors = {name: torch.tensor(value) for name, value in found.items()}
+        trainer.callback_metrics |= tensors
+        trainer.logged_metrics |= tensors
+        suffix = "_step" if steps else "_epoch"
+        plain = {name.removesuffix(suffix): value for name, value in tensors.items() if name.endswith(suffix)}
+        trainer.callback_metrics |= plain
+        return found
+
+    def _watch(self, course: Course, done: int, values: Mapping[str, float]) -> None:
+        """Steps the plateaus that are due, where an epoch has just ended, and notes by what."""
+        rates = self.rates
+        if rates is None or not rates.watched:
+            return
+        position = done * self._size / self._samples
+        near = round(position)
+        if not near or abs(position - near) * self._samples >= self._size:
+            return
+        plain = {name.removesuffix("_epoch"): value for name, value in values.items()} | dict(values)
+        for name in dict.fromkeys(rates.due(near, plain)):
+            rates.watch(done, name, plain[name])
+            course.state.setdefault("watched", []).append([done, name, plain[name]])
+
+
+@contextlib.contextmanager
+def own_dtype(module: torch.nn.Module) -> Iterator[None]:
+    """Within it what makes a tensor without saying of which dtype makes one of the parameters', as Lightning has it."""
+    with default_dtype(next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)):
+        yield
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if dtype is before:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _turns(slot: int, slots: int, turns: int) -> tuple[range, range]:
+    """Which of a step's `turns` begin with a rank's slot, and which end with it: each once, however many slots."""
+    starts = [turn * slots // turns for turn in range(turns)]
+    ends = [max(start, (turn + 1) * slots // turns - 1) for turn, start in enumerate(starts)]
+    begun = [turn for turn, start in enumerate(starts) if start == slot]
+    ended = [turn for turn, end in enumerate(ends) if end == slot]
+    return _run(begun), _run(ended)
+
+
+def _run(turns: list[int]) -> range:
+    return range(turns[0], turns[-1] + 1) if turns else range(0)
+
+
+def _detached(output: Any) -> Any:
+    """The output as `on_train_batch_end` gets it: a dict with a loss that holds no graph."""
+    if isinstance(output, torch.Tensor):
+        return {"loss": output.detach()}
+    if isinstance(output, Mapping):
+        return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in output.items()}
+    return output

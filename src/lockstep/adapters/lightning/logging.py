@@ -1,0 +1,210 @@
+"""What a module logs, kept by name and reduced over items: the place of Lightning's own result collection.
+
+logged = Logged()                           # is `trainer._results` while a hook runs
+entries = logged.taken()                    # what was logged since, in order
+totals.add(name, value, weight, "mean")     # of a `Totals`, for many micro-batches and steps
+together([totals.plain()])                  # name -> number, of the totals of all ranks
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+
+__all__ = [
+    "Logged",
+    "LoggedValue",
+    "Totals",
+    "number",
+    "reduction_of",
+    "rows_of",
+    "together",
+]
+
+
+_NAMED = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "amin": "min", "max": "max", "amax": "max"}
+
+
+class LoggedValue(NamedTuple):
+    """One `self.log`.
+
+    Attributes:
+        value: a 0-dim tensor, detached; a metric with a state; or a number.
+        weight: what a mean counts it as: samples, or the `batch_size` that was said.
+        reduce: "mean", "sum", "min" or "max".
+        metric: the name of the module's attribute that is the metric, else "".
+    """
+
+    name: str
+    value: Any
+    weight: float
+    on_step: bool
+    on_epoch: bool
+    reduce: str
+    progress: bool
+    logger: bool
+    metric: str
+
+    @property
+    def epoch_name(self) -> str:
+        """As Lightning calls the number of an epoch: another name beside that of the steps, where both are logged."""
+        return f"{self.name}_epoch" if self.on_step else self.name
+
+    @property
+    def step_name(self) -> str:
+        return f"{self.name}_step" if self.on_epoch else self.name
+
+
+@final
+class Logged:
+    """Takes what `LightningModule.log` hands on.
+
+    Attributes:
+        samples: of the present batch.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 1
+        self._found: list[LoggedValue] = []
+
+    def log(
+        self,
+        fx: str,
+        name: str,
+        value: Any,
+        *,
+        on_step: bool,
+        on_epoch: bool,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        prog_bar: bool = False,
+        logger: bool = True,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+        **_: Any,  # what says how to exchange it, which is always done
+    ) -> None:
+        """Notes a value. Raises ConfigError for a reduction that cannot be made of parts."""
+        reduce = reduction_of(name, reduce_fx)
+        values = value if isinstance(value, Mapping) else {"": value}
+        for key, each in values.items():
+            held = each.detach() if isinstance(each, Tensor) else each
+            weight = float(batch_size if batch_size is not None else self.samples)
+            full = f"{name}.{key}" if key else name
+            self._found.append(
+                LoggedValue(full, held, weight, on_step, on_epoch, reduce, prog_bar, logger, metric_attribute or "")
+            )
+
+    def swapped(self, entries: list[LoggedValue], samples: int) -> list[LoggedValue]:
+        """What was logged so far, in whose place are the entries of another micro-batch."""
+        found, self._found, self.samples = self._found, entries, samples
+        return found
+
+    def reset(self, *_: Any, **__: Any) -> None:
+        """As Lightning's; nothing is kept here that could be reset."""
+
+    def taken(self) -> list[LoggedValue]:
+        """What was logged since it was asked last; a name that was logged twice counts with its last value."""
+        found, self._found = self._found, []
+        return list({entry.name: entry for entry in found}.values()) if len(found) > 1 else found
+
+
+def reduction_of(name: str, given: Any) -> str:
+    """`reduce_fx` as a word. Raises ConfigError for a function that is not known."""
+    word = given if isinstance(given, str) else getattr(given, "__name__", "")
+    found = _NAMED.get(word.lower())
+    if found is None:
+        raise ConfigError(
+            f"from_lightning: self.log('{name}', reduce_fx={word or given}): parts of an epoch can be put together by "
+            "mean, sum, min and max; use one, or a torchmetrics.Metric"
+        )
+    return found
+
+
+def number(value: Any) -> float:
+    """A logged value as a number. Waits for the device."""
+    return float(value.double().mean() if isinstance(value, Tensor) and value.numel() > 1 else value)
+
+
+@final
+class Totals:
+    """Sums by name, which can be put together in any order of parts that is the same everywhere."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, list[Any]] = {}
+
+    def add(self, name: str, value: Any, weight: float, reduce: str) -> None:
+        """Counts a value in. Tensors stay where they are, so nothing waits."""
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            value = value.double()
+            value = value.mean() if value.numel() > 1 else value.reshape(())
+        else:
+            value = number(value)
+        held = self._held.get(name)
+        part = value * weight if reduce == "mean" else value
+        if held is None:
+            self._held[name] = [reduce, part, weight]
+            return
+        combine = _COMBINE if isinstance(part, float) and isinstance(held[1], float) else _ON_DEVICE
+        held[1], held[2] = combine[reduce](held[1], part), held[2] + weight
+
+    def plain(self) -> dict[str, list[Any]]:
+        """name -> [reduction, value, weight], in numbers that can be sent. Waits for the device."""
+        return {name: [kind, float(value), weight] for name, (kind, value, weight) in self._held.items()}
+
+    def clear(self) -> None:
+        self._held.clear()
+
+
+def together(parts: list[dict[str, list[Any]]]) -> dict[str, float]:
+    """name -> number, of what `Totals.plain` gave on each rank, or of each micro-batch."""
+    kinds: dict[str, str] = {}
+    values: dict[str, list[tuple[float, float]]] = {}
+    for part in parts:
+        for name, (kind, value, weight) in part.items():
+            kinds[name] = kind
+            values.setdefault(name, []).append((value, weight))
+    return {name: _reduced(kinds[name], each) for name, each in values.items()}
+
+
+def _reduced(kind: str, values: list[tuple[float, float]]) -> float:
+    numbers = [value for value, _ in values]
+    if kind in ("min", "max"):
+        return math.nan if any(map(math.isnan, numbers)) else (min if kind == "min" else max)(numbers)
+    total = math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+    weight = math.fsum(weight for _, weight in values)
+    return total if kind == "sum" else total / weight if weight else math.nan
+
+
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {"mean": operator.add, "sum": operator.add, "min": min, "max": max}
+_ON_DEVICE = _COMBINE | {"min": torch.minimum, "max": torch.maximum}
+
+
+def rows_of(batch: Any) -> int:
+    """Samples of a batch by its first tensor, as Lightning finds them; 1 where it has none."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else 1
+    if isinstance(batch, str):
+        return len(batch)
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        for each in batch:
+            if found := _rows(each):
+                return found
+        return 1
+    return 1
+
+
+def _rows(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return len(value) if value.ndim else 1
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return next((found for each in value if (found := _rows(each))), 0)
+    return 0

@@ -1,0 +1,98 @@
+"""What `lockstep.from_lightning` makes of a module and of a Trainer: arguments, callbacks, hooks."""
+
+from lockstep.adapters.rows import rows
+
+__all__ = [
+    "ARGUMENTS",
+    "CALLBACKS",
+    "HOOKS",
+    "PRECISIONS",
+    "WAYS",
+]
+
+
+# Hooks of a module that a run would not call, or whose meaning it could not keep -> the way out.
+HOOKS = {
+    "optimizer_step": "the engine takes the step: write the rates as a scheduler of configure_optimizers",
+    "backward": "the engine runs the backward: scale or change the loss in training_step",
+    "configure_gradient_clipping": "the engine clips by the norm: set gradient_clip_val, or optim.clip",
+    "configure_sharded_model": "the engine splits the model: use configure_model",
+    "on_validation_model_zero_grad": "the engine clears gradients: leave it out",
+    "tbptt_split_batch": "Lightning 2 has it no more: cut the sequence in training_step",
+    "training_epoch_end": "Lightning 2 has it no more: write on_train_epoch_end",
+    "validation_epoch_end": "Lightning 2 has it no more: write on_validation_epoch_end",
+    "test_epoch_end": "Lightning 2 has it no more: write on_test_epoch_end",
+    "training_step_end": "Lightning 2 has it no more: do it in training_step",
+    "validation_step_end": "Lightning 2 has it no more: do it in validation_step",
+}
+
+PRECISIONS = ("32-true", "32", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "64")
+
+CALLBACKS = {
+    "EarlyStopping": "patience, patience_metric and min_delta of the Config",
+    "ModelCheckpoint": "best_metric, ckpt_freq and checkpoint.keep of the Config",
+    "EMAWeightAveraging": "optim.ema of the Config",
+    "ModelSummary": "done by the run",
+    "RichModelSummary": "done by the run",
+    "ProgressBar": "done by the run",
+    "TQDMProgressBar": "done by the run",
+    "RichProgressBar": "done by the run",
+    "DeviceStatsMonitor": "done by the run",
+    "ThroughputMonitor": "done by the run",
+    "LearningRateMonitor": "done by the run",
+    "OnExceptionCheckpoint": "done by the run",
+}
+# Callbacks of Lightning that are refused -> the way out.
+WAYS = {
+    "StochasticWeightAveraging": "dataclasses.replace(config, optim=...) with an ema averages the weights",
+    "WeightAveraging": "EMAWeightAveraging is served, and so is the config's optim.ema",
+    "GradientAccumulationScheduler": "a step has one size: set accumulate_grad_batches",
+    "LearningRateFinder": "lockstep.find_lr(config, task) does it",
+    "BatchSizeFinder": "lockstep.find_micro_batch(config, task) does it",
+    "SpikeDetection": "the config's guards.spike does it",
+    "Timer": "send the run a signal, or let the queue do it: it saves and goes on later",
+}
+
+ARGUMENTS = rows("""
+accelerator | becomes | device
+strategy | becomes | engine, where a launcher started the run; "ddp" and "auto" are auto
+devices | becomes | a factor of batch_size, whatever there is when it runs
+num_nodes | becomes | a factor of batch_size
+precision | becomes | precision
+logger | task | it gets what is logged, beside the run's own sinks
+callbacks | becomes | see Callbacks
+fast_dev_run | becomes | max_steps, limit_eval_batches
+max_epochs | becomes | num_epochs
+max_steps | becomes | max_steps
+limit_train_batches | becomes | limit_train_batches
+limit_val_batches | becomes | limit_eval_batches; 0: no evaluation
+limit_test_batches | task | task.test()
+limit_predict_batches | task | task.predict()
+val_check_interval | becomes | eval_freq; 1 is each step, 1.0 each epoch
+check_val_every_n_epoch | becomes | eval_freq; not beside a val_check_interval below an epoch
+log_every_n_steps | becomes | log_freq
+enable_checkpointing | becomes | ckpt_freq; False: at the end alone
+accumulate_grad_batches | becomes | a factor of batch_size
+gradient_clip_val | becomes | optim.clip
+deterministic | becomes | exact
+sync_batchnorm | becomes | batchnorm
+default_root_dir | becomes | save_dir
+num_sanity_val_steps | idle | one micro-batch of each set is tried before step 1
+enable_progress_bar | idle | the run has its own
+enable_model_summary | idle | lockstep plan shows the model
+benchmark | idle | it is torch's own setting, and stays
+inference_mode | idle | evaluations have no gradients
+use_distributed_sampler | idle | samples are shared out by lockstep
+barebones | idle | what is logged costs little here
+enable_autolog_hparams | idle |
+min_epochs | refused | nothing ends a run early but EarlyStopping: leave it out
+min_steps | refused | nothing ends a run early but EarlyStopping: leave it out
+max_time | refused | send the run a signal, or let the queue do it: it saves and goes on later
+overfit_batches | refused | set limit_train_batches, and a loader without shuffle
+gradient_clip_algorithm | refused | gradients are clipped by their norm: leave it out
+profiler | refused | dataclasses.replace(config, profile="10:20"), see docs/profile.md
+detect_anomaly | refused | guards.nonfinite names what is not finite: leave it out
+plugins | refused | precision, ranks and checkpoints are lockstep's: leave them out
+reload_dataloaders_every_n_epochs | refused | the samples of a run are fixed: change them in the dataset by epoch
+model_registry | refused | checkpoints lie in the run's folder: leave it out
+""")

@@ -1,0 +1,507 @@
+"""A LightningModule's work as a task: what the run asks of a task is asked of the module's own methods.
+
+Made by `lockstep.from_lightning`. Nothing here imports Lightning.
+"""
+
+import contextlib
+import copy
+import hashlib
+import json
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from lockstep.adapters.lightning.arguments import plan_of
+from lockstep.adapters.lightning.data import LoaderParts, Loaders, Placed, Sampled, predicted, tested
+from lockstep.adapters.lightning.hooks import Life, Turn, own_dtype
+from lockstep.adapters.lightning.logging import Logged, LoggedValue, number, together
+from lockstep.adapters.lightning.optimizers import Configured, EpochPosition, Rates, read
+from lockstep.adapters.lightning.package import calls, written
+from lockstep.adapters.lightning.state import (
+    is_metric,
+    list_at,
+    lists_of,
+    metrics_of,
+    put_back,
+    put_together,
+    set_aside,
+    taken_apart,
+    was_updated,
+)
+from lockstep.adapters.lightning.trainer import Standing
+from lockstep.config.schema import Config
+from lockstep.counts import samples_in
+from lockstep.data.loader import generators_kept
+from lockstep.errors import ConfigError
+from lockstep.task import Order, Task
+from lockstep.tasks.metric_states import merge
+from lockstep.tasks.regression import RowsMetric
+
+__all__ = [
+    "Epoch",
+    "LightningTask",
+]
+
+
+@final
+class Epoch(RowsMetric):
+    """What an evaluation of one set came to.
+
+    Args:
+        module: whose lists and metrics are looked after.
+        logged: takes what is logged.
+        ends: called at the end of the set with its numbers; what hooks log at the end of the epoch it puts to them.
+        tries: whether all this is a trial before the run, of which nothing is to be left behind.
+
+    Attributes:
+        loss: the value of the last micro-batch that is taken for its loss; None where nothing of the kind was logged.
+    """
+
+    def __init__(
+        self, module: nn.Module, logged: Logged, ends: Callable[[dict[str, float]], None], tries: Callable[[], bool]
+    ) -> None:
+        self._module, self._logged, self._ends, self._tries = module, logged, ends, tries
+        super().__init__()
+        self.loss: Any = None
+
+    @contextlib.contextmanager
+    def batch(self, samples: int) -> Iterator[None]:
+        """Around the step of one micro-batch; what it logs and leaves behind is a row of the state."""
+        metrics, lists = metrics_of(self._module), lists_of(self._module)
+        lengths = {name: len(held) for name, held in lists.items()}
+        aside = {name: set_aside(metric) for name, metric in metrics.items()}
+        self._logged.samples = samples
+        self._logged.taken()
+        yield
+        entries = self._logged.taken()
+        self.loss = _loss_of(entries)
+        row: list[Any] = []
+        form = {
+            "logged": [_plain_entry(entry) for entry in entries if entry.on_epoch],
+            "appended": {
+                name: taken_apart(held[lengths.get(name, 0) :], row, name)
+                for name, held in lists_of(self._module).items()
+                if len(held) > lengths.get(name, 0)
+            },
+            "metrics": {
+                name: taken_apart(dict(metric.metric_state), row, name)
+                for name, metric in metrics.items()
+                if was_updated(metric)
+            },
+        }
+        for name, held in lists_of(self._module).items():
+            del held[lengths.get(name, 0) :]
+        for name, metric in metrics.items():
+            put_back(metric, aside[name])
+        self._rows.append([_text(form), *row])
+
+    def compute(self) -> dict[str, float]:
+        """The numbers that were logged for the epoch; after the last set those of the epoch's end too."""
+        forms = [(json.loads(bytes(row[0].tolist())), row[1:]) for row in self._rows]
+        entries = [entry for form, _ in forms for entry in form["logged"]]
+        parts = [
+            {name: [kind, value * weight if kind == "mean" else value, weight]}
+            for name, kind, value, weight, metric in entries
+            if not metric
+        ]
+        found = together(parts)
+        logged_metrics = {name: metric for name, _, _, _, metric in entries if metric}
+        metrics, lists = metrics_of(self._module), lists_of(self._module)
+        used = {name for form, _ in forms for name in form["metrics"]}
+        aside = {name: set_aside(metrics[name]) for name in used}
+        lengths = {name: len(held) for name, held in lists.items()}
+        try:
+            for name in used:
+                merge(
+                    metrics[name],
+                    [put_together(form["metrics"][name], row) for form, row in forms if name in form["metrics"]],
+                )
+            for form, row in forms:
+                for name, items in form["appended"].items():
+                    list_at(self._module, name).extend(put_together(items, row))
+            found |= {name: number(metrics[attribute].compute()) for name, attribute in logged_metrics.items()}
+            found = {name: found[name] for name in dict.fromkeys([*(entry[0] for entry in entries), *found])}
+            self._ends(found)
+        finally:
+            for name in used:
+                put_back(metrics[name], aside[name])
+            for name, held in lists_of(self._module).items() if self._tries() else ():
+                del held[lengths.get(name, 0) :]
+        return {name: value for name, value in found.items() if name not in ("loss", "items")}
+
+
+def _plain_entry(entry: LoggedValue) -> list[Any]:
+    """[name, reduction, value, weight, the module's metric] of what was logged. Waits for the device."""
+    if is_metric(entry.value):
+        return [entry.epoch_name, "metric", 0.0, 0.0, entry.metric]
+    return [entry.epoch_name, entry.reduce, number(entry.value), entry.weight, ""]
+
+
+def _loss_of(entries: list[LoggedValue]) -> Any:
+    """What is most likely the loss of a step that returns none: the first that is called so."""
+    plain = [entry for entry in entries if not is_metric(entry.value)]
+    return next((entry.value for entry in plain if "loss" in entry.name.lower()), None)
+
+
+def _text(form: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(form).encode()), dtype=torch.uint8)
+
+
+class LightningTask(Task):
+    """A LightningModule's work as a task whose losses of batches are averaged by samples. Made by `from_lightning`."""
+
+    framework = "Lightning"
+    reduction: Literal["auto", "sum", "mean", "micro-batch"] = "micro-batch"
+    item_name = "samples"
+    items_per_sample: int | None = 1
+    divisible = False
+
+    def __init__(self, module: Any, loaders: Loaders, trainer: Standing, devices: int) -> None:
+        self.module, self.loaders, self.trainer, self.devices = module, loaders, trainer, devices
+        decided = f"{type(module).__module__}.{type(module).__qualname__}"
+        self.fingerprint = hashlib.sha256(decided.encode()).hexdigest()[:16]
+        self._first: Any = module
+        self._kept = _copied(module)
+        self._sets: dict[str, LoaderParts] = loaders.validation
+        if any(parts.collate is not default_collate for parts in (loaders.train, *self._sets.values())):
+            self.items_per_sample = None  # it may leave samples out
+        self._step_name, self._hook = "validation_step", "validation"
+        self._config: Config | None = None
+        self._begun = False
+        self._batches: Counter[int] = Counter()  # evaluated so far, of each set
+        self._epochs: list[Epoch] = []
+        self._logged = Logged()
+        trainer._results = self._logged
+        self.hooks = self.life = Life(module, trainer, self._logged)
+        self._factors: list[float] = []
+        self._step = 0  # of which these are
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a run has made: the other process makes its own."""
+        state = self.__dict__ | {"_epochs": [], "_config": None, "_factors": [], "_begun": False}
+        for name in ("module", "trainer", "_first", "_entry", "hooks", "life"):
+            state.pop(name, None)
+        # As bytes: multiprocessing would share the tensors' memory, and the other process trains them.
+        return state | {"_kept": pickle.dumps(self._kept), "_made_for": self.trainer.settings()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kept, settings = state.pop("_kept"), state.pop("_made_for")
+        self.__dict__.update(state)
+        self.module = self._first = pickle.loads(kept)
+        self._kept = pickle.loads(kept)
+        self.trainer = Standing(self.module, self.loaders.datamodule)
+        self.trainer.take(settings)
+        self.trainer._results = self._logged
+        self.module.trainer = self.trainer
+        self.hooks = self.life = Life(self.module, self.trainer, self._logged)
+
+    # What a run asks for.
+
+    def model(self) -> nn.Module:
+        """The module itself; when asked again, another one as it was then."""
+        made = copy.deepcopy(self._kept) if self._first is None else self._first
+        self._first = None
+        self.module = self.life.module = self.trainer.lightning_module = self.trainer.model = made
+        made.trainer = self.trainer
+        if written(made, "configure_model"):
+            self.life.call("configure_model")
+        self._enter(made)
+        metrics_of(made)  # which from now on are put together here alone
+        self._epochs = []
+        model: nn.Module = made.train()
+        return model
+
+    def dataset(self, split: str) -> Any:
+        if split == "train":
+            return self.loaders.train.dataset
+        found = {
+            name: _Set(parts.dataset, len(parts.dataset), place)
+            for place, (name, parts) in enumerate(self._sets.items())
+        }
+        return found.get("", found) if found else None
+
+    def collate(self, samples: list[Any]) -> Any:
+        if not isinstance(samples[0], _EvaluationSample):
+            return _placed(0, samples, self.loaders.train.collate)
+        place = samples[0].place
+        parts = list(self._sets.values())[place]
+        return _placed(place, [sample.data for sample in samples], parts.collate)
+
+    def count(self, batch: Any) -> int:
+        """Count the samples of a batch: those that its collation left in."""
+        return int(batch.samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """What `training_step` returns, or its "loss": 0-dim, a mean over the samples of the batch."""
+        with own_dtype(self.module):
+            found = self._stepped(model, batch, self.life.take_turn())
+        loss = found.get("loss") if isinstance(found, Mapping) else found
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"from_lightning: training_step returned {'None' if found is None else type(found).__name__} where a "
+                "loss must be: return a tensor, or a dict with 'loss'; a batch to be passed over has a loss times 0"
+            )
+        return loss
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
+        """The loss of a micro-batch, and the epoch with all that the step logged."""
+        trainer, place = self.trainer, batch.place
+        self._begin_evaluation()
+        epoch = self._epochs[place]
+        data = self.received(batch.data, place)
+        with epoch.batch(batch.samples), own_dtype(self.module):
+            number = self._batches[place]
+            self._batches[place] += 1
+            given = (data, number, place) if len(self._sets) > 1 else (data, number)
+            self.life.hook(f"on_{self._hook}_batch_start", *given)
+            found = self._through(model, self._step_name, *given)
+            self.life.hook(f"on_{self._hook}_batch_end", found, *given)
+        trainer.stage = "train"
+        loss = found.get("loss") if isinstance(found, Mapping) else found
+        loss = loss if isinstance(loss, Tensor) and loss.numel() == 1 else epoch.loss
+        if not isinstance(loss, Tensor):
+            loss = torch.tensor(float("nan") if loss is None else float(loss))
+        return loss.detach().float() if not loss.is_floating_point() else loss.detach(), {"": epoch}
+
+    def optimizer(self, model: nn.Module, config: Config) -> Optimizer:
+        self._config = config
+        self._place_in(config)
+        with generators_kept():
+            found = read(self.life.call("configure_optimizers"), automatic=self.own_steps is None)
+        for each in found.optimizers:
+            each.param_groups[:] = [group for group in each.param_groups if group["params"]]
+            for group in each.param_groups if config.exact else ():  # the fused kernel rounds by an element's place
+                group["fused"] = False if group.get("fused") else group.get("fused")
+        made = self._stepping(found)
+        self.life.fitted()
+        return made
+
+    def _stepping(self, found: Configured) -> Optimizer:
+        """The optimizer whose steps the engine takes."""
+        own = self._own_step if written(self.module, "lr_scheduler_step") else None
+        self.life.rates = Rates(found.optimizers[0], found.schedulers, self.place, own)
+        made = found.optimizers[0]
+        self.trainer.optimizers, self.trainer.lr_scheduler_configs = [made], found.schedulers
+        self.trainer.strategy._lightning_optimizers = [made]
+        made.register_step_pre_hook(self._before_update)
+        return made
+
+    def schedule(self, step: int, steps: int) -> float | None:
+        if self.life.rates is None:
+            return None
+        self._factors, self._step = self.life.rates.factors(step), step
+        return self._factors[0]
+
+    def order(self, samples: int, seed: int) -> Order | None:
+        return self.loaders.train.order(seed)
+
+    # The module's own methods.
+
+    def _stepped(self, model: nn.Module, batch: Any, turn: Turn | None) -> Any:
+        """What `training_step` returns of a micro-batch, with all that goes with it."""
+        self.trainer.stage = "train"
+        data = self.received(batch.data, 0)
+        with self.life.training_step(data, batch.samples, turn) as outputs:
+            found = self._through(model, "training_step", data, turn.batch_idx if turn else 0)
+            outputs.append(found)
+        return found
+
+    def test(self) -> dict[str, float]:
+        """What `test_step` logs over the test loaders with the module's present weights, in this process alone."""
+        return tested(self)
+
+    def predict(self) -> list[Any]:
+        """What `predict_step` returns for each batch of the predict loaders, in this process alone."""
+        return predicted(self)
+
+    def testing(self, sets: dict[str, LoaderParts]) -> Self:
+        """The same task with `test_step` on these sets in the place of its evaluation."""
+        if self._first is not None:  # it has not trained
+            self._enter(self.module)
+        made = object.__new__(type(self))  # not as a copy, which would be another process's
+        made.__dict__.update(self.__dict__)
+        made._sets, made._step_name, made._hook, made._epochs, made._begun = sets, "test_step", "test", [], False
+        made.items_per_sample = None
+        made._batches = Counter()
+        return made
+
+    def epochs(self) -> list[tuple[str, int, Epoch]]:
+        """(name, place, what its evaluation comes to) of each set, with which an evaluation begins."""
+        self._begin_evaluation()
+        return [(name, place, self._epochs[place]) for place, name in enumerate(self._sets)]
+
+    def place(self, step: int) -> EpochPosition:
+        """Where a step stands among the epochs."""
+        config = self._config
+        assert config is not None, "an optimizer is made before rates are asked for"
+        size, samples = config.batch_size, self._samples
+        epoch, after = step * size // samples, (step + 1) * size // samples
+        first = -(-epoch * samples // size)
+        return EpochPosition(epoch, (step - first + 1) * self.trainer.accumulate_grad_batches, after > epoch)
+
+    def _enter(self, module: Any) -> None:
+        """Has a call of the module be one of another of its methods, where that is asked for."""
+        if not isinstance(module.__dict__.get("forward"), ForwardDispatch):
+            module.forward = ForwardDispatch(module, module.__dict__.get("forward"))
+        self._entry: ForwardDispatch = module.__dict__["forward"]
+
+    def _through(self, model: nn.Module, name: str, *given: Any) -> Any:
+        """A step of the module, called through the model as the engine holds it, so that its hooks run."""
+        method = getattr(self.module, name)
+        self._entry.calls(lambda *inputs: self.life.call(name, *calls(method, *inputs)))
+        return model(*given)
+
+    def received(self, batch: Any, place: int) -> Any:
+        """The batch as the module's own transfer hooks make it."""
+        module, device = self.module, self.trainer.device
+        for owner in (self.loaders.datamodule, module):
+            if written(owner, "on_before_batch_transfer"):
+                batch = owner.on_before_batch_transfer(batch, place)
+                break
+        for owner in (self.loaders.datamodule, module):
+            if written(owner, "transfer_batch_to_device"):
+                batch = owner.transfer_batch_to_device(batch, device, place)
+                break
+        for owner in (self.loaders.datamodule, module):
+            if written(owner, "on_after_batch_transfer"):
+                batch = owner.on_after_batch_transfer(batch, place)
+                break
+        return batch
+
+    def _begin_evaluation(self) -> None:
+        self.trainer.stage = "test" if self._hook == "test" else "validate"
+        self.trainer.sanity_checking = self.life.tries()
+        if not self._epochs:
+            last = len(self._sets) - 1
+            self._epochs = [
+                Epoch(self.module, self._logged, self._end_evaluation if place == last else _nothing, self.life.tries)
+                for place in range(last + 1)
+            ]
+        if not self._begun:
+            self._begun = True
+            self._batches.clear()
+            for name in ("model_eval", "start", "epoch_start"):
+                self.life.hook(f"on_{self._hook}_{name}")
+
+    def _end_evaluation(self, found: dict[str, float]) -> None:
+        """The epoch of an evaluation ends: what its hooks log is put into `found`."""
+        self._begun, module, trainer = False, self.module, self.trainer
+        modes = [(each, each.training) for each in module.modules()]
+        module.eval()
+        trainer.stage = "test" if self._hook == "test" else "validate"
+        self._logged.taken()
+        trainer.callback_metrics |= {name: torch.tensor(value) for name, value in found.items()}
+        try:
+            with torch.no_grad():
+                for name in ("epoch_end", "end", "model_train"):
+                    self.life.hook(f"on_{self._hook}_{name}")
+            for entry in self._logged.taken():
+                value = entry.value.compute() if hasattr(entry.value, "compute") else entry.value
+                found[entry.name] = float(value)
+                trainer.callback_metrics[entry.name] = torch.tensor(found[entry.name])
+        finally:
+            trainer.stage, trainer.sanity_checking = "train", False
+            for each, mode in modes:
+                each.training = mode
+
+    def _place_in(self, config: Config) -> None:
+        """Tells the module's trainer what the plan is, before it makes its optimizer."""
+        plan = plan_of(config, len(self.loaders.train.dataset))
+        self._samples = plan.samples
+        self.life.planned(plan.samples, config.batch_size)
+        trainer = self.trainer
+        trainer.max_epochs, trainer.max_steps = plan.max_epochs, plan.max_steps
+        trainer.estimated_stepping_batches = plan.steps
+        trainer.num_training_batches = plan.in_epoch * trainer.accumulate_grad_batches
+        parameter = next(self.module.parameters(), None)
+        trainer.device = torch.device("cpu") if parameter is None else parameter.device
+
+    def _own_step(self, scheduler: Any, value: Any) -> None:
+        self.life.call("lr_scheduler_step", scheduler, value)
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """What differs by group, or is no rate, just before the optimizer steps."""
+        rates = self.life.rates
+        assert rates is not None, "they were made with the optimizer"
+        momenta = rates.momenta(self._step)
+        if momenta is not None:
+            for group, values in zip(optimizer.param_groups, momenta, strict=True):
+                group.update(values)
+        if any(factor != self._factors[0] for factor in self._factors):
+            for group, base, factor in zip(optimizer.param_groups, rates.base, self._factors, strict=True):
+                group["lr"] = base * factor
+        self.life.before_update(optimizer)
+
+
+@final
+class ForwardDispatch:
+    """Stands as `forward` of the module, so that a call of the engine's model can be one of another method.
+
+    Args:
+        own: what stood there already, if anything.
+    """
+
+    def __init__(self, module: nn.Module, own: Any = None) -> None:
+        self._module, self._own, self._next = module, own, None
+
+    def calls(self, method: Any) -> None:
+        """The next call is one of `method`."""
+        self._next = method
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        method, self._next = self._next, None
+        if method is not None:
+            return method(*given, **named)
+        if self._own is not None:
+            return self._own(*given, **named)
+        return type(self._module).forward(self._module, *given, **named)
+
+
+class _EvaluationSample:
+    """A sample of an evaluation set, and of which."""
+
+    __slots__ = ("data", "place")
+
+    def __init__(self, place: int, data: Any) -> None:
+        self.place, self.data = place, data
+
+
+class _Set(Sampled):
+    """An evaluation set whose samples know which it is."""
+
+    def __init__(self, inner: Any, size: int, place: int) -> None:
+        super().__init__(inner, size)
+        self.place = place
+        self.__dict__.pop("__getitems__", None)
+
+    def __getitem__(self, index: int) -> Any:
+        return _EvaluationSample(self.place, self.inner[index])
+
+
+def _nothing(_: dict[str, float]) -> None:
+    """Of a set that is not the last."""
+
+
+def _placed(place: int, samples: list[Any], collate: Callable[[list[Any]], Any]) -> Placed:
+    """A batch of a set with the samples that its collation left in; all of them where it cannot be said."""
+    data = collate(samples)
+    left = samples_in(data, samples)
+    return Placed(place, len(samples) if left is None else left, data)
+
+
+def _copied(module: Any) -> Any:
+    """A copy in host memory. Raises ConfigError where it cannot be made."""
+    try:
+        return copy.deepcopy(module).cpu()
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            f"from_lightning: the module cannot be copied ({line}), and a run may need it as it was at first: keep "
+            "what cannot be copied out of its attributes"
+        ) from error

@@ -1,0 +1,282 @@
+"""What a module finds as `self.trainer` in a run: a plain object with the attributes that modules read.
+
+    trainer = Standing(module, settings)
+    module.trainer = trainer
+
+An attribute that it has not is an error that names it. What a Trainer does (fit, save_checkpoint, strategies, loops) is
+the run's.
+"""
+
+import os
+from typing import Any, NoReturn, final
+
+import torch
+
+from lockstep.adapters.lightning.logging import Logged
+from lockstep.errors import ConfigError
+from lockstep.hooks import Clip
+
+__all__ = [
+    "NotServed",
+    "Standing",
+]
+
+
+class NotServed(ConfigError, AttributeError):
+    """A module asked for something of its Trainer that a run has not."""
+
+
+@final
+class Standing:
+    """The Trainer as a module of a run sees it.
+
+    Attributes:
+        global_step: optimizer steps that were taken.
+        current_epoch: 0-based.
+        max_epochs, max_steps, estimated_stepping_batches: of the plan; -1 for the one that does not end it.
+        accumulate_grad_batches: batches of a step on one device.
+        num_training_batches: batches of an epoch, as a device would see them.
+        callback_metrics, logged_metrics, progress_bar_metrics: name -> number, of what was logged last.
+        optimizers, lr_scheduler_configs: of the module.
+    """
+
+    def __init__(self, module: Any, datamodule: Any = None) -> None:
+        self.lightning_module = self.model = module
+        self.datamodule = datamodule
+        self.global_step = self.current_epoch = 0
+        self.max_epochs: int | None = None
+        self.max_steps, self.min_epochs, self.min_steps = -1, None, None
+        self.estimated_stepping_batches: int | float = 0
+        self.accumulate_grad_batches, self.gradient_clip_val, self.gradient_clip_algorithm = 1, None, None
+        self.num_training_batches = 0
+        self.num_val_batches: list[int] = []
+        self.num_sanity_val_batches: list[int] = []
+        self.num_test_batches: list[int] = []
+        self.num_predict_batches: list[int] = []
+        self.limit_train_batches = self.limit_val_batches = self.limit_test_batches = 1.0
+        self.limit_predict_batches = self.overfit_batches = 1.0
+        self.check_val_every_n_epoch, self.val_check_interval = 1, 1.0
+        self.log_every_n_steps = 50
+        self.fast_dev_run: bool | int = False
+        self.barebones = self.should_stop = self.interrupted = False
+        self.callback_metrics: dict[str, Any] = {}
+        self.logged_metrics: dict[str, Any] = {}
+        self.progress_bar_metrics: dict[str, Any] = {}
+        self.optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[Any] = []
+        self.callbacks: list[Any] = []
+        self.checkpoint_callback = self.early_stopping_callback = self.progress_bar_callback = None
+        self.checkpoint_callbacks: list[Any] = []
+        self.early_stopping_callbacks: list[Any] = []
+        self.loggers: list[Any] = []
+        self.train_dataloader: Any = None
+        self.val_dataloaders: Any = None
+        self.test_dataloaders: Any = None
+        self.predict_dataloaders: Any = None
+        self.default_root_dir = os.getcwd()
+        self.ckpt_path: str | None = None
+        self.precision: str = "32-true"
+        self.num_nodes, self.num_devices = 1, 1
+        self.stage = "train"
+        self.sanity_checking = False
+        self.is_last_batch = False
+        self.device = torch.device("cpu")
+        self.state = _TrainerState(self)
+        self.strategy, self.fit_loop = _Strategy(self), _FitLoop(self)
+        self.precision_plugin = self.strategy
+        self._results: Logged | None = Logged()
+        self._logger_connector = _Connector()
+        self._accelerator_connector = _Accelerator()
+
+    @property
+    def logger(self) -> Any:
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def world_size(self) -> int:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def global_rank(self) -> int:
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def node_rank(self) -> int:
+        return int(os.environ.get("GROUP_RANK", "0"))
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def log_dir(self) -> str:
+        return self.default_root_dir
+
+    @property
+    def device_ids(self) -> list[int]:
+        return [self.device.index or 0]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def training(self) -> bool:
+        return self.stage == "train"
+
+    @property
+    def validating(self) -> bool:
+        return self.stage == "validate"
+
+    @property
+    def testing(self) -> bool:
+        return self.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        return self.stage == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        return self.stage in ("validate", "test")
+
+    def settings(self) -> dict[str, Any]:
+        """What another process needs to stand in the same place: plain values."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, bool | int | float | str)}
+
+    def take(self, settings: dict[str, Any]) -> None:
+        """Takes what `settings` gave."""
+        vars(self).update(settings)
+
+    def print(self, *values: Any, **more: Any) -> None:
+        if self.is_global_zero:
+            print(*values, **more)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # copy and pickle ask for such
+            raise AttributeError(name)
+        raise NotServed(
+            f"from_lightning: the module reads self.trainer.{name}, which a run has not: leave it out, or do it in the "
+            "loop of lockstep.Run"
+        )
+
+
+@final
+class _TrainerState:
+    """`trainer.state`: what the Trainer is at."""
+
+    def __init__(self, trainer: Standing) -> None:
+        self._trainer = trainer
+
+    @property
+    def stage(self) -> str:
+        return "sanity_check" if self._trainer.sanity_checking else self._trainer.stage
+
+    @property
+    def fn(self) -> str:
+        return {"train": "fit", "validate": "fit"}.get(self._trainer.stage, self._trainer.stage)
+
+
+@final
+class _Strategy:
+    """`trainer.strategy`, as far as a module's own methods need it."""
+
+    def __init__(self, trainer: Standing) -> None:
+        self._trainer = trainer
+        self._lightning_optimizers: list[Any] = []
+        self.manual: Any = None
+        self.precision_plugin = self
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._trainer.device
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self._trainer.is_global_zero
+
+    @property
+    def world_size(self) -> int:
+        return self._trainer.world_size
+
+    @property
+    def global_rank(self) -> int:
+        return self._trainer.global_rank
+
+    @property
+    def lightning_module(self) -> Any:
+        return self._trainer.lightning_module
+
+    def optimizer_step(self, optimizer: Any, closure: Any = None, *_: Any, **__: Any) -> Any:
+        """What a step of one of Lightning's optimizers asks for, in manual optimization."""
+        return optimizer.step(closure)
+
+    def backward(self, loss: Any, *given: Any, **named: Any) -> None:
+        """`manual_backward`, which gives no optimizer: None is the first of what is `given`."""
+        self.manual.backward(loss, *given[1:], **named)
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """`clip_gradients` of a module, in manual optimization."""
+        if clip_val and clip_val > 0:
+            self.manual.clip(
+                optimizer,
+                Clip(float(clip_val), str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))),
+            )
+
+    def reduce(self, value: Any, *_: Any, **__: Any) -> Any:
+        """What `self.log` may ask for; the run reduces what was logged itself."""
+        return value
+
+    def barrier(self, name: str | None = None) -> None:
+        """Ranks meet in each step anyway."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "all_gather":
+            raise NotServed(
+                "from_lightning: the module calls self.all_gather, and what it gathered would depend on the number of "
+                "ranks: compute within the micro-batch, log a sum, or write the loss over all samples of a step as "
+                "`outputs` and `step_loss` of a lockstep.Task"
+            )
+        raise NotServed(
+            f"from_lightning: the module uses self.trainer.strategy.{name}, which a run has not: leave it out"
+        )
+
+
+@final
+class _FitLoop:
+    """`trainer.fit_loop`, of which some modules ask whether there is a validation: nothing else of loops is here."""
+
+    def __init__(self, trainer: Standing) -> None:
+        self._trainer = trainer
+        self.epoch_loop = self.val_loop = self._data_source = self
+
+    @property
+    def max_epochs(self) -> int | None:
+        return self._trainer.max_epochs
+
+    def is_defined(self) -> bool:
+        return self._trainer.val_dataloaders is not None
+
+
+@final
+class _Connector:
+    """Lightning's connector of logs, as far as `LightningModule.log` asks it."""
+
+    def __init__(self) -> None:
+        self._current_fx: str | None = None
+
+    def should_reset_tensors(self, fx: str) -> bool:
+        return False
+
+
+@final
+class _Accelerator:
+    """What `LightningModule.log` asks: whether to exchange a value; the run does it."""
+
+    is_distributed = False

@@ -1,0 +1,480 @@
+"""."""
+
+import json
+import os
+import re
+import secrets
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lockstep.checkpoint.files import printable, refusal_error, remove, write_file
+from lockstep.checkpoint.format import CODES, itemsize, read_manifest, read_state, step_of
+from lockstep.checkpoint.read import AVERAGE, FullTensors, averages_of, opened
+from lockstep.checkpoint.store import list_steps, newest, path_of
+from lockstep.checkpoint.write import bytes_of
+from lockstep.config.schema import Config
+from lockstep.config.task_options import OWN, kind_of
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.models.gpt import PRESETS
+from lockstep.models.hf import HubModel
+from lockstep.models.hf_heads import IMAGES, TEXTS, HubClassifier, HubEncoder
+from lockstep.models.lora import Adapters, exported_name, write_config
+from lockstep.text.cache import default_cache
+
+__all__ = [
+    "ExportSource",
+    "chosen",
+    "export",
+    "safetensors_of",
+    "write_adapters",
+    "write_hub",
+    "write_universal",
+]
+
+
+_VERSION = "0.16.0"  # the oldest DeepSpeed whose universal checkpoints are like this
+_GROUPS = 64  # more than an optimizer has; empty, so that each group of the reader keeps its own settings
+
+
+def write_universal(tensors: FullTensors, step: int, out: Path) -> None:
+    """Makes the folder `out`. One parameter at a time is in memory, and the module's state once, at the end."""
+    folder = out / f"global_step{step}_universal"
+    (folder / "zero").mkdir(parents=True)
+    (out / "latest_universal").write_text(folder.name, encoding="utf-8")
+    states = _states(tensors)
+    for name, keys in states.items():
+        home = folder / "zero" / name
+        home.mkdir()
+        torch.save({"param": _wide(tensors, f"model/{name}")}, home / "fp32.pt")
+        for key in keys:
+            value = _wide(tensors, f"optimizer/{name}/{key}")
+            torch.save(value if key == "step" else {"param": value}, home / f"{key}.pt")
+    steps = [tensors.read(f"optimizer/{name}/step") for name, keys in states.items() if "step" in keys]
+    settings = {"state": {0: {"step": steps[0].float() if steps else torch.tensor(float(step))}}, "param_groups": [{}]}
+    common = {"ds_version": _VERSION, "param_groups": [{}] * _GROUPS, "optimizer_state_dict": settings}
+    torch.save(common, folder / "zero" / "optimizer_state.pt")
+    _write_module(tensors, step, list(states), folder)
+
+
+def _states(tensors: FullTensors) -> dict[str, list[str]]:
+    """{trained parameter: the keys of its optimizer state}."""
+    found: dict[str, list[str]] = {}
+    for full in sorted(tensors.stored):
+        group, _, rest = full.partition("/")
+        if group == "optimizer":
+            name, _, key = rest.rpartition("/")
+            found.setdefault(name, []).append(key)
+    return found
+
+
+def _wide(tensors: FullTensors, name: str) -> torch.Tensor:
+    """In float32, as DeepSpeed keeps what it updates; a copy, so that no mapped file is saved with it."""
+    if tensors.stored[name].dtype.startswith("complex"):
+        raise CheckpointError(f"--format deepspeed: '{name}' is complex, and DeepSpeed updates real numbers alone")
+    return tensors.read(name).to(torch.float32, copy=True)
+
+
+def _write_module(tensors: FullTensors, step: int, trained: list[str], folder: Path) -> None:
+    names = [name.removeprefix("model/") for name in tensors.stored if name.startswith("model/")]
+    shapes = {name: torch.Size(tensors.stored[f"model/{name}"].shape) for name in names}
+    counters: dict[str, Any] = {
+        "param_shapes": [{name: shapes[name] for name in trained}],
+        "buffer_names": [],
+        "shared_params": {},
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "optimizer": None,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": set(),
+        "skipped_steps": 0,
+        "global_steps": step,
+        "global_samples": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": _VERSION,
+    }
+    torch.save({"module": {}, **counters}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    module = {name: tensors.read(f"model/{name}").clone() for name in names}
+    torch.save({"module": module, **counters}, folder / "mp_rank_00_model_states.pt")
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+Renamed = Callable[[str], tuple[str, bool]]
+
+_TOP = {
+    "tokens.weight": "transformer.wte.weight",
+    "positions.weight": "transformer.wpe.weight",
+    "norm.weight": "transformer.ln_f.weight",
+    "norm.bias": "transformer.ln_f.bias",
+}
+_INNER = {
+    "attention_norm": "ln_1",
+    "attention.inputs": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "expand": "mlp.c_fc",
+    "output": "mlp.c_proj",
+}
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)", re.ASCII)
+
+
+def write_hub(
+    options: Mapping[str, Any], state: Mapping[str, Any], shapes: Shapes, folder: Path, classes: Sequence[str] = ()
+) -> Renamed:
+    """Writes `folder`/config.json, and returns what gives a tensor's name there and whether it lies transposed.
+
+    Args:
+        options: the run's configuration, nested as in its config.toml.
+        state: of the checkpoint; of a built-in GPT it says the shape.
+        shapes: of the model's tensors by plain name.
+        classes: their names, where the run's task has classes.
+
+    Raises:
+        CheckpointError: the run's model is not one that transformers knows.
+        ConfigError: the hub's model is not to be had any more, or transformers is not installed.
+    """
+    name = str(options.get("model_name", Config().model_name if options else ""))  # what is left out is the default
+    if {"tokens.weight", "positions.weight"} <= shapes.keys() and ("gpt" in state or name in PRESETS):
+        _write(folder, _gpt2(_heads(name, state, shapes), options, state, shapes))
+        return _as_gpt2
+    if not name or name.startswith(("builtin:", "timm:")) or all(key in shapes for key in _TOP):
+        task = str(options.get("task", Config().task))
+        made = f"model '{name}'" if kind_of(task) != OWN else f"model, of --task {task},"
+        raise CheckpointError(
+            f"--format hf: the run's {made} is neither the built-in GPT nor one that came from transformers; "
+            "use --format safetensors"
+        )
+    asked = options.get("model", {})
+    settings: dict[str, Any] = {
+        "revision": str(asked.get("revision", "")),
+        "trust_remote_code": bool(asked.get("trust_remote_code", False)),
+        "cache": default_cache(),
+        "say": lambda line: None,
+    }
+    kind = kind_of(str(options.get("task", "")))
+    if kind == "images":
+        HubClassifier(name, IMAGES, classes=classes, **settings).save_config(folder, shapes)
+    elif kind == "classification":
+        own = str(options.get("tokenizer", ""))
+        encoder = HubEncoder(own or name, **settings | ({"revision": ""} if own else {}))
+        HubClassifier(name, TEXTS, classes=classes, pad=encoder.pad, **settings).save_config(folder, shapes)
+        encoder.save(folder)
+    else:
+        HubModel(name, **settings).save_config(folder, shapes)
+    return lambda plain: (plain, False)
+
+
+def _heads(name: str, state: Mapping[str, Any], shapes: Shapes) -> int:
+    """Of a built-in GPT: no tensor's shape says it. A checkpoint from before it was kept has the preset's, if it fits.
+
+    Raises:
+        CheckpointError: the width is another than the preset's.
+    """
+    if "gpt" in state:
+        return int(state["gpt"]["heads"])
+    width = shapes["tokens.weight"][1]
+    if PRESETS[name].width != width:
+        raise CheckpointError(
+            f"--format hf: the checkpoint does not say how many heads its GPT of width {width} has; use --format "
+            "safetensors"
+        )
+    return PRESETS[name].heads
+
+
+def _gpt2(heads: int, options: Mapping[str, Any], state: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    rows, width = shapes["tokens.weight"]
+    dropout = float(state.get("gpt", options.get("model", {})).get("dropout", 0.0))
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_pytorch_tanh",  # torch's own kernel, so that logits have the same bits
+        "layer_norm_epsilon": 1e-5,
+        "vocab_size": rows,  # padded, as the table is
+        "n_positions": shapes["positions.weight"][0],
+        "n_embd": width,
+        "n_layer": 1 + max(int(found[1]) for found in map(_BLOCK.fullmatch, shapes) if found),
+        "n_head": heads,
+        "attn_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "resid_pdrop": dropout,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": True,
+    }
+
+
+def _as_gpt2(name: str) -> tuple[str, bool]:
+    if name in _TOP:
+        return _TOP[name], False
+    found = _BLOCK.fullmatch(name)
+    if not found or found[2] not in _INNER:
+        raise CheckpointError(f"--format hf: a GPT-2 has no place for the tensor '{name}'; use --format safetensors")
+    is_matrix = found[3] == "weight" and not found[2].endswith("norm")
+    return f"transformer.h.{found[1]}.{_INNER[found[2]]}.{found[3]}", is_matrix
+
+
+def _write(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_adapters(
+    options: Mapping[str, Any], state: Mapping[str, Any], names: Iterable[str], folder: Path
+) -> dict[str, str]:
+    """Writes `folder`/adapter_config.json, and returns each tensor's name there.
+
+    Args:
+        options: the run's configuration, nested as in its config.toml.
+        state: of the checkpoint.
+        names: of the checkpoint's model tensors.
+
+    Raises:
+        CheckpointError: it has no adapters, or tensors beside them, which the format has no place for.
+        ConfigError: peft is not installed.
+    """
+    known = state.get("lora")
+    if not known:
+        raise CheckpointError("--format peft: the checkpoint has no adapters, but a whole model; use --format hf")
+    kind = (known["rank"], float(known["alpha"]), known["dropout"], known["targets"], known["turned"])
+    adapters = Adapters(*kind, tuple(known.get("modules_to_save", ())))
+    renamed = {name: exported_name(name, adapters.whole) for name in names}
+    beside = next((name for name, new in renamed.items() if not new), None)
+    if beside is not None:
+        raise CheckpointError(
+            f"--format peft has no place for '{beside}', which the run kept beside its adapters; use --format torch "
+            "--merge"
+        )
+    task, name = str(options.get("task", "")), str(options.get("model_name", Config().model_name))
+    base = name if task in _TYPES and not name.startswith("builtin:") else ""
+    write_config(adapters, folder, base, _TYPES[task] if base else "")
+    return renamed
+
+
+_TYPES = {"": "CAUSAL_LM", "causal-lm": "CAUSAL_LM", "classification": "SEQ_CLS", "images": ""}  # --task: peft's own
+
+
+Beside = Callable[[Path], None]
+
+
+class ExportSource(NamedTuple):
+    """What is exported.
+
+    Attributes:
+        path: the checkpoint's folder.
+        tensors: its tensors.
+        options: the run's config.toml as nested dicts; {} where there is none.
+        step: of the checkpoint.
+        state: what it keeps besides tensors.
+        beside: writes what else belongs into the folder of `hf`: a tokenizer.
+    """
+
+    path: Path
+    tensors: FullTensors
+    options: dict[str, Any]
+    step: int
+    state: dict[str, Any]
+    beside: Beside
+
+
+def chosen(run: Path, step: int | None) -> Path:
+    """The folder of the checkpoint in `run` of that step, whole; None: the newest whole one.
+
+    Raises:
+        CheckpointError: no such run, no such step, or none that is whole.
+    """
+    shown = printable(str(run))
+    if run.is_dir() and step_of(run.resolve().name) is not None:
+        return run.resolve()
+    if not (run / "checkpoints").is_dir():
+        raise CheckpointError(f"{shown} is neither a run's folder nor a checkpoint; pass SAVE_DIR/EXPERIMENT_NAME")
+    if step is not None and step not in list_steps(run):
+        there = ", ".join(map(str, list_steps(run))) or "none"
+        raise CheckpointError(f"--step {step}: {shown} has no checkpoint of that step; it has: {there}")
+    found = path_of(run, step) if step is not None else newest(run, say=lambda line: print(line, file=sys.stderr))
+    if found is None:
+        raise CheckpointError(f"{shown} has no whole checkpoint; `lockstep checkpoint verify` says what is wrong")
+    return found
+
+
+def export(
+    path: Path,
+    out: Path,
+    form: str,
+    *,
+    weights: FullTensors | None = None,
+    beside: Beside = lambda folder: None,
+    ema: bool = False,
+) -> Path:
+    """Writes the model of the checkpoint in the folder `path` to `out` in the format `form`, and returns `out`.
+
+    It appears under its name when it is complete.
+
+    Args:
+        form: "safetensors", "torch", "hf", "deepspeed", or "peft" for adapters.
+        weights: in place of the checkpoint's own tensors, by the names that it would have: `model/NAME`.
+        beside: writes what else belongs into the folder of `hf`.
+        ema: the averaged weights of the checkpoint, in their own dtype, with its buffers.
+
+    Raises:
+        CheckpointError: damaged, without a model, not expressible in the format, or the file system refused.
+        ConfigError: something is at `out` already, or the format takes no averaged weights.
+    """
+    if ema and form == "deepspeed":
+        raise ConfigError("--ema with --format deepspeed: such a checkpoint is one to train on from; leave --ema out")
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"OUT {printable(str(out))} is there already and is not written over; choose another name")
+    temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
+    try:
+        with nullcontext(weights) if weights else opened(path) as tensors:
+            if not any(name.startswith("model/") for name in tensors.stored):
+                raise CheckpointError(f"{printable(path.name)} has no model: nothing to export")
+            taken = _averaged(path, tensors) if ema and not weights else tensors
+            source = ExportSource(path, taken, _options_of(path), read_manifest(path).step, read_state(path), beside)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            _FORMATS[form](source, temporary)
+        os.rename(temporary, out)
+    except OSError as error:
+        raise refusal_error(error) from error
+    finally:
+        remove(temporary)
+    return out
+
+
+def _averaged(path: Path, tensors: FullTensors) -> FullTensors:
+    """The tensors, with each weight's average in its place, also under the second names of what is tied."""
+    average = {f"model/{name.removeprefix(AVERAGE)}": name for name in averages_of(path, tensors.stored)}
+    of = {id(tensors.stored[name]): averaged for name, averaged in average.items()}
+    place = {name: of.get(id(stored), name) for name, stored in tensors.stored.items()}
+    return FullTensors({name: tensors.stored[place[name]] for name in place}, lambda name: tensors.read(place[name]))
+
+
+def _options_of(path: Path) -> dict[str, Any]:
+    """The config.toml of the run that the checkpoint lies in; {} where there is none."""
+    file = path.parent.parent / "config.toml"
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return {}
+
+
+def _classes_of(path: Path) -> list[str]:
+    """The names of the classes, of a task that has such; they stand in the run's environment.json."""
+    file = path.parent.parent / "environment.json"
+    try:
+        found: list[str] = json.loads(json.loads(file.read_text(encoding="utf-8"))["sources"]["classes"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return []
+    return found
+
+
+def _weights(tensors: FullTensors) -> tuple[list[str], dict[str, str]]:
+    """(the model's names, each stored tensor once; second names of tied tensors -> the first)."""
+    first: dict[int, str] = {}
+    seconds: dict[str, str] = {}
+    for name in sorted(name for name in tensors.stored if name.startswith("model/")):
+        kept = first.setdefault(id(tensors.stored[name]), name)
+        if kept != name:
+            seconds[name.removeprefix("model/")] = kept.removeprefix("model/")
+    return [name.removeprefix("model/") for name in first.values()], seconds
+
+
+class Outgoing(NamedTuple):
+    """A tensor to write: its name, dtype name and shape, and how to get it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+def safetensors_of(tensors: Iterable[Outgoing], notes: dict[str, str]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file; each tensor is read when its turn comes, and dropped.
+
+    Raises:
+        CheckpointError: a tensor has a dtype that the format, as others read it, does not know.
+    """
+    ordered = sorted(tensors, key=lambda each: (-itemsize(each.dtype), each.name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **notes}}
+    end = 0
+    for each in ordered:
+        begin = end
+        if each.dtype not in CODES:
+            raise CheckpointError(f"safetensors has no {each.dtype}, which '{each.name}' is: use --format torch")
+        end += torch.Size(each.shape).numel() * itemsize(each.dtype)
+        header[each.name] = {"dtype": CODES[each.dtype], "shape": list(each.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for each in ordered:
+        yield bytes_of(each.read())
+
+
+def outgoing(source: ExportSource, names: Iterable[str]) -> Iterator[Outgoing]:
+    """The model's tensors of these plain names, as they are stored."""
+    for name in names:
+        stored = source.tensors.stored[f"model/{name}"]
+        yield Outgoing(name, stored.dtype, stored.shape, partial(source.tensors.read, f"model/{name}"))
+
+
+def _safetensors(source: ExportSource, out: Path) -> None:
+    """Second names of tied tensors stand in the header, where safetensors.torch.load_model looks for them."""
+    names, seconds = _weights(source.tensors)
+    write_file(out, safetensors_of(outgoing(source, names), seconds))
+
+
+def _torch(source: ExportSource, out: Path) -> None:
+    names, seconds = _weights(source.tensors)
+    # Copies: a tensor that is a part of a mapped file would be saved with the whole file.
+    held = {name: source.tensors.read(f"model/{name}").clone() for name in names}
+    held |= {second: held[name] for second, name in seconds.items()}
+    torch.save(held, out)
+
+
+def _hub(source: ExportSource, out: Path) -> None:
+    names, seconds = _weights(source.tensors)
+    shapes = {name: source.tensors.stored[f"model/{name}"].shape for name in (*names, *seconds)}
+    out.mkdir()
+    renamed = write_hub(source.options, source.state, shapes, out, _classes_of(source.path))
+    source.beside(out)
+    sent = []
+    for each in outgoing(source, names):
+        name, turned = renamed(each.name)
+        shape = each.shape[::-1] if turned else each.shape
+        read = partial(_turned, each.read) if turned else each.read
+        sent.append(Outgoing(name, each.dtype, shape, read))
+    write_file(out / "model.safetensors", safetensors_of(sent, {}))
+
+
+def _turned(read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return read().t()
+
+
+def _peft(source: ExportSource, out: Path) -> None:
+    names, _ = _weights(source.tensors)
+    out.mkdir()
+    renamed = write_adapters(source.options, source.state, names, out)
+    sent = [each._replace(name=renamed[each.name]) for each in outgoing(source, names)]
+    write_file(out / "adapter_model.safetensors", safetensors_of(sent, {}))
+
+
+def _deepspeed(source: ExportSource, out: Path) -> None:
+    write_universal(source.tensors, source.step, out)
+
+
+_FORMATS: dict[str, Callable[[ExportSource, Path], None]] = {
+    "safetensors": _safetensors,
+    "torch": _torch,
+    "hf": _hub,
+    "peft": _peft,
+    "deepspeed": _deepspeed,
+}

@@ -1,0 +1,204 @@
+"""What the engines' `rehearse` shares: a loss that is computed alone, and errors that name the user's line."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lockstep.data.loader import failure
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.tensors import local_of
+
+__all__ = [
+    "Alone",
+    "Closure",
+    "blame_optimizer",
+    "check_dense",
+    "packed",
+    "step_of",
+    "takes_closure",
+    "unpack",
+]
+
+
+_OWN = ("torch.optim", "lockstep.optim")  # whose optimizers evaluate the loss once, but for LBFGS
+
+
+@final
+class Closure:
+    """Computes the loss and its gradient at the present parameters.
+
+    Args:
+        parameters: those that the optimizer has.
+        first: gives the loss of the pass whose gradients `.grad` has.
+        again: repeats the pass, fills `.grad` and gives the loss.
+        suspicious: look at the parameters' values too, not only at torch's count of their writes, which does not know
+            of those through `.data`. Waits for the device.
+
+    Attributes:
+        repeated: how often the pass was repeated.
+        silent: the parameters had changed before the first call without torch's count knowing.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], first: Callable[[], Tensor], again: Callable[[], Tensor], suspicious: bool
+    ) -> None:
+        self._parameters, self._first, self._again = parameters, first, again
+        self._seen = _versions(parameters)
+        self._norms = _norms(parameters) if suspicious else None
+        self._called = False
+        self.repeated, self.silent = 0, False
+
+    def __call__(self) -> Tensor:
+        """Return the loss, 0-dim, without a graph. Collective."""
+        called, self._called = self._called, True
+        with torch.enable_grad():
+            if not called and not self._moved():
+                return self._first()
+            self.repeated += 1
+            return self._again()
+
+    def _moved(self) -> bool:
+        if any(p.grad is not None for p in self._parameters) and self._seen == _versions(self._parameters):
+            self.silent = self._norms is not None and not torch.equal(self._norms, _norms(self._parameters))
+            return self.silent
+        return True
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether the optimizer may evaluate the loss in its step: LBFGS, and one whose `step` is not torch's own."""
+    step = inspect.unwrap(type(optimizer).step)
+    if (step.__module__ or "").startswith(_OWN):
+        return isinstance(optimizer, LBFGS)
+    takes = list(inspect.signature(step).parameters.values())[1:]
+    return any(each.name == "closure" or each.kind is not each.KEYWORD_ONLY for each in takes)
+
+
+def step_of(optimizer: Optimizer, closure: Callable[[], Tensor] | None) -> None:
+    """Take the optimizer's step, with a closure or without."""
+    step: Any = optimizer.step
+    if closure is None:
+        step()
+    elif "closure" in inspect.signature(inspect.unwrap(type(optimizer).step)).parameters:
+        step(closure=closure)
+    else:
+        step(closure)
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """For each parameter torch's count of its writes, and which tensor its gradient is, and its count."""
+    return [(p._version, id(p.grad), -1 if p.grad is None else p.grad._version) for p in parameters]
+
+
+@torch.no_grad()
+def _norms(parameters: Sequence[Tensor]) -> Tensor:
+    """The norm of each, which any other values would hardly have."""
+    found = torch._foreach_norm([local_of(parameter) for parameter in parameters]) if parameters else ()
+    return torch.stack([norm.double() for norm in found]) if found else torch.zeros(0)
+
+
+_NUMBERS = ("func_evals", "n_iter", "t", "H_diag", "prev_loss")
+_VECTORS = ("d", "prev_flat_grad")
+_HISTORIES = ("old_dirs", "old_stps", "ro")
+
+
+def packed(optimizer: LBFGS) -> dict[str, Tensor]:
+    """Return the state by name; zeros where there is none. Of `history_size` rows of a history `pairs` count."""
+    group = optimizer.param_groups[0]
+    parameters: list[Tensor] = group["params"]
+    state: dict[str, Any] = optimizer.state.get(parameters[0], {})
+    length = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
+    like = state.get("prev_flat_grad")
+    like = parameters[0].new_zeros(0, dtype=_dtype(parameters)) if like is None else like
+    found = {key: torch.tensor(float(state.get(key) or 0.0), dtype=torch.float64) for key in _NUMBERS}
+    found["pairs"] = torch.tensor(float(len(state.get("ro") or ())), dtype=torch.float64)
+    for key in _VECTORS:
+        found[key] = like.new_zeros(length) if state.get(key) is None else state[key]
+    for key in _HISTORIES:
+        shape = (group["history_size"], *(() if key == "ro" else (length,)))
+        found[key] = like.new_zeros(shape)
+        for row, value in enumerate(state.get(key) or ()):
+            found[key][row] = value
+    return found
+
+
+def unpack(optimizer: LBFGS, tensors: Mapping[str, Tensor]) -> None:
+    """Take over what `packed` gave."""
+    parameters = optimizer.param_groups[0]["params"]
+    state = optimizer.state[parameters[0]]
+    state.clear()
+    state |= {key: int(tensors[key].item()) for key in ("func_evals", "n_iter")}
+    if not state["n_iter"]:
+        return
+    state |= {key: tensors[key].item() for key in ("t", "H_diag", "prev_loss")}
+    state |= {key: tensors[key].clone() for key in _VECTORS}
+    pairs = int(tensors["pairs"].item())
+    state |= {key: [row.clone() for row in tensors[key][:pairs].unbind()] for key in _HISTORIES}
+
+
+def _dtype(parameters: list[Tensor]) -> torch.dtype:
+    """Return the dtype of all gradients in one vector."""
+    dtype = torch.zeros(0, dtype=parameters[0].dtype).abs().dtype
+    for parameter in parameters[1:]:
+        dtype = torch.promote_types(dtype, torch.zeros(0, dtype=parameter.dtype).abs().dtype)
+    return dtype
+
+
+@final
+class Alone:
+    """The loss of a step that is one micro-batch of this rank; see `lockstep.engines.base.Evaluate`.
+
+    Args:
+        compute: the loss, with a graph.
+        backward: its gradient into `.grad`, without an exchange.
+    """
+
+    def __init__(self, compute: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> None:
+        self._compute, self._backward = compute, backward
+        self._loss = torch.zeros(())
+
+    def loss(self) -> Tensor:
+        return self._loss
+
+    def again(self) -> Tensor:
+        with torch.enable_grad():
+            found = self._compute()
+            with _blamed("the backward of the task's `loss`"):
+                self._backward(found)
+        self._loss = found.detach()
+        return self._loss
+
+
+@contextmanager
+def blame_optimizer(optimizer: Optimizer) -> Iterator[None]:
+    """Around an optimizer's step in a rehearsal: what fails is one line."""
+    with _blamed(f"the `step` of the optimizer {type(optimizer).__name__}"):
+        yield
+
+
+def check_dense(model: nn.Module, why: str) -> None:
+    """Raise ConfigError where a parameter has a sparse gradient, which an engine cannot take.
+
+    Args:
+        why: the flag that stands in the way; "": nothing does.
+    """
+    for name, parameter in model.named_parameters() if why else ():
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise ConfigError(
+                f"the gradient of {name} is sparse, and {why} takes dense ones: make the embedding with sparse=False, "
+                "or use --engine single without --exact"
+            )
+
+
+@contextmanager
+def _blamed(what: str) -> Iterator[None]:
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise DataError(f"{what} failed in the trial, before step 1: {failure(error)}; mend it there") from error

@@ -1,0 +1,97 @@
+"""Where a model is made, and how its weights get from there onto the devices.
+
+    with init_context(options, world):            rank 0 on the host, the others on the meta device, for `meta_init`
+        model = task.model()
+    place(modules, world, send=True)            their tensors on the device, rank 0's values on every rank
+
+With `meta_init` the weights are those that a single process draws, whatever the world size: rank 0 alone draws them,
+and sends them on a tensor at a time, block by block, as the blocks are sharded. So one host process holds the model
+once, and no other process ever holds more than one whole block.
+"""
+
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.config.engine_options import EngineOptions
+from lockstep.distributed.world import World
+from lockstep.engines.base import NOTHING
+from lockstep.errors import ConfigError
+
+__all__ = [
+    "check_placeable",
+    "init_context",
+    "place",
+    "unexpanded",
+]
+
+
+def init_context(options: EngineOptions, world: World) -> AbstractContextManager[object]:
+    """The default device under which every rank makes its model."""
+    if options.meta_init and not world.is_main:
+        return torch.device("meta")
+    return NOTHING
+
+
+def check_placeable(model: nn.Module, world: World) -> None:
+    """Raises ConfigError for a tensor without values that is no parameter or buffer, and so never gets any. Collective.
+
+    Rank 0 has values for it; there the error is the other ranks', relayed.
+    """
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                shown = f"{prefix}.{name}".lstrip(".")
+                world.check(
+                    ConfigError(
+                        f"--engine.meta-init: {shown} of the model is a plain tensor, which gets no values; make it a "
+                        "buffer with register_buffer, or leave --engine.meta-init out"
+                    )
+                )
+    world.check(None)
+
+
+def unexpanded(model: nn.Module) -> None:
+    """Gives each buffer whose elements share memory (a stride of 0) memory of its own: such cannot be written to."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and any(
+                not step and n > 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True)
+            ):
+                module._buffers[name] = buffer.contiguous()
+
+
+def place(modules: list[nn.Module], world: World, *, send: bool) -> None:
+    """Puts the own tensors of each module (not of its children) on `world.device`.
+
+    Args:
+        modules: of one unit, the same on every rank.
+        send: whether rank 0's parameters go to all, as its buffers do; without it every rank keeps its own.
+    """
+    # What took a parameter's place, so that tied ones stay tied: none is tied across units (see find_blocks). Kept any
+    # longer, it would hold every unit whole.
+    memo: dict[Tensor, nn.Parameter] = {}
+    with torch.no_grad():
+        for module in modules:
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                setattr(module, name, _placed(parameter, world, send, memo))
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                made = torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer.to(world.device)
+                moved = module._buffers[name] = made.contiguous()
+                dist.broadcast(moved, src=0)  # collective: every rank holds it, as under ddp
+
+
+def _placed(parameter: nn.Parameter, world: World, send: bool, memo: dict[Tensor, nn.Parameter]) -> nn.Parameter:
+    if parameter in memo:
+        return memo[parameter]
+    if parameter.is_meta:
+        made = nn.Parameter(torch.empty_like(parameter, device=world.device), parameter.requires_grad)
+    else:
+        made = parameter
+        made.data = made.data.to(world.device)
+    memo[parameter] = memo[made] = made
+    if send:
+        dist.broadcast(made.data, src=0)  # collective
+    return made

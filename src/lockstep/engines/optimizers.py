@@ -1,0 +1,160 @@
+"""Which optimizer goes with which engine. The table stands in docs/engines.md; a test holds the two together.
+
+An optimizer whose update of an element depends on that element alone goes with every engine. The others are listed
+here, with what they need that an engine cannot give. One that is not torch's own is the user's to judge.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.engines.blocks import repeated_layers
+from lockstep.errors import ConfigError
+
+__all__ = [
+    "NO_NORMS",
+    "REFUSED",
+    "GradientNorms",
+    "check_embeddings",
+    "check_optimizer",
+]
+
+
+_OTHER = "other"  # what the optimizer has, and neither the model nor a group
+
+
+class GradientNorms:
+    """2-norms of a step's gradient by layer or parameter group, in the steps whose record is due.
+
+    Args:
+        by: "layers", "groups" or "off".
+        every: steps between two records.
+
+    Attributes:
+        due: whether the present step takes them.
+        found: of the present step, by name; {} where it is not due.
+    """
+
+    def __init__(self, by: str, every: int) -> None:
+        self.by, self._every = by, every
+        self.due = False
+        self.found: dict[str, Tensor] = {}
+        self._names: Callable[[], dict[Tensor, str]] = dict
+
+    def look_at(self, model: nn.Module, blocks: Sequence[nn.Module], optimizer: Optimizer) -> None:
+        """Take the names from these. They are read in each step that is due, since groups and shards may change.
+
+        Args:
+            model: the plain module, with the parameters that the engine steps.
+            blocks: its repeated blocks; none: they are looked for.
+            optimizer: as its maker has it.
+        """
+        if self.by == "layers":
+            self._names = lambda: _by_layer(model, blocks or repeated_layers(model))
+        elif self.by == "groups":
+            self._names = lambda: _by_group(optimizer)
+
+    def begin(self, step: int) -> None:
+        """Say which step comes."""
+        self.due, self.found = self.by != "off" and (step + 1) % self._every == 0, {}
+
+    def take(self, parameters: Iterable[Tensor], norms: list[Tensor], scale: float | Tensor) -> None:
+        """Combine the norms of the parameters' gradients by name; waits for no device.
+
+        Args:
+            parameters: those that have a gradient; `norms`: of each, over all ranks.
+            scale: what the gradients were multiplied by.
+        """
+        names = self._names()
+        parts: dict[str, list[Tensor]] = {name: [] for name in names.values()}
+        for parameter, norm in zip(parameters, norms, strict=True):
+            parts.setdefault(names.get(parameter, _OTHER), []).append(norm)
+        zero = norms[0].new_zeros(()) if norms else torch.zeros(())
+        self.found = {
+            name: (torch.linalg.vector_norm(torch.stack(found)) / scale if found else zero)
+            for name, found in parts.items()
+        }
+
+
+NO_NORMS = GradientNorms("off", 1)
+
+
+def _by_layer(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[Tensor, str]:
+    """Each trained parameter's block by its path, or else the top-level module that it lies in."""
+    inside = set(blocks)
+    paths = sorted((path for path, module in model.named_modules() if module in inside), key=len, reverse=True)
+    found: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            block = next((path for path in paths if name.startswith(f"{path}.")), "")
+            found[parameter] = block or name.partition(".")[0]
+    return found
+
+
+def _by_group(optimizer: Optimizer) -> dict[Tensor, str]:
+    """Each parameter's group, by the group's own name or else by its number."""
+    return {
+        parameter: str(group.get("name", number))
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+
+
+_CLOSURE = "it evaluates the loss several times a step, and the engine can repeat no pass"
+_SPARSE = "it takes sparse gradients only, and the engine takes dense ones"
+_WHOLE = "its update needs whole matrices, and the engine holds rows of them"
+_IN_PLACE = "it sets single elements in place, which torch cannot do in a shard"
+
+# class of torch.optim -> (engines that refuse it, why)
+REFUSED = {
+    "LBFGS": (("fsdp", "zero", "deepspeed", "data-parallel"), _CLOSURE),
+    "SparseAdam": (("ddp", "fsdp", "zero", "deepspeed", "data-parallel"), _SPARSE),
+    "Adafactor": (("fsdp", "deepspeed"), _WHOLE),
+    "Rprop": (("fsdp",), _IN_PLACE),
+    "Muon": (("fsdp", "deepspeed"), _WHOLE),
+    "MuonAdamW": (("deepspeed",), _WHOLE),
+}
+
+
+def check_embeddings(engine: str, model: nn.Module, *, exact: bool, once: str) -> None:
+    """Raise ConfigError for an embedding with sparse gradients where gradients must be dense.
+
+    Args:
+        exact: they are added up in a fixed tree.
+        once: another flag under which they must be; "": there is none.
+    """
+    if engine == "single" and not exact and not once:
+        return
+    why = "--exact" if exact else once or f"--engine {engine}"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            where = f"{name}.weight".lstrip(".")
+            raise ConfigError(
+                f"the gradient of {where} is sparse, and {why} takes dense ones: make the embedding with "
+                "sparse=False, or use --engine single without --exact"
+            )
+
+
+def check_optimizer(engine: str, optimizer: Optimizer, *, exact: bool) -> None:
+    """Raises ConfigError where the optimizer does not go with the engine, or, among several ranks, with exact mode."""
+    engines, why = next(
+        (REFUSED[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in REFUSED), ((), "")
+    )
+    name = type(optimizer).__name__
+    if engine in engines:
+        raise ConfigError(f"--engine {engine} does not go with {name}: {why}; use AdamW, or see docs/engines.md")
+    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    if engine == "zero" and len(dtypes) > 1:
+        shown = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ConfigError(f"--engine zero: the parameters are {shown}, and it splits those of one dtype; use ddp")
+    if engine == "deepspeed" and any(dtype.is_complex for dtype in dtypes):
+        raise ConfigError("--engine deepspeed keeps parameters as real numbers, and some are complex; use --engine ddp")
+    if engine == "deepspeed" and any(group.get("dampening") for group in optimizer.param_groups):
+        # Its first step takes the whole gradient; under ZeRO the momentum is there before, as zeros.
+        raise ConfigError(f"--engine deepspeed does not go with the dampening of {name}; use dampening=0, or ddp")
+    if exact and engine == "fsdp" and any(group.get("fused") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"--exact with --engine fsdp: the fused {name} rounds by an element's place in its shard; use fused=False"
+        )

@@ -1,0 +1,486 @@
+"""What engines hold and send, by arithmetic: for `lockstep plan`, before any of them is made.
+
+for name, options in variants(size, given): ...
+gathered, summed = exchanged(name, options, parameters, trained)
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.config.deepspeed import read_json
+from lockstep.config.engine_options import ENGINES, EngineOptions, own_options
+from lockstep.config.schema import flag
+from lockstep.config.sections import Fp16
+from lockstep.distributed.balance import Sharing, given_shares
+from lockstep.distributed.world import World
+from lockstep.engines.base import Engine, MakeOptimizer, MakePenalty, Settings
+from lockstep.engines.buffers import Buffered, with_buffers
+from lockstep.engines.ema import EMAEngine
+from lockstep.engines.exact import check_servable
+from lockstep.engines.manual import Manual
+from lockstep.engines.model_init import init_context
+from lockstep.engines.moving import Own
+from lockstep.engines.optimizers import NO_NORMS, GradientNorms, check_embeddings, check_optimizer
+from lockstep.engines.wrappers import UNFROZEN, Changes, Copied, Hooked, Remade, TrainedSet
+from lockstep.errors import ConfigError
+from lockstep.hooks import Hooks, OwnSteps
+from lockstep.transforms.batchnorm import recording
+from lockstep.transforms.weight_copies import copies_of
+
+__all__ = [
+    "SHARING",
+    "ModelInit",
+    "check_audit",
+    "check_copies",
+    "check_gradient_norms",
+    "check_penalty",
+    "check_planned",
+    "check_shares",
+    "check_sharing",
+    "engine",
+    "engine_class",
+    "exchanged",
+    "kinds",
+    "least_held",
+    "model_init",
+    "name_of",
+    "options_for",
+    "outliving",
+    "trained_set",
+    "undo_step",
+    "variants",
+]
+
+
+# Imported when asked for, so that an engine's package is loaded only where it is used.
+_CLASSES = {
+    "single": ("lockstep.engines.single", "Single"),
+    "ddp": ("lockstep.engines.ddp", "DDP"),
+    "fsdp": ("lockstep.engines.fsdp.engine", "FSDP"),
+    "zero": ("lockstep.engines.zero", "Zero"),
+    "deepspeed": ("lockstep.engines.deepspeed.engine", "DeepSpeed"),
+    "data-parallel": ("lockstep.engines.data_parallel", "DataParallel"),
+}
+_NORMS = ("single", "ddp", "zero", "fsdp")  # engines that take the norm of each gradient
+# Engines that cannot be made again around their model, and the way out.
+_UNCHANGED = {
+    "deepspeed": "--engine deepspeed has split what is trained when it was made; have the task's model() hand over "
+    "what is to be trained, or use --engine fsdp"
+}
+SHARING = ("single", "ddp", "zero")  # engines whose forward and backward take no other rank, so that counts may differ
+
+
+def engine(
+    name: str,
+    model: nn.Module,
+    optimizer: Optimizer | MakeOptimizer,
+    world: World,
+    *,
+    clip: float = 0.0,
+    exact_micro_batches: int = 0,
+    shares: Sequence[int] | Sharing | None = None,
+    loss_scaling: bool | Fp16 = False,
+    blocks: Iterable[nn.Module] = (),
+    options: EngineOptions | None = None,
+    say: Callable[[str], None] | None = None,
+    ema: float = 0.0,
+    batchnorm: Literal["local", "replay"] = "local",
+    hooks: Hooks | None = None,
+    own_steps: OwnSteps | None = None,
+    gradients: GradientNorms = NO_NORMS,
+    penalty: MakePenalty | None = None,
+    own: Own | None = None,
+    changes: Changes | None = None,
+) -> Engine:
+    """The engine `name` around a model, for the built-in loop or one of your own.
+
+        made = lockstep.engine("fsdp", model, lambda model: AdamW(model.parameters(), lr=1e-3), world, clip=1.0)
+        for batch in micro_batches:
+            with made.accumulate(last=batch is micro_batches[-1]):
+                made.backward(loss(made.model, batch), 1 / items)       # items of the whole step, over all ranks
+        norm, applied = made.step()             # a scheduler of your own sets the rates; step(factor) does it here
+
+    Args:
+        name: a key of ENGINES, or "auto": ddp where a launcher started this process, else single.
+        model: on `world.device`; fsdp takes it from anywhere, and puts it there block by block.
+        optimizer: one over the model's parameters, or a function that makes it from the model as the engine holds it;
+            fsdp needs the function.
+        world: see `World.join`.
+        clip: largest 2-norm of the gradient; 0 does not clip.
+        exact_micro_batches: M, to sum a step's M micro-batches in the fixed tree; 0: as the backend does.
+            Each rank then has ceil(M / world) backwards in every step, those of empty slots with weight 0.
+        shares: by rank, how many of a step's micro-batches it computes, which follow those of the rank before it; None:
+            as many on each. Or what says it of the present step. For ddp and zero.
+        loss_scaling: scales the loss, and skips a step that overflows: for a model under float16 autocast. True takes
+            the defaults of `Config.fp16`.
+        blocks: the model's repeated blocks, in order; fsdp finds them by itself where none are given.
+        options: the engine's own; None: the defaults.
+        say: takes one line for the person, on every rank; None: the log.
+        ema: decay of an average of the weights (see `engines.shared.average`); 0: none.
+        batchnorm: running statistics of the model's BatchNorm layers. "local": torch's own, rank 0's on all ranks after
+            each step. "replay": those of all ranks' micro-batches in their order, so that they do not depend on the
+            world size; the layers are changed in place, and every rank makes as many backwards in a step (`shares`
+            apart). A step of the built-in loop does the same.
+        hooks: of a task, called after each backward and each update; None: there are none.
+        own_steps: of a task that steps its optimizers itself, with single and ddp; None: the engine does.
+        gradients: of the built-in loop, to take norms of the gradient by block.
+        penalty: the model without what the engine puts around it -> what is added to the loss once a step, whatever
+            the number of micro-batches and ranks: a 0-dim tensor of the parameters alone.
+        own: gives a task's own tensors by name: what a forward writes of them is a part of the step, as buffers are.
+        changes: what a run knows of changes of what is trained, see `Changes`; None: nothing.
+
+    Raises:
+        ConfigError: an unknown engine, one that this world cannot form, an option that it has not, or an optimizer
+            that does not go with it.
+    """
+    name = name_of(name, world)
+    if exact_micro_batches:
+        check_servable(exact_micro_batches, world.size)
+    copies = copies_of(model)
+    if copies:
+        check_copies(
+            name,
+            narrow=copies.narrow,
+            exact=bool(exact_micro_batches),
+            hooked=hooks is not None,
+            own_steps=own_steps is not None,
+        )
+    check_gradient_norms(name, gradients, own_steps)
+    options = options or EngineOptions()
+    kind = _kind(name, options)
+    sharing = _sharing(name, shares, exact_micro_batches, world, options)
+    scaling = Fp16() if loss_scaling is True else loss_scaling or None
+    repeated = tuple(blocks)
+    if penalty is not None:
+        check_penalty(name, exact=bool(exact_micro_batches) and world.size > 1, own_steps=own_steps is not None)
+    once = "--weight-copies step" if copies else ""
+    settings = Settings(
+        clip,
+        exact_micro_batches,
+        sharing,
+        scaling,
+        repeated,
+        options,
+        gradients=gradients,
+        penalty=penalty,
+        once=once,
+    )
+    settings = dataclasses.replace(settings, say=say) if say else settings
+    if batchnorm not in ("local", "replay"):
+        raise ConfigError(f"lockstep.engine: batchnorm is '{batchnorm}': give 'local' or 'replay'")
+    if batchnorm == "replay":
+        recording(model, settings.say)
+
+    check_embeddings(name, model, exact=bool(exact_micro_batches), once=once)
+
+    def make(held: nn.Module) -> Optimizer:
+        made = optimizer if isinstance(optimizer, Optimizer) else optimizer(held)
+        check_optimizer(name, made, exact=bool(exact_micro_batches) and world.size > 1)
+        gradients.look_at(model, repeated, made)
+        return made
+
+    if own_steps is not None and (clip or ema):
+        raise ConfigError("lockstep.engine: neither clip nor ema goes with own_steps, which take several updates")
+    exact, shared = bool(exact_micro_batches), options.broadcast_buffers
+
+    def around(making: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
+        present = dataclasses.replace(settings, wrapper=wrapper)
+        if own_steps is not None:
+            return _manual(name, model, making, world, present, own_steps, hooks)
+        bare = kind(model, making, world, present)
+        copying: Engine = Copied(bare, copies) if copies else bare
+        watched: Engine = Hooked(copying, hooks) if hooks else copying
+        made = with_buffers(watched, model, world, exact=exact, shared=shared, sharing=sharing, own=own)
+        return EMAEngine(made, model, ema, getattr(bare, "masters", None), rested) if ema else made
+
+    given, refused = isinstance(optimizer, Optimizer), _UNCHANGED.get(name, "")
+    changes, follows = changes or Changes(), own_steps is not None
+    return Remade(model, world, around, make, changes, given=given, refused=refused, follows=follows)
+
+
+def _manual(
+    name: str,
+    model: nn.Module,
+    make: MakeOptimizer,
+    world: World,
+    settings: Settings,
+    own_steps: OwnSteps,
+    hooks: Hooks | None,
+) -> Engine:
+    if name not in ("single", "ddp"):
+        raise ConfigError(
+            f"--engine {name} does not go with a task that takes its optimizers' steps itself, in the midst of a "
+            "micro-batch: use --engine ddp"
+        )
+    if name == "single" and world.size > 1:
+        raise ConfigError(f"--engine single with {world.size} processes: use --engine ddp, or start one process")
+    made: Engine = Manual(model, make, world, settings, own_steps)
+    return Hooked(made, hooks) if hooks else made
+
+
+def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
+    """Raises ConfigError where a penalty does not go with the engine.
+
+    Args:
+        exact: the bits are to be those of one process, and there are several.
+        own_steps: the task steps its optimizers itself.
+    """
+    if own_steps:
+        raise ConfigError(
+            "`penalty` does not go with a task that takes its optimizers' steps itself: add it to the loss there"
+        )
+    if name == "deepspeed":
+        raise ConfigError("--engine deepspeed does not go with `penalty`: use --engine fsdp, zero or ddp")
+    if name == "fsdp" and exact:
+        raise ConfigError(
+            "--exact with --engine fsdp does not go with `penalty`, whose sums over shards depend on the number of "
+            "processes: use --engine zero or ddp"
+        )
+
+
+def _sharing(
+    name: str, shares: Sequence[int] | Sharing | None, micro_batches: int, world: World, options: EngineOptions
+) -> Sharing | None:
+    if not shares:
+        return None
+    if isinstance(shares, Sharing):
+        check_sharing(name, "auto", options)
+        return shares
+    check_shares(name, shares, micro_batches or sum(shares), world.size, options)
+    given = given_shares(shares)
+    return Sharing(lambda step: given)
+
+
+def check_shares(name: str, counts: Sequence[int], micro_batches: int, ranks: int, options: EngineOptions) -> None:
+    """Raises ConfigError where these shares do not fit the step or the world, or the engine has none."""
+    said = ",".join(map(str, counts))
+    if len(counts) != ranks:
+        raise ConfigError(
+            f"--shares {said} is of {len(counts)} processes, and there are {ranks}: give one number for each"
+        )
+    if sum(counts) != micro_batches:
+        raise ConfigError(
+            f"--shares {said} is {sum(counts)} micro-batches, and a step has {micro_batches}: change a share or "
+            "--micro-batch-size"
+        )
+    check_sharing(name, said, options)
+
+
+def check_sharing(name: str, said: str, options: EngineOptions) -> None:
+    """Raises ConfigError where the engine's ranks cannot have unequal shares."""
+    if name not in SHARING:
+        raise ConfigError(
+            f"--shares {said} does not go with --engine {name}, where every forward takes all ranks, so that one with "
+            "less work would wait: use --engine ddp or zero"
+        )
+    if options.static_graph:
+        raise ConfigError(
+            f"--shares {said} does not go with --engine.static-graph, which exchanges after each micro-batch; drop one"
+        )
+
+
+def outliving(name: str) -> bool:
+    """Whether every rank of this engine holds all of the states, so that the others can go on where one is lost."""
+    return name == "ddp"
+
+
+def undo_step(engine: Engine) -> None:
+    """Undoes what was begun of a step that did not come to its end. What holds parameters is left as it is: an engine
+    of which `outliving` is true changes them last, when no exchange is to come."""
+    inner = engine
+    if isinstance(engine, Remade):
+        engine.leave_step()
+        inner = engine.engine
+    if isinstance(inner, EMAEngine | Buffered):
+        inner.undo_step()
+
+
+def trained_set(engine: Engine) -> TrainedSet | None:
+    """Return the parameters that the engine trains; None where they are still those of a new run."""
+    return engine.trained() if isinstance(engine, Remade) else None
+
+
+def kinds(engine: Engine) -> dict[str, str]:
+    """Name in a state -> what it is, of tensors that forwards write and parameters that were unfrozen on the way."""
+    inner = engine.engine if isinstance(engine, Remade) else engine
+    found = inner.kinds() if isinstance(inner, EMAEngine | Buffered) else {}
+    since: dict[str, int] = engine.since if isinstance(engine, Remade) else {}
+    return {f"model/{name}": f"{name}, {UNFROZEN} {step}" for name, step in since.items()} | found
+
+
+def check_audit(name: str) -> None:
+    """Raises ConfigError where a rank of this engine cannot compute a micro-batch by itself."""
+    if name not in SHARING:
+        raise ConfigError(
+            f"--guards.audit does not go with --engine {name}, where a rank cannot compute another's micro-batch by "
+            "itself: use --engine ddp or zero, or leave it out"
+        )
+
+
+def check_gradient_norms(name: str, gradients: GradientNorms, own_steps: OwnSteps | None) -> None:
+    """Raises ConfigError where norms of the gradient by block are asked for, and this engine cannot take them."""
+    if gradients.by == "off":
+        return
+    if own_steps is not None:
+        raise ConfigError(
+            "--log-gradients does not go with a task that takes its optimizers' steps itself, each of which has "
+            "gradients of its own: log them there, or leave it out"
+        )
+    if name not in _NORMS:
+        raise ConfigError(
+            f"--log-gradients {gradients.by} does not go with --engine {name}, which takes one norm of all gradients: "
+            f"use one of {', '.join(_NORMS)}, or leave it out"
+        )
+
+
+def check_copies(name: str, *, narrow: bool, exact: bool, hooked: bool, own_steps: bool) -> None:
+    """Raises ConfigError where copies of the weights (--weight-copies step) do not go with the engine or the task.
+
+    Args:
+        narrow: a step's gradients are added up in bfloat16.
+        exact: they are added up in a fixed tree.
+        hooked: the task has hooks, which may look at them after each backward.
+        own_steps: the task steps its optimizers itself.
+    """
+    if name != "single":
+        raise ConfigError(
+            f"--weight-copies step does not go with --engine {name}, which takes the gradients of the parameters "
+            "themselves as they come: use --engine single, or leave it out"
+        )
+    if own_steps:
+        raise ConfigError(
+            "--weight-copies step does not go with a task that takes its optimizers' steps itself: leave it out"
+        )
+    if narrow and (exact or hooked):
+        what = "--exact, whose tree adds" if exact else "a task with hooks, which may look at"
+        raise ConfigError(
+            f"--grad-dtype bf16 does not go with {what} the gradients of each micro-batch: leave it out, and "
+            "--weight-copies step adds them up in float32"
+        )
+
+
+def name_of(name: str, world: World) -> str:
+    """The engine's name with "auto" resolved. Raises ConfigError for an unknown one."""
+    if name == "auto":
+        name = "single" if world.control is None else "ddp"
+    if name not in ENGINES:
+        raise ConfigError(f"--engine is '{name}': choose one of auto, {', '.join(ENGINES)}")
+    return name
+
+
+class ModelInit(NamedTuple):
+    """How a model is to be made for an engine.
+
+    Attributes:
+        where: the context to make it in.
+        moves: whether it then is to be put on the device; else the engine does that.
+    """
+
+    where: AbstractContextManager[object]
+    moves: bool
+
+
+def model_init(name: str, world: World, options: EngineOptions) -> ModelInit:
+    """How the model for the engine is to be made. Raises ConfigError as `engine` does for a bad name or option."""
+    kind = _kind(name_of(name, world), options)
+    return ModelInit(init_context(options, world), not getattr(kind, "places", False))
+
+
+def options_for(name: str, options: EngineOptions) -> EngineOptions:
+    """Of these options those that the engine has; the others keep their default."""
+    return EngineOptions(**{option: getattr(options, option) for option in own_options(name)})
+
+
+def engine_class(name: str) -> Any:
+    """Import the class of the engine `name`, a key of ENGINES."""
+    module, kind = _CLASSES[name]
+    return getattr(importlib.import_module(module), kind)
+
+
+def _kind(name: str, options: EngineOptions) -> Any:
+    """The engine's class, which has these options."""
+    has = own_options(name)
+    for spec in dataclasses.fields(options):
+        if spec.name not in has and getattr(options, spec.name) != spec.default:
+            own = ", ".join(flag(f"engine_options.{option}") for option in has) or "none"
+            raise ConfigError(
+                f"{flag(f'engine_options.{spec.name}')} is no option of --engine {name}; leave it out (its own: {own})"
+            )
+    return engine_class(name)
+
+
+_SPLIT = ("full", "grad-op")
+
+
+def variants(size: int, given: EngineOptions) -> Iterator[tuple[str, EngineOptions]]:
+    """The engines that `size` processes can have and that can be traced, each in its ways of splitting a model.
+
+    Args:
+        given: the options that were asked for; each engine takes those that it has.
+    """
+    for name, entry in ENGINES.items():
+        if not entry.everywhere or entry.one_process != (size == 1):
+            continue
+        own = EngineOptions(**{option: getattr(given, option) for option in own_options(name)})
+        if "sharding" not in own_options(name) or own.sharding not in _SPLIT:
+            yield name, own
+            continue
+        for sharding in _SPLIT:
+            yield name, dataclasses.replace(own, sharding=sharding)
+
+
+def check_planned(name: str, options: EngineOptions) -> None:
+    """Raises ConfigError for an engine, or a way of it, whose memory cannot be told without its devices."""
+    if name == "data-parallel":
+        raise ConfigError(
+            "--engine data-parallel cannot be planned: one process copies the model to all of its GPUs in each "
+            "forward; plan --engine ddp, which is better too"
+        )
+    if "zero_stage" not in own_options(name):
+        return
+    zero = read_json(options.config).get("zero_optimization", {})
+    zero = zero if isinstance(zero, dict) else {}
+    if options.zero_stage == 3 or (options.zero_stage < 0 and zero.get("stage") == 3):
+        raise ConfigError(
+            f"--engine {name} cannot be planned in stage 3: it asks the other ranks for numbers in each forward; plan "
+            "--engine fsdp, which splits the same"
+        )
+    offload = zero.get("offload_optimizer")
+    if options.cpu_offload or (isinstance(offload, dict) and offload.get("device", "cpu") != "none"):
+        raise ConfigError(
+            f"--engine {name} cannot be planned with states in host memory: a trace has one memory; plan it without"
+        )
+
+
+def exchanged(name: str, options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
+    """Bytes that a rank gathers for each micro-batch, and bytes whose sum over all ranks it takes part in, a step.
+
+    Args:
+        parameters, trained: bytes of the model's parameters, and of those that are trained.
+    """
+    if name == "fsdp" and options.sharding in ("full", "hybrid"):
+        return 2 * parameters, trained / 2  # for the forward and the backward; a reduce-scatter is half of a sum
+    if name == "fsdp":
+        return parameters, trained / 2
+    if name == "zero":
+        return 0.0, 1.5 * trained  # the owners' broadcasts besides
+    return 0.0, trained
+
+
+def least_held(name: str, options: EngineOptions, size: int, held: tuple[float, float, float]) -> float:
+    """Bytes that a rank holds at least at the end of a backward: what does not fit then need not be traced.
+
+    Args:
+        held: bytes of parameters, gradients and optimizer states of the whole model.
+    """
+    parameters, gradients, states = held
+    if name == "fsdp" and options.sharding != "none":
+        size = options.shard_size or size
+        return (parameters + gradients + states) / size
+    return parameters + gradients + (states / size if name == "zero" else states)

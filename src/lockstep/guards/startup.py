@@ -1,0 +1,80 @@
+"""What must be equal on all ranks before the first step, besides configuration and plan: programs, data order, weights.
+
+check_start(world, task, batches, model)        # LockstepError: the differing key and the rank
+"""
+
+import hashlib
+import inspect
+import platform
+from pathlib import Path
+
+import numpy
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.distributed.world import World
+from lockstep.errors import DifferenceError
+from lockstep.guards import desync
+from lockstep.task import Task, written
+
+__all__ = [
+    "check_programs",
+    "check_weights",
+    "program",
+]
+
+
+def check_programs(world: World, task: Task, order: list[int]) -> None:
+    """Compares versions, code and the first samples of the data's order. Collective.
+
+    Raises:
+        LockstepError: they differ; key, values and rank are named.
+    """
+    found = program(task) | {"data order": hashlib.sha256(repr(order).encode()).hexdigest()[:16]}
+    world.check_same("program", found)  # collective
+
+
+def program(task: Task) -> dict[str, str]:
+    """What computes: versions, and digests of lockstep's code and of the task's."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "lockstep": lockstep.__version__,
+        "lockstep's code": _code(),
+        "task's code": _task_code(task),
+    }
+
+
+def check_weights(world: World, model: nn.Module) -> None:
+    """Compares the weights that each rank begins with. Collective.
+
+    Raises:
+        LockstepError: they differ; tensor and rank are named.
+    """
+    held = {f"model/{name}": tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    metas = world.gather(any(tensor.is_meta for tensor in held.values()))  # collective
+    if any(metas):  # drawn by rank 0 alone and handed out
+        return
+    try:
+        desync.check(held, world, 0)
+    except DifferenceError as error:
+        told = str(error).partition("; ")[0].removeprefix("after step 0 ")
+        raise DifferenceError(f"before step 1: the initial weights differ: {told}; fix what the model draws") from error
+
+
+def _code() -> str:
+    root = Path(lockstep.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _task_code(task: Task) -> str:
+    try:
+        text = inspect.getsource(type(written(task)))
+    except (OSError, TypeError):  # made in an interactive session
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,522 @@
+"""A sample that cannot be loaded: named, tried again, and counted. (A loader process that dies: `data/loader.py`.)
+
+    dataset = RetryingDataset(dataset, retries=2, skips=0, rank=0)
+
+A skipped sample's place is taken by the sample after it, on whatever rank and in whatever process loads it, so that the
+same run skips alike. Each try, and the sample that takes a place, is seeded as it would be in a run without an error.
+"""
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.utils.data import Dataset
+
+from lockstep.data.loader import Loader, draws
+from lockstep.distributed import exchange, world
+from lockstep.distributed.exchange import REGROUP, SAVE_AND_END, StepExchange
+from lockstep.distributed.launcher import launcher_is_gone
+from lockstep.distributed.membership import Member
+from lockstep.distributed.progress import (
+    COMPUTING,
+    FOLDER_VARIABLE,
+    IN_BODY,
+    READING,
+    WAITING,
+    Progress,
+    RankProgress,
+    rank_label,
+)
+from lockstep.distributed.world import World, meeting_point
+from lockstep.errors import ConfigError, DataError, LockstepError, PeerError
+
+__all__ = [
+    "HangWatchdog",
+    "Heartbeats",
+    "Inquiry",
+    "RetryingDataset",
+    "all_do",
+    "dump",
+    "loading_failures",
+    "read_alone",
+    "waited_for",
+    "where_main",
+]
+
+
+_STEP = re.compile(r"step (\d+) ")
+_HEARTBEAT_LOOK = 0.005  # seconds between two looks for the others
+_PLACES = 0.5  # seconds between two looks at where they stand
+
+
+class Heartbeats:
+    """The ranks' words in their meeting point, under names that begin with `keys`."""
+
+    def __init__(self, store: TCPStore, keys: str, size: int) -> None:
+        self.store, self.keys, self.size = store, keys, size
+
+    def tell(self, rank: int, place: str) -> None:
+        """Says where `rank` stands. Raises RuntimeError where the meeting point is gone."""
+        self.store.set(f"{self.keys}/at/{rank}", place)
+
+    def place_of(self, rank: int) -> str:
+        """What `rank` said last; "" for nothing."""
+        return self.value(f"at/{rank}")
+
+    def value(self, key: str) -> str:
+        """What stands under `key`; "" for nothing."""
+        full = f"{self.keys}/{key}"
+        return self.store.get(full).decode() if self.store.check([full]) else ""
+
+    def passed(self, step: int) -> list[int]:
+        """The ranks that said they are in a step after `step`, or at the end."""
+        found = {rank: _STEP.match(self.place_of(rank)) for rank in range(self.size)}
+        return [rank for rank, place in found.items() if place and int(place[1]) > step]
+
+
+def all_do(told: Heartbeats | None, rank: int, what: str, step: int, patience: Callable[[], float]) -> bool:
+    """Whether every rank comes to say `what` in the body of its loop after `step`, or goes on without.
+
+    No collective: a rank that does not say it is somewhere else in the step after, waiting for this one. It is found
+    out by the place that it tells every second.
+
+    Args:
+        told: None in a world of one.
+        patience: seconds to wait for ranks that say nothing, asked again and again.
+
+    Returns:
+        True where all have said it; False where one is beyond the step, or after `patience`.
+    """
+    if told is None:
+        return True
+    mine = f"{what}-{step}"
+    began = looked = time.monotonic()
+    keys = [f"{told.keys}/{mine}/{other}" for other in range(told.size)]
+    with suppress(RuntimeError):  # the meeting point is gone, and the others with it
+        told.store.set(keys[rank], "1")
+        while not told.store.check(keys):
+            now = time.monotonic()
+            if now - looked > _PLACES:
+                looked = now
+                if told.passed(step) and not told.store.check(keys):
+                    return False
+            if now - began > patience():
+                return False
+            time.sleep(_HEARTBEAT_LOOK)
+        return True
+    return False
+
+
+def waited_for(told: Heartbeats, step: int, patience: float = 2.5) -> list[int]:
+    """The ranks that turn out to be beyond `step` within `patience` seconds; [] for none."""
+    end = time.monotonic() + patience
+    with suppress(RuntimeError):  # the meeting point is gone
+        while time.monotonic() < end:
+            if others := told.passed(step):
+                return others
+            time.sleep(_PLACES / 5)
+    return []
+
+
+def read_alone(rank: int, global_step: int, others: list[int]) -> str:
+    """The one line about a loss that `rank` read while `others` went on."""
+    shown = " and ".join(f"rank {other}" for other in others[:8])
+    return (
+        f"rank {rank}: the loss was read after step {global_step}, and not on {shown}: read it on every rank, and "
+        "print it on one alone"
+    )
+
+
+_COLLECTIVES = 20  # the last ones of the flight recorder
+_OURS = (__file__, *(str(module.__file__) for module in (exchange, world)))  # what waits for the other ranks
+_WAITS = ("torch/distributed/", "torch/autograd/graph.py", "torch/cuda/", *_OURS)
+_OUTSIDE = ("/threading.py", "/torch/nn/modules/module.py", "/torch/_tensor.py")
+
+
+def dump(logs: Path, rank: int, reason: str) -> Path:
+    """Appends the stacks of all threads and the last collectives to `logs`/hang-00000.txt, and returns its path."""
+    path = logs / f"hang-{rank:05d}.txt"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    with contextlib.suppress(OSError), open(os.open(path, flags, 0o644), "a", encoding="utf-8") as file:
+        file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} rank {rank}, process {os.getpid()}: {reason}\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.writelines(line + "\n" for line in _collectives())
+    return path
+
+
+def _collectives() -> list[str]:
+    """The flight recorder's last entries, oldest first; what there is where torch records nothing is one line."""
+    recorder: Any = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # from torch 2.13 for gloo
+    if recorder is None or os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
+        return ["no record of collectives: set TORCH_FR_BUFFER_SIZE=1000 (lockstep launch does)"]
+    try:
+        entries = json.loads(recorder()).get("entries", [])
+    except (RuntimeError, ValueError, TypeError) as error:
+        return [f"no record of collectives: {error}"]
+    return [f"the last {min(len(entries), _COLLECTIVES)} collectives, oldest first:"] + [
+        f"  {entry.get('process_group', '')} #{entry.get('collective_seq_id', '?')} {entry.get('profiling_name', '?')} "
+        f"{entry.get('input_sizes', '')} {entry.get('state', '?')}"
+        for entry in entries[-_COLLECTIVES:]
+    ]
+
+
+def where_main() -> tuple[str, bool]:
+    """The line at which the main thread stands, and whether it only waits there for other ranks or the device."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    waits = frame is not None and any(part in frame.f_code.co_filename for part in _WAITS)
+    while frame and frame.f_back and any(frame.f_code.co_filename.endswith(part) for part in _OUTSIDE):
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place", False
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}", waits
+
+
+_LOG = logging.getLogger("lockstep")
+
+_CALL = 0.6  # seconds that the ranks have to answer
+_STORE = timedelta(seconds=1.0)
+
+
+class Inquiry:
+    """One rank's part in it.
+
+    Args:
+        world: the ranks.
+        progress: where this process stands.
+        folder: of the run; its logs take the stacks.
+
+    Attributes:
+        called: another rank misses one of us.
+        told: the connection over which this rank tells where it stands; None where there is nobody to tell.
+    """
+
+    def __init__(self, world: World, progress: Progress, folder: Path) -> None:
+        self._world, self._progress, self._folder = world, progress, folder
+        self._keys = world.name("watch")
+        self.told = self.connect(timedelta(seconds=world.timeout))
+        self.called = False
+        self._calling = threading.Lock()
+        self._verdict = ""
+        self._heard: dict[int, str] = {}
+
+    def tell(self, told: Heartbeats) -> None:
+        """Tells the others where this rank stands, and hears whether one of them misses somebody."""
+        with contextlib.suppress(RuntimeError):
+            told.tell(self._world.rank, str(self._progress.place))
+            self.called = self.called or bool(told.value("call"))
+
+    def verdict(self, reason: str) -> str:
+        """Asks all ranks where they stand, says where this one does, and returns who is missing. Once a process."""
+        with self._calling:
+            if not self._verdict:
+                self._verdict = self._asked(reason)
+            return self._verdict
+
+    def _asked(self, reason: str) -> str:
+        place, (line, waits) = self._progress.place, where_main()
+        if threading.current_thread() is threading.main_thread():
+            line, waits = "its exchange with the others", True
+        dump(self._folder / "logs", self._world.rank, f"{reason}; {place}, {line}")
+        _LOG.warning("%s: stands in %s, at %s", reason, place, line, extra={"only_file": True})
+        if self.told is None:
+            return f"{rank_label(self._world.rank)} made no progress: it stands in {place}, at {line}"
+        mine = {"step": place.step, "phase": place.phase, "line": line, "waits": waits}
+        answers: dict[int, str] = {}
+        asking = threading.Thread(target=self._ask, args=(json.dumps(mine), answers), daemon=True)
+        asking.start()
+        asking.join(_CALL + _STORE.total_seconds())
+        if len(answers) < self._world.size:
+            return f"{rank_label(0)} did not arrive{self._last(0)}: it holds the meeting point, which is silent"
+        return self._judged({rank: json.loads(text) if text else None for rank, text in answers.items()})
+
+    def _ask(self, mine: str, answers: dict[int, str]) -> None:
+        """Says where this rank stands, gives the others time to do so, and collects what they said."""
+        told = self.connect()  # the first one may be waiting for an answer for ever
+        if told is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            told.store.set(f"{self._keys}/alive/{self._world.rank}", mine)
+            told.store.set(f"{self._keys}/call", "1")
+            time.sleep(_CALL)
+            found = {rank: told.value(f"alive/{rank}") for rank in range(self._world.size)}
+            self._heard = {rank: told.place_of(rank) for rank, text in found.items() if not text}
+            answers |= found
+
+    def _judged(self, answers: dict[int, dict[str, Any] | None]) -> str:
+        missing = [rank for rank, answer in answers.items() if answer is None]
+        if missing:
+            return " and ".join(f"{rank_label(rank)} did not arrive{self._last(rank)}" for rank in missing[:8])
+        known = {rank: answer for rank, answer in answers.items() if answer is not None}
+        busy = [rank for rank, answer in known.items() if not answer["waits"]]
+        behind = min(answer["step"] for answer in known.values())
+        late = busy or [rank for rank, answer in known.items() if answer["step"] == behind]
+        shown = [
+            f"{rank_label(rank)} did not arrive: it stands in step {known[rank]['step']}, at {known[rank]['line']}"
+            for rank in late[:8]
+        ]
+        return " and ".join(shown)
+
+    def _last(self, rank: int) -> str:
+        """Where a silent rank stood: from the launcher's folder on this machine, else what it last told."""
+        folder = os.environ.get(FOLDER_VARIABLE) if self._world.is_first else None
+        place = RankProgress.read(Path(folder) / str(rank)) if folder else None
+        if place:
+            return f": it stood in {place}"
+        found = self._heard.get(rank)
+        return f": it stood in {found} when last heard" if found else ""
+
+    def connect(self, wait: timedelta = _STORE) -> Heartbeats | None:
+        """A connection of one's own to the ranks' meeting point: another thread may sit in the first one.
+
+        None in a world of one, and where the ranks met in another way: they end by their timeouts, without names.
+        """
+        if self._world.size == 1 or self._world.control is None:
+            return None
+        try:
+            host, port, _ = meeting_point()
+            store = TCPStore(host, port, None, False, wait, wait_for_workers=False)
+            store.set_timeout(_STORE)
+        except (RuntimeError, ValueError, ConfigError):
+            return None
+        return Heartbeats(store, self._keys, self._world.size)
+
+
+_LOOK = 0.25  # seconds between two looks at the progress
+_WISH = 0.25  # seconds between two looks for a process that waits to be taken in
+_STOP = 1.0  # seconds between two looks for the file STOP
+_TELL = 1.0  # seconds between two words to the others, in a small world
+_GIVE = 1.0  # seconds that the main thread has to find out by itself
+_HEARING = 5.0  # seconds beyond `--timeout` until a wait for a rank that is lost must have ended
+_ORPHAN = 1.0  # seconds beyond two of its longest phases that a rank without a launcher may stand still
+_MISSED = "another rank misses one of us"
+_ALONE = 1.0  # seconds after which a rank that reads the loss looks whether the others went on
+_ORPHANED = "the launcher is gone, and this rank waits for something that does not come; start the command again"
+
+
+class HangWatchdog:
+    """Within it hangs end, and the loss of a rank is told by name.
+
+    Args:
+        world, beat: the ranks and their exchange.
+        folder: of the run; its logs take the stacks, and its file STOP is a wish to save and end.
+        note: called with the error before the process is ended from here.
+        member: of a run that goes on after the loss of a rank. An error that says that one is gone then leaves as it
+            is, at once, and a main thread that waits for a lost rank is left time to hear of it.
+    """
+
+    def __init__(
+        self, world: World, exchange: StepExchange, folder: Path, note: Any = None, member: Member | None = None
+    ) -> None:
+        self._world, self._exchange, self._folder, self._note = world, exchange, folder, note
+        self._member = member
+        self._ended = threading.Event()
+        self._inquiry = Inquiry(world, exchange.progress, folder)
+        self._failed_since, self._warned = 0.0, False
+        self._present, self._longest = (0.0, 0.0), 0.0  # when the present phase began and how long it lasts; of others
+        self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._exchange.progress.at(self._exchange.progress.step, COMPUTING)
+        self._thread.start()
+        if self._world.is_main:  # a thread of its own: a file system may answer late, or never
+            threading.Thread(target=self._heed_file, name="lockstep-stop", daemon=True).start()
+        if self._member and self._world.is_main:
+            threading.Thread(target=self._heed_wish, args=(self._member,), name="lockstep-wish", daemon=True).start()
+        told = self._inquiry.told
+        if told is not None:  # a thread of its own: a meeting point that is gone may never answer
+            threading.Thread(target=self._tell, args=(told,), name="lockstep-tell", daemon=True).start()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        named = self._named(error) if isinstance(error, PeerError) else None
+        self._ended.set()
+        self._thread.join()
+        if named:
+            raise named from error
+
+    def _named(self, error: PeerError) -> PeerError | None:
+        """The error that names the lost rank; None where `error` does, or another way is taken."""
+        if self._world.size == 1 or self._member or error.relayed:
+            return None
+        verdict = self._inquiry.verdict(f"lost the other ranks: {error}")
+        return PeerError(f"{verdict}; its own log says why, if it could still tell")
+
+    def _run(self) -> None:
+        while not self._ended.wait(_LOOK):
+            reason = self._reason()
+            if reason:
+                self._leave(reason)
+
+    def _heed_file(self) -> None:
+        """Rank 0 looks for the file STOP; the others hear of the wish from it."""
+        while not self._ended.wait(_STOP):
+            with contextlib.suppress(OSError):  # not there, or a file system that fails now
+                os.lstat(self._folder / "STOP")
+                self._exchange.stop(SAVE_AND_END)
+
+    def _reason(self) -> str | LockstepError:
+        """Return why this process has to end, or the error itself; "" while all is well."""
+        progress, now = self._exchange.progress, time.monotonic()
+        stands, limit = now - progress.since, self._world.timeout + (_HEARING if self._member else 0.0)
+        if progress.since != self._present[0]:
+            self._longest = max(self._longest, self._present[1])
+        self._present = progress.since, stands
+        if launcher_is_gone():  # who hangs in a collective does not hear of the signal
+            limit = min(limit, _ORPHAN + 2 * self._longest)
+        watched = (WAITING, COMPUTING, READING) if self._world.size == 1 else (WAITING, COMPUTING, READING, IN_BODY)
+        if progress.phase == IN_BODY and IN_BODY in watched and stands > limit / 2 and not self._warned:
+            self._warned = True
+            where = f"{rank_label(self._world.rank)} has been in the body of the caller's loop for {stands:.0f} s"
+            _LOG.warning("%s; the other ranks wait for it, and end the run after --timeout %g s", where, limit)
+        if progress.phase in watched and stands > limit:
+            return LockstepError(_ORPHANED) if launcher_is_gone() else f"no progress for {limit:g} s"
+        told = self._inquiry.told
+        if told is None:
+            return ""
+        if progress.phase == READING and stands > _ALONE:
+            with contextlib.suppress(RuntimeError):
+                others = told.passed(progress.step)
+                if others:
+                    return LockstepError(read_alone(self._world.rank, progress.step + 1, others))
+        if self._member:
+            return ""
+        self._failed_since = (self._failed_since or now) if self._exchange.broken() else 0.0
+        if self._failed_since and now - self._failed_since > _GIVE:
+            return "an exchange failed"
+        return _MISSED if self._inquiry.called else ""
+
+    def _tell(self, told: Heartbeats) -> None:
+        while not self._ended.wait(max(_TELL, 0.02 * self._world.size)):
+            self._inquiry.tell(told)
+
+    def _heed_wish(self, member: Member) -> None:
+        """Rank 0 hears from the launcher of a process that waits to be taken in; the others hear of it from rank 0."""
+        with contextlib.suppress(RuntimeError):  # the launcher is gone
+            store = member.connection()
+            while not self._ended.wait(_WISH):
+                if member.is_wished(store):
+                    self._exchange.stop(REGROUP)
+
+    def _leave(self, reason: str | LockstepError) -> None:
+        """Ends this process, whatever its main thread does."""
+        if isinstance(reason, LockstepError):
+            error = reason
+        else:
+            verdict = self._inquiry.verdict(reason)
+            if self._ended.wait(_GIVE if reason == _MISSED else 0.0):
+                return  # the main thread found out by itself
+            error = PeerError(
+                f"{verdict}; after {self._world.timeout:g} s without progress the run ends; for slow steps "
+                "or data raise --timeout"
+            )
+        try:
+            _LOG.error("%s", error)
+            if self._note:
+                self._note(error)
+            for handler in _LOG.handlers:
+                handler.flush()
+            sys.stderr.flush()
+        finally:  # a full disk is no reason to hang on
+            os._exit(1)
+
+    def connect(self) -> Heartbeats | None:
+        """A connection of one's own to the ranks' meeting point; None where there is none."""
+        return self._inquiry.connect()
+
+
+_PAUSE = 0.05  # seconds before a sample is tried again; a network disk may need them
+
+
+class RetryingDataset(Dataset[Any]):
+    """A dataset whose failures name the sample. Of the inner one it offers what the loading asks for, and no more.
+
+    Args:
+        inner: map-style.
+        retries: how often a sample is tried again.
+        skips: how many samples each rank may leave out in a start of the run.
+        rank: for messages.
+
+    Attributes:
+        counts: [retries, skips] so far on this rank, loader processes included.
+        draws_random: whether a sample must be seeded.
+    """
+
+    def __init__(self, inner: Any, *, retries: int, skips: int, rank: int) -> None:
+        self._inner, self._retries, self._skips, self._rank = inner, retries, skips, rank
+        self.counts: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self.draws_random = draws(inner)
+        if hasattr(inner, "__getitems__"):
+            self.__getitems__ = self._many
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.load_seeded(index, _nothing)
+
+    def load_seeded(self, index: int, seed: Callable[[int], None]) -> Any:
+        """The sample, or the one that takes its place; `seed(index)` comes before each try of a sample.
+
+        Raises:
+            DataError: it cannot be loaded, and no more samples may be left out.
+        """
+        while True:
+            for tried in range(self._retries + 1):
+                if tried:
+                    self.counts[0] += 1
+                    time.sleep(_PAUSE)
+                seed(index)
+                try:
+                    return self._inner[index]
+                except Exception as error:
+                    failure = error
+            self._leave_out(index, failure)
+            index = (index + 1) % len(self)
+
+    def _many(self, indices: list[int]) -> Any:
+        try:
+            return self._inner.__getitems__(indices)
+        except Exception:  # which one it is, is found one by one
+            return [self[index] for index in indices]
+
+    def _leave_out(self, index: int, error: Exception) -> None:
+        where = getattr(error, "filename", None) or getattr(self._inner, "path", None)
+        file = f" ({where})" if where else ""
+        told = (str(error).splitlines() or [""])[0]
+        line = f"{rank_label(self._rank)}: sample {index}{file} cannot be loaded: {type(error).__name__}: {told}"
+        if int(self.counts[1]) >= self._skips:
+            more = f"; {self._skips} were left out before" if self._skips else ""
+            raise DataError(f"{line}{more}; repair it, or leave such samples out: --guards.bad-samples N") from error
+        self.counts[1] += 1
+        _LOG.warning("%s; sample %d takes its place", line, (index + 1) % len(self))
+
+
+def loading_failures(loading: Sequence[RetryingDataset | Loader]) -> list[float]:
+    """[samples tried again, samples left out, loader processes started again] on this rank so far."""
+    found = [0.0, 0.0, 0.0]
+    for each in loading:
+        if isinstance(each, RetryingDataset):
+            found[0], found[1] = (float(count) for count in each.counts)
+        else:
+            found[2] = float(each.restarts)
+    return found
+
+
+def _nothing(_: int) -> None:
+    """The seeding of a sample that draws nothing."""

@@ -1,0 +1,122 @@
+"""A small curve in characters, for a terminal or a log.
+
+    print("\\n".join(curve([(10, 5.1), (20, 3.9), (30, 3.2)])))
+
+Drawn here in a page instead of by a package: it needs no compiler to install and has a form for terminals without
+Unicode.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+
+__all__ = [
+    "curve",
+    "rates_picture",
+]
+
+
+def rates_picture(
+    path: Path, rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], lr: float | None
+) -> None:
+    """Losses by rate, on a logarithmic axis, with the rate that was chosen; as what the path's name ends with.
+
+    Raises:
+        ConfigError: matplotlib is missing, or knows no such kind of picture.
+        OSError: the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("a picture needs the package matplotlib: pip install 'torch-lockstep[plot]'") from error
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(rates[: len(smoothed)], losses[: len(smoothed)], ".", color="0.7", label="loss of each step")
+    axes.plot(rates[: len(smoothed)], smoothed, label="smoothed")
+    if lr is not None:
+        axes.axvline(lr, linestyle="--", color="0.4", label=f"falls fastest: {lr:.1e}")
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {str(error).splitlines()[0]}; name it .svg") from error
+
+
+Point = tuple[float, float]
+
+# The bit of each of a braille character's 2 x 4 dots, by column and row.
+_BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+
+
+def curve(
+    points: Sequence[Point],
+    width: int = 78,
+    height: int = 10,
+    unicode: bool = True,
+    label: Callable[[float], str] = "{:g}".format,
+) -> list[str]:
+    """The points (x, y), x rising, as lines of at most `width` characters: `height` of them and two for the x axis.
+
+    Points that are not finite are left out; where none is left, so is the curve: []. Several points that fall on one
+    column are averaged.
+
+    Args:
+        unicode: draw with braille dots; otherwise with ASCII alone.
+        label: what stands at an x of the axis.
+    """
+    kept = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    if not kept:
+        return []
+    low, high = _range([y for _, y in kept])
+    labels = {0: f"{high:.4g}", height // 2: f"{(high - (high - low) * (height // 2) / (height - 1)):.4g}"}
+    labels[height - 1] = f"{low:.4g}"
+    margin = max(len(label) for label in labels.values())
+    columns = width - margin - 2
+    dots = (2, 4) if unicode else (1, 1)
+    lit = _pixels(kept, (low, high), columns * dots[0], height * dots[1])
+    rows = _braille(lit, columns, height) if unicode else _ascii(lit, columns, height)
+    edge, corner, line = ("│", "└", "─") if unicode else ("|", "+", "-")
+    lines = [f"{labels.get(row, ''):>{margin}} {edge}{text}".rstrip() for row, text in enumerate(rows)]
+    first, last = label(kept[0][0]), label(kept[-1][0])
+    gap = columns - len(first) - len(last)
+    axis = first + " " * gap + last if len(kept) > 1 and gap > 0 else first
+    return [*lines, " " * (margin + 1) + corner + line * columns, " " * (margin + 2) + axis]
+
+
+def _range(values: list[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if high - low > 1e-9 * max(abs(low), abs(high)):
+        return low, high
+    pad = abs(high) * 0.1 or 1.0  # a flat line runs through the middle
+    return low - pad, high + pad
+
+
+def _pixels(points: list[Point], span: Point, width: int, height: int) -> set[tuple[int, int]]:
+    """The (column, row) of each dot that is lit, row 0 on top; neighbouring columns are joined by a line."""
+    (left, _), (right, _) = points[0], points[-1]
+    low, high = span
+    columns: dict[int, list[float]] = {}
+    for x, y in points:
+        columns.setdefault(round((x - left) / ((right - left) or 1) * (width - 1)), []).append(y)
+    heights = [(x, (sum(ys) / len(ys) - low) / (high - low) * (height - 1)) for x, ys in sorted(columns.items())]
+    lit: set[tuple[int, int]] = set()
+    for (x0, y0), (x1, y1) in zip(heights, heights[1:] or heights, strict=False):
+        count = max(abs(x1 - x0), math.ceil(abs(y1 - y0)), 1)
+        for part in range(count + 1):
+            share = part / count
+            lit.add((round(x0 + (x1 - x0) * share), height - 1 - round(y0 + (y1 - y0) * share)))
+    return lit
+
+
+def _braille(lit: set[tuple[int, int]], columns: int, rows: int) -> list[str]:
+    cells = [[0] * columns for _ in range(rows)]
+    for x, y in lit:
+        cells[y // 4][x // 2] |= _BRAILLE[x % 2][y % 4]
+    return ["".join(chr(0x2800 + bits) if bits else " " for bits in row) for row in cells]
+
+
+def _ascii(lit: set[tuple[int, int]], columns: int, rows: int) -> list[str]:
+    return ["".join("*" if (x, y) in lit else " " for x in range(columns)) for y in range(rows)]

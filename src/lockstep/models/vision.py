@@ -1,0 +1,230 @@
+"""A vision transformer, in one short file.
+
+    logits = ViT(size=32, patch=4, channels=3, classes=10)(images)  # float [batch, 3, 32, 32] -> [batch, classes]
+
+Dosovitskiy et al., "An Image is Worth 16x16 Words", arXiv 2010.11929: the image as a row of patches, each mapped to the
+width, a class token before them, learned positions, pre-norm blocks, and a linear layer on the class token. The layers
+are drawn as a language model's: N(0, 0.02), cut off at two deviations, and zero biases; the last one begins at zero.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.errors import ConfigError
+
+__all__ = [
+    "MLP",
+    "Layer",
+    "ResNet",
+    "Residual",
+    "ViT",
+    "patch_for",
+]
+
+
+class MLP(nn.Module):
+    """Two hidden layers with SiLU between standardised features and a standardised target.
+
+    What they are standardised by are buffers: they go where the weights go, so that an export takes plain rows. Weights
+    are torch's own draw, from its default generator.
+
+    Args:
+        mean, scale: of each feature: the first is taken off, the second divided by.
+        target_mean, target_scale: of the target.
+        width: of the hidden layers.
+        dropout: probability, after each of them.
+    """
+
+    def __init__(
+        self,
+        mean: Sequence[float],
+        scale: Sequence[float],
+        target_mean: float,
+        target_scale: float,
+        *,
+        width: int = 64,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        for name, values in (("mean", mean), ("scale", scale), ("target", [target_mean, target_scale])):
+            self.register_buffer(name, torch.tensor(list(values), dtype=torch.float32))
+        self.blocks = nn.ModuleList()
+        for inner in (len(mean), width):
+            self.blocks.append(nn.Sequential(nn.Linear(inner, width), nn.SiLU(), nn.Dropout(dropout)))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Predictions [batch] of rows [batch, features]."""
+        x = (rows - cast(Tensor, self.mean)) / cast(Tensor, self.scale)
+        for block in self.blocks:
+            x = block(x)
+        target = cast(Tensor, self.target)
+        return cast(Tensor, self.head(x))[:, 0] * target[1] + target[0]
+
+
+_STAGES = (16, 32, 64)  # channels
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions beside a shortcut: [batch, inner, h, w] -> [batch, outer, h / stride, w / stride]."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
+        self.first_norm = nn.BatchNorm2d(outer)
+        self.second = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.second_norm = nn.BatchNorm2d(outer)
+        plain = stride == 1 and inner == outer
+        self.shortcut = nn.Identity() if plain else nn.Conv2d(inner, outer, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.first_norm(self.first(x)))
+        return F.relu(self.shortcut(x) + self.second_norm(self.second(hidden)))
+
+
+class ResNet(nn.Module):
+    """The network; it draws its parameters from torch's default generator, in an order that depends on its shape alone.
+
+    Args:
+        channels: of the images.
+        classes: of the logits.
+        depth: blocks of a stage.
+        dropout: probability, before the last layer.
+
+    Attributes:
+        blocks: the residual blocks, the units that engines shard, compile and recompute.
+    """
+
+    def __init__(self, channels: int, classes: int, depth: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(channels, _STAGES[0], 3, 1, 1, bias=False)
+        self.stem_norm = nn.BatchNorm2d(_STAGES[0])
+        self.blocks = nn.ModuleList()
+        inner = _STAGES[0]
+        for stage, outer in enumerate(_STAGES):
+            for place in range(depth):
+                self.blocks.append(Residual(inner, outer, 2 if stage and not place else 1))
+                inner = outer
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.head = nn.Linear(inner, classes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew, in a fixed order."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, nn.BatchNorm2d | nn.Linear):
+                module.reset_parameters()
+        for block in self.blocks:
+            nn.init.zeros_(cast(Residual, block).second_norm.weight)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [batch, classes] of images [batch, channels, height, width]."""
+        x = F.relu(self.stem_norm(self.stem(images)))
+        for block in self.blocks:
+            x = block(x)
+        return cast(Tensor, self.head(self.drop(x.mean(dim=(2, 3)))))
+
+
+def patch_for(size: int) -> int:
+    """Height and width of a patch that suits images of `size` pixels: 8 to a side, but no patch below 2 or above 16.
+
+    Raises:
+        ConfigError: no such number divides the size.
+    """
+    most = min(16, max(2, size // 8))
+    found = next((patch for patch in range(most, 1, -1) if size % patch == 0), 0)
+    if not found:
+        raise ConfigError(
+            f"--images.size {size}: no whole patches of 2 to {most} pixels lie in it, and builtin:vit cuts images into "
+            "patches; give a multiple of 8"
+        )
+    return found
+
+
+class Layer(nn.Module):
+    """Attention, then a two-layer perceptron, each on a normalised copy of the residual stream.
+
+    The forward maps [batch, places, width] to the same shape.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.inputs = nn.Linear(width, 3 * width)  # queries, keys and values in one product
+        self.output = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, places, width = x.shape
+        joined = self.inputs(self.attention_norm(x)).view(batch, places, 3, self.heads, width // self.heads)
+        query, key, value = joined.permute(2, 0, 3, 1, 4).unbind(0)  # each [batch, heads, places, width / heads]
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout if self.training else 0.0)
+        x = x + self.drop(self.output(mixed.transpose(1, 2).reshape(batch, places, width)))
+        return cast(Tensor, x + self.drop(self.contract(F.gelu(self.expand(self.mlp_norm(x))))))
+
+
+class ViT(nn.Module):
+    """The network; it draws its parameters from torch's default generator, in an order that depends on its shape alone.
+
+    Args:
+        size: height and width of the images.
+        patch: height and width of a patch; divides `size`.
+        channels: of the images.
+        classes: of the logits.
+        layers, width, heads: of the transformer.
+        dropout: probability, after the embedding, in attention and after each half of a layer.
+
+    Attributes:
+        blocks: the layers, the units that engines shard, compile and recompute.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        patch: int,
+        channels: int,
+        classes: int,
+        *,
+        layers: int = 6,
+        width: int = 128,
+        heads: int = 4,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(channels, width, patch, patch)
+        self.token = nn.Parameter(torch.empty(1, 1, width))
+        self.positions = nn.Parameter(torch.empty(1, (size // patch) ** 2 + 1, width))
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.blocks = nn.ModuleList(Layer(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew, in a fixed order."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias") or name == "head.weight":
+                nn.init.zeros_(parameter)
+            elif "norm" in name:
+                nn.init.ones_(parameter)
+            else:
+                nn.init.trunc_normal_(parameter, std=0.02, a=-0.04, b=0.04)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [batch, classes] of images [batch, channels, size, size]."""
+        x = self.patches(images).flatten(2).transpose(1, 2)  # [batch, patches, width]
+        x = torch.cat((self.token.expand(len(x), -1, -1), x), dim=1) + self.positions
+        x = self.drop(x)
+        for block in self.blocks:
+            x = block(x)
+        return cast(Tensor, self.head(self.norm(x[:, 0])))

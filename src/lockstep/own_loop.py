@@ -1,0 +1,533 @@
+"""What a training loop of one's own takes besides an engine: each a function of its own, and none needs another.
+
+world = lockstep.World.join()
+engine = lockstep.engine("auto", model, optimizer, world, clip=1.0)
+loader = lockstep.loader(data, world, batch_size=64, micro_batch_size=16, epochs=3)
+done = lockstep.load_state("out", world, engine=engine, scheduler=scheduler, loader=loader)
+for step in loader:
+    for batch in step:
+        with engine.accumulate(batch.last):
+            engine.backward(loss_of(engine.model, batch.data), batch.weight)
+    engine.step()
+    scheduler.step()
+    if (step.number + 1) % 100 == 0:
+        lockstep.save_state("out", world, step.number + 1, engine=engine, scheduler=scheduler, loader=loader)
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from lockstep import checkpoint
+from lockstep.checkpoint.check import contents
+from lockstep.checkpoint.files import on_all_ranks
+from lockstep.checkpoint.format import read_manifest
+from lockstep.clock import HostClock
+from lockstep.data.batches import Batches, Loading, MicroBatch, StepPlan
+from lockstep.data.loader import check_dataset
+from lockstep.data.sampler import Sequential, order_from
+from lockstep.distributed.exchange import StepExchange
+from lockstep.distributed.world import World
+from lockstep.engines.base import Engine
+from lockstep.errors import CheckpointError, ConfigError, UsageError, said
+from lockstep.loop import seeder
+from lockstep.passes import StepControl
+from lockstep.task import Task, items_of_a_sample
+from lockstep.transforms.precision import AUTOCAST
+from lockstep.whole_step import WholeStepPasses
+
+__all__ = [
+    "LoaderBatch",
+    "LoaderStep",
+    "OwnLoopLoader",
+    "Stateful",
+    "autocast",
+    "gather_for_metrics",
+    "load_state",
+    "loader",
+    "save_state",
+    "step_backward",
+]
+
+
+def loader(
+    dataset: Any,
+    world: World,
+    *,
+    batch_size: int,
+    micro_batch_size: int,
+    epochs: int = 1,
+    steps: int = 0,
+    shuffle: bool = True,
+    order: Any = None,
+    seed: int = 0,
+    drop_last: bool = False,
+    collate: Callable[[list[Any]], Any] | None = None,
+    count: Callable[[Any], Any] | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    workers: int = 0,
+) -> "OwnLoopLoader":
+    """The steps of a training, or of an evaluation, each with this rank's micro-batches.
+
+    What a micro-batch holds, and the random numbers that loading, collation and forward draw, depend on (seed, step,
+    micro-batch) alone, as in `lockstep.train`: not on the world size, nor on where a run was resumed.
+
+    Args:
+        dataset: has `len(dataset)` and `dataset[i]`; the same on every rank.
+        world: see `World.join`.
+        batch_size: samples in a step, over all ranks.
+        micro_batch_size: samples in one forward.
+        epochs: how often each sample comes; counted in samples, so that a step may lie across two.
+        steps: in place of `epochs`, the number of steps; all are full.
+        shuffle: another permutation in each epoch; False: the order of the dataset.
+        order: in place of a shuffle: a torch Sampler, whose length is that of an epoch, or an object with
+            `at(start, stop)`, as a task's `order` returns it.
+        drop_last: leaves out a last step that would be short.
+        collate: a list of samples -> a batch in host memory; None: torch's `default_collate`.
+        count: a batch in host memory -> its items, what the loss is a mean or a sum over: labelled tokens, or the sum
+            of their weights; a finite number, 0 or more. None: its samples.
+        reduction: what the loss is of a micro-batch's items. Their "mean" is weighed by their number, so that each
+            item of a step counts alike however they are spread over micro-batches and ranks.
+        workers: loader processes.
+
+    Raises:
+        ConfigError: a size that is not positive, a step that is not a whole number of micro-batches, or one of fewer
+            than there are ranks.
+        DataError: the dataset cannot be indexed, or is empty, or `order` fails or leads out of it.
+    """
+    for name, value in {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "epochs": epochs}.items():
+        if value < 1:
+            raise ConfigError(f"lockstep.loader: {name} is {value}: give at least 1")
+    if steps < 0 or workers < 0:
+        raise ConfigError(f"lockstep.loader: steps ({steps}) and workers ({workers}) cannot be negative")
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"lockstep.loader: reduction is '{reduction}': give 'mean' or 'sum'")
+    if batch_size % micro_batch_size:
+        raise ConfigError(
+            f"lockstep.loader: batch_size {batch_size} is no multiple of micro_batch_size {micro_batch_size}"
+        )
+    check_dataset(dataset, "train")
+    stream = Sequential(len(dataset)) if order is None and not shuffle else order_from(order, len(dataset), seed)
+    total = steps * batch_size or epochs * stream.size
+    if drop_last:
+        total -= total % batch_size
+    plan = StepPlan(batch_size, micro_batch_size, total)
+    if plan.micro_batches < world.size:
+        raise ConfigError(
+            f"lockstep.loader: a step of {batch_size} is {plan.micro_batches} micro-batches of {micro_batch_size}, "
+            f"fewer than the {world.size} ranks: a smaller micro_batch_size gives each one"
+        )
+    task = _LoaderTask(collate, count, reduction)
+    batches = Batches(task, dataset, stream, plan, world, seed=seed, loading=Loading(workers))
+    return OwnLoopLoader(batches, task, world, seed, stream.size)
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderBatch:
+    """One forward's worth of samples.
+
+    Attributes:
+        data: what `collate` returned, on the device.
+        weight: what `engine.backward(loss, weight)` takes: the micro-batch's share of the step's loss, which is the
+            mean over all items of the step. 0 for an empty slot, of a short last step or of ranks that do not divide a
+            step's micro-batches: it repeats another one, only so that collectives line up.
+        items: in it; 0 in an empty slot.
+        last: whether it is this rank's last of the step, as `engine.accumulate(last)` takes it.
+    """
+
+    data: Any
+    weight: float
+    items: float
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderStep:
+    """A step: an iterator over this rank's micro-batches, which seeds torch's generators before each.
+
+    Attributes:
+        number: from 0.
+        items: over all ranks.
+        world: the ranks.
+        counted: for each of this rank's micro-batches, whether it is none of an empty slot.
+        micro_batches: M, over all ranks.
+        micro: this rank's micro-batches; `seed(number, index)` seeds torch's generators for one of them.
+    """
+
+    number: int
+    items: float
+    world: World
+    counted: tuple[bool, ...]
+    micro_batches: int
+    micro: list[MicroBatch]
+    seed: Callable[[int, int], None]
+    _mean: bool
+
+    def __len__(self) -> int:
+        return len(self.micro)
+
+    def __iter__(self) -> Iterator[LoaderBatch]:
+        for batch in self.micro:
+            share = (batch.items if self._mean else batch.weight) / (self.items or 1)
+            last, items = batch is self.micro[-1], batch.items if batch.weight else 0
+            data = batch.data
+            self.seed(self.number, batch.index)
+            yield LoaderBatch(data, share if batch.weight else 0.0, items, last)
+
+
+@final
+class OwnLoopLoader:
+    """The steps from the present one on. An iteration goes on where the one before it ended, up to the last step.
+
+    Attributes:
+        micro_batches: M, in every step over all ranks: what `lockstep.engine(..., exact_micro_batches=M)` takes.
+        steps: in all.
+    """
+
+    def __init__(self, batches: Batches, task: "_LoaderTask", world: World, seed: int, samples: int) -> None:
+        self._batches, self._world, self._seed = batches, world, seeder(seed, "micro", world.device)
+        self._each, self._mean, self._done = items_of_a_sample(task), task.reduction == "mean", 0
+        plan = batches.step_plan
+        self.micro_batches, self.steps = plan.micro_batches, plan.steps
+        self._plan = {
+            "batch_size": plan.size,
+            "micro_batch_size": plan.micro_size,
+            "samples": samples,
+            "seed": seed,
+        }
+
+    def __len__(self) -> int:
+        """Steps that are still to come."""
+        return self.steps - self._done
+
+    def __iter__(self) -> Iterator[LoaderStep]:
+        """Collective: every rank takes the same steps. One small exchange a step or less often tells the items."""
+        plan, found = self._batches.step_plan, self._batches.from_step(self._done)
+        each = self._each
+        constant = (lambda step: each * plan.samples(step)) if each else None
+        exchange = StepExchange(self._world, found.items, constant, plan.steps)  # collective
+        with closing(exchange), closing(found):
+            for number, micro in found:
+                items = exchange.global_items(number)
+                self._done = number + 1
+                counted = tuple(bool(batch.weight) for batch in micro)
+                yield LoaderStep(number, items, self._world, counted, self.micro_batches, micro, self._seed, self._mean)
+                exchange.send(number)
+                exchange.receive()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands: after the step whose body runs."""
+        return {"done": self._done, **self._plan}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there. Raises ConfigError where the data, the sizes or the seed were others."""
+        differing = [f"{name} ({state.get(name)} before, {now} now)" for name, now in self._plan.items()]
+        differing = [
+            line for line, name in zip(differing, self._plan, strict=True) if state.get(name) != self._plan[name]
+        ]
+        if differing:
+            raise ConfigError(
+                f"lockstep.loader: another {', '.join(differing)}: samples would repeat; make it as before"
+            )
+        self._done = min(int(state["done"]), self.steps)
+
+
+class _LoaderTask(Task):
+    """What loading asks of a task."""
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any] | None,
+        count: Callable[[Any], Any] | None,
+        reduction: Literal["mean", "sum"],
+    ) -> None:
+        self.reduction = reduction
+        if collate:
+            self.collate = collate  # type: ignore[method-assign, assignment]
+        if count:
+            self.count = count  # type: ignore[method-assign, assignment]
+
+    def model(self) -> NoReturn:
+        raise NotImplementedError
+
+    def dataset(self, split: str) -> NoReturn:
+        raise NotImplementedError
+
+    def loss(self, model: Any, batch: Any) -> NoReturn:
+        raise NotImplementedError
+
+
+def gather_for_metrics(step: LoaderStep, found: Sequence[Any]) -> Any:
+    """The rows of all ranks' micro-batches of a step, as one, on every rank. Collective.
+
+    A sample comes once: the repetitions by which a step is filled up for all ranks are left out. The order is that of
+    the data in the step, at any world size.
+
+    Args:
+        found: for each micro-batch of `step`, in its order: a tensor of shape [rows, ...], or a tuple, list or dict of
+            such. Rows may differ in number; all other sizes and the dtypes are the same everywhere.
+
+    Returns:
+        the same form, with tensors of shape [rows of the step, ...] on the device of what was given.
+
+    Raises:
+        UsageError: not one for each micro-batch, or forms that differ.
+    """
+    if len(found) != len(step):
+        raise UsageError(f"gather_for_metrics: {len(found)} were given for the {len(step)} micro-batches of the step")
+    leaves, forms = zip(*(pytree.tree_flatten(each) for each in found), strict=True)
+    if any(form != forms[0] for form in forms):
+        raise UsageError("gather_for_metrics: the micro-batches gave values of different forms; give the same of each")
+    if not all(isinstance(leaf, Tensor) and leaf.ndim for each in leaves for leaf in each):
+        raise UsageError("gather_for_metrics: give tensors of shape [rows, ...]; numbers have no rows")
+    columns = []
+    for rows in zip(*leaves, strict=True):
+        kept = [each.detach() for each, counts in zip(rows, step.counted, strict=True) if counts]
+        columns.append(_gathered(torch.cat(kept) if kept else rows[0].detach()[:0], step.world))
+    return pytree.tree_unflatten(columns, forms[0])
+
+
+def _gathered(mine: Tensor, world: World) -> Tensor:
+    if world.size == 1:
+        return mine
+    lengths = [int(length) for length in world.gather(len(mine))]  # collective
+    sent = mine.new_zeros((max(lengths), *mine.shape[1:]))
+    sent[: len(mine)] = mine
+    as_bytes = sent.resolve_conj().contiguous().reshape(-1).view(torch.uint8)  # gloo does not know each dtype
+    received = [torch.empty_like(as_bytes) for _ in lengths]
+    dist.all_gather(received, as_bytes)  # collective
+    parts = [each.view(mine.dtype).view(sent.shape)[:length] for each, length in zip(received, lengths, strict=True)]
+    return torch.cat(parts)
+
+
+def autocast(world: World, precision: str) -> AbstractContextManager[Any]:
+    """Around a forward: matrix products in "bf16" or "fp16"; "float32": as they are.
+
+    Under fp16 make the engine with `loss_scaling=True`, which scales the loss and leaves out steps that overflow.
+
+    Raises:
+        UsageError: another precision.
+    """
+    if precision == "float32":
+        return nullcontext()
+    if precision not in AUTOCAST:
+        raise UsageError(f"lockstep.autocast: precision is '{precision}': give one of float32, {', '.join(AUTOCAST)}")
+    return torch.autocast(world.device.type, AUTOCAST[precision])
+
+
+_ENGINE = "engine"  # its names stay plain, as in a run's checkpoints: model/..., optimizer/...
+_LOG = logging.getLogger("lockstep")
+
+
+class Stateful(Protocol):
+    """An engine, a loader, a scheduler, a module, a metric."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept: tensors, numbers, strings, and lists and dicts of these."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Takes it over."""
+
+
+def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2, **what: Stateful) -> Path:
+    """Writes a checkpoint of everything that is named into `folder`/checkpoints. Collective.
+
+    It is written under another name and renamed when all of it is on the disk, so a kill leaves the one before.
+
+    Args:
+        folder: on a file system that all ranks share.
+        step: how many steps are done.
+        keep: how many of the newest checkpoints stay.
+        what: by a name of your own; `engine` is the one whose tensors keep their plain names, as `lockstep checkpoint`
+            and `lockstep export` know them. All but engines must be the same on every rank.
+
+    Raises:
+        UsageError: a state that is not made of tensors, numbers, strings, lists and dicts.
+        CheckpointError: the file system refused; or a state of the optimizer, or a parameter that has one, is not
+            finite: `load_state` passes over such a checkpoint. On every rank; the older ones are as they were.
+    """
+    if step < 0 or keep < 1:
+        raise UsageError(f"lockstep.save_state: step ({step}) must be at least 0 and keep ({keep}) at least 1")
+    tensors, plain = dict[str, Tensor](), dict[str, Any]()
+    for name, each in what.items():
+        state = each.state_dict()
+        if name == _ENGINE:
+            tensors |= state
+        else:
+            plain[name] = _plain(state, f"{name}/", tensors)
+    path = checkpoint.save(
+        Path(folder),
+        step,
+        tensors,
+        {"global_step": step, "own_loop": plain},
+        world,
+        engine="own loop",
+        exempt=tensors.keys() - _updated(tensors),
+    )  # collective
+    if world.is_main:
+        checkpoint.retain(Path(folder), last=keep, best=None, every=0)
+    return path
+
+
+def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
+    """Loads the newest whole checkpoint into everything that is named. Collective.
+
+    Returns:
+        how many steps were done; 0 where there is no checkpoint, and then nothing was changed.
+
+    Raises:
+        CheckpointError: none is whole, or the newest is of other things than these.
+    """
+    found = checkpoint.find_resume(Path(folder), world, lambda line: _LOG.warning(said(line)))  # collective
+    if found is None:
+        return 0
+    path, state = found
+    plain = state.get("own_loop")
+    if not isinstance(plain, dict):
+        raise CheckpointError(f"{path} is of a run of lockstep.train; give another folder")
+    here, there = {*what} - {_ENGINE}, {*plain}
+    if here != there:
+        theirs, ours = ", ".join(sorted(there)) or "nothing", ", ".join(sorted(here)) or "nothing"
+        raise CheckpointError(f"{path} holds {theirs} besides an engine, not {ours}; name the same things")
+    tensors = on_all_ranks(world, lambda: _empty(path, tuple(f"{name}/" for name in plain)))  # collective
+    engine = what[_ENGINE].state_dict() if _ENGINE in what else {}
+    checkpoint.load(path, engine | tensors, world, verified=True)  # collective
+    if _ENGINE in what:
+        what[_ENGINE].load_state_dict(engine)
+    for name, kept in plain.items():
+        what[name].load_state_dict(_whole(kept, tensors))
+        _set_rates(what[name])
+    return int(state["global_step"])
+
+
+def _updated(names: Iterable[str]) -> set[str]:
+    """Of an engine's tensors the optimizer's states and the parameters that have one."""
+    states = {name for name in names if name.startswith("optimizer/")}
+    return states | {f"model/{name.removeprefix('optimizer/').rpartition('/')[0]}" for name in states}
+
+
+def _set_rates(each: Stateful) -> None:
+    """A scheduler's rates lie in the optimizer, which an engine's state does not have; most go on from them."""
+    if isinstance(each, LRScheduler):
+        for group, rate in zip(each.optimizer.param_groups, each.get_last_lr(), strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def _empty(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """Tensors as the checkpoint has them under these names, to be filled."""
+    stored = contents(path, read_manifest(path))
+    return {
+        name: torch.empty(each.shape, dtype=getattr(torch, each.dtype))
+        for name, each in stored.items()
+        if name.startswith(prefixes)
+    }
+
+
+def _plain(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON, its tensors put into `tensors` under names that begin with `where`."""
+    if isinstance(value, Tensor):
+        tensors[where.rstrip("/")] = value
+        return {"tensor": where.rstrip("/")}
+    if isinstance(value, dict):
+        return {"dict": [[_plain(k, where, {}), _plain(v, f"{where}{k}/", tensors)] for k, v in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_plain(each, f"{where}{index}/", tensors) for index, each in enumerate(value)]}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UsageError(
+        f"lockstep.save_state: {where.rstrip('/')} is a {type(value).__name__}, which cannot be kept without pickles; "
+        "leave it out of that state_dict()"
+    )
+
+
+def _whole(kept: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(kept, dict):
+        return kept
+    ((kind, held),) = kept.items()
+    if kind == "tensor":
+        return tensors[held]
+    if kind == "float":
+        return float(held)
+    if kind == "dict":
+        return {_whole(key, tensors): _whole(value, tensors) for key, value in held}
+    found = [_whole(each, tensors) for each in held]
+    return tuple(found) if kind == "tuple" else found
+
+
+def step_backward(
+    step: LoaderStep,
+    engine: Engine,
+    outputs: Callable[[nn.Module, Any], Any],
+    step_loss: Callable[[Any], Tensor] | None = None,
+    *,
+    step_loss_rows: Callable[[Any, Any, int], Tensor] | None = None,
+) -> Tensor:
+    """Compute the gradient of a loss over all samples of a step; `engine.step()` follows. Collective.
+
+    Two forwards of each micro-batch, or one where this rank has one micro-batch. The gradient is that of one forward
+    over the whole step, on any number of ranks.
+
+    Args:
+        step: of a `lockstep.loader`; its micro-batches are not to be computed besides.
+        outputs: (engine.model, a micro-batch's data) -> a tensor of shape [samples, ...], or a tuple or dict of such.
+        step_loss: these outputs of all samples of the step, in their order -> the loss, 0-dim. It uses no parameter.
+        step_loss_rows: in its place, (own, whole, first) -> the part of the micro-batch whose outputs are `own`, which
+            begin at row `first` of `whole`. The loss is the sum of the parts.
+
+    Returns:
+        the step's loss, 0-dim, the same on every rank.
+
+    Raises:
+        UsageError: neither `step_loss` nor `step_loss_rows` was given, or both.
+    """
+    if (step_loss is None) == (step_loss_rows is None):
+        raise UsageError("lockstep.step_backward: give step_loss or step_loss_rows, and not both")
+    passes = WholeStepPasses(engine, _PassTask(outputs, step_loss, step_loss_rows), _control(step))
+    found = passes.first(step.number, step.micro, 1.0)
+    total = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=step.world.device)
+    if step.world.size > 1:
+        dist.all_reduce(total)  # collective
+    return total
+
+
+def _control(step: LoaderStep) -> StepControl:
+    return StepControl(
+        factor=lambda number: 1.0,
+        seed=step.seed,
+        clock=HostClock(),
+        world=step.world,
+        micro_batches=step.micro_batches,
+    )
+
+
+class _PassTask(Task):
+    """What the passes ask of a task."""
+
+    def __init__(self, outputs: Any, step_loss: Any, rows: Any) -> None:
+        self.outputs = outputs  # type: ignore[method-assign]
+        if step_loss:
+            self.step_loss = step_loss  # type: ignore[method-assign]
+        if rows:
+            self.step_loss_rows = rows  # type: ignore[method-assign]
+
+    def model(self) -> NoReturn:
+        raise NotImplementedError
+
+    def dataset(self, split: str) -> NoReturn:
+        raise NotImplementedError

@@ -1,0 +1,562 @@
+"""Language modelling with a Hugging Face model, or on data from the hub or from tables, by the flags of `train`.
+
+task = hub_task(config, say)                    # --model-name OWNER/NAME or a folder
+corpus = corpus_for(config, own, say).corpus    # --dataset-name, --tokenizer and the section `data`
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from lockstep.config.fields import is_hub_name
+from lockstep.config.schema import Config
+from lockstep.errors import ConfigError
+from lockstep.models.fused import IGNORED, chunk_of, summed_cross_entropy
+from lockstep.models.gpt import GPT, ContextReach, Further, GPTConfig, further_logits, generate, plain_logits
+from lockstep.models.hf import (
+    HubModel,
+    HubTokenizer,
+    can_chunk,
+    inputs_of,
+    keeps_apart,
+    logits_of,
+    repeated_blocks,
+    same_head,
+    with_loss,
+)
+from lockstep.models.hf import further_logits as hf_further_logits
+from lockstep.task import Task
+from lockstep.text.cache import default_cache
+from lockstep.text.corpus import TokenBlocks, Windows
+from lockstep.text.documents import Packed, PaddedDocuments, Tokenizer
+from lockstep.text.hub import DataRequest, open_rows, plain_rows, table_files
+from lockstep.text.token_store import Packing, Samples, TokenCorpus, TokenizerToTrain, prepare
+
+__all__ = [
+    "IGNORED",
+    "CausalLM",
+    "CorpusChoice",
+    "HubCausalLM",
+    "LanguageModel",
+    "Sampling",
+    "cache_of",
+    "collate_tokens",
+    "corpus_for",
+    "count_labels",
+    "hub_task",
+    "loss_inside",
+    "pad_tokens",
+    "trained_size",
+]
+
+
+_SAMPLE = 120  # tokens of a sample of text
+_ROWS = 16  # texts that are written together
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+        tokens: at most so many new ones.
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: samples among the k likeliest tokens only; 0: among all.
+        seed: of the draw.
+    """
+
+    tokens: int = 100
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+
+    def go_on(
+        self,
+        model: nn.Module,
+        begins: Sequence[list[int]],
+        device: torch.device,
+        reach: ContextReach,
+        *,
+        stop: int,
+        further: Further,
+        logits_of: Callable[[nn.Module, Tensor], Tensor] = plain_logits,
+    ) -> list[list[int]]:
+        """Each of `begins` with the tokens that the model goes on with, to `stop` at most; see `generate`.
+
+        They have the same number of tokens, at least one, and go through the model together. Each has a draw of its
+        own, from the same seed.
+        """
+        written = generate(
+            model,
+            torch.tensor(begins, device=device),
+            self.tokens,
+            config=reach,
+            temperature=self.temperature,
+            top_k=self.top_k or None,
+            generator=[torch.Generator(device).manual_seed(self.seed) for _ in begins],
+            logits_of=logits_of,
+            further=further,
+            stop=stop,
+        )
+        length = len(begins[0])
+        return [_to_stop(row, length, stop) for row in written.tolist()]
+
+
+class LanguageModel(Task):
+    """What the language models here have in common: a prepared corpus, batches of tokens, and text that is written.
+
+    Args:
+        corpus: see `lockstep.text.hub_corpus.prepare`.
+        sources: what came from a hub: name -> revision.
+        prompt: how the sample of text at a run's end begins; "": as the data does.
+        loss_chunk: tokens whose logits are made together in the loss, see `models.chunked.chunk_of`.
+        inside: the loss is computed in the model's forward, where a compiler sees it; its numbers are the same.
+
+    Attributes:
+        attention_mask: only documents that are packed need one; see `Task`.
+        items_per_sample: labelled tokens of every sample where all have as many: in a stream the sequence length, in
+            blocks one less; None where only some are learned, or documents stay apart.
+    """
+
+    reduction = "sum"
+    item_name = "tokens"
+
+    def __init__(
+        self, corpus: TokenCorpus, sources: Mapping[str, str], prompt: str, loss_chunk: int, inside: bool
+    ) -> None:
+        self.corpus, self.sources = corpus, dict(sources)
+        self.fingerprint = corpus.fingerprint
+        self.items_per_sample = corpus.train.items_per_sample
+        self.attention_mask = isinstance(corpus.train, Packed)
+        self._prompt, self._loss_chunk, self._inside = prompt, loss_chunk, inside
+
+    def dataset(self, split: str) -> Samples:
+        """The samples of "train" or "evaluation". ValueError for any other split."""
+        if split not in ("train", "evaluation"):
+            raise ValueError(f"there is no split '{split}'; the splits are 'train' and 'evaluation'")
+        return self.corpus.train if split == "train" else self.corpus.evaluation
+
+    def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The samples as one batch: each tensor [seq_len] becomes [len(samples), seq_len], padded where they differ.
+
+        Padding needs no mask: it stands behind the tokens, and none of them looks ahead. With one, tokens of padding
+        that see nothing at all would be NaN in the kernels of some models, and NaN what multiplies them by 0.
+        """
+        return pad_tokens(samples) if isinstance(self.corpus.train, PaddedDocuments) else collate_tokens(samples)
+
+    def count(self, batch: Mapping[str, Tensor]) -> int:
+        """Labelled tokens of a batch in host memory."""
+        return count_labels(batch)
+
+    def work(self, dataset: Samples, samples: Sequence[int]) -> float | None:
+        """Tokens of the batch with its padding; None where all samples have as many."""
+        return float(len(samples) * dataset.longest(samples)) if isinstance(dataset, PaddedDocuments) else None
+
+    def sample(self, model: nn.Module, device: torch.device) -> str:
+        """A text that the model writes, as a document of the data begins. On every rank alike: one forward may need
+        all. `model` is what an engine holds; the draw is the same each time."""
+        begin = self.corpus.begun(self._prompt) if self._prompt else self.corpus.opening()
+        # as many collectives as forwards, where the model is split
+        return self._written(model, [begin], device, Sampling(tokens=_SAMPLE), stop=-1)[0]
+
+    def write(
+        self, model: nn.Module, prompts: Sequence[str], device: torch.device, sampling: Sampling
+    ) -> Iterator[str]:
+        """Each prompt, taken as the beginning of a document (in a conversation: what a user says), and what the model
+        goes on with, at most to the document's end: in the prompts' order, each as soon as it is there.
+
+        Prompts of as many tokens go through the model together, at most 16. A text is the same for the same
+        `sampling`, whatever else is written.
+
+        Raises:
+            ConfigError: there is no token to begin with.
+        """
+        begins = [self.corpus.begun(prompt) for prompt in prompts]
+        if not all(begins):
+            raise ConfigError("--prompt is empty, and this model was trained without a token that begins a text")
+        return self._in_order(model, begins, device, sampling)
+
+    def _in_order(
+        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling
+    ) -> Iterator[str]:
+        texts: dict[int, str] = {}
+        told = 0
+        for places in _together(begins):
+            chosen = [begins[place] for place in places]
+            written = self._written(model, chosen, device, sampling, stop=self.corpus.separator)
+            texts |= zip(places, written, strict=True)
+            while told in texts:
+                yield texts.pop(told)
+                told += 1
+
+    @abstractmethod
+    def _written(
+        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling, stop: int
+    ) -> list[str]:
+        """The texts of `begins`, all of one length, and of what the model goes on with."""
+
+
+@final
+class CausalLM(LanguageModel):
+    """The built-in GPT on a prepared corpus.
+
+    Args:
+        corpus, sources, prompt, loss_chunk, inside: see `LanguageModel`.
+        config: the model's shape; its vocabulary and context hold the corpus's.
+
+    Attributes:
+        defaults: what is chosen where the configuration says nothing; see `lockstep.run.defaults`.
+
+    Raises:
+        ConfigError: the model's context is shorter than the windows, or its vocabulary smaller than the corpus's.
+    """
+
+    defaults = "language-model"
+
+    def __init__(
+        self,
+        corpus: TokenCorpus,
+        config: GPTConfig,
+        sources: Mapping[str, str] | None = None,
+        *,
+        prompt: str = "",
+        loss_chunk: int = -1,
+        inside: bool = False,
+    ) -> None:
+        super().__init__(corpus, sources or {}, prompt, loss_chunk, inside)
+        seq_len = corpus.train.seq_len
+        if seq_len > config.context:
+            raise ConfigError(f"--seq-len {seq_len} is longer than the model's context of {config.context}; lower it")
+        if corpus.vocab_size > config.vocab_size:
+            raise ConfigError(
+                f"--model-name: the model knows {config.vocab_size} tokens and the data has {corpus.vocab_size}; "
+                "give the model the data's vocabulary"
+            )
+        self.config = config
+
+    def model(self) -> nn.Module:
+        """A new model on the default device, drawn from torch's default generator."""
+        return GPT(self.config)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Cross entropy in nats, summed over the labelled tokens: a scalar in float32, or float64 for such logits."""
+        ids, labels = batch["input_ids"], batch["labels"]
+        apart = {name: batch[name] for name in ("positions", "documents") if name in batch}
+        chunk = chunk_of(self._loss_chunk, ids.numel(), self.config.padded_vocab)
+        if chunk or self._inside:
+            return cast(Tensor, model(ids, **apart, labels=labels, chunk=chunk))
+        return summed_cross_entropy(model(ids, **apart), labels)
+
+    def _written(
+        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling, stop: int
+    ) -> list[str]:
+        further = further_logits(self.config.layers)
+        written = sampling.go_on(model, begins, device, self.config, stop=stop, further=further)
+        return [self.corpus.decode(tokens) for tokens in written]
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The repeated blocks of a model that `model` built, not yet wrapped."""
+        return list(cast(GPT, model).blocks)
+
+
+def loss_inside(config: Config) -> bool:
+    """Whether a run's language model computes its loss in its forward: where that is compiled.
+
+    Not where the engine casts what a forward returns, which is meant for logits: a sum needs its float32.
+    """
+    return bool(config.compile) and config.engine_options.output_dtype in ("same", "float32")
+
+
+def _to_stop(tokens: list[int], begin: int, stop: int) -> list[int]:
+    """The tokens to the first `stop` behind the first `begin` ones, which stays."""
+    return tokens[: tokens.index(stop, begin) + 1] if stop in tokens[begin:] else tokens
+
+
+def _together(begins: Sequence[list[int]]) -> list[list[int]]:
+    """Places whose beginnings have one length, at most `_ROWS` a part, in the order of their first places."""
+    parts: list[list[int]] = []
+    open_ones: dict[int, list[int]] = {}
+    for place, begin in enumerate(begins):
+        part = open_ones.get(len(begin))
+        if part is None or len(part) == _ROWS:
+            part = open_ones[len(begin)] = []
+            parts.append(part)
+        part.append(place)
+    return parts
+
+
+def collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Each tensor [seq_len] of the samples as one tensor [len(samples), seq_len]."""
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def pad_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Samples of different lengths as [len(samples), longest]: the padding at the right is token 0, labelled -100."""
+    ids, labels = (
+        pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
+        for name, value in (("input_ids", 0), ("labels", IGNORED))
+    )
+    return {"input_ids": ids, "labels": labels}
+
+
+def count_labels(batch: Mapping[str, Tensor]) -> int:
+    """Labelled tokens of a batch in host memory."""
+    return int((batch["labels"] != IGNORED).sum())
+
+
+_DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}
+_LEAST_VOCABULARY = 257  # every byte, and the separator
+
+Say = Callable[[str], None]
+
+
+class _HubReach(NamedTuple):
+    """See `models.gpt.Reach`."""
+
+    context: int
+    vocab_size: int
+
+
+@final
+class HubCausalLM(LanguageModel):
+    """A causal language model of `transformers` on a prepared corpus.
+
+    Args:
+        corpus, sources, prompt, loss_chunk, inside: see `LanguageModel`.
+        source: the model's configuration, and where its weights are.
+        vocab_size: rows of the token table of a model that is drawn.
+        dtype: what pretrained weights are read as; None: as they are stored.
+        pretrained: read the weights instead of drawing them.
+        other_tokenizer: the corpus's tokenizer is not the model's own.
+        whole: the model is compiled as a whole, see `_has_mask`.
+
+    Attributes:
+        defaults: what is chosen where the configuration says nothing; see `lockstep.run.defaults`.
+
+    Raises:
+        ConfigError: the model's context is shorter than a sample, its vocabulary smaller than the corpus's, or it
+            cannot keep documents apart that are packed.
+    """
+
+    def __init__(
+        self,
+        corpus: TokenCorpus,
+        source: HubModel,
+        *,
+        vocab_size: int,
+        dtype: torch.dtype | None,
+        pretrained: bool,
+        sources: Mapping[str, str],
+        prompt: str = "",
+        loss_chunk: int = -1,
+        inside: bool = False,
+        other_tokenizer: bool = False,
+        whole: bool = False,
+    ) -> None:
+        super().__init__(corpus, sources, prompt, loss_chunk, inside)
+        self.attention_mask = _has_mask(corpus, source, whole)
+        seq_len, held = corpus.train.seq_len, source.vocab_size if pretrained else vocab_size
+        if source.context and seq_len > source.context:
+            raise ConfigError(
+                f"--seq-len {seq_len} is longer than the context of {source.name}, {source.context}; lower it"
+            )
+        if corpus.vocab_size > held:
+            known = f"{corpus.vocab_size} tokens and {source.name} {held}"
+            raise ConfigError(
+                f"--tokenizer knows {known}; leave out --tokenizer, or --model.pretrained"
+                if other_tokenizer
+                else f"--model-name: its tokenizer knows {known}, and some have no row in its token table: widen it "
+                "(model.resize_token_embeddings(len(tokenizer))), save both into one folder, and name that"
+            )
+        self.defaults = "fine-tuning" if pretrained else "language-model"
+        self._name, self._tried = source.name, False
+        self._reach = _HubReach(source.context, corpus.vocab_size)
+        self._vocab_size = held
+        self._build = partial(source.build, vocab_size=vocab_size, dtype=dtype, pretrained=pretrained)
+
+    def model(self) -> nn.Module:
+        """The model, drawn from torch's default generator or with its pretrained weights.
+
+        Raises:
+            ConfigError: a loss in chunks was asked for, of an architecture whose logits are more than its head's.
+        """
+        made = self._build()
+        if can_chunk(made) and self._loss_chunk:
+            return with_loss(made)
+        if self._loss_chunk > 0:
+            raise ConfigError(
+                f"--model.loss-chunk {self._loss_chunk}: the logits of {self._name} are not its head's alone; leave it "
+                "out"
+            )
+        self._loss_chunk = 0
+        return with_loss(made, of_logits=True) if self._inside else made
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Cross entropy in nats, summed over the labelled tokens: a scalar in float32, or float64 for such logits."""
+        ids, labels, more = batch["input_ids"], batch["labels"], inputs_of(batch)
+        if not (self._tried or torch.is_grad_enabled()):  # before step 1, and in the first evaluation after a resume
+            self._try(model, batch)
+            self._tried = True
+        chunk = chunk_of(self._loss_chunk, ids.numel(), self._vocab_size)
+        if chunk or self._inside:
+            inside: Tensor = model(input_ids=ids, use_cache=False, **more, summed_labels=labels, chunk=chunk)
+            return inside
+        return summed_cross_entropy(logits_of(model, ids, **more), labels)
+
+    def _try(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+        """Whether the architecture does what its packing and its loss need; as many forwards on every rank."""
+        ids = batch["input_ids"]
+        if "documents" in batch and not keeps_apart(model, ids, batch["positions"], batch["documents"]):
+            raise ConfigError(
+                f"--data.packing documents: {self._name} looks from one document into the next whatever its positions "
+                "say; use --data.packing padded"
+            )
+        if self._loss_chunk and not same_head(model, ids, summed_cross_entropy):
+            raise ConfigError(
+                f"--model.loss-chunk: the logits of {self._name} are not its head's alone; give --model.loss-chunk 0"
+            )
+
+    def _written(
+        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling, stop: int
+    ) -> list[str]:
+        reach = self._reach
+        written = sampling.go_on(
+            model, begins, device, reach, stop=stop, logits_of=logits_of, further=hf_further_logits
+        )
+        return [self.corpus.decode(tokens) for tokens in written]
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The repeated blocks of a model that `model` built, not yet wrapped."""
+        return repeated_blocks(model)
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusChoice:
+    """A corpus, the revision of its data ("" for files), and whether its tokenizer is another than the model's own."""
+
+    corpus: TokenCorpus
+    revision: str
+    other_tokenizer: bool
+
+
+def hub_task(config: Config, say: Say) -> HubCausalLM:
+    """The task for a `--model-name` that is on the hub or a folder.
+
+    Raises:
+        ConfigError: the model or the tokenizer is not to be had, needs code of its own, or does not fit the data.
+        DataError: see `lockstep.text.hub_corpus.prepare`.
+    """
+    name, asked = config.model_name, config.model
+    cache = cache_of(config)
+    get = partial(HubModel, trust_remote_code=asked.trust_remote_code, cache=cache, say=say)
+    source = get(name, revision=asked.revision)
+    if source.context and config.seq_len > source.context:  # before the data is prepared at that length
+        raise ConfigError(
+            f"--seq-len {config.seq_len} is longer than the context of {name}, {source.context}; lower it"
+        )
+    if config.data.packing == "documents" and not source.takes_documents:
+        raise ConfigError(
+            f"--data.packing documents: {name} cannot keep its state or its positions inside a document; use "
+            "--data.packing padded"
+        )
+    own = partial(
+        HubTokenizer,
+        name,
+        revision=source.revision,
+        trust_remote_code=asked.trust_remote_code,
+        cache=cache,
+        say=say,
+    )
+    chosen = corpus_for(config, own, say)
+    corpus = chosen.corpus
+    return HubCausalLM(
+        corpus,
+        source,
+        vocab_size=corpus.vocab_size if chosen.other_tokenizer else max(source.vocab_size, corpus.vocab_size),
+        dtype=None if config.lora.rank else _DTYPES.get(config.precision, torch.float32),
+        pretrained=asked.pretrained,
+        sources=_sources({name: source.revision, config.dataset_name: chosen.revision}),
+        prompt=config.data.prompt,
+        loss_chunk=asked.loss_chunk,
+        inside=loss_inside(config),
+        other_tokenizer=chosen.other_tokenizer,
+        whole=bool(config.compile) and config.compile_scope == "whole",
+    )
+
+
+def _has_mask(corpus: TokenCorpus, source: HubModel, whole: bool) -> bool | None:
+    """Tell whether the model's attention gets a mask; None where that is not known.
+
+    Args:
+        whole: the model is compiled as a whole: `transformers` cannot look at positions then, and makes a mask in case
+            documents are packed.
+    """
+    if isinstance(corpus.train, Packed):
+        return True
+    plain = isinstance(corpus.train, Windows | TokenBlocks) and source.full_attention
+    return False if plain and not whole else None
+
+
+def corpus_for(config: Config, own: Callable[[], Tokenizer | TokenizerToTrain], say: Say) -> CorpusChoice:
+    """The corpus that `--dataset-name`, `--tokenizer` and the section `data` ask for, prepared where it is not yet.
+
+    Args:
+        own: the tokenizer where none is named: the model's, or one to train.
+
+    Raises:
+        ConfigError: a tokenizer that is not to be had, or a sequence length that leaves nothing to predict.
+        DataError: see `lockstep.text.hub_corpus.prepare`.
+    """
+    data, name = config.data, config.dataset_name
+    if data.packing == "blocks" and config.seq_len < 2:
+        raise ConfigError("--seq-len 1 leaves a block nothing to predict; give 2 or more, or --data.packing stream")
+    if data.packing == "documents" and config.attention == "flash":
+        raise ConfigError("--attention flash takes no mask, which --data.packing documents needs; leave it out")
+    cache = cache_of(config)
+    tokenizer = _named_tokenizer(config, cache, say) if config.tokenizer else own()
+    packing = Packing(data.packing, config.seq_len, data.evaluation, data.labels)
+    if is_hub_name(name) or table_files(name):
+        columns = data.text_column, data.encoding, packing.answers
+        asked = DataRequest(name, data.subset, data.split, data.revision, *columns)
+        rows = open_rows(asked, say)
+    else:
+        rows = plain_rows(name)
+    corpus = prepare(name, rows.digest, rows.documents, tokenizer, packing, cache=cache, say=say)
+    return CorpusChoice(corpus, rows.revision, bool(config.tokenizer))
+
+
+def cache_of(config: Config) -> Path:
+    """Where prepared data lies."""
+    return Path(config.data.cache).expanduser() if config.data.cache else default_cache()
+
+
+def trained_size(tokenizer: str) -> int:
+    """VOCAB of "train:VOCAB"; 0 for any other text. Raises ConfigError for a VOCAB that does not hold."""
+    kind, colon, size = tokenizer.partition(":")
+    if kind != "train" or not colon:
+        return 0
+    if not size.isascii() or not size.isdigit() or int(size) < _LEAST_VOCABULARY:
+        raise ConfigError(
+            f"--tokenizer {tokenizer}: give a number of tokens from {_LEAST_VOCABULARY}, as in train:8192"
+        )
+    return int(size)
+
+
+def _named_tokenizer(config: Config, cache: Path, say: Say) -> Tokenizer | TokenizerToTrain:
+    name = config.tokenizer
+    if size := trained_size(name):
+        return TokenizerToTrain(size)
+    if not is_hub_name(name) and not Path(name).expanduser().is_dir():
+        raise ConfigError(f"--tokenizer {name}: no such folder; give one, a hub name (OWNER/NAME), or train:VOCAB")
+    return HubTokenizer(name, trust_remote_code=config.model.trust_remote_code, cache=cache, say=say)
+
+
+def _sources(revisions: Mapping[str, str]) -> dict[str, str]:
+    return {name: revision for name, revision in revisions.items() if revision}

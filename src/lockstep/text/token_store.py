@@ -1,0 +1,443 @@
+"""Any documents, by any tokenizer, as files of tokens that are memory-mapped.
+
+    corpus = prepare(name, rows.digest, rows.documents, tokenizer, packing, cache=cache, say=print)
+    corpus.train[0]["input_ids"]            # int64 [seq_len]
+
+Four packings. "stream": a separator after each document, windows that overlap by one token, each predicting seq_len.
+"blocks": every 1000 examples are joined with nothing between them and cut into blocks of seq_len, the rest of each
+thousand left out; a block predicts its own seq_len - 1 following tokens. That is what run_clm_no_trainer.py of the
+package `transformers` does in its `group_texts`, with the batch size that `datasets.map` has by default.
+"padded": each document is a sample. "documents": windows filled with whole documents that do not see one another.
+
+The samples of a split are one indexed set that every rank opens whole. No rank owns a part of it, so there are no parts
+that could differ in length.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, final
+
+import numpy as np
+import xxhash
+
+from lockstep.errors import DataError
+from lockstep.text.cache import prepared
+from lockstep.text.corpus import IGNORED, LABELS, SETTINGS, ByteBPE, TokenBlocks, Windows, token_type
+from lockstep.text.documents import Example, Packed, PaddedDocuments, Tokenizer, packed, tokens_of
+from lockstep.text.hub import Documents, HubSplit
+
+__all__ = [
+    "Packing",
+    "Samples",
+    "TokenCorpus",
+    "TokenizerToTrain",
+    "Written",
+    "begin_of",
+    "prepare",
+    "write_split",
+]
+
+
+_GROUP = 1000  # examples that are tokenized, and in "blocks" cut, together
+# Characters of such a group: tokens in Python lists are large. Blocks do not go over a group's end.
+_MOST, _MOST_BLOCKS = 1 << 22, 1 << 25
+
+Progress = Callable[[Sequence[Example]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How documents become samples.
+
+    Attributes:
+        kind: "stream", "blocks", "padded" or "documents".
+        seq_len: tokens of a sample, in "padded" the most.
+        fraction: share of the rows for the evaluation, where the data has no evaluation split of its own.
+        labels: what is learned: "all", "completion", or "auto".
+    """
+
+    kind: str
+    seq_len: int
+    fraction: float
+    labels: str = "auto"
+
+    @property
+    def answers(self) -> bool:
+        """Whether completions alone are learned, of rows that have them."""
+        return self.labels == "completion" or (self.labels == "auto" and self.kind != "blocks")
+
+    @property
+    def apart(self) -> bool:
+        """Whether documents stay apart."""
+        return self.kind in ("padded", "documents")
+
+
+@dataclass(slots=True)
+class Written:
+    """What was written of a split.
+
+    Attributes:
+        tokens: before any rest was left out.
+        labels: tokens that are to be learned.
+        notes: what a person should know.
+    """
+
+    tokens: int = 0
+    labels: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def write_split(
+    tokenizer: Tokenizer,
+    part: HubSplit,
+    packing: Packing,
+    path: Path,
+    *,
+    masked: bool,
+    prompts: bool,
+    progress: Progress,
+) -> Written:
+    """Writes the split's tokens into `path`, and beside it what `text.corpus` and `text.documents` read.
+
+    Args:
+        masked: only completions and the assistant's words are to be learned.
+        prompts: a row is one example, which is cut off where it is too long, and not into pieces.
+        progress: gets the examples of each group that was done.
+
+    Raises:
+        DataError: see `tokens_of`.
+    """
+    found = Written()
+    if packing.apart:
+        _write_documents(tokenizer, part, packing, path, found, (masked, prompts), progress)
+    else:
+        _write_joined(tokenizer, part, packing, path, found, masked, progress)
+    return found
+
+
+def _write_joined(
+    tokenizer: Tokenizer, part: HubSplit, packing: Packing, path: Path, found: Written, masked: bool, progress: Progress
+) -> None:
+    blocks, kind = packing.kind == "blocks", token_type(tokenizer.vocab_size)
+    with path.open("wb") as file, path.with_suffix(LABELS).open("wb") as marks:
+        for group in _groups(part.read(), _MOST_BLOCKS if blocks else _MOST):
+            examples = [example for example, _ in group]
+            joined: list[int] = []
+            marked: list[bool] = []
+            for (tokens, labelled), (example, last) in zip(
+                tokens_of(tokenizer, examples, blocks, masked), group, strict=True
+            ):
+                joined += tokens
+                marked += labelled
+                if last and not blocks and not example.messages and tokenizer.separator >= 0:
+                    joined.append(tokenizer.separator)
+                    marked.append(True)
+            found.tokens += len(joined)
+            found.labels += sum(marked)
+            kept = len(joined) // packing.seq_len * packing.seq_len if blocks else len(joined)
+            file.write(np.array(joined[:kept], dtype=kind).tobytes())
+            if masked:
+                marks.write(np.array(marked[:kept], dtype="u1").tobytes())
+            progress(examples)
+    if not masked:
+        path.with_suffix(LABELS).unlink()
+
+
+def _write_documents(
+    tokenizer: Tokenizer,
+    part: HubSplit,
+    packing: Packing,
+    path: Path,
+    found: Written,
+    how: tuple[bool, bool],
+    progress: Progress,
+) -> None:
+    (masked, prompts), room = how, packing.seq_len + 1
+    kind, starts = token_type(tokenizer.vocab_size), [0]
+    lost: list[int] = []  # rows
+    cut = 0
+    with path.open("wb") as file, path.with_suffix(LABELS).open("wb") as marks:
+        for tokens, labelled, row in _documents(tokenizer, part, packing, masked, progress):
+            found.tokens += len(tokens)
+            cut += prompts and len(tokens) > room
+            begins = [0] if prompts else range(0, max(len(tokens) - 1, 1), packing.seq_len)
+            for begin in begins:
+                piece, learned = tokens[begin : begin + room], labelled[begin : begin + room]
+                if not any(learned[1:]):
+                    lost.append(row)
+                    continue
+                found.labels += sum(learned[1:])
+                file.write(np.array(piece, dtype=kind).tobytes())
+                if masked:
+                    marks.write(np.array(learned, dtype="u1").tobytes())
+                starts.append(starts[-1] + len(piece))
+    if not masked:
+        path.with_suffix(LABELS).unlink()
+    _numbers(path.with_suffix(".starts"), starts)
+    if packing.kind == "documents":
+        windows = packed((np.diff(starts) - 1).tolist(), packing.seq_len)
+        _numbers(path.with_suffix(".order"), [document for window in windows for document in window])
+        _numbers(path.with_suffix(".packs"), np.cumsum([0, *map(len, windows)]).tolist())
+    found.notes = _notes(path.stem, packing.seq_len, cut, lost)
+
+
+def _notes(split: str, seq_len: int, cut: int, lost: list[int]) -> list[str]:
+    notes = []
+    if cut:
+        notes.append(
+            f"{cut} example{'s' * (cut > 1)} of the {split} split end at --seq-len {seq_len}, the rest cut off"
+        )
+    if lost:
+        where = f" (the first: row {lost[0]})" if lost[0] >= 0 else ""
+        notes.append(
+            f"{len(lost)} example{'s' * (len(lost) > 1)} of the {split} split{where} have nothing to learn within "
+            f"--seq-len {seq_len} and are left out; a larger one takes in more of each"
+        )
+    return notes
+
+
+def begin_of(tokenizer: Tokenizer, packing: Packing) -> list[int]:
+    """What a text begins with: of documents that stay apart what the tokenizer puts before one by itself, else the
+    separator; in a stream the separator; in blocks nothing."""
+    end = [tokenizer.separator] if tokenizer.separator >= 0 else []
+    if packing.apart:
+        return tokenizer.encode_all([""], True)[0][:1] or end
+    return end if packing.kind == "stream" else []
+
+
+def _documents(
+    tokenizer: Tokenizer, part: HubSplit, packing: Packing, masked: bool, progress: Progress
+) -> Iterator[tuple[list[int], list[bool], int]]:
+    """(tokens, whether each is to be learned, row) of each document, with what begins and ends one.
+
+    A conversation has what its template says.
+    """
+    end = [tokenizer.separator] if tokenizer.separator >= 0 else []
+    begin = begin_of(tokenizer, packing)
+    tokens: list[int] = []
+    labelled: list[bool] = []
+    for group in _groups(part.read(), _MOST):
+        examples = [example for example, _ in group]
+        for (more, marks), (example, last) in zip(tokens_of(tokenizer, examples, False, masked), group, strict=True):
+            tokens += more
+            labelled += marks
+            if not last:
+                continue
+            if example.messages:
+                yield tokens, labelled, example.row
+            else:
+                yield [*begin, *tokens, *end], [*[False] * len(begin), *labelled, *[True] * len(end)], example.row
+            tokens, labelled = [], []
+        progress(examples)
+
+
+def _groups(examples: Iterator[tuple[Example, bool]], most: int) -> Iterator[list[tuple[Example, bool]]]:
+    group: list[tuple[Example, bool]] = []
+    held = 0
+    for example in examples:
+        group.append(example)
+        held += len(example[0].text)
+        if len(group) == _GROUP or held > most:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
+def _numbers(path: Path, values: Sequence[Any]) -> None:
+    path.write_bytes(np.array(values, dtype="<i8").tobytes())
+
+
+_FORMAT = 3  # of the folder; another number is another key
+_KINDS: dict[str, Any] = {"stream": Windows, "blocks": TokenBlocks, "padded": PaddedDocuments, "documents": Packed}
+
+_OPENING, _LONGEST = 8, 256  # tokens of a text, and the most of a prompt, that a sample of text begins with
+
+Samples = Windows | TokenBlocks | PaddedDocuments | Packed
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerToTrain:
+    """A tokenizer that is yet to be trained, on the training split: `--tokenizer train:VOCAB`."""
+
+    vocab_size: int
+
+
+@final
+class TokenCorpus:
+    """A prepared corpus.
+
+    Attributes:
+        train, evaluation: the samples of each split.
+        vocab_size: tokens that may occur.
+        separator: the token that ends a document; -1 where the tokenizer has none.
+        fingerprint: hex; what the corpus was made from.
+        chat: its documents are conversations, by the tokenizer's template.
+        begin: what a document begins with.
+        folder: where its files are.
+    """
+
+    def __init__(self, folder: Path, facts: dict[str, Any], tokenizer: Tokenizer | None, packing: Packing) -> None:
+        self.folder, self._known = folder, tokenizer
+        self.fingerprint: str = facts["fingerprint"]
+        self.vocab_size: int = facts["vocab_size"]
+        self.separator: int = facts["separator"]
+        self.chat: bool = facts["chat"]
+        self.begin: list[int] = facts["begin"]
+        self.train: Samples
+        self.evaluation: Samples
+        self.train, self.evaluation = (
+            _KINDS[packing.kind](folder / f"{name}.bin", self.vocab_size, packing.seq_len, facts["masked"])
+            for name in ("train", "evaluation")
+        )
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """What made its tokens. One that was trained here is read when it is asked for: training needs tokens alone."""
+        return self._known or ByteBPE.load(self.folder / "tokenizer.json")
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without a separator."""
+        return self.tokenizer.encode_all([text])[0]
+
+    def begun(self, prompt: str) -> list[int]:
+        """The tokens with which a document begins that begins with `prompt`; in a conversation a user says it."""
+        if self.chat:
+            found: list[int] = getattr(self.tokenizer, "chat_prompt")(prompt)  # noqa: B009  only such a one made it
+            return found
+        return [*self.begin, *self.encode(prompt)]
+
+    def opening(self) -> list[int]:
+        """The tokens with which the evaluation's first sample begins: its prompt, of a plain text eight tokens."""
+        sample = self.evaluation[0]
+        inputs, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
+        given = next((place for place, label in enumerate(labels) if label != IGNORED), 0) + 1
+        begun = isinstance(self.evaluation, Windows)  # its first window has no separator before it
+        return [*self.begin * begun, *inputs[: given if 1 < given <= _LONGEST else _OPENING]]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens."""
+        return self.tokenizer.decode(tokens)
+
+
+def prepare(
+    name: str,
+    digest: str,
+    documents: Callable[[float, Path], Documents],
+    tokenizer: Tokenizer | TokenizerToTrain,
+    packing: Packing,
+    *,
+    cache: Path,
+    say: Say,
+) -> TokenCorpus:
+    """Opens the corpus, writing its tokens first where that was not yet done. Any number of processes may call it.
+
+    Args:
+        name: what --dataset-name says.
+        digest: of the documents' content.
+        documents: opens them: (share for the evaluation, folder for temporary files) -> both splits.
+        tokenizer: one that is there, or the size of one to train on the training split.
+        cache: folder of prepared corpora.
+        say: gets a line about what is being done, when it takes time.
+
+    Raises:
+        DataError: no documents as asked for, or a split shorter than one sample.
+        ConfigError: a cache that cannot be written.
+    """
+    key = _key(digest, tokenizer, packing)
+    folder = cache / f"tokens-{key}"
+
+    def write(temporary: Path) -> dict[str, Any]:
+        with TemporaryDirectory(dir=temporary, prefix="rows-") as scratch:
+            say(f"preparing {name}")
+            found = documents(packing.fraction, Path(scratch))
+            if found.note:
+                say(found.note)
+            facts = _write(found, tokenizer, packing, temporary, say)
+            found.check()
+        return {"fingerprint": key, "name": name, **facts}
+
+    facts = prepared(folder, write, say=say, what=name)
+    for note in facts["notes"]:
+        say(f"--dataset-name {name}: {note}")
+    corpus = TokenCorpus(folder, facts, None if isinstance(tokenizer, TokenizerToTrain) else tokenizer, packing)
+    for part, samples in (("train", corpus.train), ("evaluation", corpus.evaluation)):
+        _check_split(name, part, len(samples), facts, packing)
+    return corpus
+
+
+def _check_split(name: str, part: str, samples: int, facts: dict[str, Any], packing: Packing) -> None:
+    found = f"--dataset-name {name}: its {part} split has"
+    if not facts["labels"][part] and facts["tokens"][part]:
+        raise DataError(
+            f"{found} nothing to learn: no completion, and no turn of an assistant, lies within --seq-len "
+            f"{packing.seq_len}; give a larger one, other rows, or --data.labels all"
+        )
+    if not samples:
+        least = {"stream": "window of --seq-len {} + 1", "blocks": "block of --seq-len {}"}
+        kind = least.get(packing.kind, "document").format(packing.seq_len)
+        raise DataError(
+            f"{found} {facts['tokens'][part]} tokens, fewer than one {kind}; give more text, a smaller --seq-len or a "
+            "larger --data.evaluation"
+        )
+
+
+def _key(digest: str, tokenizer: Tokenizer | TokenizerToTrain, packing: Packing) -> str:
+    trained = isinstance(tokenizer, TokenizerToTrain)
+    how = {**SETTINGS, "vocab_size": tokenizer.vocab_size} if trained else getattr(tokenizer, "fingerprint", "")
+    length = 0 if packing.kind == "stream" else packing.seq_len  # windows of any length share one file
+    made = [_FORMAT, digest, how, packing.kind, length, packing.fraction, packing.labels]
+    return xxhash.xxh3_128_hexdigest(json.dumps(made, sort_keys=True).encode())
+
+
+def _write(
+    found: Documents, tokenizer: Tokenizer | TokenizerToTrain, packing: Packing, folder: Path, say: Say
+) -> dict[str, Any]:
+    if packing.labels == "completion" and not found.prompts:
+        raise DataError(
+            "--data.labels completion: the data does not say which part of a row is the answer; give rows with the "
+            "columns prompt and completion, instruction and output, or messages, or leave it out"
+        )
+    if isinstance(tokenizer, TokenizerToTrain):
+        say(f"learning a vocabulary of {tokenizer.vocab_size} tokens")
+        trained = ByteBPE.train((example.text for example, _ in found.train.read()), tokenizer.vocab_size)
+        trained.save(folder / "tokenizer.json")
+        tokenizer = trained
+    masked = found.prompts and packing.answers
+    first = next((example for example, _ in found.train.read()), Example(""))
+    facts: dict[str, Any] = {
+        "vocab_size": tokenizer.vocab_size,
+        "separator": tokenizer.separator,
+        "masked": masked,
+        "chat": bool(first.messages),
+        "begin": begin_of(tokenizer, packing),
+        "tokens": {},
+        "labels": {},
+        "notes": [],
+    }
+    for name, part in (("train", found.train), ("evaluation", found.evaluation)):
+        report, path = _progress(name, part, say), folder / f"{name}.bin"
+        written = write_split(tokenizer, part, packing, path, masked=masked, prompts=found.prompts, progress=report)
+        facts["tokens"][name], facts["labels"][name] = written.tokens, written.labels
+        facts["notes"] += written.notes
+    return facts
+
+
+def _progress(name: str, part: HubSplit, say: Say) -> Callable[[Sequence[Example]], None]:
+    """Says each quarter of the split."""
+    done, told = 0, 0
+
+    def report(examples: Sequence[Example]) -> None:
+        nonlocal done, told
+        done += sum(map(part.weigh, examples))
+        reached = min(100, 100 * done // max(1, part.size))
+        if reached >= told + 25:
+            told = reached
+            say(f"tokenizing the {name} split: {reached}%")
+
+    return report

@@ -1,0 +1,425 @@
+"""Judges two runs step by step, and names the first difference.
+
+verdict = judged(read(one), read(two))
+
+A step is looked into only where something that counts differs: the gradients, the rates, the weights, the buffers,
+what ranks should have alike, an evaluation's samples. Then its stages are compared in causal order, and the first that
+differs is the cause. How far numbers may be off is docs/verify.md's tolerance, besides what the weights were
+off already.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from lockstep.trace.compare.causes import TraceFinding, TraceVerdict
+from lockstep.trace.compare.judge_data import (
+    buffer_sets,
+    data_difference,
+    gradient_sets,
+    kept_gradient,
+    parameter_sets,
+    random_difference,
+    state_sets,
+    unmatched_gradients,
+)
+from lockstep.trace.compare.judge_gradient import (
+    first_module,
+    gradient_difference,
+    gradient_limit,
+    items_unequal,
+    own_statistics,
+)
+from lockstep.trace.compare.judge_update import (
+    TrainedSoFar,
+    begin_state,
+    buffer_difference,
+    changed_weights,
+    count_data,
+    count_numbers,
+    evaluation_difference,
+    initial_difference,
+    losses_of,
+    norm_of,
+    rate_difference,
+    state_difference,
+    uncovered,
+    unended,
+    update_count,
+    update_difference,
+)
+from lockstep.trace.compare.pairing import (
+    FIRST,
+    SECOND,
+    Spot,
+    StepPair,
+    TracePair,
+    apart,
+    apart_from_each_other,
+    every,
+    finite,
+    matched,
+    paired,
+    unlike,
+)
+from lockstep.trace.compare.reading import TracePart, TraceRun, distance
+
+__all__ = [
+    "Unseen",
+    "finite_in_one",
+    "judged",
+]
+
+
+_NAMES = {"initial": "weights", "weights": "weights", "grad": "gradients", "buffers": "buffers", "state": "states"}
+_STAGES = {  # in causal order
+    "begin": ("weights", "changed-weights"),
+    "weights": ("optimizer", "update"),
+    "buffers": ("buffers", "forward"),
+    "state": ("optimizer state", "state"),
+}
+
+
+class Unseen:
+    """Count the values that are not finite in both runs.
+
+    Attributes:
+        counts: by kind, over all steps.
+        where: the first step and tensor, in words; "" where all were finite.
+    """
+
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+        self.where = ""
+
+    def add(self, step: StepPair) -> None:
+        """Add what cannot be compared in a step."""
+        for kind, name in _not_finite(step):
+            self.where = self.where or f"from step {step.at[0]} on {name} is not finite in both runs"
+            self.counts[kind] += 1
+
+    def text(self, compared: Counter[str]) -> list[str]:
+        """Say where it began, and how much was compared all the same."""
+        if not self.where:
+            return []
+        counts = ", ".join(
+            f"{compared[kind]} of {compared[kind] + count} {kind}" for kind, count in sorted(self.counts.items())
+        )
+        return [f"{self.where}, which compares nothing: compared were {counts}"]
+
+
+def finite_in_one(step: StepPair) -> TraceFinding | None:
+    """Judge tensors and losses that are finite in one run alone; gradients are judged with their causes."""
+    for kind, (stage, cause) in _STAGES.items():
+        mine, theirs = step.one.tensors(kind), step.two.tensors(kind)
+        for name in matched(mine, theirs).both:
+            if finite(mine[name]) != finite(theirs[name]):
+                side = SECOND if finite(mine[name]) else FIRST
+                return step.finding(stage, cause, f"it is not finite in {side} alone", name)
+    one, two = (_losses_finite(step, side) for side in (0, 1))
+    if None not in (one, two) and one != two:
+        return step.finding("forward", "forward", f"it is not finite in {SECOND if one else FIRST} alone", "loss")
+    return None
+
+
+def _not_finite(step: StepPair) -> Iterator[tuple[str, str]]:
+    """(kind, name) of what is not finite in both runs.
+
+    A buffer may hold infinities for good, such as a mask of -inf: there only NaN counts. A gradient that overflowed
+    counts for nothing where the update was skipped, as a GradScaler does.
+    """
+    for kind, shown in _NAMES.items():
+        mine, theirs = step.one.tensors(kind), step.two.tensors(kind)
+        for name in matched(mine, theirs).both:
+            if finite(mine[name]) or finite(theirs[name]):
+                continue
+            if kind == "grad" and every(_skipped(spot, name) for _, spot in step.sides()):
+                continue
+            if kind == "buffers" and mine[name].digest == theirs[name].digest and math.isinf(mine[name].square):
+                continue
+            what = f"the gradient of {name}" if kind == "grad" else f"the state {name}" if kind == "state" else name
+            yield shown, what
+    sides = [(spot.before(), spot.tensors("weights")) for _, spot in step.sides()]
+    names = matched(*(matched(before, after).both for before, after in sides)).both
+    for name in names:
+        if not every(finite(each[name]) for side in sides for each in side):
+            yield "updates", name
+    if _losses_finite(step, 0) is _losses_finite(step, 1) is False:
+        yield "losses", "the loss"
+    norms = [norm_of(spot) for _, spot in step.sides() if spot.hidden]
+    if norms and None not in norms and not any(math.isfinite(norm) for norm in norms):
+        yield "gradient norms", "the gradient's norm"
+
+
+def _skipped(spot: Spot, name: str) -> bool:
+    """Return whether an update left a weight as it was, and finite."""
+    before, after = spot.before().get(name), spot.tensors("weights").get(name)
+    return before is not None and after is not None and before.digest == after.digest and finite(after)
+
+
+def _losses_finite(step: StepPair, side: int) -> bool | None:
+    """Whether all losses of a step are finite; None where a rank has none."""
+    found = losses_of((step.one, step.two)[side])
+    return every(math.isfinite(value) for rank in found for value in rank) if found else None
+
+
+_NOISE, _NOISE_OFF = 1e-3, 1e-2  # a gradient this small a share of all, and off by this share of itself, is noise
+_LOST = 1e-2  # share by which the weights may differ while gradients still tell something
+
+
+def judged(one: TraceRun, two: TraceRun) -> TraceVerdict:
+    """Compares two runs as far as both go."""
+    pair = paired(one, two)
+    verdict = TraceVerdict(one.name, two.name)
+    _hide_unplaced(pair, [*one.parts, *two.parts], verdict)
+    _notes(pair, verdict)
+    verdict.missing += unended(pair)
+    names = [side.spots[0].tensors("initial") for side in (pair.one, pair.two)]
+    if names[0] and names[1] and not matched(*names).both:
+        text = f"the first trains {next(iter(names[0]))} and others, the second {next(iter(names[1]))} and others"
+        verdict.missing.append(f"no parameter of one name is in both: {text}")
+        return verdict
+    state = _Divergence()
+    for number, (first, second) in enumerate(pair.steps):
+        step = StepPair(pair, pair.one.spots[first], pair.two.spots[second], (first, second), number, state.off)
+        step.limit = gradient_limit(step)
+        found = _difference(step, verdict)
+        if found is not None:
+            verdict.finding = found
+            return verdict
+        verdict.judged += 1
+        if not verdict.unproven:
+            verdict.hidden = (verdict.hidden[0] or step.limit, max(verdict.hidden[1], step.limit))
+        state.trained.look(step.two)
+        count_data(step, verdict.compared)
+        if not verdict.unproven:
+            state.unseen.add(step)
+            state.follow(step, verdict)
+    for side in (pair.one, pair.two):
+        if apart_from_each_other(side.spots[0]):
+            text = f"{side.name}: its {side.world} processes have no process group of torch: unless something else"
+            verdict.notes.append(f"{text} brings them together, each trains by itself")
+    verdict.notes += state.trained.note(verdict.judged)
+    if state.noise:
+        text = f"tensors whose gradients are all rounding: {len(state.noise)}, such as {min(state.noise)}"
+        verdict.notes.append(f"{text}; how far these are apart is not counted")
+    verdict.finding = _end(pair)
+    verdict.missing += [*state.unseen.text(verdict.compared), *uncovered(pair, verdict)]
+    verdict.not_finite = dict(state.unseen.counts)
+    return verdict
+
+
+@dataclass
+class _Divergence:
+    """How far the two have come apart.
+
+    Attributes:
+        off: share by which the weights differ; bits: none do.
+        noise: tensors whose gradients cancel to nothing, so that each step of them is chance (the bias of attention's
+            keys, one before a BatchNorm). The loss does not depend on them.
+    """
+
+    off: float = 0.0
+    bits: bool = True
+    trained: TrainedSoFar = field(default_factory=TrainedSoFar)
+    unseen: Unseen = field(default_factory=Unseen)
+    noise: set[str] = field(default_factory=set)
+
+    def follow(self, step: StepPair, verdict: TraceVerdict) -> None:
+        """Takes in a step in which no mistake was found."""
+        mine, theirs = step.one.tensors("weights"), step.two.tensors("weights")
+        before = self.bits
+        self.bits &= every(mine[name].digest == theirs[name].digest for name in matched(mine, theirs).both)
+        count_numbers(step, verdict.compared)
+        if before and not self.bits:
+            verdict.notes += _parting(step)
+        verdict.bits += self.bits
+        grads, others = step.one.tensors("grad"), step.two.tensors("grad")
+        norm = math.sqrt(sum(whole.square for whole in grads.values()))
+        for name in grads.keys() & others.keys():
+            small = grads[name].norm < _NOISE * norm
+            if small and distance(grads[name].sketch, others[name].sketch) > _NOISE_OFF * grads[name].norm:
+                self.noise.add(name)
+        error, length = apart({name: whole for name, whole in mine.items() if name not in self.noise}, theirs)
+        self.off = error / length if length else 0.0
+        verdict.largest = max(verdict.largest, self.off) if self.off == self.off else verdict.largest
+        if self.off > _LOST:
+            verdict.unproven = (
+                f"from step {step.at[0]} on rounding has grown to {self.off:.1e} of the weights, too far to tell it "
+                "from a mistake in the numbers; data, rates and evaluations were compared to the end"
+            )
+
+
+def _hide_unplaced(pair: TracePair, parts: list[TracePart], verdict: TraceVerdict) -> None:
+    """Leaves out tensors whose shards have no known places: those of another number of ranks do not add up alike."""
+    sides = (pair.one, pair.two) if pair.one.world != pair.two.world else ()
+    for part in parts:
+        part.hidden = set()
+    found = {
+        (kind, name)
+        for side in sides
+        for kind in ("initial", "begin", "grad", "weights", "buffers", "state")
+        for name, whole in side.spots[0].tensors(kind).items()
+        if whole.opaque
+    }
+    for part in parts:
+        part.hidden = found
+    names = sorted({name for kind, name in found if kind != "state"})
+    if names:
+        text = f"tensors that are sharded in a way that is not known: {len(names)}, such as {names[0]}"
+        unknown = any(kind == "weights" for kind, _ in found)
+        (verdict.missing if unknown else verdict.notes).append(f"{text}; they are not compared")
+
+
+def _parting(step: StepPair) -> list[str]:
+    """Where the bits of two runs of the same shape part, though within rounding."""
+    if step.one.part.world != step.two.part.world:
+        return []
+    module = first_module(step)
+    if module:
+        return [f"the bits part in step {step.at[0]}, first in the output of {module}"]
+    for kind, name in (("grad", "the gradient of"), ("weights", "the update of")):
+        mine, theirs = step.one.tensors(kind), step.two.tensors(kind)
+        tensor = next((n for n in mine if n in theirs and mine[n].digest != theirs[n].digest), "")
+        if tensor:
+            more = "" if any(f.get("mn") for f in _first(step.one)["fwd"]) else "; --modules names the module"
+            return [f"the bits part in step {step.at[0]}, first in {name} {tensor}{more}"]
+    return []
+
+
+def _difference(step: StepPair, verdict: TraceVerdict) -> TraceFinding | None:
+    checks: list[Callable[[StepPair], TraceFinding | None]] = [
+        initial_difference,
+        parameter_sets,
+        begin_state,
+        partial(evaluation_difference, tail=False),
+        update_count,
+    ]
+    if verdict.unproven:
+        checks += [data_difference, rate_difference]
+    else:
+        checks += [
+            changed_weights,
+            partial(_computed, verdict=verdict),
+            rate_difference,
+            finite_in_one,
+            update_difference,
+            buffer_sets,
+            buffer_difference,
+            state_sets,
+            state_difference,
+        ]
+    for check in checks:
+        found = check(step)
+        if found is not None:
+            return found
+        if verdict.unproven and isinstance(check, partial) and check.func is _computed:
+            return rate_difference(step)
+    return None
+
+
+def _computed(step: StepPair, verdict: TraceVerdict) -> TraceFinding | None:
+    """What leads to the gradient, if the gradient differs."""
+    unequal = next(
+        ((name, n, w) for name, spot in step.sides() for n, w in spot.tensors("grad").items() if unlike(w)), None
+    )
+    step.flagged = _flagged(step)
+    exact = items_unequal(step) or own_statistics(step)
+    if not step.flagged and unequal is None and exact is None:
+        return None
+    found = data_difference(step)
+    if found is not None:
+        return found
+    by_design, found = random_difference(step)
+    if found is not None:
+        return found
+    if by_design and unequal is None:
+        verdict.unproven = by_design
+        return None
+    found = gradient_sets(step) if unequal is None else None
+    if found is not None:
+        return found
+    found = gradient_difference(step)
+    if found.stage != "reduction" or unequal is not None:
+        return found
+    if found.cause == "reduction" and step.one.part.world == step.two.part.world == 1:
+        found = step.finding("gradient", "gradient", found.text, found.where)  # of one process nothing is reduced
+    return kept_gradient(step) or found
+
+
+def _flagged(step: StepPair) -> list[str]:
+    """Gradients that are further off than rounding explains."""
+    mine, theirs = step.one.tensors("grad"), step.two.tensors("grad")
+    if step.one.hidden or step.two.hidden:
+        return _norms_off(step)
+    norm = math.sqrt(max(sum(whole.square for whole in side.values()) for side in (mine, theirs)))
+    found = unmatched_gradients(step)
+    for name in matched(mine, theirs).both:
+        error = distance(mine[name].sketch, theirs[name].sketch)
+        known = finite(mine[name]), finite(theirs[name])
+        off = not error <= step.limit * norm or known[0] != known[1]
+        if mine[name].digest != theirs[name].digest and any(known) and off:  # of neither nothing is compared
+            found.append(name)
+    return found
+
+
+def _first(spot: Spot) -> dict[str, Any]:
+    return next(iter(spot.part.records(spot.at).values()))
+
+
+def _norms_off(step: StepPair) -> list[str]:
+    """The same where an engine says the norm alone."""
+    norms: list[float] = []
+    for spot in (step.one, step.two):
+        said = _first(spot).get("norm")
+        if said is None and not spot.tensors("grad"):
+            return []
+        if said is None:
+            clips = [event for event in _first(spot)["ev"] if event[1] == "clip" and event[4]]
+            squares = sum(whole.square for whole in spot.tensors("grad").values())
+            said = clips[-1][4][0] if clips else math.sqrt(squares)
+        norms.append(float(said))
+    if not math.isfinite(norms[0]) and not math.isfinite(norms[1]):
+        return []  # counted as not compared
+    return [] if abs(norms[0] - norms[1]) <= step.limit * max(norms) else ["norm"]
+
+
+def _end(pair: TracePair) -> TraceFinding | None:
+    """What came after the last step, and whether both made as many."""
+    one, two = len(pair.one.spots), len(pair.two.spots) + pair.shift
+    less, more = (pair.one, pair.two) if one < two else (pair.two, pair.one)
+    if not pair.steps or less.window or more.window or less.stop or (one == two and more.stop):
+        return None
+    last = pair.steps[-1]
+    step = StepPair(pair, pair.one.spots[last[0]], pair.two.spots[last[1]], last, len(pair.steps), 0.0)
+    if one != two:
+        text = f"{pair.one.name} makes {one} steps and {pair.two.name} {two}"
+        found = step.finding("steps", "step-count", text)
+        return TraceFinding(**{**vars(found), "step": min(one, two), "other": min(one, two) - pair.shift})
+    return evaluation_difference(step, tail=True)
+
+
+def _notes(pair: TracePair, verdict: TraceVerdict) -> None:
+    if pair.shift > 0:
+        verdict.notes.append(
+            f"{pair.two.name} begins with the weights that {pair.one.name} has after step {pair.shift - 1}"
+        )
+    elif pair.shift < 0:
+        verdict.notes.append(
+            f"{pair.one.name} begins with the weights that {pair.two.name} has after step {-pair.shift - 1}"
+        )
+    heads = [side.spots[0].part.first.head for side in (pair.one, pair.two)]
+    names = sorted(set(heads[0]["versions"]) | set(heads[1]["versions"]))
+    for name in names:
+        mine, theirs = (head["versions"].get(name, "none") for head in heads)
+        if mine != theirs:
+            verdict.notes.append(f"{name} is {mine} in the first and {theirs} in the second")
+    if heads[0]["script"] != heads[1]["script"]:
+        verdict.notes.append("the scripts are not the same file")
+    for side in (pair.one, pair.two):
+        if side.full:
+            text = f"{side.name}: the recording ended behind step {len(side.spots) - 1}"
+            verdict.notes.append(f"{text}, at the limit of --max-mb")

@@ -1,0 +1,583 @@
+"""Why a gradient differs although the weights and the samples are the same: forward, loss, reduction or clipping."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from lockstep.trace.compare.causes import TraceFinding
+from lockstep.trace.compare.pairing import (
+    FIRST,
+    GROWTH,
+    ROUNDOFF,
+    SECOND,
+    Spot,
+    StepPair,
+    Use,
+    computed,
+    every,
+    share,
+    unlike,
+)
+from lockstep.trace.compare.reading import distance, floats, words
+
+__all__ = [
+    "coarsest",
+    "first_module",
+    "gradient_difference",
+    "gradient_limit",
+    "items_unequal",
+    "normalisation_difference",
+    "outputs_of",
+    "own_statistics",
+    "same_effect",
+]
+
+
+_SAFETY, _CEILING = 32.0, 0.25  # of docs/verify.md
+_FINE = ROUNDOFF["float32"]
+_LEAST_LIMIT, _MOST = 4.0, 16.0  # roundings of the coarsest dtype, between which what was measured decides
+_MEASURED = 8.0  # times how far the same samples' outputs are apart
+
+Output = tuple[int, tuple[float, float]]  # rank; signed sum and square of the output
+
+
+def gradient_limit(step: StepPair) -> float:
+    """Share of the whole gradient's norm by which a tensor of it may be off.
+
+    A gradient in float32 is held to what adding it up in another order makes of it. Where a coarser dtype is rounded
+    to, four roundings are allowed; more only where the outputs of the same samples are further apart in the first step,
+    and never more than 16.
+    """
+    unit, inner = _unit(step), coarsest(step)
+    count = 0
+    for spot in (step.one, step.two):
+        losses = sum(len(record["loss"]) for record in spot.part.records(spot.at).values())
+        count = max(count, losses + spot.part.world)
+    fine = unit <= _FINE  # coarser sums are not bounded: each rounds either way, so the root of their number counts
+    rounding = _SAFETY * count * unit * (step.number + 1) if fine else _LEAST_LIMIT * math.sqrt(count) * unit
+    if step.number or step.one.part.world != step.two.part.world:
+        moved = _moved(step)
+        measured = _MEASURED * moved if moved <= _MOST * inner else 0.0  # further apart than rounding explains
+        rounding += min(_MOST * inner, max(_LEAST_LIMIT * inner, measured))
+    return min(_CEILING, rounding + GROWTH * step.off)
+
+
+def coarsest(step: StepPair) -> float:
+    """Unit roundoff of the coarsest dtype in which the modules compute, as the first steps note it."""
+    kinds = {
+        forward.get("ac", "")
+        for spot in (step.one, step.two)
+        for record in spot.part.records(0).values()
+        for forward in record["fwd"]
+    }
+    return max([_unit(step), *(ROUNDOFF.get(kind, 0.0) for kind in kinds)])
+
+
+def _unit(step: StepPair) -> float:
+    """Unit roundoff of the gradients' dtype."""
+    kinds = {whole.kind for spot in (step.one, step.two) for whole in spot.tensors("grad").values()}
+    return max((ROUNDOFF.get(kind, 0.0) for kind in kinds), default=_FINE)
+
+
+def _moved(step: StepPair) -> float:
+    """How far the outputs of the same samples are apart in the first step, as a share of their length."""
+    first = max(0, step.pair.shift)
+    mine, theirs = outputs_of(step.pair.one.spots[first]), outputs_of(step.pair.two.spots[first - step.pair.shift])
+    pairs = [(mine[key][1], theirs[key][1]) for key in mine.keys() & theirs.keys()]
+    square = sum(one[1] for one, _ in pairs)
+    apart = sum((one[0] - two[0]) ** 2 for one, two in pairs)  # of random signs: that of the outputs, in the mean
+    return math.sqrt(apart / square) if square > 0 and math.isfinite(apart + square) else 0.0
+
+
+def outputs_of(spot: Spot) -> dict[tuple[int, int, int, int], Output]:
+    """(root, digest of the sample, elements, how many of it before) -> its output."""
+    found: dict[tuple[int, int, int, int], Output] = {}
+    for rank, record in spot.part.records(spot.at).items():
+        for forward in record["fwd"]:
+            values = floats(forward.get("out"))
+            samples = words(forward.get("s"))
+            if not forward["train"] or len(values) != 2 * len(samples):
+                continue
+            for place, sample in enumerate(samples):
+                count = 0
+                while (forward["m"], sample, forward["w"], count) in found:
+                    count += 1
+                found[forward["m"], sample, forward["w"], count] = rank, (values[2 * place], values[2 * place + 1])
+    return found
+
+
+_LEAST = 1e-4  # share by which factors may differ that are one factor
+_ROUNDINGS = 2.0  # of the coarsest dtype, which they may be off by
+_SURE = 6.0  # standard errors of a mean factor
+_FREEDOM = 4  # samples beyond one a forward, from which on the error of a mean is known
+_RATIO = 1e-3  # share by which a ratio may miss a whole number
+
+Counts = dict[int, list[int]]  # rank -> items of each of its losses
+Forward = tuple[int, int]  # rank, number of its forward in the step
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """How much more the samples that one forward of each run has in common count in the second.
+
+    Attributes:
+        mean: as a logarithm; error: its standard error; apart: how far one sample is from it at most.
+    """
+
+    one: Forward
+    two: Forward
+    mean: float
+    error: float
+    samples: int
+    apart: float
+
+
+def items_unequal(step: StepPair) -> TraceFinding | None:
+    """Items that count more on one rank than on another, in one run alone."""
+    factors = _factors(step)
+    common = _mean([each.mean for each in factors])
+    least = _tolerance(step)
+    if not factors or every(abs(each.mean - common) <= max(least, _SURE * each.error) for each in factors):
+        return None
+    low, high = (pick(factors, key=lambda each: each.mean) for pick in (min, max))
+    times = math.exp(high.mean - low.mean)
+    for name, which in _keys(step):
+        counts = [_counts(step, side, name, which) for side in (0, 1)]
+        for ways in product(("all", "rank", "forward"), repeat=2):
+            if _explained(factors, counts, ways, least):
+                return _named(step, times, counts, ways)
+    if sum(each.samples - 1 for each in factors) < _FREEDOM:
+        return None  # too few samples to know how far such lengths are off by themselves
+    text = (
+        f"an item of rank {high.two[0]} counts {times:.6g} times as much as one of rank {low.two[0]}, against the first"
+    )
+    return step.finding("normalisation", "loss", f"in the second run {text}", "items", high.two[0])
+
+
+def same_effect(step: StepPair) -> bool:
+    """Whether each sample moves the loss as much in both runs, but for what its forward's loss is divided by."""
+    factors = _factors(step)
+    return any(each.samples > 1 for each in factors) and every(each.apart <= _tolerance(step) for each in factors)
+
+
+def _named(step: StepPair, times: float, counts: list[Counts], ways: tuple[str, ...]) -> TraceFinding:
+    name, side, way = next(
+        each
+        for each in zip(("the second run", "the first run"), counts[::-1], ways[::-1], strict=True)
+        if each[2] != "all"
+    )
+    found = _by_rank(side) if way == "rank" else [count for each in side.values() for count in each]
+    items = " and ".join(map(str, found))
+    own = "rank's" if way == "rank" else "micro-batch's"
+    text = (
+        f"in {name} each loss is divided by the {own} own items ({items}), so that one counts {times:.6g} times as much"
+    )
+    return step.finding("normalisation", "rank-average", f"{text} as another", f"items {items}")
+
+
+def _tolerance(step: StepPair) -> float:
+    """What factors that are one may be off by."""
+    return min(0.25, max(_LEAST, _ROUNDINGS * coarsest(step)) + GROWTH * step.off)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _factors(step: StepPair) -> list[_Factor]:
+    """Of each two forwards that have samples in common."""
+    groups: dict[tuple[Forward, Forward], list[tuple[float, float]]] = {}
+    sides = _lengths(step)
+    for key, (forward, mine) in sides[0].items():
+        if key in sides[1] and mine > 0:
+            other, theirs = sides[1][key]
+            if theirs > 0 and math.isfinite(mine * theirs):
+                groups.setdefault((forward, other), []).append((math.log(theirs / mine), mine * mine))
+    means = {key: _weighted_mean(each) for key, each in groups.items()}
+    count, total = sum(map(len, groups.values())), sum(w for each in groups.values() for _, w in each)
+    off = sum(w * (value - means[key]) ** 2 for key, each in groups.items() for value, w in each)
+    spread = math.sqrt(off / total * count / (count - len(groups))) if count > len(groups) else 0.0
+    return [
+        _Factor(
+            *key,
+            means[key],
+            spread * math.sqrt(sum(w * w for _, w in each)) / sum(w for _, w in each),
+            len(each),
+            max(abs(value - means[key]) for value, _ in each),
+        )
+        for key, each in groups.items()
+    ]
+
+
+def _weighted_mean(values: list[tuple[float, float]]) -> float:
+    return sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
+
+
+def _lengths(step: StepPair) -> list[dict[tuple[int, int], tuple[Forward, float]]]:
+    """Of each side: (a sample, how many of it before) -> its forward, length of its output's gradient."""
+    uses = _uses(step)
+    found: list[dict[tuple[int, int], tuple[Forward, float]]] = []
+    for use, contents in zip(uses, computed(*uses), strict=True):
+        here: dict[tuple[int, int], tuple[Forward, float]] = {}
+        seen: dict[int, int] = {}
+        for rank, forwards in contents.items():
+            for number, (each, samples) in enumerate(zip(use[rank].forwards, forwards, strict=False)):
+                values = floats(each.get("og"))
+                if each.get("backwards") != 1 or len(values) != len(samples):
+                    continue
+                for sample, value in zip(samples, values, strict=True):
+                    place = seen[sample] = seen.get(sample, -1) + 1
+                    here[sample, place] = (rank, number), value
+        found.append(here)
+    return found
+
+
+def _explained(factors: list[_Factor], counts: list[Counts], ways: tuple[str, ...], least: float) -> bool:
+    """Whether these divisors, whole numbers, make the factors what they are; `ways`: what each run divides by."""
+    rest: list[float] = []
+    for each in factors:
+        below = [_divisor(side, way, *at) for side, way, at in zip(counts, ways, (each.one, each.two), strict=True)]
+        if not every(map(bool, below)):
+            return False
+        rest.append(each.mean - math.log(below[0] / below[1]))
+    common = _mean(rest)
+    return every(
+        abs(value - common) <= max(least, _SURE * each.error) for value, each in zip(rest, factors, strict=True)
+    )
+
+
+def _divisor(counts: Counts, way: str, rank: int, number: int) -> float:
+    each = counts.get(rank, [])
+    if way == "all":
+        return 1.0
+    return float(sum(each)) if way == "rank" else float(each[number]) if number < len(each) else 0.0
+
+
+def normalisation_difference(step: StepPair) -> TraceFinding | None:
+    """What the losses are divided by, where the outputs agree."""
+    found = items_unequal(step)
+    if found is not None or not step.flagged:
+        return found
+    losses = [_losses(spot) for spot in (step.one, step.two)]
+    if not every(map(bool, losses)) or not every(any(each.values()) for each in losses):
+        return None
+    mine, theirs = _total(losses[0]), _total(losses[1])
+    least = max(1e-5, step.limit)
+    if not math.isfinite(mine * theirs) or abs(mine - theirs) <= least * max(abs(mine), abs(theirs)):
+        return None
+    text = f"the loss of the step is {theirs:.6g} instead of {mine:.6g}"
+    for name, which in _keys(step):
+        counts = [_counts(step, side, name, which) for side in (0, 1)]
+        weighted = [_weighted(each, count) for each, count in zip(losses, counts, strict=True)]
+        if None in weighted or weighted[0] is None or weighted[1] is None:
+            continue
+        if (
+            abs(weighted[0] - weighted[1]) <= least * abs(weighted[0])
+            and len({*_by_rank(counts[1]), *_by_rank(counts[0])}) > 1
+        ):
+            side = counts[1] if len(counts[1]) > 1 or len(counts[0]) == 1 else counts[0]
+            items = " and ".join(str(count) for count in _by_rank(side))
+            where = f"items {items}"
+            text += f"; weighted by the items ({items}) they agree"
+            return step.finding("normalisation", "rank-average", text, where)
+    ratio = theirs / mine if mine else math.inf
+    worlds = step.pair.two.world / step.pair.one.world
+    micro = [max(len(each) for each in side.values()) for side in losses]
+    near = max(_RATIO, _tolerance(step))
+    for factor in (
+        worlds,
+        1 / worlds,
+        micro[1] / micro[0],
+        micro[0] / micro[1],
+        *range(2, 9),
+        *(1 / n for n in range(2, 9)),
+    ):
+        if factor != 1 and abs(ratio - factor) <= near * factor:
+            return step.finding("normalisation", "scaled-loss", f"{text}, {ratio:.6g} times as much", "loss")
+    return step.finding("normalisation", "loss", text, "loss")
+
+
+def _losses(spot: Spot) -> dict[int, list[float]]:
+    records = spot.part.records(spot.at)
+    return {rank: [entry["v"][0] for entry in record["loss"] if entry["v"]] for rank, record in records.items()}
+
+
+def _total(losses: dict[int, list[float]]) -> float:
+    """What DDP's mean over the ranks makes of their losses."""
+    return sum(sum(each) for each in losses.values()) / max(1, len(losses))
+
+
+def _by_rank(counts: Counts) -> list[int]:
+    return [sum(each) for each in counts.values()]
+
+
+def _weighted(losses: dict[int, list[float]], counts: Counts) -> float | None:
+    """The mean over all items, of losses that are means over the items of a micro-batch and divided by their number."""
+    total = items = 0.0
+    for rank, each in losses.items():
+        mine = counts.get(rank, [])
+        if len(mine) != len(each):
+            return None
+        total += sum(value * len(each) * count for value, count in zip(each, mine, strict=True))
+        items += sum(mine)
+    return total / items if items else None
+
+
+def _uses(step: StepPair) -> list[dict[int, Use]]:
+    sides = ((step.pair.one, step.one), (step.pair.two, step.two))
+    return [run.used(spot).at(spot.at, 0) for run, spot in sides]
+
+
+def _keys(step: StepPair) -> Iterator[tuple[str, int]]:
+    """What the items may be: of an integer tensor what is not ignored, all or behind each first; "": samples."""
+    keys: list[tuple[str, int]] = [("", 0)]
+    for use in _uses(step)[1].values():
+        for batch in [*use.loads, *use.forwards]:
+            keys += [(name, which) for name in batch.get("cn", ()) for which in (0, 1)]
+    yield from dict.fromkeys(keys)
+
+
+def _counts(step: StepPair, side: int, name: str, which: int) -> Counts:
+    found: Counts = {}
+    for rank, use in _uses(step)[side].items():
+        batches: list[dict[str, Any]] = (
+            use.loads if use.matched and len(use.loads) == len(use.forwards) else use.forwards
+        )
+        if name and not any(name in batch.get("cn", ()) for batch in batches):
+            batches = use.forwards
+        found[rank] = []
+        for batch in batches:
+            if not name:
+                found[rank].append(batch["n"])
+            elif name in batch.get("cn", ()):
+                found[rank].append(batch["c"][2 * batch["cn"].index(name) + which])
+    return found
+
+
+_PARALLEL = 1e-3  # sine of the largest angle between gradients that differ in length alone
+_LENGTH = 1e-2  # share by which a length may miss what clipping leaves
+_ALIKE = 1e-4  # share by which numbers of the ranks may differ that are one number
+_STATISTICS = ("running_mean", "running_var")
+_OUTPUT = 1e-3  # share by which a sample's output may differ
+
+
+def gradient_difference(step: StepPair) -> TraceFinding:
+    """The first stage that differs, from the forward to the clipping."""
+    return (
+        _scaled_before(step)
+        or _unreduced(step)
+        or _clipped_apart(step)
+        or _changed_after(step)
+        or own_statistics(step)
+        or _forward(step)
+        or normalisation_difference(step)
+        or _clipping(step)
+        or _reduction(step)
+    )
+
+
+def _records(spot: Spot) -> dict[int, dict[str, Any]]:
+    return spot.part.records(spot.at)
+
+
+def _clips(record: dict[str, Any]) -> list[list[Any]]:
+    """The clippings of a step: [when, "clip", which, limit, [norm]]."""
+    return [event for event in record["ev"] if event[1] == "clip"]
+
+
+def _scaled_before(step: StepPair) -> TraceFinding | None:
+    for name, spot in step.sides():
+        for rank, record in _records(spot).items():
+            unscaled = [event[0] for event in record["ev"] if event[1] == "unscale"]
+            clips = _clips(record)
+            if clips and unscaled and clips[-1][0] < min(unscaled):
+                text = (
+                    f"in {name} the norm is {_norm(clips[-1])} when it is clipped; the scale is divided out afterwards"
+                )
+                return step.finding(
+                    "clipping", "clip-before-unscale", text, "all gradients", -1 if len(_records(spot)) > 1 else rank
+                )
+    return None
+
+
+def _norm(clip: list[Any]) -> float:
+    return float(clip[4][0]) if len(clip) > 4 and clip[4] else math.nan
+
+
+def _clipped_apart(step: StepPair) -> TraceFinding | None:
+    """Ranks that clip by norms of their own, although what they update by is one gradient."""
+    for name, spot in step.sides():
+        norms = {rank: _norm(clips[-1]) for rank, record in _records(spot).items() if (clips := _clips(record))}
+        known = {rank: norm for rank, norm in norms.items() if math.isfinite(norm)}
+        if len(known) < 2:
+            continue
+        first = known[min(known)]
+        wrong = next((rank for rank, norm in known.items() if abs(norm - first) > _ALIKE * max(norm, first)), None)
+        same = every(
+            whole.other is None or whole.other[1] <= _ALIKE * whole.norm for whole in spot.tensors("grad").values()
+        )
+        if wrong is not None and same:
+            shown = ", ".join(f"{norm:.6g} on rank {rank}" for rank, norm in known.items())
+            return step.finding(
+                "clipping", "clip-before-reduce", f"in {name} the norm is {shown}", "all gradients", wrong
+            )
+    return None
+
+
+def _changed_after(step: StepPair) -> TraceFinding | None:
+    """Gradients that are not as long, when the optimizer gets them, as clipping made them; in one run alone."""
+    found: dict[str, tuple[int, float, float]] = {}
+    for name, spot in step.sides():
+        for rank, record in _records(spot).items():
+            clips = [clip for clip in _clips(record) if clip[2] == "clip_grad_norm_" and clip[3]]
+            if len(clips) == 1 and math.isfinite(_norm(clips[0])) and spot.tensors("grad"):
+                length = math.sqrt(sum(whole.square for whole in spot.tensors("grad").values()))
+                clipped = min(_norm(clips[0]), float(clips[0][3]))
+                if abs(length - clipped) > _LENGTH * clipped:
+                    found.setdefault(name, (rank, clipped, length))
+    if len(found) != 1:
+        return None
+    name, (_, clipped, length) = next(iter(found.items()))
+    text = f"in {name} clipping leaves a length of {clipped:.6g}, and the optimizer gets {length:.6g}"
+    return step.finding("clipping", "clip-before-unscale", text, "all gradients")
+
+
+def _unreduced(step: StepPair) -> TraceFinding | None:
+    for name, spot in step.sides():
+        grads = spot.tensors("grad")
+        apart = {n: w for n, w in grads.items() if w.other is not None and not w.other[1] <= _ALIKE * w.norm}
+        if not apart:
+            continue
+        tensor, whole = next(iter(apart.items()))
+        assert whole.other is not None
+        text = f"in {name} it differs from rank 0's by {share(whole.other[1], whole.norm)}"
+        part = len(apart) < len(grads)
+        cause = "part-unreduced" if part else "unreduced"
+        return step.finding(
+            "reduction", cause, f"{text} ({len(apart)} of {len(grads)} tensors)", tensor, whole.other[0]
+        )
+    return None
+
+
+def own_statistics(step: StepPair) -> TraceFinding | None:
+    """Find BatchNorm statistics that each rank has of its own in one run alone.
+
+    Ranks that normalise by all samples end a step with the same bits, in any dtype.
+    """
+    found = []
+    for name, spot in step.sides():
+        statistics = {n: w for n, w in spot.tensors("buffers").items() if n.rpartition(".")[2] in _STATISTICS}
+        found += [(name, *each) for each in statistics.items() if unlike(each[1])][:1]
+    if len(found) != 1:
+        return None
+    run, name, whole = found[0]
+    assert whole.other is not None
+    rank, error = whole.other
+    text = f"in {run} rank {rank}'s {name} differs from rank 0's by {share(error, whole.norm)} behind the step"
+    return step.finding("buffers", "batchnorm", text, name.rpartition(".")[0])
+
+
+def _forward(step: StepPair) -> TraceFinding | None:
+    """A sample for which the model computes another output."""
+    outputs = [outputs_of(spot) for spot in (step.one, step.two)]
+    least = max(_OUTPUT, 2 * step.limit)
+    off: dict[int, int] = {}
+    shown = ""
+    for key, (_, mine) in outputs[0].items():
+        if key not in outputs[1]:
+            continue
+        rank, theirs = outputs[1][key]
+        error = abs(mine[0] - theirs[0]) + abs(math.sqrt(abs(mine[1])) - math.sqrt(abs(theirs[1])))
+        if not error <= least * math.sqrt(max(mine[1], theirs[1])):
+            off[rank] = off.get(rank, 0) + 1
+            shown = (
+                shown or f"a sample's output differs by {error / math.sqrt(max(mine[1], theirs[1]) or 1):.2g} of itself"
+            )
+    if not off:
+        return None
+    rank = next(iter(off)) if len(off) == 1 else -1
+    both = outputs[0].keys() & outputs[1].keys()
+    text = f"{shown} ({sum(off.values())} of {len(both)} samples)"
+    sizes = [
+        {f["n"] for record in _records(spot).values() for f in record["fwd"] if f["train"]}
+        for spot in (step.one, step.two)
+    ]
+    statistics = next((n for n in step.two.tensors("buffers") if n.endswith("running_mean")), "")
+    if statistics and sizes[0] != sizes[1]:
+        return step.finding("buffers", "batchnorm", text, statistics.removesuffix(".running_mean"), rank)
+    return step.finding("forward", "forward", text, first_module(step) or "output", rank)
+
+
+def first_module(step: StepPair) -> str:
+    """The first module whose output has other bits, where both runs cut the step alike and recorded it; else ""."""
+    if step.one.part.world != step.two.part.world:
+        return ""
+    for rank, record in _records(step.one).items():
+        other = _records(step.two).get(rank)
+        if other is None:
+            continue
+        for mine, theirs in zip(record["fwd"], other["fwd"], strict=False):
+            names = zip(
+                mine.get("mn", ()), theirs.get("mn", ()), mine.get("mv", ()), theirs.get("mv", ()), strict=False
+            )
+            for name, their, one, two in names:
+                if name == their and words(one)[0] != words(two)[0]:
+                    return str(name)
+    return ""
+
+
+def _sketches(step: StepPair) -> tuple[list[float], list[float]]:
+    one, two = step.one.tensors("grad"), step.two.tensors("grad")
+    names = [name for name in one if name in two]
+    return [x for name in names for x in one[name].sketch], [x for name in names for x in two[name].sketch]
+
+
+def _ratio(step: StepPair) -> float:
+    """How many times the first run's gradient the second's is; NaN where they do not point the same way."""
+    mine, theirs = _sketches(step)
+    square = sum(x * x for x in mine)
+    if not square or not math.isfinite(square):
+        return math.nan
+    ratio = sum(x * y for x, y in zip(mine, theirs, strict=True)) / square
+    rest = sum((y - ratio * x) ** 2 for x, y in zip(mine, theirs, strict=True))
+    return ratio if math.sqrt(rest) <= max(_PARALLEL, step.limit) * abs(ratio) * math.sqrt(square) else math.nan
+
+
+def _clipping(step: StepPair) -> TraceFinding | None:
+    """Gradients that point the same way and differ in length where one is clipped."""
+    ratio = _ratio(step)
+    clips = [_clips(next(iter(_records(spot).values()))) for spot in (step.one, step.two)]
+    if math.isnan(ratio) or not any(clips):
+        return None
+    limits = [each[-1][3] if each else None for each in clips]
+    norms = [_norm(each[-1]) if each else math.nan for each in clips]
+    if limits[0] != limits[1]:
+        return step.finding("clipping", "clipping", f"clipped to {limits[1]} instead of {limits[0]}", "all gradients")
+    if abs(norms[0] - norms[1]) > _ALIKE * max(norms):
+        return None  # the norm is wrong, and so the sum
+    return step.finding(
+        "clipping", "clipping", f"the length is {ratio:.6g} times the other, at the same norm", "all gradients"
+    )
+
+
+def _reduction(step: StepPair) -> TraceFinding:
+    ratio = _ratio(step)
+    if not math.isnan(ratio):
+        worlds = step.pair.two.world / step.pair.one.world
+        cause = "summed" if worlds != 1 and abs(ratio - worlds) < 1e-3 * worlds else "reduction"
+        return step.finding("reduction", cause, f"the gradient is {ratio:.6g} times the other", "all gradients")
+    one, two = step.one.tensors("grad"), step.two.tensors("grad")
+    if not one or not two:
+        return step.finding(
+            "reduction", "reduction", "its norm differs, which is all that the engine says of it", "norm"
+        )
+    name = step.flagged[0] if step.flagged else next(iter(two), "gradient")
+    if name not in one or name not in two:
+        side = SECOND if name in one else FIRST
+        return step.finding("reduction", "part-unreduced", f"{side} has no gradient of it", name)
+    off = share(distance(one[name].sketch, two[name].sketch), one[name].norm)
+    text = f"it is off by {off} ({len(step.flagged)} of {len(one)} tensors)"
+    part = len(step.flagged) < len(one) / 2
+    return step.finding("reduction", "part-unreduced" if part else "reduction", text, name)

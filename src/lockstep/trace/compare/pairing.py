@@ -1,0 +1,479 @@
+"""One step of two runs, as the stages judge it."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.trace.compare.causes import TraceFinding, said
+from lockstep.trace.compare.reading import RankTrace, TracePart, TraceRun, WholeTensor, distance, words
+
+__all__ = [
+    "FIRST",
+    "GROWTH",
+    "ROUNDOFF",
+    "SECOND",
+    "Matched",
+    "Spot",
+    "StepPair",
+    "TracePair",
+    "TraceSide",
+    "TracedSample",
+    "Use",
+    "apart",
+    "apart_from_each_other",
+    "computed",
+    "counted",
+    "evaluated",
+    "every",
+    "finite",
+    "finite_in_some",
+    "matched",
+    "paired",
+    "readers",
+    "share",
+    "trained",
+    "unlike",
+    "used",
+]
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Two sets of names.
+
+    Attributes:
+        both: what is in both; `first`, `second`: what is in one of them alone.
+    """
+
+    both: tuple[str, ...]
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether both sets have names, and the same ones."""
+        return bool(self.both) and not self.first and not self.second
+
+
+def matched(one: Iterable[str], two: Iterable[str]) -> Matched:
+    """Match two sets of names, each in its own order."""
+    mine, theirs = dict.fromkeys(one), dict.fromkeys(two)
+    return Matched(
+        tuple(name for name in mine if name in theirs),
+        tuple(name for name in mine if name not in theirs),
+        tuple(name for name in theirs if name not in mine),
+    )
+
+
+def every(tests: Iterable[bool]) -> bool:
+    """Return whether there are tests and none fails.
+
+    `all` holds over nothing, so that a verdict by it may come of two runs that have nothing in common.
+    """
+    some = False
+    for test in tests:
+        if not test:
+            return False
+        some = True
+    return some
+
+
+@dataclass(frozen=True)
+class TracedSample:
+    """One sample: the digest of what is in it, its index in the data set (-1: unknown), the loader's epoch."""
+
+    content: int
+    index: int = -1
+    epoch: int = -1
+
+    @property
+    def name(self) -> str:
+        return f"sample {self.index}" if self.index >= 0 else f"the sample {self.content & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
+@dataclass
+class Use:
+    """What a rank used in one record.
+
+    Attributes:
+        samples: from the loaders' batches, where every forward was matched with one.
+        inputs: what the model was given.
+        loads: the batches.
+        forwards: the model's forwards; sources: of each the batch that it computes.
+    """
+
+    samples: list[TracedSample] = field(default_factory=list)
+    inputs: list[TracedSample] = field(default_factory=list)
+    loads: list[dict[str, Any]] = field(default_factory=list)
+    forwards: list[dict[str, Any]] = field(default_factory=list)
+    sources: list[dict[str, Any] | None] = field(default_factory=list)
+    matched: bool = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether each forward computes one batch as it was loaded."""
+        pairs = zip(self.sources, self.forwards, strict=True)
+        return len(self.loads) == len(self.forwards) and every(
+            load is not None and load["n"] == each["n"] for load, each in pairs
+        )
+
+
+def used(rank: RankTrace) -> list[tuple[Use, Use]]:
+    """(training, evaluation) of each of a rank's records, the last behind its last step."""
+    waiting: list[dict[str, Any]] = []
+    kinds: dict[int, int] = {}
+    found: list[tuple[Use, Use]] = []
+    for record in [*rank.steps, *([rank.end] if rank.end else [])]:
+        both = (Use(), Use())
+        events = sorted([*record["loads"], *record["fwd"]], key=lambda event: int(event["at"]))
+        seen: list[dict[str, Any]] = []
+        for event in events:
+            if "l" in event:
+                waiting.append(event)
+                continue
+            if event["m"]:
+                continue
+            use = both[0] if event["train"] else both[1]
+            use.forwards.append(event)
+            use.inputs += [TracedSample(content) for content in words(event.get("s"))]
+            load = _match(event, waiting, seen, kinds)
+            use.sources.append(load)
+            if load is None:
+                use.matched = False
+            elif not any(load is known for known in use.loads):
+                use.loads.append(load)
+                use.samples += _samples(load)
+        found.append(both)
+    return found
+
+
+def _match(
+    forward: dict[str, Any], waiting: list[dict[str, Any]], seen: list[dict[str, Any]], kinds: dict[int, int]
+) -> dict[str, Any] | None:
+    """The batch that a forward computes; it is taken from those that wait, unless it is cut into several forwards."""
+    inputs = set(words(forward.get("leaf"))) - {0}
+    best, most = None, 0
+    for load in [*waiting, *seen]:
+        common = len(inputs & set(words(load.get("leaf"))))
+        if common > most:
+            best, most = load, common
+    if best is None:
+        best = next((load for load in waiting if kinds.get(load["l"], forward["train"]) == forward["train"]), None)
+    if best is None:
+        last = seen[-1] if seen else None
+        return last if last is not None and kinds.get(last["l"]) == forward["train"] else None
+    if any(best is load for load in waiting):
+        kinds.setdefault(best["l"], forward["train"])
+        older = [load for load in waiting if load["l"] == best["l"] and load["e"] < best["e"]]
+        waiting[:] = [load for load in waiting if load is not best and not any(load is old for old in older)]
+        seen.append(best)
+    return best
+
+
+def _samples(load: dict[str, Any]) -> list[TracedSample]:
+    contents = words(load.get("s"))
+    indices = load.get("i") or []
+    if len(indices) != len(contents):
+        indices = [-1] * len(contents)
+    return [TracedSample(content, index, load["e"]) for content, index in zip(contents, indices, strict=True)]
+
+
+class TracedSamples:
+    """The samples of a part's ranks, read once."""
+
+    def __init__(self, part: TracePart) -> None:
+        self.of = {number: used(rank) for number, rank in part.ranks.items()}
+
+    def at(self, step: int, kind: int) -> dict[int, Use]:
+        """rank -> what it used: kind 0 in training, 1 in evaluation."""
+        return {number: uses[step][kind] for number, uses in self.of.items() if step < len(uses)}
+
+
+def _chosen(one: Iterable[Use], two: Iterable[Use]) -> bool:
+    """Whether both sides can be compared by the loaders' batches."""
+    return every(use.matched for use in (*one, *two))
+
+
+def trained(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list[TracedSample]]]:
+    """Of each side: rank -> samples, as both sides can tell them."""
+    by_load = _chosen(one.values(), two.values())
+    for side in (one, two):
+        yield {rank: use.samples if by_load else use.inputs for rank, use in side.items()}
+
+
+evaluated = trained
+
+
+def computed(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list[list[int]]]]:
+    """Of each side: rank -> what names the samples of each forward, as both sides can: their indices, else contents."""
+    uses = [*one.values(), *two.values()]
+    by_load = every(use.whole for use in uses)
+    by_index = by_load and every(len(load.get("i") or ()) == load["n"] for use in uses for load in use.loads)
+    for side in (one, two):
+        found: dict[int, list[list[int]]] = {}
+        for rank, use in side.items():
+            batches = [each for each in (use.sources if by_load else use.forwards) if each is not None]
+            found[rank] = [list(each["i"]) if by_index else words(each.get("s")) for each in batches]
+        yield found
+
+
+def readers(samples: dict[int, list[TracedSample]]) -> dict[int, list[TracedSample]]:
+    """The ranks that read for themselves: one of each group where groups of as many ranks hold the same samples.
+
+    So do the ranks of tensor parallelism, and all ranks where each evaluates everything.
+    """
+    groups: dict[frozenset[tuple[int, int]], list[int]] = {}
+    for rank, each in samples.items():
+        groups.setdefault(frozenset(Counter(sample.content for sample in each).items()), []).append(rank)
+    if len({len(ranks) for ranks in groups.values()}) > 1:
+        return samples
+    return {ranks[0]: samples[ranks[0]] for ranks in groups.values()}
+
+
+def counted(samples: dict[int, list[TracedSample]]) -> Counter[int]:
+    """How often each content is there, over all ranks."""
+    return Counter(sample.content for each in samples.values() for sample in each)
+
+
+_NEAR = 0.45  # share of a step's own way within which two weights are of the same step; half of it is between two
+_BACK = 16  # updates in which each of several optimizers has had its turn
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A step of a run: the part it lies in, and its place there. `begins`: it is the first of a later part."""
+
+    part: TracePart
+    at: int
+    begins: bool = False
+
+    def tensors(self, kind: str) -> dict[str, WholeTensor]:
+        return self.part.tensors(self.at, kind)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether its engine keeps the gradients to itself and says their norm alone."""
+        return bool(next(iter(self.part.records(self.at).values()))["kind"] == "DeepSpeedEngine")
+
+    def left(self) -> dict[str, WholeTensor]:
+        """The weights of this step's optimizer as the updates before left them, else as the model began."""
+        wanted, found = self.tensors("weights").keys(), dict[str, WholeTensor]()
+        for at in range(self.at, max(-1, self.at - _BACK), -1):
+            earlier = self.part.tensors(at, "weights") if at != self.at else {}
+            for known in (earlier, self.part.tensors(at, "initial")):
+                found.update({name: known[name] for name in wanted - found.keys() if name in known})
+            if not wanted - found.keys():
+                break
+        return found
+
+    def before(self) -> dict[str, WholeTensor]:
+        """The weights that the update begins with."""
+        return {**self.left(), **self.tensors("begin")}
+
+
+@dataclass
+class TraceSide:
+    """One run, in the order in which it counts: what a restart did again replaces what was done before.
+
+    Attributes:
+        tail: what came behind the last step, where it was recorded.
+        window: only some of the steps were recorded, as `--steps` or `--max-mb` asks.
+        stop: how it stopped before its end; "" where it came there by itself, or to the end of what was asked for.
+        full: the recording ended at the limit of `--max-mb`.
+    """
+
+    name: str
+    spots: list[Spot]
+    tail: Spot | None
+    window: bool = False
+    stop: str = ""
+    full: bool = False
+    samples: dict[int, TracedSamples] = field(default_factory=dict)
+
+    @property
+    def frameworks(self) -> list[str]:
+        return list(self.spots[0].part.first.head["frameworks"])
+
+    @property
+    def world(self) -> int:
+        return self.spots[0].part.world
+
+    def used(self, spot: Spot) -> TracedSamples:
+        if id(spot.part) not in self.samples:
+            self.samples[id(spot.part)] = TracedSamples(spot.part)
+        return self.samples[id(spot.part)]
+
+
+@dataclass
+class TracePair:
+    """`shift`: the step of the first run that the second one begins with; below 0 the other way round."""
+
+    one: TraceSide
+    two: TraceSide
+    shift: int
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """(place in one, place in two) of each step that both have."""
+        first = max(0, self.shift)
+        return [
+            (place, place - self.shift)
+            for place in range(first, min(len(self.one.spots), len(self.two.spots) + self.shift))
+        ]
+
+
+def paired(one: TraceRun, two: TraceRun) -> TracePair:
+    """The two runs, with their steps put side by side by the weights that they begin with."""
+    first, second = _side(one), _side(two)
+    begins = [int(side.spots[0].part.first.steps[0]["k"]) for side in (first, second)]
+    if max(begins):
+        return TracePair(first, second, begins[1] - begins[0])
+    shift = _begin(second.spots[0], first.spots)
+    if shift is None:
+        shift = -(_begin(first.spots[0], second.spots) or 0)
+    return TracePair(first, second, shift)
+
+
+def _side(run: TraceRun) -> TraceSide:
+    spots: list[Spot] = []
+    for part in run.parts:
+        fresh = [Spot(part, at) for at in range(part.count)]
+        at = _begin(fresh[0], spots) if spots else 0
+        first = Spot(part, 0, begins=at != 0)  # one that begins anew is no resume
+        spots = [*spots[:at], first, *fresh[1:]]
+    last = run.parts[-1]
+    window = any(_windowed(rank) for part in run.parts for rank in part.ranks.values())
+    full = any(rank.full for rank in last.ranks.values())
+    ended = every(rank.end is not None and not rank.full for rank in last.ranks.values())
+    tail = Spot(last, last.count) if ended and not window else None
+    return TraceSide(run.name, spots, tail, window or full, _stop(run, last), full)
+
+
+def _stop(run: TraceRun, last: TracePart) -> str:
+    """How the last start of a run stopped before its end."""
+    _, _, behind = str(run.info.get("steps") or "").partition(":")
+    if behind and every(_made(rank) >= int(behind) for rank in last.ranks.values()):
+        return ""  # all that was asked for is there
+    for number, rank in last.ranks.items():
+        if rank.failed:
+            return f"could not be recorded further ({rank.failed})"
+        if rank.end is not None and rank.end.get("error"):
+            return f"ended by {rank.end['error']} on rank {number}"
+        if rank.end is None and not rank.full:
+            return f"was cut off on rank {number}"
+    code = run.info.get("code") or 0
+    return f"ended with exit code {code}" if code else ""
+
+
+def _windowed(rank: RankTrace) -> bool:
+    """Whether `--steps` left some out, at the begin or at the end."""
+    made = rank.end["k"] if rank.end else 0
+    return bool(rank.steps[0]["k"]) or made > _made(rank)
+
+
+def _made(rank: RankTrace) -> int:
+    """The step behind its last one that was recorded."""
+    last = rank.steps[-1]
+    return int(last["k"]) + 1 + int(last.get("again", 0))
+
+
+def _begin(spot: Spot, steps: list[Spot]) -> int | None:
+    """How many of `steps` were made when the weights were those that `spot` begins with; None where it is not seen."""
+    mine, last = spot.tensors("initial"), steps[0].tensors("initial")
+    if not mine or not last:
+        return None
+    if _equal(mine, last):
+        return 0
+    best, near, way = 0, apart(mine, last)[0], 0.0
+    for count, step in enumerate(steps, 1):
+        after = {**last, **step.tensors("weights")}
+        if _equal(mine, after):
+            return count
+        far = apart(mine, after)[0]
+        if far < near or count == 1:  # the first step's own way is also what nearness to the begin is held against
+            way = apart(last, after)[0]
+        if far < near:
+            best, near = count, far
+        last = after
+    return best if near <= _NEAR * way else None
+
+
+def _equal(one: dict[str, WholeTensor], two: dict[str, WholeTensor]) -> bool:
+    common = matched(one, two).both
+    return any(one[name].square for name in common) and every(one[name].digest == two[name].digest for name in common)
+
+
+def apart(one: dict[str, WholeTensor], two: dict[str, WholeTensor]) -> tuple[float, float]:
+    """(2-norm of the difference, larger 2-norm) of all tensors that both have."""
+    common = one.keys() & two.keys()
+    square = sum(distance(one[n].sketch, two[n].sketch) ** 2 for n in common if one[n].digest != two[n].digest)
+    return math.sqrt(square), math.sqrt(max(sum(side[name].square for name in common) for side in (one, two)))
+
+
+ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+FIRST, SECOND = "the first run", "the second run"
+GROWTH = 50.0  # how much more a gradient may be off than the weights it was taken at
+_ALIKE = 1e-5  # share by which what ranks should have alike may differ
+
+
+@dataclass
+class StepPair:
+    """One step of both runs.
+
+    Attributes:
+        number: how many were compared before it.
+        off: share by which the weights differed when it began.
+        limit: share of the whole gradient's norm by which a gradient may differ.
+    """
+
+    pair: TracePair
+    one: Spot
+    two: Spot
+    at: tuple[int, int]
+    number: int
+    off: float
+    limit: float = 0.0
+    flagged: list[str] = field(default_factory=list)
+
+    def finding(self, stage: str, cause: str, text: str, where: str = "", rank: int = -1) -> TraceFinding:
+        if cause in ("rank-weights", "unreduced", "overlapping") and any(
+            apart_from_each_other(spot) for _, spot in self.sides()
+        ):
+            cause = "alone"
+        names = dict.fromkeys([*self.pair.two.frameworks, *self.pair.one.frameworks])
+        return TraceFinding(*self.at, stage, where, rank, cause, text, said(cause, names))
+
+    def sides(self) -> Iterator[tuple[str, Spot]]:
+        """What each run is called, the second first: it is the one that is asked about, where both could be."""
+        yield SECOND, self.two
+        yield FIRST, self.one
+
+
+def apart_from_each_other(spot: Spot) -> bool:
+    """Whether several processes were started, and none made a process group until its first step."""
+    ranks = spot.part.ranks.values()
+    return spot.part.world > 1 and not any(rank.head["initialized"] for rank in ranks)
+
+
+def finite(whole: WholeTensor) -> bool:
+    """Return whether all elements of a tensor are finite."""
+    return math.isfinite(whole.square) and every(map(math.isfinite, whole.sketch))
+
+
+def finite_in_some(one: WholeTensor, two: WholeTensor) -> bool:
+    """Return whether at least one of two tensors is finite: else there is nothing to compare."""
+    return finite(one) or finite(two)
+
+
+def unlike(whole: WholeTensor) -> bool:
+    """Whether ranks that should have it alike have not."""
+    return whole.other is not None and not whole.other[1] <= _ALIKE * whole.norm
+
+
+def share(error: float, norm: float) -> str:
+    """An error, as a share of what it is an error of."""
+    if error <= 1e-7 * norm:
+        return "its last bits alone"
+    return f"{error / norm:.2g} of itself" if norm and math.isfinite(error) else f"{error:.3g}"

@@ -1,0 +1,314 @@
+"""Reads a trace, without torch: what every rank wrote of each step, and what a sharded tensor is as a whole.
+
+run = read(Path("one"))
+run.parts[0].ranks[1].steps[5]              # rank 1's record of its sixth step
+run.parts[0].tensors(5, "grad")             # {"layers.0.weight": Whole(...)} of all ranks together
+
+A run that was started again has a part for each start.
+"""
+
+import base64
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "FOLDER_FILE",
+    "FORMAT",
+    "NO_STEP",
+    "RankTrace",
+    "TraceError",
+    "TracePart",
+    "TraceRun",
+    "WholeTensor",
+    "floats",
+    "read",
+    "summary",
+    "words",
+]
+
+
+FORMAT = 2
+FOLDER_FILE = "trace.json"
+NO_STEP = "no process came to a step of a torch optimizer (one that is started as python -I, -E or -S is not seen)"
+_WIDTH = 10  # of a row of sums: digest, square, eight signed sums
+
+
+class TraceError(Exception):
+    """No trace, or one that cannot be read: one line."""
+
+
+def words(raw: memoryview | None) -> list[int]:
+    """int64 values of a record."""
+    return raw.cast("q").tolist() if raw else []
+
+
+def floats(raw: memoryview | None) -> list[float]:
+    """float64 values of a record."""
+    return [float(value) for value in raw.cast("d")] if raw else []
+
+
+@dataclass
+class WholeTensor:
+    """A tensor, put together from the ranks' pieces.
+
+    Attributes:
+        digest: 32 bits; the same for the same bits, however they are sharded.
+        square: sum of squares; sketch: signed sums.
+        other: the first rank that holds another value of a piece that several ranks hold, and the distance of the two.
+        ranks: all ranks that do.
+        opaque: put together from pieces whose places are not known.
+    """
+
+    digest: int
+    square: float
+    sketch: tuple[float, ...]
+    kind: str
+    other: tuple[int, float] | None = None
+    ranks: list[int] = field(default_factory=list)
+    opaque: bool = False
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.square) if self.square >= 0 else math.nan
+
+
+@dataclass
+class RankTrace:
+    """One process. `end` is what came after its last step; None where it was killed."""
+
+    head: dict[str, Any]
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    tables: dict[int, dict[str, Any]] = field(default_factory=dict)
+    end: dict[str, Any] | None = None
+    full: bool = False
+    failed: str = ""
+
+
+@dataclass
+class TracePart:
+    """The processes of one start, by rank. `hidden`: (kind, name) of tensors that are left out."""
+
+    ranks: dict[int, RankTrace]
+    hidden: set[tuple[str, str]] = field(default_factory=set)
+    _held: dict[tuple[int, str], dict[str, WholeTensor]] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return max(int(rank.head["world"]) for rank in self.ranks.values())
+
+    @property
+    def first(self) -> RankTrace:
+        return self.ranks[min(self.ranks)]
+
+    @property
+    def count(self) -> int:
+        """Steps that all ranks have."""
+        return min(len(rank.steps) for rank in self.ranks.values())
+
+    def records(self, step: int) -> dict[int, dict[str, Any]]:
+        """rank -> its record of the step at this index."""
+        return {number: rank.steps[step] for number, rank in self.ranks.items() if step < len(rank.steps)}
+
+    def names(self, step: int, kind: str) -> set[str]:
+        """Names alone, of what has no values: "frozen"."""
+        entries = [(number, record.get(kind)) for number, record in self.records(step).items()]
+        return {n for number, entry in entries if entry is not None for n in self.ranks[number].tables[entry]["names"]}
+
+    def tensors(self, step: int, kind: str) -> dict[str, WholeTensor]:
+        """name -> tensor, of "grad", "weights", "begin", "initial", "state", "buffers" and the like.
+
+        A kind that was recorded in several parts ("initial#1" of a second model) is one.
+        """
+        key = (step, kind)
+        if key not in self._held:
+            if len(self._held) > 64:
+                self._held.clear()
+            self._held[key] = self._assembled(step, kind)
+        held = self._held[key]
+        return {n: w for n, w in held.items() if (kind, n) not in self.hidden} if self.hidden else held
+
+    def _assembled(self, step: int, kind: str) -> dict[str, WholeTensor]:
+        pieces: dict[str, dict[tuple[int, int], tuple[int, list[int], list[float], str]]] = {}
+        found: dict[str, WholeTensor] = {}
+        entries = [
+            (number, record[key])
+            for number, record in self.records(step).items()
+            for key in record
+            if (key == kind or key.startswith(f"{kind}#")) and record[key]
+        ]
+        for number, entry in entries:
+            table = self.ranks[number].tables[entry[0]]
+            raw, values = words(entry[1]), floats(entry[1])
+            for row, name in enumerate(table["names"]):
+                at, size = table["starts"][row], table["sizes"][row]
+                key = (at, size) if at >= 0 else (-1 - number, size)
+                here = pieces.setdefault(name, {})
+                numbers = values[row * _WIDTH + 1 : (row + 1) * _WIDTH]
+                digest = raw[row * _WIDTH]
+                if key not in here:
+                    here[key] = (digest, raw[row * _WIDTH : (row + 1) * _WIDTH], numbers, table["types"][row])
+                    self._add(found, name, digest, numbers, table["types"][row], at < 0)
+                elif here[key][0] != digest:
+                    whole = found[name]
+                    whole.ranks.append(number)
+                    if whole.other is None:
+                        whole.other = (number, distance(tuple(here[key][2][1:]), tuple(numbers[1:])))
+        return found
+
+    @staticmethod
+    def _add(
+        found: dict[str, WholeTensor], name: str, digest: int, numbers: list[float], kind: str, opaque: bool
+    ) -> None:
+        whole = found.get(name)
+        if whole is None:
+            found[name] = WholeTensor(digest, numbers[0], tuple(numbers[1:]), kind, opaque=opaque)
+            return
+        whole.digest = (whole.digest + digest) & 0xFFFFFFFF
+        whole.square += numbers[0]
+        whole.sketch = tuple(a + b for a, b in zip(whole.sketch, numbers[1:], strict=True))
+        whole.opaque |= opaque
+
+
+def distance(one: tuple[float, ...], two: tuple[float, ...]) -> float:
+    """The 2-norm of the difference of two tensors, estimated from their sketches; NaN where one is not finite."""
+    total = sum((a - b) ** 2 for a, b in zip(one, two, strict=True))
+    return math.sqrt(total / max(1, len(one))) if total == total else math.nan
+
+
+@dataclass
+class TraceRun:
+    """A trace: its name, as the person gave it, and a part for each start; `full`: at the limit of --max-mb."""
+
+    name: str
+    parts: list[TracePart]
+    info: dict[str, Any]
+    full: bool = False
+
+
+def read(folder: Path) -> TraceRun:
+    """Reads a trace as far as it was written.
+
+    Raises:
+        TraceError: no trace, another format, or one in which no process came to an optimizer step.
+    """
+    if not folder.is_dir():
+        raise TraceError(f"{folder}: there is no such folder; `lockstep trace -o DIR -- ...` makes one")
+    try:
+        info = json.loads((folder / FOLDER_FILE).read_text(encoding="utf-8"))
+        known = isinstance(info, dict) and "format" in info
+    except (OSError, ValueError):
+        known = False
+    if not known:
+        raise TraceError(f"{folder} is no trace: it has no {FOLDER_FILE}; `lockstep trace -o DIR -- ...` makes one")
+    if info["format"] != FORMAT:
+        raise TraceError(f"{folder} has format {info['format']}, this lockstep reads {FORMAT}: trace it again")
+    ranks = [found for path in sorted(folder.glob("rank*.jsonl")) if (found := _rank(path)) is not None]
+    trained = [rank for rank in ranks if rank.steps]
+    if not trained:
+        seen = any(rank.end and any(f["train"] for f in rank.end["fwd"]) for rank in ranks)
+        why = (
+            "forwards of a training are there, but no optimizer step of torch: a compiled or a hand-written update"
+            if seen
+            else NO_STEP
+        )
+        raise TraceError(f"{folder} holds no optimizer step: {why}")
+    return TraceRun(str(folder), _parts(trained), info, any(rank.full for rank in ranks))
+
+
+def _rank(path: Path) -> RankTrace | None:
+    """What one process wrote; a last line that was cut off is left out."""
+    rank: RankTrace | None = None
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break
+            if not isinstance(record, dict):
+                break
+            if "words" in record:
+                _fill(record)
+            kind = record.get("t")
+            if kind == "begin":
+                rank = RankTrace(record)
+            elif rank is None:
+                return None
+            elif kind == "table":
+                rank.tables[record["id"]] = record
+            elif kind == "step":
+                if record.get("begin") == "weights" and rank.steps:
+                    record["begin"] = rank.steps[-1]["weights"]
+                _append(rank.steps, record)
+            elif kind == "end":
+                rank.end = record
+            elif kind == "full":
+                rank.full = True
+            elif kind == "failed":
+                rank.failed = record["error"]
+    return rank
+
+
+def _fill(record: dict[str, Any]) -> None:
+    """Puts the words of a record where it refers to them, see writing.py."""
+    raw = memoryview(base64.b64decode(record.pop("words")))
+
+    def part(place: list[int]) -> memoryview:
+        return raw[8 * place[0] : 8 * (place[0] + place[1])]
+
+    for value in record.values():  # [number of a table, its sums]
+        if isinstance(value, list) and len(value) == 2 and isinstance(value[0], int):
+            value[1] = part(value[1])
+    for batch in (*record["loads"], *record["fwd"]):
+        batch.update({key: part(batch[key]) for key in ("s", "leaf", "out", "og") if key in batch})
+        if "mv" in batch:
+            batch["mv"] = [part(place) for place in batch["mv"]]
+
+
+def _append(steps: list[dict[str, Any]], record: dict[str, Any]) -> None:
+    """Adds a record; an update without a backward since the same optimizer's last one counts to that one's step."""
+    last = steps[-1] if steps else None
+    if last is None or record["loss"] or record["opt"] != last["opt"] or not last["loss"]:
+        steps.append(record)
+        return
+    last["again"] = last.get("again", 0) + 1
+    last.update({key: record[key] for key in ("weights", "buffers", "state") if key in record})
+
+
+def _parts(ranks: list[RankTrace]) -> list[TracePart]:
+    """Each start's ranks: a rank that comes again belongs to the next one.
+
+    Clocks of several nodes may differ, so where all ranks came as often as each other no clock decides.
+    """
+    came: dict[int, list[RankTrace]] = {}
+    parts: list[dict[int, RankTrace]] = []
+    for rank in sorted(ranks, key=lambda rank: rank.head["time"]):
+        number = rank.steps[0].get("rank", rank.head["rank"])
+        came.setdefault(number, []).append(rank)
+        if not parts or number in parts[-1]:
+            parts.append({})
+        parts[-1][number] = rank
+    if len({len(each) for each in came.values()}) == 1:
+        parts = [dict(zip(came, each, strict=True)) for each in zip(*came.values(), strict=True)]
+    return [TracePart(dict(sorted(part.items()))) for part in parts]
+
+
+def summary(folder: Path) -> str:
+    """What a trace holds, in a line."""
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    try:
+        run = read(folder)
+    except TraceError as error:
+        return str(error)
+    last = run.parts[-1]
+    counts = " and ".join(str(part.count) for part in run.parts)
+    ranks = f"{len(last.ranks)} rank{'s' if len(last.ranks) > 1 else ''}"
+    if len(last.ranks) < last.world:  # a node of several, which sees no more
+        ranks = f"{len(last.ranks)} of {last.world} ranks"
+    lines = [f"{counts} steps of {ranks}, {size / 2**20:.2f} MiB in {folder}"]
+    if run.full:
+        count = min(len(rank.steps) for rank in last.ranks.values())
+        lines.append(f"recording ended at step {count}: the limit of --max-mb was reached")
+    return "; ".join(lines)

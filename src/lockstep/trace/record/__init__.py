@@ -1,0 +1,1 @@
+"""Record what a training script computes."""

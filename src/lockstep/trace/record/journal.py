@@ -1,0 +1,409 @@
+"""What one process writes: the record of the present step, tables of tensors' names, and in the end the lines.
+
+journal = Journal(Options.read())
+journal.record["loss"].append(...); journal.sums({"grad": [("layers.0.weight", tensor, WHOLE)]})
+journal.ended()         # the step's record is read and written, at once or with those of the next few; the next begins
+
+Passes and Updates fill it. Whatever goes wrong in here is said once and ends the recording, never the script.
+"""
+
+import binascii
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import torch
+
+from lockstep.trace.record.names import Entry
+from lockstep.trace.record.pooled import SLOTS, PendingTensors, Pool, Slots
+from lockstep.trace.record.sums import WIDTH, SumPlan, plain
+
+__all__ = [
+    "FORMAT",
+    "Journal",
+    "Options",
+    "Writer",
+    "header",
+    "place",
+    "quiet",
+    "written",
+]
+
+
+FORMAT = 2
+_PACKAGES = (
+    *("torch", "numpy", "transformers", "accelerate", "lightning", "pytorch-lightning", "deepspeed", "datasets"),
+    *("torchmetrics", "torchvision", "timm", "peft", "flash-attn"),
+)
+_FRAMEWORKS = {
+    "accelerate": "accelerate.accelerator",
+    "lightning": "lightning.pytorch.trainer.trainer",
+    "pytorch_lightning": "pytorch_lightning.trainer.trainer",
+    "transformers": "transformers.trainer",
+    "deepspeed": "deepspeed.runtime.engine",
+}
+
+
+def place() -> tuple[int, int]:
+    """(rank, world size): of the default group, else of the launcher's variables, else (0, 1)."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    try:
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        return 0, 1
+
+
+def written(folder: Path) -> int:
+    """Bytes that all processes have written there so far."""
+    return sum(path.stat().st_size for path in folder.glob("rank*.jsonl"))
+
+
+def header() -> dict[str, Any]:
+    """Who writes: rank, versions, frameworks, the script's name and digest. No arguments, no variables, no host."""
+    rank, world = place()
+    script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    try:
+        digest = hashlib.sha256(Path(script).read_bytes()).hexdigest() if script else ""
+    except OSError:
+        digest = ""
+    versions = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        if name.replace("-", "_") in sys.modules:
+            try:
+                versions[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                versions[name] = str(getattr(sys.modules[name.replace("-", "_")], "__version__", "?"))
+    return {
+        "t": "begin",
+        "format": FORMAT,
+        "rank": rank,
+        "world": world,
+        "initialized": torch.distributed.is_available() and torch.distributed.is_initialized(),
+        "restart": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        "pid": os.getpid(),
+        "time": time.time(),
+        "versions": versions,
+        "frameworks": [name for name, module in _FRAMEWORKS.items() if module in sys.modules],
+        "script": {"name": os.path.basename(script), "digest": digest},
+        "threads": torch.get_num_threads(),
+        "first": None,
+    }
+
+
+class Writer:
+    """A file of its own in `folder`, for this process.
+
+    Args:
+        most: bytes; a line that would pass it is not written, nor any after it.
+    """
+
+    def __init__(self, folder: Path, most: int, head: dict[str, Any]) -> None:
+        name = f"rank{head['rank']:05}-{time.time_ns()}-{os.getpid()}.jsonl"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(folder / name, flags, 0o600)
+        self._left, self.full = most, False
+        self._write(_line(head))  # also where nothing else has room
+
+    def put(self, record: dict[str, Any]) -> bool:
+        """Writes a line; False where the file is full, which its last line says."""
+        if self.full:
+            return False
+        line = _line(record)
+        if len(line) + 200 > self._left:
+            self.full = True
+            line = _line({"t": "full", "k": record.get("k")})
+        self._write(line)
+        return not self.full
+
+    def _write(self, line: bytes) -> None:
+        self._left -= len(line)
+        while line:
+            line = line[os.write(self._file, line) :]
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    parts: list[bytes] = []
+    count = 0
+
+    def referred(value: Any) -> list[int]:
+        nonlocal count
+        if not isinstance(value, bytes):
+            raise TypeError(f"a record holds no {type(value).__name__}")
+        parts.append(value)
+        first, count = count, count + len(value) // 8
+        return [first, count - first]
+
+    text = json.dumps(record, separators=(",", ":"), default=referred).encode()
+    if parts:  # joined here: base64 needs no escapes, which the encoder would look for
+        text = b'%s,"words":"%s"}' % (text[:-1], binascii.b2a_base64(b"".join(parts), newline=False))
+    return text + b"\n"
+
+
+_LAYOUTS = 32  # that are kept
+_FIRST = 3  # steps of a process in which everything is digested
+_SELDOM = 10  # steps between two of those after them
+_WAIT = 0.02  # seconds that a step's record may wait for those behind it
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is recorded: folder, first step and the one behind the last, bytes of all processes, all modules' output."""
+
+    folder: Path
+    first: int = 0
+    last: int = 1 << 60
+    most: int = 1 << 30
+    modules: bool = False
+
+    @classmethod
+    def read(cls) -> "Options":
+        """As `lockstep trace` left it in the environment."""
+        first, _, last = os.environ.get("LOCKSTEP_TRACE_STEPS", "").partition(":")
+        most = int(float(os.environ.get("LOCKSTEP_TRACE_MAX_MB", "1024")) * 2**20)
+        every = os.environ.get("LOCKSTEP_TRACE_MODULES", "") == "1"
+        return cls(Path(os.environ["LOCKSTEP_TRACE"]), int(first or 0), int(last or 1 << 60), most, every)
+
+
+def quiet(method: Callable[P, None]) -> Callable[P, None]:
+    """A method of what has a journal: nothing where nothing is recorded, and its errors are not the script's."""
+
+    @functools.wraps(method)
+    def tried(*args: P.args, **kwargs: P.kwargs) -> None:
+        owner: Any = args[0]
+        journal: Journal = owner.journal
+        if not journal.on or journal.busy:
+            return
+        journal.busy = True
+        grad = torch.is_grad_enabled()
+        try:
+            if torch.is_inference_mode_enabled():  # what is made in it could not be written to afterwards
+                with torch.inference_mode(False), torch.no_grad():
+                    method(*args, **kwargs)
+            else:
+                torch._C._set_grad_enabled(False)  # a third of what torch.no_grad() costs, several times a step
+                method(*args, **kwargs)
+        except Exception as error:
+            journal.fail(error)
+        finally:
+            torch._C._set_grad_enabled(grad)
+            journal.busy = False
+
+    return tried
+
+
+@dataclass
+class _Layout:
+    """Tensors of several kinds, with these names, sizes and places.
+
+    Attributes:
+        tables: kind -> number of the table that has their names.
+        plans: for each device which of the tensors lie there, and how they are summed.
+        slots: where they wait instead, where they are few.
+    """
+
+    tables: dict[str, int]
+    plans: list[tuple[list[int], SumPlan]]
+    slots: Slots | None
+
+
+class Journal:
+    """The record of the present step, and the file.
+
+    Attributes:
+        on: whether anything is recorded.
+        busy: within the recorder itself, whose own operations are not the script's.
+        fresh: no step was recorded yet.
+        step: optimizer steps that were made.
+        record: of the present one.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.on, self.busy, self.fresh = True, False, True
+        self.step = 0
+        self.record = _fresh()
+        self.reading = PendingTensors()
+        self.pool = Pool(self.reading.put)
+        self._ready: list[dict[str, Any]] = []  # records that wait
+        self._due = 0.0
+        self._rank = -1
+        self._left: tuple[Slots, list[Any]] | None = None  # the weights after the step before, where they are few
+        self._writer: Writer | None = None
+        self._tables: dict[tuple[Any, ...], int] = {}
+        self._layouts: dict[tuple[Any, ...], _Layout] = {}
+
+    @property
+    def thorough(self) -> bool:
+        """Whether this is one of the first steps or of those after them in which everything is looked at."""
+        return self.step < _FIRST or self.step % _SELDOM == 0
+
+    def within(self) -> bool:
+        """Whether the present step is one of those that are recorded."""
+        return self.options.first <= self.step < self.options.last
+
+    def tick(self) -> int:
+        """The number of what happens now, within the step."""
+        ticks: int = self.record["ticks"] + 1
+        self.record["ticks"] = ticks
+        if self._ready and time.monotonic() > self._due:
+            self._flush()
+        return ticks
+
+    def sums(self, kinds: Mapping[str, list[Entry]]) -> None:
+        """Puts [number of the table, sums] of named tensors into the record, for each kind; all are summed at once."""
+        entries = [entry for each in kinds.values() for entry in each]
+        locals_ = [local for _, local, _ in entries]
+        key = (
+            *((kind, len(each)) for kind, each in kinds.items()),
+            *[(name, at, local.shape, local.dtype, local.device, local.layout) for name, local, at in entries],
+        )
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _LAYOUTS:
+                self.pool.finish()
+                self._layouts.clear()
+            layout = self._layouts[key] = self._layout(kinds, entries)
+        into, end = [], 0
+        for kind, each in kinds.items():
+            self.record[kind] = found = [layout.tables[kind], None] if each else []
+            begin, end = end, end + len(each)
+            if each:
+                into.append((found, begin, end))
+        if layout.slots is not None:
+            self.pool.sums(layout.slots, locals_, into)
+            if next(iter(kinds)) == "weights":
+                self._left = layout.slots, _described(kinds["weights"])
+            return
+        plains = [plain(local, at) for _, local, at in entries]
+        if len(layout.plans) == 1:
+            rows = layout.plans[0][1].run(plains)
+        else:
+            rows = torch.zeros(len(entries), WIDTH, dtype=torch.int64)
+            for here, plan in layout.plans:
+                rows[torch.tensor(here)] = plan.run([plains[index] for index in here]).cpu()  # waits for the device
+        for found, begin, end in into:
+            self.reading.put(found, 1, rows[begin:end])
+
+    def as_left(self, entries: list[Entry]) -> bool:
+        """Whether these are the weights that the step before left, bit for bit."""
+        if self._left is None:
+            return False
+        slots, described = self._left
+        return described == _described(entries) and slots.unmoved([local for _, local, _ in entries])
+
+    def _layout(self, kinds: Mapping[str, list[Entry]], entries: list[Entry]) -> _Layout:
+        plains, places = [plain(local, at) for _, local, at in entries], [at for _, _, at in entries]
+        tables = {kind: self._table(each) for kind, each in kinds.items() if each}
+        if entries and Slots.suit([local for _, local, _ in entries], places):
+            return _Layout(tables, [], Slots(plains, places))
+        plans = []
+        for device in dict.fromkeys(tensor.device for tensor in plains):
+            here = [index for index, tensor in enumerate(plains) if tensor.device == device]
+            plans.append((here, SumPlan([plains[index] for index in here], [places[index] for index in here])))
+        return _Layout(tables, plans, None)
+
+    def names(self, kind: str, entries: list[Entry]) -> None:
+        """Puts the names of tensors into the record, where there are any."""
+        if entries:
+            self.record[kind] = self._table(entries)
+
+    def _table(self, entries: list[Entry]) -> int:
+        """The number of the table with these names, which is written once."""
+        table: dict[str, list[Any]] = {
+            "names": [name for name, _, _ in entries],
+            "starts": [place.start for _, _, place in entries],
+            "sizes": [local.numel() for _, local, _ in entries],
+            "types": [str(local.dtype).removeprefix("torch.") for _, local, _ in entries],
+        }
+        key = tuple(map(tuple, table.values()))
+        number = self._tables.get(key)
+        if number is None:
+            number = self._tables[key] = len(self._tables)
+            self._put({"t": "table", "id": number, **table})
+        return number
+
+    def ended(self) -> None:
+        """The step is over: its record is written, where it is one that is, and the next begins."""
+        if "weights" not in self.record:
+            self._left = None
+        if self.within():
+            self.fresh = False
+            if self._rank < 0 or self.thorough:
+                self._rank = place()[0]
+            self._ready.append({"t": "step", "k": self.step, **self.record, "rank": self._rank})
+            now = time.monotonic()
+            if len(self._ready) >= SLOTS or now > self._due or self.step < _FIRST or self.reading.waits:
+                self._flush()
+        self.step += 1
+        self.forget()
+
+    def _flush(self) -> None:
+        """Writes the records that wait."""
+        ready, self._ready = self._ready, []
+        self.pool.finish()
+        self.reading.finish()
+        for record in ready:
+            self._put(record)
+        self._due = time.monotonic() + _WAIT
+
+    def forget(self) -> None:
+        """What the record holds was no step's."""
+        self.record = _fresh()
+
+    def close(self) -> None:
+        """The process ends: what came after the last step is written."""
+        self._ready.append({"t": "end", "k": self.step, **self.record, "rank": place()[0], "error": _error()})
+        if self._writer is not None or self.record["fwd"]:
+            self._flush()
+        self.on = False
+
+    def fail(self, error: Exception) -> None:
+        """Ends the recording, in one line."""
+        self.on = False
+        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the script may have closed its stderr
+            print(f"lockstep trace: recording ended at step {self.step}: {said}", file=sys.stderr, flush=True)
+        if os.environ.get("LOCKSTEP_TRACE_DEBUG"):
+            raise error
+        with contextlib.suppress(Exception):  # steps that had ended
+            self._flush()
+        self.forget()  # what was held is let go
+        self.reading = PendingTensors()
+        self.pool = Pool(self.reading.put)
+        if self._writer is not None:
+            with contextlib.suppress(OSError):  # a disk may be full
+                self._writer.put({"t": "failed", "k": self.step, "error": said})
+
+    def _put(self, line: dict[str, Any]) -> None:
+        if self._writer is None:
+            left = self.options.most - written(self.options.folder)  # an earlier start's files count too
+            self._writer = Writer(self.options.folder, left // max(1, place()[1]), header() | {"first": self.step})
+        if not self._writer.put(line):
+            self.on = False
+
+
+def _described(entries: list[Entry]) -> list[Any]:
+    return [(name, at, local.shape, local.device) for name, local, at in entries]
+
+
+def _error() -> str:
+    """The class of the error that ends this process, "" where none does; its text may hold data."""
+    kind = sys.exc_info()[0] or getattr(sys, "last_type", None)  # a child of multiprocessing; the main program
+    return "" if kind is None or issubclass(kind, SystemExit) else kind.__name__
+
+
+def _fresh() -> dict[str, Any]:
+    return {"ticks": 0, "loads": [], "fwd": [], "loss": [], "ev": []}

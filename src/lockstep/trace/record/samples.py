@@ -1,0 +1,272 @@
+"""Digests of batches, sample by sample, and of what a model makes of each.
+
+batch = Batch({"input_ids": ids, "labels": labels})     # batch.size, what of it is looked at
+digests = digested([batch])                             # digests.samples int64 [1, size], digests.leaves, ...
+
+A batch is cut along the first dimension that most of its tensors share. What a padding adds changes nothing: zeros and
+-100 add nothing to a digest, and where there is an `attention_mask` only what it shows counts, by its place among that.
+Behind the last label that counts no place of a sequence counts either: what is padded and then shifted has one input
+more there than what is shifted and then padded. So a sample has the same digest in a batch of eight and in one of four.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.trace.record.sums import mixed
+
+__all__ = [
+    "Batch",
+    "SampleDigests",
+    "digested",
+    "leaves",
+    "lengths",
+    "outcomes",
+    "outputs",
+    "trained_output",
+]
+
+
+_WORDS = 16384  # of a sample's tensor: of a longer one evenly spread words count
+_OUT = 4096  # elements of a sample's output that count
+_DEEP = 6
+_IGNORED = -100  # label that losses leave out
+_SEQUENCES, _PLAIN = (list, tuple), (str, int, float, bytes)
+
+
+class Batch:
+    """A batch, cut into samples.
+
+    Attributes:
+        size: samples; 0 where it cannot be cut.
+        leaves: (path, value) of what has a row or an item for each sample: tensors and lists.
+        others: where there is none of these, what else there is but tensors.
+        mask: place of the attention mask among the leaves; -1: none.
+        names: paths of the integer tensors.
+    """
+
+    def __init__(self, data: Any) -> None:
+        found = [(path, _tensor(value)) for path, value in leaves(data)]
+        sizes = Counter(size for _, value in found if (size := _length(value)) >= 0)
+        self.size = sizes.most_common(1)[0][0] if sizes else 0
+        self.leaves = [(path, value) for path, value in found if sizes and _length(value) == self.size]
+        self.others = [] if self.leaves else [value for _, value in found if not isinstance(value, Tensor)]
+        tensors = [(place, path, value) for place, (path, value) in enumerate(self.leaves) if isinstance(value, Tensor)]
+        self.names = [path for _, path, value in tensors if _is_whole(value)]
+        masks = (place for place, path, value in tensors if path.endswith("attention_mask") and value.ndim == 2)
+        self.mask = next(masks, -1)
+
+
+@dataclass
+class SampleDigests:
+    """What is kept of batches with the same leaves; tensors are on their device, so that nothing waits.
+
+    Attributes:
+        samples: int64 [batches, size], or [batches, 1] of the whole where they cannot be cut.
+        leaves: int64 [batches, tensors], the sum over the samples of each tensor's digests, all places counted.
+        counts: int64 [batches, integer tensors, 2]: elements that are not -100, and those of them behind the first of
+            each sample.
+    """
+
+    samples: Tensor | None = None
+    leaves: Tensor | None = None
+    counts: Tensor | None = None
+
+
+def leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """(path, value) of what lies in a nested batch: tensors, arrays, numbers and texts."""
+    if isinstance(data, Tensor) or depth > _DEEP:
+        yield path, data
+    elif isinstance(data, dict) or (hasattr(data, "items") and hasattr(data, "keys")):
+        for key, value in data.items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key), depth + 1)
+    elif isinstance(data, _SEQUENCES):
+        if data and all(isinstance(value, _PLAIN) for value in data):
+            yield path, list(data)
+        else:
+            for index, value in enumerate(data):
+                yield from leaves(value, f"{path}.{index}" if path else str(index), depth + 1)
+    elif hasattr(data, "__dict__") and not callable(data):
+        yield from leaves(vars(data), path, depth + 1)
+    else:
+        yield path, data
+
+
+def digested(batches: Sequence[Batch]) -> SampleDigests:
+    """What is kept of batches whose leaves have the same shapes; with lists or with others among them, of one."""
+    first, times = batches[0], len(batches)
+    merged = [
+        first.leaves[place][1] if times == 1 else torch.cat([batch.leaves[place][1] for batch in batches])
+        for place in range(len(first.leaves))
+    ]
+    mask = merged[first.mask] if first.mask >= 0 else None
+    shown = _shown(merged)
+    total: Tensor | None = None
+    sums: list[Tensor] = []
+    counts: list[Tensor] = []
+    for place, value in enumerate(merged, 1):
+        if isinstance(value, Tensor):
+            rows, kept = value.flatten(1) if value.ndim > 1 else value.unsqueeze(1), None
+            if _is_whole(value):
+                kept = rows != _IGNORED
+                columns = kept.reshape(times, first.size, kept.shape[1]).sum(1)
+                counts.append(torch.stack([columns.sum(1), columns[:, 1:].sum(1)], dim=1))
+            words = _words(rows, kept)
+            masked = mask is not None and value.shape == mask.shape and not value.is_floating_point()
+            mask_of = mask if masked else None
+            each = _of_words(words, mask_of, value.ndim > 2)
+            sums.append(each.view(times, first.size).sum(1))
+            places = shown.get(value.shape[1]) if _is_sequence(value) else None
+            if places is not None:
+                kept_places = places.to(words.device).repeat_interleave(words.shape[1] // places.shape[1], dim=1)
+                each = _of_words(words * kept_places, mask_of, value.ndim > 2)
+        else:
+            each = torch.tensor([_of_text(item) for item in value], dtype=torch.int64)
+        total = each * (2 * place + 1) if total is None else total + each.to(total.device) * (2 * place + 1)
+    if total is None and first.others:
+        total = torch.tensor([_of_text(value) for value in first.others]).sum(0, keepdim=True)
+    return SampleDigests(
+        None if total is None else mixed(total).view(times, first.size if merged else 1),
+        _together(sums),
+        _together(counts),
+    )
+
+
+def _is_sequence(value: Tensor) -> bool:
+    """Whether its second dimension may be places in a sequence: of numbers, or of vectors."""
+    return value.ndim > 2 or (value.ndim == 2 and _is_whole(value))
+
+
+def _shown(values: Sequence[Any]) -> dict[int, Tensor]:
+    """Length of a sequence -> its places up to the last label that counts, int32 [n, length]; without labels none."""
+    found: dict[int, Tensor] = {}
+    for value in values:
+        if isinstance(value, Tensor) and value.ndim == 2 and _is_whole(value) and value.numel():
+            counts = value != _IGNORED
+            if counts.device.type == "cpu" and bool(counts[:, -1].all()):
+                continue
+            places = counts.to(torch.int32).flip(1).cummax(1).values.flip(1)
+            before = found.get(value.shape[1])
+            found[value.shape[1]] = places if before is None else places * before
+    return found
+
+
+def _together(parts: list[Tensor]) -> Tensor | None:
+    return torch.stack([part.to(parts[0].device) for part in parts], dim=1) if parts else None
+
+
+def outputs(output: Any, size: int) -> list[Tensor]:
+    """[size, elements] of the first tensors of an output that have a row for each sample; empty where none has."""
+    values = [value for _, value in leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
+    return [
+        value.flatten(1) if value.ndim > 1 else value.unsqueeze(1)
+        for value in values
+        if size and value.ndim and value.shape[0] == size and value.numel() and not value.is_meta
+    ][:3]
+
+
+def outcomes(rows: list[Tensor]) -> Tensor:
+    """Of each sample a signed sum and the sum of squares of its outputs, of long ones evenly spread. float64 [n, 2]"""
+    parts = [(flat if flat.shape[1] <= _OUT else flat[:, :: -(-flat.shape[1] // _OUT)]).double() for flat in rows]
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return torch.stack([torch.mv(flat, _signs(flat.shape[1], flat.device)), flat.square().sum(1)], dim=1)
+
+
+def trained_output(output: Any, size: int) -> Tensor | None:
+    """The first tensor of an output that has a row for each sample and takes a gradient."""
+    for _, value in leaves(output):
+        if not isinstance(value, Tensor) or not value.requires_grad or hasattr(value, "placements"):
+            continue
+        if size and value.ndim and value.shape[0] == size and value.numel() and not value.is_meta:
+            return value
+    return None
+
+
+def lengths(gradient: Tensor) -> Tensor:
+    """The 2-norm of each sample's part of a gradient, which zeros behind it do not change. float64 [n]"""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=wide)
+    return found.double()
+
+
+def _length(value: Any) -> int:
+    """Rows of a tensor, items of a list; -1 for anything else."""
+    if isinstance(value, Tensor):
+        return int(value.shape[0]) if value.ndim and not value.is_meta else -1
+    return len(value) if isinstance(value, list) else -1
+
+
+def _is_whole(value: Tensor) -> bool:
+    return not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
+
+
+def _tensor(value: Any) -> Any:
+    """An array as the tensor that shares its memory; anything else as it is."""
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype") and not value.dtype.hasobject:
+        try:
+            return torch.as_tensor(value)
+        except TypeError:  # texts
+            return value.tobytes()
+    if isinstance(value, Tensor) and hasattr(value, "placements"):  # a DTensor
+        return value.to_local()  # type: ignore[attr-defined]
+    return value
+
+
+def _of_words(words: Tensor, mask: Tensor | None, thinned: bool) -> Tensor:
+    """Each sample's digest: of what the mask shows, or where it is `thinned` of evenly spread words. int64 [n]"""
+    if mask is not None:
+        shown = mask.to(words.device).long()
+        place = (shown.cumsum(1) - 1).clamp_(min=0)
+        words = words * shown.to(torch.int32)
+        odd = _odd(words.shape[1], words.device)[:, place].transpose(0, 1)  # of each sample its own
+    else:
+        if thinned:
+            words = words[:, :: max(1, -(-words.shape[1] // _WORDS))]
+        odd = _odd(words.shape[1], words.device)
+    hashed = words.unsqueeze(1) * odd
+    hashed = (hashed ^ (hashed >> 15)).sum(2, dtype=torch.int32)
+    return hashed.view(torch.int64).squeeze(1)  # two sums, the low one first
+
+
+def _words(rows: Tensor, kept: Tensor | None) -> Tensor:
+    """[n, elements] -> int32 [n, words]; a zero, and what is not `kept`, is 0."""
+    if rows.is_complex():
+        rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
+    if rows.is_floating_point():
+        rows = rows if rows.dtype == torch.float64 else rows.float()
+        return rows.contiguous().view(torch.int32)
+    if rows.dtype in (torch.uint8, torch.bool, torch.int8):
+        return rows.to(torch.int32)
+    whole = rows.to(torch.int64) if kept is None else rows.to(torch.int64) * kept
+    return (whole ^ (whole >> 32)).to(torch.int32)
+
+
+def _odd(count: int, device: torch.device) -> Tensor:
+    """Two odd numbers for each place. int32 [2, count]"""
+    held = _held.get(device)
+    if held is None or held.shape[1] < count:
+        numbers = mixed(torch.arange(1, max(1024, count) + 1, device=device))
+        held = _held[device] = torch.stack([numbers | 1, (numbers >> 32) | 1]).to(torch.int32)
+        _held_signs[device] = 1.0 - (held[0] >> 7 & 2).double()
+    return held[:, :count]
+
+
+_held: dict[torch.device, Tensor] = {}
+_held_signs: dict[torch.device, Tensor] = {}
+
+
+def _signs(count: int, device: torch.device) -> Tensor:
+    """A sign for each place. float64 [count]"""
+    _odd(count, device)
+    return _held_signs[device][:count]
+
+
+def _of_text(value: Any) -> int:
+    """A number or a text, as int64."""
+    raw = value if isinstance(value, bytes) else repr(value).encode()
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,488 @@
+"""The updates: gradients as the optimizer gets them, its groups, weights, buffers and its state afterwards.
+
+updates = Updates(journal, names, passes)
+updates.before(optimizer); updates.after(optimizer)         # ends the step
+"""
+
+import _random
+import contextlib
+import ctypes
+import functools
+import hashlib
+import operator
+import random
+import sys
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.trace.record.journal import Journal, quiet
+from lockstep.trace.record.names import WHOLE, Entry, Names, is_wrapper, piece
+from lockstep.trace.record.pooled import put_digests
+from lockstep.trace.record.samples import Batch, digested, lengths, outcomes, outputs, trained_output
+from lockstep.trace.record.sums import summed
+
+__all__ = [
+    "PassRecorder",
+    "Updates",
+    "seed_digests",
+    "state_digests",
+]
+
+
+# name -> (bytes of the generator that were there, their digest)
+_seen: dict[str, tuple[Any, str]] = {}
+
+
+def state_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, str]:
+    """name -> digest: torch on the CPU and on the device, python, numpy, and the model's `own`.
+
+    A CUDA generator's state lies in host memory: nothing waits.
+    """
+    found = {"torch": _of("torch", torch.get_rng_state()), "python": _python()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["cuda"] = _of("cuda", torch.cuda.get_rng_state())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "random"):
+        found["numpy"] = _numpy(numpy.random)
+    for name, generator in own:
+        found[name] = _of("", generator.get_state())
+    return found
+
+
+def seed_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, str]:
+    """Digest the seed of each generator of torch, which a draw leaves as it is.
+
+    Args:
+        own: the model's generators by name.
+
+    Returns:
+        A generator's name to the digest of its seed. Python's and numpy's do not know theirs.
+    """
+    found = {"torch": torch.initial_seed(), **{name: generator.initial_seed() for name, generator in own}}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["cuda"] = torch.cuda.initial_seed()
+    return {name: hashlib.blake2b(str(seed).encode(), digest_size=4).hexdigest() for name, seed in found.items()}
+
+
+def _of(name: str, state: torch.Tensor) -> str:
+    raw = ctypes.string_at(state.data_ptr(), state.numel())
+    before = _seen.get(name)
+    if before is not None and before[0] == raw:
+        return before[1]
+    digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
+    _seen[name] = raw, digest
+    return digest
+
+
+def _python() -> str:
+    """Of the generator behind the module's functions: all that moves lies in its C object and in `gauss_next`."""
+    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    now = (_memory(generator), generator.gauss_next)
+    before = _seen.get("python")
+    if _SHOWN and before is not None and before[0] == now:
+        return before[1]
+    version, keys, gauss = random.getstate()
+    number = hash((version, keys, gauss is None, gauss or 0.0))  # hash(None) is an address before Python 3.12
+    digest = f"{number & 0xFFFFFFFFFFFFFFFF:016x}"
+    _seen["python"] = now, digest
+    return digest
+
+
+def _memory(generator: Any) -> bytes:
+    head = object.__basicsize__
+    return ctypes.string_at(id(generator) + head, _random.Random.__basicsize__ - head)
+
+
+def _shows() -> bool:
+    """Whether a draw is seen in a generator's memory, as it is in CPython."""
+    generator = random.Random(1)
+    before = _memory(generator)
+    generator.random()
+    return before != _memory(generator)
+
+
+_SHOWN = _shows()
+
+
+def _numpy(module: Any) -> str:
+    """Of numpy's global generator. A number that its Gauss has ready is not in the memory that is looked at."""
+    raw = None
+    if hasattr(module, "get_bit_generator"):
+        bits = module.get_bit_generator()
+        if type(bits).__name__ == "MT19937":
+            raw = ctypes.string_at(bits.ctypes.state_address, 625 * 4)  # 624 words and the place among them
+            before = _seen.get("numpy")
+            if before is not None and before[0] == raw:
+                return before[1]
+    _, keys, place, *gauss = module.get_state()
+    digest = hashlib.blake2b(keys.tobytes() + repr((place, *gauss)).encode(), digest_size=8).hexdigest()
+    _seen["numpy"] = (None if gauss[0] else raw), digest
+    return digest
+
+
+_EVENTS = 2000  # of a step that are kept
+_MODULES = 2  # steps in which every module's output is kept anyway
+
+
+class PassRecorder:
+    """Fills the record with what comes before an update.
+
+    Attributes:
+        root: the module that the script called, while it runs.
+        in_backward: within a backward, in which modules may be called again.
+        begun: whether a forward or a backward was seen at all.
+        initial: names of the tensors whose values before the first step are in the records.
+    """
+
+    def __init__(self, journal: Journal, names: Names) -> None:
+        self.journal, self._names = journal, names
+        self.root: nn.Module | None = None
+        self.in_backward = self.begun = False
+        self.initial: set[str] = set()
+        self._first: dict[int, Any] = {}  # root -> which values of its parameters were taken for the initial ones
+        self._unsharded = False  # FSDP 1 shows whole tensors within its forwards
+        self._entered: dict[str, Any] = {}
+        self._module_names: dict[int, str] = {}
+
+    @quiet
+    def loaded(self, loader: int, epoch: int, indices: Any, set_epoch: Any, data: Any) -> None:
+        """A batch came from a loader."""
+        if not self.journal.within():
+            return
+        record: dict[str, Any] = {"at": self.journal.tick(), "l": loader, "e": epoch}
+        if set_epoch is not None:
+            record["se"] = set_epoch
+        if isinstance(indices, list):
+            with contextlib.suppress(TypeError):  # keys of another kind
+                record["i"] = [operator.index(index) for index in indices]
+        self._put_batch(record, Batch(data))
+        self.journal.record["loads"].append(record)
+
+    def _put_batch(self, record: dict[str, Any], batch: Batch) -> None:
+        record["n"] = batch.size
+        if batch.names:
+            record["cn"] = batch.names
+        if not self.journal.pool.batch(record, batch):
+            put_digests(self.journal.reading.put, record, digested([batch]))
+
+    @quiet
+    def entering(self, module: nn.Module, grad: bool) -> None:
+        """A module with parameters is called that no other module calls; `grad`: whether gradients are wanted."""
+        if self.in_backward or is_wrapper(module):
+            self._unsharded |= type(module).__name__ == "FullyShardedDataParallel"
+            return
+        self.root, self.begun = module, True
+        if self.journal.within():
+            training = module.training and grad
+            number = self._names.called(module)
+            self._entered = {"at": self.journal.tick(), "m": number, "train": int(training)}
+            if training:
+                self._put_initial(number)
+                self._entered["rng"] = [state_digests(self._names.generators(module, self.journal.thorough))]
+            every = self.journal.options.modules or self.journal.step < _MODULES
+            self._module_names = {id(part): name for name, part in module.named_modules()} if every else {}
+
+    def _put_initial(self, number: int) -> None:
+        """Puts what a root begins with into the record: as it is at its last forward before the first backward.
+
+        What changes weights between that and the update (a perturbation that is not taken back) is then seen as such.
+        """
+        known = self._first.get(number, ())
+        if known is None or self._unsharded:
+            return
+        values = [(id(p), p._version) for _, p in self._names.parameters(number) if not p.is_inference()]
+        if known == values:
+            return
+        self._first[number] = values
+        part = f"#{number}" if number else ""
+        parameters = self._names.entries(self._names.parameters(number))
+        buffers = self._names.entries(self._names.buffers(True, number))
+        self.journal.sums({f"initial{part}": parameters, f"initial buffers{part}": buffers})
+        self.initial.update(name for name, _, _ in (*parameters, *buffers))
+
+    def inside(self, module: nn.Module, output: Any) -> None:
+        """A part of the root has ended."""
+        if self._module_names and self._entered:
+            self._inside(module, output)
+
+    @quiet
+    def _inside(self, module: nn.Module, output: Any) -> None:
+        record = self._entered
+        if len(record.get("mn", ())) >= _EVENTS:
+            return
+        values = output if isinstance(output, tuple | list) else (output,)
+        found = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
+        if found is not None:
+            local, at = piece(found)
+            if found.dtype in (torch.bfloat16, torch.float16):
+                record["ac"] = str(found.dtype).removeprefix("torch.")
+            record.setdefault("mn", []).append(self._module_names.get(id(module), "?"))
+            record.setdefault("mv", []).append(None)
+            self.journal.reading.put(record["mv"], -1 + len(record["mv"]), summed([(local, at)]))
+
+    @quiet
+    def left(self, args: Any, kwargs: Any, output: Any) -> None:
+        """The root has ended."""
+        module, self.root = self.root, None
+        record, self._entered = self._entered, {}
+        if module is None or not record:
+            return
+        batch = Batch((*args, kwargs) if kwargs else args)
+        self._put_batch(record, batch)
+        rows = outputs(output, batch.size)
+        if rows:
+            record["w"] = sum(row.shape[1] for row in rows)
+            if not self.journal.pool.output(record, rows):
+                self.journal.reading.put(record, "out", outcomes(rows))
+        if record["train"]:
+            own = self._names.generators(module, self.journal.thorough)
+            record["rng"].append(state_digests(own))
+            if record["rng"][0] != record["rng"][1]:
+                record["seeds"] = seed_digests(own)
+            trained = trained_output(output, batch.size)
+            if trained is not None:
+                self._follow(record, trained)
+        self.journal.record["fwd"].append(record)
+
+    def _follow(self, record: dict[str, Any], output: Tensor) -> None:
+        """Wait for the backward at an output, or at what it is a copy of in another dtype.
+
+        Accelerate and the Trainer convert a model's outputs, and a loss inside the model is made of what they convert.
+        """
+        at_output = False
+
+        def reached_output(gradient: Tensor | None) -> None:
+            nonlocal at_output
+            if gradient is not None:  # DDP hands on that there is none
+                at_output = True
+                self.reached(record, gradient)
+
+        def reached_source(index: int, gradients: Any) -> None:
+            if not at_output and gradients[index] is not None:
+                self.reached(record, gradients[index])
+
+        output.register_hook(reached_output)  # type: ignore[no-untyped-call]
+        node, index = output.grad_fn, output.output_nr
+        while node is not None and node.name() == "ToCopyBackward0":
+            node, index = node.next_functions[0]
+        if node is not None and node is not output.grad_fn:
+            node.register_prehook(functools.partial(reached_source, index))
+
+    @quiet
+    def reached(self, record: dict[str, Any], gradient: Tensor) -> None:
+        """A backward has come to the output of a forward: how far each sample's part of it moves the loss."""
+        record["backwards"] = record.get("backwards", 0) + 1
+        self.journal.reading.put(record, "og", lengths(gradient))
+
+    @quiet
+    def backward(self, roots: Any) -> None:
+        """A backward begins."""
+        self.root, self.begun = None, True
+        self._first = dict.fromkeys(self._first)
+        if self.journal.within():
+            found = roots if isinstance(roots, tuple | list) else [roots]
+            total = next((t for t in found if isinstance(t, Tensor) and t.numel() == 1), None)
+            record = {"at": self.journal.tick(), "v": None}
+            if total is not None:
+                self.journal.reading.put(record, "v", total, "numbers")
+            self.journal.record["loss"].append(record)
+
+    @quiet
+    def event(self, kind: str, *values: Any) -> None:
+        """Something else that has a name and numbers; a tensor's value is read with the step."""
+        events = self.journal.record["ev"]
+        if self.journal.within() and len(events) < _EVENTS:
+            event = [self.journal.tick(), kind, *values]
+            for index, value in enumerate(event):
+                if isinstance(value, Tensor):
+                    self.journal.reading.put(event, index, value, "numbers")
+            events.append(event)
+
+
+_SMALL = 4 << 20  # elements up to which weights before the update and the optimizer's state are digested in every step
+_NUMBERS, _SEQUENCES = (bool, int, float), (tuple, list)
+
+
+@dataclass
+class _OptimizerParameters:
+    """An optimizer's parameters.
+
+    Attributes:
+        key: of what they were found from.
+        entries: and the parameters themselves, in the same order.
+        others: parameters of the model that are none of it.
+        plain: each parameter is a tensor of its own, and so are its gradient and its state: no shard.
+    """
+
+    key: list[int]
+    entries: list[Entry]
+    parameters: list[Tensor]
+    others: list[tuple[str, nn.Parameter]]
+    plain: bool
+
+
+class Updates:
+    """Fills the record with an update, and ends it.
+
+    Attributes:
+        in_engine: within the step of DeepSpeed's engine, whose own optimizers' steps are a part of it.
+    """
+
+    def __init__(self, journal: Journal, names: Names, passes: PassRecorder) -> None:
+        self.journal, self._names, self._passes = journal, names, passes
+        self.in_engine = False
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._known: weakref.WeakKeyDictionary[Any, _OptimizerParameters] = weakref.WeakKeyDictionary()
+        self._aside = False  # an update that trains nothing
+
+    @quiet
+    def before(self, optimizer: Any) -> None:
+        """The optimizer has its gradients."""
+        journal = self.journal
+        self._passes.root = None
+        # torch.distributed.checkpoint makes the state that it loads into by a step at rate 0, which trains nothing.
+        begun = self._passes.begun
+        self._aside = not begun and all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+        if self._aside or not journal.within():
+            return
+        if not any(known() is optimizer for known in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+        number = next(n for n, known in enumerate(self._optimizers) if known() is optimizer)
+        journal.record.update(opt=number, kind=type(optimizer).__name__, at=journal.tick())
+        trained = self._trained(optimizer)
+        kinds: dict[str, list[Entry]] = {}
+        if journal.fresh:
+            kinds |= self._initial(trained.entries)
+            kinds["initial state"] = self._state(optimizer, trained)
+        if self._whole(trained):
+            if journal.as_left(trained.entries):
+                journal.record["begin"] = "weights"
+            else:
+                kinds["begin"] = trained.entries
+        kinds["grad"] = gradients = []
+        for (name, _, at), parameter in zip(trained.entries, trained.parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is not None:
+                local, place = (gradient, WHOLE) if trained.plain else piece(gradient)
+                gradients.append((name, local, at if place == WHOLE and local.numel() else place))
+        journal.sums(kinds)
+        journal.names("frozen", self._frozen(trained))
+        journal.record["groups"] = [self._numbers(group) for group in optimizer.param_groups]
+
+    def _initial(self, trained: list[Entry]) -> dict[str, list[Entry]]:
+        """What the first step begins with of tensors that no forward showed."""
+        known = set(self._passes.initial)
+        rest: dict[str, list[Entry]] = {"initial#rest": [], "initial buffers#rest": []}
+        for kind, entries in (
+            ("initial#rest", [*self._names.entries(self._names.parameters()), *trained]),
+            ("initial buffers#rest", self._names.entries(self._names.buffers(True))),
+        ):
+            for entry in entries:
+                if entry[0] not in known:
+                    known.add(entry[0])
+                    rest[kind].append(entry)
+        return rest
+
+    def _frozen(self, trained: _OptimizerParameters) -> list[Entry]:
+        """Parameters that want no gradient."""
+        own = zip(trained.entries, trained.parameters, strict=True)
+        found = [entry for entry, parameter in own if not parameter.requires_grad]
+        others = [(name, parameter) for name, parameter in trained.others if not parameter.requires_grad]
+        return [*found, *self._names.entries(others)]
+
+    def _trained(self, optimizer: Any) -> _OptimizerParameters:
+        """What it trains; looked for anew where it is another or is in shards, and in thorough steps."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        key = [self._names.count, *map(id, parameters)]
+        known = self._known.get(optimizer)
+        if known is not None and known.key == key and not self.journal.thorough:
+            return known
+        entries = []
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                name = self._names.of(parameter) or f"group{number}.{index}"
+                entries.append(self._names.entry(name, parameter))
+        plain = all(local is parameter for (_, local, _), parameter in zip(entries, parameters, strict=True))
+        own = set(map(id, parameters))
+        others = [(name, parameter) for name, parameter in self._names.parameters() if id(parameter) not in own]
+        found = _OptimizerParameters(key, entries, parameters, others, plain)
+        self._known.pop(optimizer, None)
+        if plain:  # shards would be held in memory by it
+            self._known[optimizer] = found
+        return found
+
+    def _whole(self, trained: _OptimizerParameters) -> bool:
+        return self.journal.thorough or sum(local.numel() for _, local, _ in trained.entries) <= _SMALL
+
+    def _state(self, optimizer: Any, trained: _OptimizerParameters) -> list[Entry]:
+        found = []
+        for (name, local, at), parameter in zip(trained.entries, trained.parameters, strict=True):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    mine, place = (value, WHOLE) if trained.plain else piece(value)
+                    same = mine.numel() == local.numel() and mine.numel() > 1
+                    found.append((f"{name}/{key}", mine, at if same else place))
+        return found
+
+    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        kept: dict[str, Any] = {"n": len(group["params"])}
+        for key, value in group.items():
+            if isinstance(value, _NUMBERS) or value is None:
+                kept[key] = value
+            elif isinstance(value, Tensor) and value.numel() == 1:
+                self.journal.reading.put(kept, key, value, "numbers")
+            elif isinstance(value, _SEQUENCES) and all(isinstance(each, _NUMBERS) for each in value):
+                kept[key] = list(value)
+        return kept
+
+    @quiet
+    def after(self, optimizer: Any) -> None:
+        """The optimizer has updated its weights: the record is read and written."""
+        journal = self.journal
+        if self._aside:
+            self._aside = False
+            journal.forget()
+            return
+        if journal.within() and "opt" in journal.record:
+            trained = self._trained(optimizer)
+            kinds = {
+                "weights": trained.entries,
+                "buffers": self._names.entries(self._names.buffers(journal.thorough)),
+            }
+            if self._whole(trained):
+                kinds["state"] = self._state(optimizer, trained)
+            journal.sums(kinds)
+        journal.ended()
+
+    @quiet
+    def before_engine(self, engine: Any) -> None:
+        """DeepSpeed's engine is about to step: of the gradients it says the norm alone, afterwards."""
+        journal = self.journal
+        self._passes.root = None
+        if not journal.within():
+            return
+        self._names.called(engine.module)
+        journal.record.update(opt=0, kind="DeepSpeedEngine", at=journal.tick())
+        weights = self._names.entries(self._names.parameters())
+        journal.sums({**(self._initial(weights) if journal.fresh else {}), "begin": weights})
+        frozen = [(name, parameter) for name, parameter in self._names.parameters() if not parameter.requires_grad]
+        journal.names("frozen", self._names.entries(frozen))
+        groups = [self._numbers(group) for group in engine.optimizer.param_groups]
+        journal.record.update(grad=[], groups=groups)
+
+    @quiet
+    def after_engine(self, engine: Any) -> None:
+        """It has stepped."""
+        journal = self.journal
+        if journal.within() and "opt" in journal.record:
+            norm = engine.get_global_grad_norm()
+            journal.record["norm"] = float(norm) if norm is not None else None  # waits for the device, as the engine
+            buffers = self._names.buffers(journal.thorough)
+            weights = self._names.entries(self._names.parameters())
+            journal.sums({"weights": weights, "buffers": self._names.entries(buffers)})
+        journal.ended()

@@ -1,0 +1,353 @@
+"""Digest, square and sketch of tensors, which add up over the shards of a tensor.
+
+found = summed([(weight, Place(0)), (shard, Place(4096))])    # int64 [2, WIDTH], on the device, without waiting for it
+
+A row holds a digest (32 bits: a sum over the elements of a hash of place and bits), the sum of squares (float64) and
+SKETCH signed sums (float64). The signs depend on an element's place in the whole tensor, so that the mean square of the
+differences of two sketches estimates the squared distance of two tensors which nobody has side by side.
+
+Values of less than four bytes count as the float32 that they stand for, integers as float64. Zeros add nothing.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "SKETCH",
+    "WIDTH",
+    "ElementPlaces",
+    "SumPlan",
+    "mixed",
+    "plain",
+    "summed",
+]
+
+
+SKETCH = 8  # signed sums of a tensor: the distance that they estimate is off by a third of itself, typically
+WIDTH = 2 + SKETCH
+_BLOCK = 256  # elements that share a row
+_ROWS = {"cpu": 768}  # rows at a time: enough that calls cost little, few enough to stay in a cache
+_DEVICE_ROWS = 1 << 14
+_PLANS = 32  # layouts that are kept
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_KINDS = (torch.float32, torch.float64)
+_MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+
+Layout = tuple[int, "ElementPlaces", bool]  # elements, their place, whether in float64
+
+
+class ElementPlaces(NamedTuple):
+    """Where the elements of a piece lie in the whole tensor, in row-major order; below 0 where it is not known.
+
+    Attributes:
+        start: of the first.
+        run: how many lie side by side, `stride` from run to run; 0: all of them (columns of a matrix have a run a row).
+    """
+
+    start: int
+    run: int = 0
+    stride: int = 0
+
+    def whole_rows(self) -> bool:
+        """Whether its runs are made of whole rows of sums."""
+        return not (self.start % _BLOCK or self.run % _BLOCK or self.stride % _BLOCK)
+
+    def spans(self, row: int, rows: int) -> Iterator[tuple[int, int]]:
+        """(its place in the whole tensor in rows, rows) of what follows a row of the piece."""
+        each = self.run // _BLOCK or row + rows
+        while rows:
+            number, within = divmod(row, each)
+            count = min(rows, each - within)
+            yield (self.start + number * self.stride) // _BLOCK + within, count
+            row, rows = row + count, rows - count
+
+
+def mixed(numbers: Tensor) -> Tensor:
+    """A hash of each number (splitmix64's end). int64 of any shape -> the same."""
+    x = numbers * _GOLDEN
+    x.bitwise_xor_((x >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX[0])
+    x.bitwise_xor_((x >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MIX[1])
+    return x.bitwise_xor_((x >> 31).bitwise_and_(0x1FFFFFFFF))
+
+
+def plain(tensor: Tensor, place: ElementPlaces) -> Tensor:
+    """A dense tensor of float32 or float64 with the same values in row-major order; no copy where none is needed.
+
+    Where `place` has runs that are no whole rows, zeros are between them, which add nothing.
+    """
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.dtype not in _KINDS:
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        if tensor.dtype not in _KINDS:
+            tensor = tensor.float() if tensor.is_floating_point() else tensor.double()
+    if place.run and not place.whole_rows():
+        return torch.nn.functional.pad(tensor.reshape(-1, place.run), (0, place.stride - place.run))
+    return tensor
+
+
+def summed(pieces: Sequence[tuple[Tensor, ElementPlaces]]) -> Tensor:
+    """A row for each piece, all of which lie on one device. int64 [n, WIDTH]; floats are there by their bits."""
+    if not pieces:
+        return torch.zeros(0, WIDTH, dtype=torch.int64)
+    plains, places = [plain(*piece) for piece in pieces], [place for _, place in pieces]
+    device = plains[0].device
+    key = (device, *((tensor.numel(), tensor.dtype, place) for tensor, place in zip(plains, places, strict=True)))
+    plan = _known.get(key)
+    if plan is None:
+        if len(_known) >= _PLANS:
+            _known.clear()
+        plan = _known[key] = SumPlan(plains, places)
+    return plan.run(plains)
+
+
+_known: dict[tuple[Any, ...], "SumPlan"] = {}
+
+
+@dataclass
+class _Pack:
+    """Rows that are summed at once.
+
+    Attributes:
+        parts: what they are made of, in order: (piece, from, to), or (-1, 0, zeros).
+        spans: (piece, place of its first row in the whole tensor, in blocks, rows), in order; rows: all of them.
+    """
+
+    wide: bool
+    parts: list[tuple[int, int, int]] = field(default_factory=list)
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    rows: int = 0
+
+
+@dataclass
+class _FloatPacks:
+    """The packs of one kind of float, and what their rows are added up by.
+
+    Attributes:
+        owners: of each row its piece; odd: its odd number (int32); signs: its signs (float32 [SKETCH, rows]).
+    """
+
+    wide: bool
+    packs: list[_Pack]
+    owners: Tensor
+    odd: Tensor
+    signs: Tensor
+
+
+class SumPlan:
+    """How pieces of these sizes and places are cut into rows: what `run` takes has them too.
+
+    Args:
+        plains: the pieces, as `plain` makes them; places: theirs.
+        pooled: they are copied into `rooms`, and summed by `pooled`.
+    """
+
+    def __init__(self, plains: Sequence[Tensor], places: Sequence[ElementPlaces], pooled: bool = False) -> None:
+        device = plains[0].device
+        self._count, self._device = len(plains), device
+        self._shapes = [tensor.shape for tensor in plains]
+        self._sizes = [tensor.numel() for tensor in plains]
+        layouts = [
+            (tensor.numel(), _rowed(place), tensor.dtype == torch.float64)
+            for tensor, place in zip(plains, places, strict=True)
+        ]
+        self._packs = _packs(layouts, 1 << 62 if pooled else _ROWS.get(device.type, _DEVICE_ROWS))
+        kinds = [(wide, [pack for pack in self._packs if pack.wide is wide]) for wide in (False, True)]
+        self._sides = [_FloatPacks(wide, packs, *_constants(packs, device)) for wide, packs in kinds if packs]
+        self._zeros = {kind: torch.zeros(_BLOCK, device=device, dtype=kind) for kind in _KINDS}
+        self._tables = {side.wide: _tables(side.wide, device) for side in self._sides}
+        # Pieces of which a part is taken are flattened once.
+        whole = {(piece, 0, size) for piece, size in enumerate(self._sizes)}
+        self._cut = sorted(
+            {part[0] for pack in self._packs for part in pack.parts if part[0] >= 0 and part not in whole}
+        )
+
+    def run(self, plains: list[Tensor]) -> Tensor:
+        """A row for each piece. int64 [n, WIDTH]; floats are there by their bits."""
+        for piece in self._cut:
+            plains[piece] = plains[piece].reshape(-1)
+        return self._summed([(self._rows(pack, plains) for pack in side.packs) for side in self._sides], 1)
+
+    @property
+    def rows(self) -> int:
+        return sum(pack.rows for pack in self._packs)
+
+    def rooms(self, times: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Memory for the pieces of so many times: its rows, of each pack [times * rows, _BLOCK], and in them of each
+        time the pieces, in their shapes."""
+        made = [
+            torch.zeros(times * pack.rows, _BLOCK, dtype=_KINDS[pack.wide], device=self._device) for pack in self._packs
+        ]
+        views = [[torch.empty(shape) for shape in self._shapes] for _ in range(times)]  # where none has a row
+        for pack, room in zip(self._packs, made, strict=True):
+            for time, rows in enumerate(torch.split(room, pack.rows)):
+                flat, at = rows.view(-1), 0
+                for piece, begin, end in pack.parts:
+                    if piece >= 0:
+                        views[time][piece] = flat[at : at + end - begin].view(self._shapes[piece])
+                    at += end - begin
+        return made, views
+
+    def pooled(self, rooms: list[Tensor], times: int) -> Tensor:
+        """As `run`, of the first `times` in the rooms. int64 [times * n, WIDTH]"""
+        kept = (room[: times * pack.rows] for pack, room in zip(self._packs, rooms, strict=True))
+        return self._summed([torch.split(rows, _ROWS["cpu"]) for rows in kept], times)  # a side has one pack
+
+    def _summed(self, found: Sequence[Iterable[Tensor]], times: int) -> Tensor:
+        """Sums for each piece. `found`: for each side the rows of all `times` in order, a few at once."""
+        total = torch.zeros(times * self._count, WIDTH, dtype=torch.int64, device=self._device)
+        for side, chunks in zip(self._sides, found, strict=True):
+            self._add(total, side, chunks, times)
+        total[:, 0].bitwise_and_(0xFFFFFFFF)
+        return total
+
+    def _add(self, total: Tensor, side: _FloatPacks, chunks: Iterable[Tensor], times: int) -> None:
+        """Hashes, squares and signed sums of the rows of a side, added up for each piece."""
+        count, kind = times * len(side.owners), _KINDS[side.wide]
+        hashes = _scratch("hashes", count, 1, torch.int32, self._device).view(-1)
+        lengths = _scratch("lengths", count, 1, kind, self._device).view(-1)
+        sketches = _scratch("sketches", count, SKETCH, kind, self._device).view(SKETCH, count)
+        end = 0
+        for rows in chunks:
+            begin, end = end, end + rows.shape[0]
+            self._hash(rows, side.wide, hashes[begin:end])
+            torch.linalg.vector_norm(rows, dim=1, out=lengths[begin:end])
+            _sketch(rows, self._tables[side.wide][1], sketches[:, begin:end])
+        owners = side.owners
+        if times > 1:
+            owners = (torch.arange(times, device=self._device).unsqueeze(1) * self._count + owners).view(-1)
+        numbers = total.view(torch.float64)
+        total[:, 0].index_add_(0, owners, (hashes.view(times, -1) * side.odd).long().view(-1))
+        numbers[:, 1].index_add_(0, owners, lengths.double().square_())
+        signed = (sketches.view(SKETCH, times, -1) * side.signs.unsqueeze(1)).view(SKETCH, count)
+        numbers[:, 2:].index_add_(0, owners, signed.t().double())
+
+    def _hash(self, rows: Tensor, wide: bool, into: Tensor) -> None:
+        words = rows.view(torch.int32)
+        mixed_words, shifted = (
+            _scratch(use, rows.shape[0], words.shape[1], torch.int32, self._device) for use in ("mixed", "shifted")
+        )
+        torch.mul(words, self._tables[wide][0], out=mixed_words)
+        torch.bitwise_right_shift(mixed_words, 15, out=shifted)
+        torch.bitwise_xor(mixed_words, shifted, out=shifted)
+        torch.sum(shifted, 1, dtype=torch.int32, out=into)
+
+    def _rows(self, pack: _Pack, plains: Sequence[Tensor]) -> Tensor:
+        if len(pack.parts) == 1:
+            piece, begin, end = pack.parts[0]
+            if (end - begin) % _BLOCK == 0 and plains[piece].is_contiguous():
+                return plains[piece].view(-1)[begin:end].view(-1, _BLOCK)
+        kind = torch.float64 if pack.wide else torch.float32
+        zeros, parts = self._zeros[kind], []
+        for piece, begin, end in pack.parts:
+            if piece < 0:
+                parts.append(zeros[:end])
+            else:
+                flat = plains[piece]
+                flat = flat if flat.ndim == 1 else flat.reshape(-1)
+                parts.append(flat if end - begin == self._sizes[piece] else flat[begin:end])
+        rows = _scratch("rows", pack.rows, _BLOCK, kind, self._device)
+        torch.cat(parts, out=rows.view(-1))
+        return rows
+
+
+def _rowed(place: ElementPlaces) -> ElementPlaces:
+    """The place of what `plain` makes of a piece."""
+    if place.start < 0:
+        return ElementPlaces(0)
+    return place if place.whole_rows() else ElementPlaces(place.start)
+
+
+def _packs(layouts: Sequence[Layout], most: int) -> list[_Pack]:
+    """What is summed at once: at most about so many rows."""
+    packs: list[_Pack] = []
+    for wide in (False, True):
+        open_pack = _Pack(wide)
+        for piece, (count, place, is_wide) in enumerate(layouts):
+            if is_wide is not wide or not count:
+                continue
+            start, lead = place.start, place.start % _BLOCK
+            head = min(count, (_BLOCK - lead) % _BLOCK if lead else 0)
+            middle = (count - head) // _BLOCK
+            cuts = [(0, head)] if head else []
+            if middle <= most // 2 and not place.run:  # a copy is cheaper than operations of its own
+                cuts = [(0, count)]
+            else:
+                for row in range(0, middle, most):
+                    rows = min(most, middle - row)
+                    first = head + row * _BLOCK
+                    moved = place if place.run else ElementPlaces(start + head)
+                    spans = [(piece, *span) for span in moved.spans(row, rows)]
+                    packs.append(_Pack(wide, [(piece, first, first + rows * _BLOCK)], spans, rows))
+                if head + middle * _BLOCK < count:
+                    cuts.append((head + middle * _BLOCK, count))
+            for begin, end in cuts:
+                _append(open_pack, piece, begin, end, start)
+                if open_pack.rows >= most:
+                    packs.append(open_pack)
+                    open_pack = _Pack(wide)
+        if open_pack.rows:
+            packs.append(open_pack)
+    return packs
+
+
+def _append(pack: _Pack, piece: int, begin: int, end: int, start: int) -> None:
+    """Adds the elements from `begin` to `end` of a piece to a pack, filled up with zeros to whole rows."""
+    lead = (start + begin) % _BLOCK
+    if lead:
+        pack.parts.append((-1, 0, lead))
+    pack.parts.append((piece, begin, end))
+    rows = -(-(lead + end - begin) // _BLOCK)
+    if rows * _BLOCK > lead + end - begin:
+        pack.parts.append((-1, 0, rows * _BLOCK - lead - (end - begin)))
+    first = (start + begin) // _BLOCK
+    pack.spans.append((piece, first, rows))
+    pack.rows += rows
+
+
+def _constants(packs: Sequence[_Pack], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: its piece, an odd number (int32) and its signs (float32 [SKETCH, rows]), from its place."""
+    spans = torch.tensor([span for pack in packs for span in pack.spans], dtype=torch.int64).reshape(-1, 3)
+    pieces, firsts, rows = spans.unbind(1)
+    owners = pieces.repeat_interleave(rows)
+    numbers = torch.arange(len(owners)) - (rows.cumsum(0) - rows - firsts).repeat_interleave(rows)
+    numbers = mixed(numbers + 1)
+    odd = ((numbers >> 16) | 1).to(torch.int32)
+    signs = (((numbers >> torch.arange(SKETCH).unsqueeze(1)) & 1) * 2 - 1).to(torch.float32)
+    return owners.to(device), odd.to(device), signs.to(device)
+
+
+def _tables(wide: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each place in a row: an odd number (int32) for each word, and its signs [SKETCH, _BLOCK]."""
+    numbers = mixed(torch.arange(1, _BLOCK * (2 if wide else 1) + 1) * 31)
+    odd = ((numbers >> 16) | 1).to(torch.int32)
+    signs = ((mixed(torch.arange(1, _BLOCK + 1) * 77) >> torch.arange(SKETCH).unsqueeze(1)) & 1) * 2 - 1
+    return odd.to(device), signs.to(device, torch.float64 if wide else torch.float32)
+
+
+def _scratch(use: str, rows: int, width: int, kind: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for rows and what is computed of them: new pages for each would cost more than the arithmetic."""
+    key = (use, width, kind, device)
+    held = _scratches.get(key)
+    if held is None or held.shape[0] < rows:
+        held = _scratches[key] = torch.empty(rows, width, dtype=kind, device=device)
+    return held if held.shape[0] == rows else held[:rows]
+
+
+_scratches: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
+
+
+def _sketch(rows: Tensor, table: Tensor, into: Tensor) -> None:
+    """table @ rows.T. On a device, and where the script lets products be rounded, without a rounded product."""
+    if rows.device.type != "cpu":
+        for each in range(SKETCH):
+            torch.sum(rows * table[each], 1, out=into[each])
+    elif rows.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        into.copy_(torch.mm(table.double(), rows.double().t()))
+    else:
+        torch.mm(table, rows.t(), out=into)

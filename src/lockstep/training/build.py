@@ -1,0 +1,485 @@
+"""`lockstep train --show-groups`: the optimizer's groups as a table, and nothing trained or written.
+
+group  tensors  parameters  lr     weight decay  names
+"""
+
+import dataclasses
+import logging
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep import checkpoint
+from lockstep.config import cli
+from lockstep.config.deepspeed import hold, read_json
+from lockstep.config.fields import AUTO
+from lockstep.config.schema import Config, is_auto, lookup
+from lockstep.config.task_options import OWN, kind_of
+from lockstep.data.batches import Batches, Loading, MicroBatchCosts
+from lockstep.data.sampler import Begun, SizedOrder, order_of
+from lockstep.distributed.balance import Balancer
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.engines.base import Engine
+from lockstep.engines.memory import explained
+from lockstep.engines.optimizers import GradientNorms
+from lockstep.errors import UsageError, said
+from lockstep.guards.startup import check_programs, check_weights
+from lockstep.logging.trackers import check
+from lockstep.optim.schedule import cycled_momentum, factor
+from lockstep.task import Order, Task, adapted, has_own
+from lockstep.training import resume
+from lockstep.training.agreement import check_samples, check_shared, datasets_of, guarded, log_ranks
+from lockstep.training.build_engine import (
+    Groups,
+    compiled_or_not,
+    engine_of,
+    model_of,
+    optimizer_of,
+    own_factor,
+    own_momentum,
+)
+from lockstep.training.defaults import (
+    described_loss,
+    described_optimizer,
+    described_step,
+    fitted,
+    on_device,
+    settled,
+    warnings,
+)
+from lockstep.training.evaluation import batches_of
+from lockstep.training.named_task import named_task
+from lockstep.training.resume import RunPlan, check_longer, check_plan, extended, origin_of, plan_before, plan_of
+from lockstep.training.run_dir import RunFolder
+from lockstep.training.selection import JUDGED, check_evaluated, fallen, judges
+from lockstep.training.sharing import balancer_of, check_cut, sharing_of
+from lockstep.training.task_check import Trial, check_auditable, check_auditable_loss, check_task, recall
+from lockstep.training.trainable import begin_as_made, check_held, left_out, overlay
+from lockstep.transforms.determinism import check_precision, pin
+
+__all__ = [
+    "Built",
+    "TrainingSet",
+    "announce",
+    "build",
+    "groups_of",
+    "notify",
+    "show_groups",
+    "stream_of",
+]
+
+
+class TrainingSet(NamedTuple):
+    """The training set: as the task made it, as it is loaded, and its order."""
+
+    plain: Any
+    loaded: Any
+    order: SizedOrder
+
+
+def stream_of(
+    config: Config, task: Task, training: TrainingSet, run_plan: RunPlan, world: World, state: dict[str, Any]
+) -> tuple[Batches, Balancer | None]:
+    """Make the training stream, and what balances it."""
+    plain, dataset, whole = training
+    order: Order = Begun(whole, whole.size, run_plan.samples) if run_plan.samples < whole.size else whole
+    works = MicroBatchCosts(task, plain, order, run_plan.step_plan)
+    told = config.shares == AUTO and on_all_ranks(world, works.known)  # collective
+    balancer = balancer_of(config, world, works if told else None, state)
+    loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
+    sharing = sharing_of(config, balancer)
+    made = Batches(task, dataset, order, run_plan.step_plan, world, seed=config.seed, loading=loading, sharing=sharing)
+    return made, balancer
+
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass
+class Built:
+    """What a run is made of.
+
+    Attributes:
+        own_task: `task` is the user's own, and not one of the built-in ones that the configuration names.
+        model: the plain module that `engine` holds.
+        batches, evaluation: the training stream, and the evaluation's sets by name (see evaluation_sets.py).
+        plan: what a resume must find unchanged.
+        source: the checkpoint to resume from, if there is one, and `state`, what it said besides tensors.
+        kept: the caller's own objects that have tensors, by name.
+        base: what the checkpoints of adapters do without, by name; see `lockstep.run.adapters`.
+        balancer: decides who computes what, with --shares auto.
+        loading: what counts retries and skips of the loading (see guards/watchdog.py); the first is the training set.
+        groups: the optimizer's; `sets`: the evaluation's datasets; `training`: the training set and its order. Of
+            these engine and batches are made anew where the ranks change.
+        notes: lines for the log, once it is open.
+    """
+
+    config: Config
+    world: World
+    folder: RunFolder
+    task: Task
+    own_task: bool
+    run_plan: RunPlan
+    model: nn.Module
+    engine: Engine
+    batches: Batches
+    evaluation: dict[str, Batches]
+    plan: dict[str, Any]
+    source: Path | None
+    state: dict[str, Any]
+    loading: list[Any]
+    kept: dict[str, Any]
+    base: frozenset[str] = frozenset()
+    balancer: Balancer | None = None
+    groups: Groups = field(default_factory=Groups)
+    sets: dict[str, Any] = field(default_factory=dict)
+    training: TrainingSet = field(kw_only=True)
+    notes: list[str] = field(default_factory=list)
+
+    def keep(self, name: str, what: Any) -> None:
+        """Keeps the caller's own object in the checkpoints. Raises UsageError for what cannot be kept."""
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"run.keep: the name '{name}' must be of letters, digits, '-' and '_'")
+        if not (hasattr(what, "state_dict") and hasattr(what, "load_state_dict")):
+            raise UsageError(
+                f"run.keep('{name}', ...): {type(what).__name__} has no state_dict() and load_state_dict()"
+            )
+        state = what.state_dict()
+        plain = next((key for key, value in state.items() if not isinstance(value, Tensor)), None)
+        if plain is not None:
+            raise UsageError(f"run.keep('{name}', ...): '{plain}' of its state_dict() is no tensor; make it one")
+        self.kept[name] = what
+        checkpoint.check_keepable(self.own_of(name))
+
+    def own_of(self, name: str) -> dict[str, Tensor]:
+        """The tensors of what is kept as `name`."""
+        return {f"kept.{name}/{key}": tensor for key, tensor in self.kept[name].state_dict().items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps: the engine's state but for the base of adapters, and the task's own as `task/NAME`.
+
+        The task's tensors are the same on every rank, and not copies: a resume fills them in place and then calls its
+        `load_state_dict` with them.
+        """
+        return {name: tensor for name, tensor in self.all_tensors().items() if name not in self.base}
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """The same, with the base of adapters."""
+        return self.engine.state_dict() | self.own
+
+    @property
+    def own(self) -> dict[str, Tensor]:
+        """The task's own tensors, as `task/KEY`, and the caller's, as `kept.NAME/KEY`."""
+        found = _own(self.task)
+        for name in self.kept:
+            found |= self.own_of(name)
+        return found
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over what `tensors` gave and a checkpoint filled."""
+        owners = {"task": self.task} | {f"kept.{name}": what for name, what in self.kept.items()}
+        engine, own = {}, dict[str, dict[str, Tensor]]()
+        for name, tensor in tensors.items():
+            group, _, key = name.partition("/")
+            if group in owners:
+                own.setdefault(group, {})[key] = tensor
+            else:
+                engine[name] = tensor
+        if engine:
+            if self.base:  # which is in place
+                engine |= {name: tensor for name, tensor in self.engine.state_dict().items() if name in self.base}
+            self.engine.load_state_dict(engine)
+        for group, state in own.items():
+            owners[group].load_state_dict(state)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The configuration as it is shown and kept, by dotted name."""
+        return cli.flat(self.config, own_task=self.own_task)
+
+    @property
+    def lr(self) -> float:
+        """Base learning rate of the optimizer's first group."""
+        return self.groups.rates[0]
+
+    @property
+    def start(self) -> int:
+        """Steps that were taken before."""
+        return int(self.state.get("global_step", 0))
+
+    @property
+    def last(self) -> int:
+        """Steps after which this start of the run ends."""
+        whole = self.run_plan.step_plan.steps
+        return min(whole, self.config.stop_at or whole)
+
+    @property
+    def rate(self) -> Callable[[int], float]:
+        """step -> what the base learning rate is multiplied by."""
+        optim, whole = self.config.optim, self.run_plan.step_plan.steps
+        horizon = (optim.schedule == "cosine-periodic" and optim.period) or whole
+        said = lambda step: factor(  # noqa: E731
+            step,
+            horizon=horizon,
+            warmup=optim.warmup_steps,
+            floor=optim.floor,
+            shape=optim.schedule,
+            cooldown=optim.cooldown,
+            power=optim.power,
+            period=optim.period,
+            gamma=optim.gamma,
+            fallen=fallen(self.state),
+        )
+        return (lambda step: own_factor(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
+
+    @property
+    def momentum(self) -> Callable[[int], float | None]:
+        """step -> the momentum of every parameter group where the schedule cycles it too; None: as it is."""
+        optim, whole = self.config.optim, self.run_plan.step_plan.steps
+        if optim.schedule != "one-cycle":
+            return lambda step: None
+        said = lambda step: cycled_momentum(step, whole, optim.warmup_steps)  # noqa: E731
+        return (lambda step: own_momentum(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
+
+
+def build(
+    config: Config,
+    given: Any,
+    world: World,
+    kept: dict[str, Any] | None = None,
+    *,
+    resume: bool = True,
+    steps: int = 0,
+    joins: bool = False,
+    least: int = 0,
+) -> Built:
+    """The parts of a run that trains the task `given`; None: the one that the config names.
+
+    Args:
+        kept: what `Built.kept` is.
+        resume: look for a checkpoint to resume from; False: a new run, whatever lies in its folder.
+        steps: of the plan, in place of those that the config says; 0: as it says.
+        least: steps that the plan has at least, by going on through further epochs.
+        joins: this process alone makes what it is to take part with in a run that goes on already (see recovery.py).
+
+    Raises:
+        UsageError: what was asked for cannot be done; the same on every rank.
+    """
+    asked = config = _agreed(config, world)
+    if steps:
+        config = dataclasses.replace(config, max_steps=steps, stop_at=0)
+    folder = RunFolder(config.save_dir, config.experiment_name)
+    if resume:
+        check_shared(folder, world)  # collective
+    source, state = _found(folder, world) if resume and not joins else (None, _new_state())
+    state |= _glimpsed(folder) if joins else {}
+    config = on_device(config, state, world, notify(world))
+    config = fitted(config, state, world, given is not None, notify(world))
+    check_auditable(config, world)
+    same_kernels = config.exact or bool(config.guards.audit)
+    pin(exact=same_kernels, matmul=config.matmul_precision, device=world.device)
+    check_precision(config.precision, world.device)
+    cut_known = bool(config.micro_batch_size)  # else it depends on the model
+    if cut_known:
+        check_cut(config, world, notify(world))
+    on_all_ranks(world, lambda: check(config))
+    task = on_all_ranks(world, lambda: named_task(config, notify(world)) if given is None else adapted(given))
+    check_auditable_loss(config, task)
+    if state.get("reduction") != "micro-batch":  # which was found in one cut, and is looked for again
+        recall(task, state)
+    world.check_same("source", dict(task.sources))
+    plain, evaluation, samples = datasets_of(task, world)  # collective
+    order = on_all_ranks(world, lambda: order_of(task, samples, config.seed))
+    training = TrainingSet(plain, guarded(config, plain, world), order)
+    config = extended(config, state)
+    model = model_of(config, task, world, state, notify(world))
+    run_plan = settled(config, task, model, samples, origin_of(state, config), order.size)
+    if run_plan.step_plan.steps < least:
+        longer = dataclasses.replace(config, max_steps=least)
+        run_plan = settled(longer, task, model, samples, origin_of(state, config), order.size)
+    config = run_plan.config
+    file = on_all_ranks(world, lambda: read_json(config.engine_options.config))
+    # The length of the plan as it was asked for: that of an extended one, or of `steps`, contradicts nobody.
+    hold(file, lambda name: lookup(asked if name == "max_steps" else config, name), world.size)
+    state["origin"] = list(run_plan.origin)
+    check_longer(config, state, run_plan.step_plan.steps)
+    if not cut_known:
+        check_cut(config, world, notify(world))
+    on_all_ranks(world, lambda: checkpoint.check_keepable(model.state_dict() | _own(task)))
+    check_weights(world, model)
+    own_task = given is not None or kind_of(config.task) == OWN
+    plan = plan_of(config, run_plan, task, model, own_task=own_task)
+    world.check_same("plan", plan)
+    for line in on_all_ranks(world, lambda: check_plan(folder.path, plan_before(state, plan), plan, config, asked)):
+        notify(world)(line)
+    stream, balancer = stream_of(config, task, training, run_plan, world, state)
+    check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
+    notes = check_samples(config, plain, evaluation, world)  # collective
+    groups = Groups(gradients=GradientNorms(config.log_gradients, config.log_freq))
+    unfrozen = begin_as_made(model, state)
+    made = engine_of(config, task, model, world, groups, stream, notify(world), state)
+    with explained(made, world):  # the first forward is where most runs that do not fit end
+        on_all_ranks(world, lambda: check_held(made.model, groups.optimizer, unfrozen))
+        held_out = batches_of(config, task, evaluation, world)
+        # A resume may bring other metrics, and the checkpoint may be older than what is found in the trial.
+        if not joins and (source is None or judges(config) or task.reduction == "auto"):
+            trial = Trial(made, model, task, world, config, notify(world))
+            check_evaluated(config, check_task(trial, stream, held_out, state))  # collective
+        if config.compile and not joins:
+            may_fail = is_auto(asked, "compile")
+            reason = compiled_or_not(config, task, model, made, stream, world, may_fail=may_fail)  # collective
+            if reason:
+                notify(world)(f"--compile auto: the model cannot be compiled ({reason}); it is trained without")
+                config = dataclasses.replace(config, compile=False)
+                run_plan = dataclasses.replace(run_plan, config=config)
+    state["compile"] = config.compile
+    built = Built(
+        config,
+        world,
+        folder,
+        task,
+        own_task,
+        run_plan,
+        model,
+        made,
+        stream,
+        held_out,
+        plan,
+        source,
+        state,
+        [training.loaded, stream.loader, *(each.loader for each in held_out.values())],
+        {} if kept is None else kept,
+        left_out(model, state),
+        balancer,
+        groups,
+        evaluation,
+        training=training,
+        notes=notes,
+    )
+    on_all_ranks(
+        world, lambda: [built.rate(step) for step in (0, run_plan.step_plan.steps - 1)]
+    )  # an own schedule's mistakes
+    return built
+
+
+def _agreed(config: Config, world: World) -> Config:
+    """The config with rank 0's experiment name (a name with the time in it differs by rank); the rest must be equal."""
+    name = world.gather(config.experiment_name)[0]
+    config = dataclasses.replace(config, experiment_name=name)
+    world.check_same("configuration", cli.flat(config))
+    return config
+
+
+def _new_state() -> dict[str, Any]:
+    return {"running_loss": 0.0, "best": None}
+
+
+def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]]:
+    """The newest whole checkpoint and its state; (None, the state of a new run) without one. Collective."""
+    found = checkpoint.find_resume(folder.path, world, notify(world))
+    if found is None:
+        return None, _new_state()
+    source, state = found
+    overlay(folder, state, world)  # collective
+    if state.get("evaluation_due"):  # the checkpoint is older than its evaluation, if that was made
+        noted = world.gather(folder.read_evaluated() if world.is_main else {})[0]  # collective
+        if noted.get("step") == state["global_step"]:
+            state |= {name: noted[name] for name in JUDGED if name in noted}
+            del state["evaluation_due"]
+    return source, state
+
+
+def _glimpsed(folder: RunFolder) -> dict[str, Any]:
+    """The state in the newest checkpoint, whose tensors are not read: it says where the run's plan began."""
+    steps = checkpoint.list_steps(folder.path)
+    return checkpoint.read_state(checkpoint.path_of(folder.path, steps[-1])) if steps else {}
+
+
+def _own(task: Task) -> dict[str, Tensor]:
+    """What the task's `state_dict()` names, as `task/NAME`."""
+    return {f"task/{name}": tensor for name, tensor in task.state_dict().items()}
+
+
+def notify(world: World) -> Callable[[str], None]:
+    """Rank 0's word to the person, before the log is open. It can be sent to another process, as a task's part."""
+    return partial(_tell, world.is_main and not world.quiet)
+
+
+def _tell(is_main: bool, line: str) -> None:
+    if is_main:
+        print(said(line), file=sys.stderr, flush=True)
+
+
+_LOG = logging.getLogger("lockstep")
+
+
+def announce(built: Built) -> None:
+    """Log where each rank computes, what a step is and what is worth a warning. Collective."""
+    log_ranks(built.world)  # collective
+    _LOG.info(described_step(built.run_plan, built.world.size))
+    if line := described_loss(built.run_plan, built.task):
+        _LOG.info(line)
+    if not has_own(built.task, "optimizer"):
+        _LOG.info(described_optimizer(built.run_plan))
+    if built.config.checkpoint.mode == "none" and built.world.is_main:
+        _LOG.warning(
+            "--checkpoint.mode none: no checkpoint is written; what this start trains cannot be resumed or loaded"
+        )
+    if line := resume.described(built.state, built.run_plan.step_plan.steps, built.lr * built.rate(built.start)):
+        _LOG.info(line)
+    for line in warnings(built.run_plan, built.model) if built.world.is_main else ():
+        _LOG.warning(line)
+
+
+_WIDE = 120  # columns at least, so that names stay whole
+
+
+def show_groups(config: Config) -> None:
+    """Prints the groups of the run that `config` asks for. Raises what `build` raises."""
+    world = World.join(config.device, config.timeout)
+    try:
+        built = build(config, None, world, resume=False)  # a run that lies there has no say
+        made = optimizer_of(built.config, built.task, built.model)
+        table = Table("group", "tensors", "parameters", "lr", "weight decay", box=None, pad_edge=False)
+        table.add_column("names", overflow="fold")
+        for row in groups_of(built.model, made):
+            table.add_row(*row)
+        if world.is_main:
+            console = Console()
+            console.width = max(console.width, _WIDE)
+            console.print(table)
+    finally:
+        world.leave()
+
+
+def groups_of(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, ...]]:
+    """A row for each group, and one for what is in none: number, tensors, parameters, rate, decay, names."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    rows: list[tuple[str, ...]] = []
+    left = dict(names)
+    for number, group in enumerate(optimizer.param_groups):
+        own = [(left.pop(parameter), parameter) for parameter in group["params"]]
+        rates = (f"{group['lr']:g}", f"{group.get('weight_decay', 0.0):g}")
+        kind = " muon" if group.get("muon") else ""
+        rows.append((f"{number}{kind}", *_counted(own), *rates, _shown([name for name, _ in own])))
+    if left:
+        own = [(name, parameter) for parameter, name in left.items()]
+        rows.append(("frozen", *_counted(own), "", "", _shown([name for name, _ in own])))
+    return rows
+
+
+def _counted(own: list[tuple[str, nn.Parameter]]) -> tuple[str, str]:
+    return str(len(own)), f"{sum(parameter.numel() for _, parameter in own):,}"
+
+
+def _shown(names: list[str]) -> str:
+    return "\n".join(names if len(names) < 4 else [names[0], "...", names[-1]])

@@ -1,0 +1,189 @@
+"""A script that makes a Hugging Face Trainer, run as it stands, with `Trainer.train` being lockstep's in this process.
+
+    code = run_script(Script(Path("run_clm.py"), Path("args.json")), {"engine": "fsdp", "exact": True})
+
+The script reads its arguments from the JSON file, as the scripts of transformers' examples folder do where that is
+their only argument, and does all the rest itself: data, tokenizer, model, what is evaluated and saved afterwards.
+"""
+
+import math
+import runpy
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from lockstep.adapters.hf_trainer.convert import TrainerTask, from_trainer
+from lockstep.adapters.hf_trainer.data import of_transformers
+from lockstep.adapters.hf_trainer.flags import Script
+from lockstep.config import cli
+from lockstep.config.schema import Config
+from lockstep.errors import ConfigError, UsageError, raised_in
+from lockstep.logging import jsonl
+from lockstep.models.hf import as_it_is
+from lockstep.tensors import is_dtensor
+from lockstep.training.inference import load
+from lockstep.training.run import Result, Run
+
+__all__ = [
+    "run_script",
+]
+
+
+def run_script(script: Script, told: Mapping[str, Any]) -> int:
+    """Runs the script to its end and returns the exit code: its own, or that of a run that a signal ended.
+
+    Args:
+        script: see `lockstep.config.hf_script`.
+        told: the options of a run that win over the Trainer's arguments, by dotted name.
+
+    Raises:
+        ConfigError: transformers is not installed, the script does not know an argument of the file, or its Trainer
+            uses what is not served.
+        UsageError: the script came to its end without a call of `trainer.train()`.
+        LockstepError: the run failed.
+    """
+    trainers = as_it_is("--hf-script", str(script.path)).Trainer
+    training = _Training(told)
+    with _bound(trainers, training), _as_started(script):
+        try:
+            runpy.run_path(str(script.path), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                return _code(end.code)
+        except ValueError as error:
+            if raised_in(error) == "transformers.hf_argparser:parse_dict":
+                raise ConfigError(f"--hf-args {script.arguments}: {str(error).splitlines()[0]}") from error
+            raise
+    if not training.folders:
+        raise UsageError(
+            f"--hf-script {script.path} ended without a call of trainer.train(): set "
+            f'"do_train": true in {script.arguments}; a script without a Trainer is not served'
+        )
+    return 0
+
+
+class _Training:
+    """What `Trainer.train` is meanwhile.
+
+    Attributes:
+        folders: of the runs that were trained.
+    """
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self._told = told
+        self.folders: list[tuple[str, str]] = []
+
+    def __call__(self, trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
+        """Trains, and returns the Trainer's own TrainOutput. Ends the script where a signal ended the run."""
+        if isinstance(resume_from_checkpoint, str):
+            raise ConfigError(
+                f"trainer.train(resume_from_checkpoint='{resume_from_checkpoint}'): a run resumes by its folder; a "
+                "Trainer's checkpoint gives weights: name it as the model, and leave this out"
+            )
+        if trial is not None:
+            raise ConfigError("trainer.train(trial=...): a search is a loop of runs here, as in examples/sweep.py")
+        config, task = from_trainer(trainer)
+        ends = {"max_steps": 0} if "num_epochs" in self._told else {}  # which would win over --num-epochs
+        said = {**cli.flat(config, own_task=True), **ends, **self._told}
+        config = cli.build({**said, "log_freq": _recorded(trainer, cli.build(said))})
+        folder = (config.save_dir, config.experiment_name)
+        if folder in self.folders:
+            raise ConfigError(
+                f"the script calls trainer.train() a second time with output_dir '{'/'.join(folder)}', where the first "
+                "run lies, finished: give the second Trainer an output_dir of its own"
+            )
+        self.folders.append(folder)
+        began = time.perf_counter()
+        run = Run(config, task)
+        try:
+            result = run()
+        except KeyboardInterrupt:
+            if run.status != "interrupted":
+                raise
+            result = run.result
+        if result.exit_code:
+            raise SystemExit(result.exit_code)
+        return _output(trainer, config, task, result, time.perf_counter() - began)
+
+
+def _recorded(trainer: Any, config: Config) -> int | str:
+    """`log_freq`, such that a run of fewer steps has one record: the script wants the loss."""
+    epoch = config.limit_train_batches or len(trainer.train_dataset) / config.batch_size
+    whole = isinstance(epoch, int | float) and not config.max_steps
+    steps = config.num_epochs * epoch if whole else config.max_steps
+    return "100%" if isinstance(config.log_freq, int) and config.log_freq > steps > 0 else config.log_freq
+
+
+def _output(trainer: Any, config: Config, task: TrainerTask, result: Result, seconds: float) -> Any:
+    """What the script reads afterwards: the model, `trainer.state` and the numbers."""
+    epochs = result.global_step * config.batch_size / max(len(trainer.train_dataset), 1)
+    state, history = trainer.state, _history(trainer, result)
+    state.global_step = state.max_steps = result.global_step
+    state.epoch, state.log_history = epochs, history
+    if result.best:
+        state.best_metric, state.best_model_checkpoint = result.best.value, result.best.path
+    best = trainer.args.load_best_model_at_end
+    if best or any(map(is_dtensor, trainer.model.parameters())):
+        load(result.folder, task, "best" if best else "last", trainer.args.device)  # is `trainer.model` from here on
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    loss = math.fsum(losses) / len(losses) if losses else math.nan
+    metrics = {"train_runtime": seconds, "train_loss": loss, "epoch": epochs}
+    return of_transformers(trainer).TrainOutput(result.global_step, loss, metrics)
+
+
+def _history(trainer: Any, result: Result) -> list[dict[str, Any]]:
+    """The run's records as the Trainer writes its own; [] but on the first process, which wrote them."""
+    if not trainer.is_world_process_zero():
+        return []
+    return [dict(_renamed(record)) for record in jsonl.read(result.folder / "metrics.jsonl")]
+
+
+_THEIRS = {"running_loss": "loss", "lr": "learning_rate", "grad_norm": "grad_norm", "global_step": "step"}
+
+
+def _renamed(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in record.items():
+        if name in _THEIRS:
+            yield _THEIRS[name], value
+        elif name.startswith("evaluation/"):
+            yield f"eval_{name.removeprefix('evaluation/')}", value
+    if "epoch" in record:
+        yield "epoch", record["epoch"] + record.get("epoch_progress", 0.0)
+
+
+@contextmanager
+def _bound(trainers: Any, training: _Training) -> Iterator[None]:
+    """Within it `train` of every Trainer of this process, and of what derives from it, is `training`."""
+    theirs = trainers.train
+
+    def train(
+        self: Any, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> Any:
+        return training(self, resume_from_checkpoint, trial)
+
+    trainers.train = train
+    try:
+        yield
+    finally:
+        trainers.train = theirs
+
+
+@contextmanager
+def _as_started(script: Script) -> Iterator[None]:
+    """Within it the process looks to the script as if Python had been started with it."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv, sys.path[:0] = [str(script.path), str(script.arguments)], [str(script.path.parent.absolute())]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _code(code: Any) -> int:
+    """As Python ends: a text is printed, and is a failure."""
+    if isinstance(code, int):
+        return code
+    print(code, file=sys.stderr)
+    return 1

@@ -1,0 +1,411 @@
+"""A trained model from a run's folder.
+
+model = lockstep.load("outputs/mine", Mine(), which="best")
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import checkpoint
+from lockstep.checkpoint.check import StoredTensor
+from lockstep.checkpoint.export import chosen as export_chosen
+from lockstep.checkpoint.export import export
+from lockstep.checkpoint.format import dtype_name
+from lockstep.checkpoint.read import FullTensors
+from lockstep.config import cli
+from lockstep.config.schema import Config
+from lockstep.config.secrets import printable
+from lockstep.config.task_options import LANGUAGE, OWN, kind_of
+from lockstep.distributed.launcher import end_with_launcher
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError
+from lockstep.logging.console import waiting
+from lockstep.logging.jsonl import plain
+from lockstep.models.hf import HubTokenizer, save_trained
+from lockstep.models.lora import merge
+from lockstep.records import EvaluationRecord
+from lockstep.task import Task, adapted, written
+from lockstep.tasks.columns import check_classes
+from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
+from lockstep.tasks.regression import on_columns_of
+from lockstep.training.build import notify
+from lockstep.training.build_engine import model_of
+from lockstep.training.defaults import on_device
+from lockstep.training.evaluation import batches_of, evaluate_all, named_sets
+from lockstep.training.named_task import load_task, named_task, on_data
+from lockstep.training.resume import chosen, fill
+from lockstep.training.run_dir import RunFolder, sources_of
+from lockstep.training.task_check import recall
+from lockstep.training.trainable import left_out, with_adapters
+from lockstep.transforms.determinism import check_precision, pin
+
+__all__ = [
+    "ExportRequest",
+    "InferenceRequest",
+    "Used",
+    "config_of",
+    "evaluate_run",
+    "export_run",
+    "generate_texts",
+    "joined",
+    "load",
+    "opened",
+    "task_of",
+]
+
+
+@contextmanager
+def joined(config: Config, world: World | None = None) -> Iterator[World]:
+    """The world, joined here and left at the end unless it is given. After an error nobody is waited for."""
+    end_with_launcher()
+    made = world or World.join(config.device, config.timeout)
+    try:
+        yield made
+    except BaseException:
+        if world is None:
+            made.abandon()  # the others may have met no error
+        raise
+    if world is None:
+        made.leave()
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """What is to be opened.
+
+    Attributes:
+        run: a run's folder.
+        which: "last", "best", or a step.
+        task: FILE.py:CLASS in place of what the run's configuration names; "" takes that.
+        data: what --dataset-name would say, in place of the run's own; "" takes that.
+        device: auto, cpu or cuda; "" is the run's.
+        changes: fields of the configuration that are to be others.
+        ema: with the averaged weights.
+    """
+
+    run: str
+    which: str | int = "last"
+    task: str = ""
+    data: str = ""
+    device: str = ""
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ema: bool = False
+
+
+@dataclass(slots=True)
+class Used:
+    """A run that was opened. `config` is as it was trained, but for engine and kernels; `step`: of the checkpoint."""
+
+    config: Config
+    world: World
+    task: Task
+    model: nn.Module
+    step: int
+
+
+@contextlib.contextmanager
+def opened(wanted: InferenceRequest) -> Iterator[Used]:
+    """The run, on every process that a launcher started; the world is left at the end.
+
+    Raises:
+        CheckpointError: no such run or checkpoint, or the task's model is another one than it holds.
+        ConfigError: the task is not to be had.
+        DataError: the data is not.
+    """
+    path = Path(wanted.run).expanduser()
+    config = config_of(path, wanted)
+    with joined(config) as world:
+        yield _made(path, config, wanted, world)
+
+
+def config_of(path: Path, wanted: InferenceRequest) -> Config:
+    """Read the configuration as the run wrote it, without what only training needs.
+
+    Raises:
+        CheckpointError: the folder is no run's.
+    """
+    file = path / "config.toml"
+    if not file.is_file():
+        raise CheckpointError(f"{printable(str(path))} is no run's folder; pass SAVE_DIR/EXPERIMENT_NAME")
+    values = {name: value for name, value in cli.read(file).items() if not name.startswith("engine_options.")}
+    training = {"engine": "auto", "weight_copies": "forward", "grad_dtype": "float32", "fused_kernels": "none"}
+    values |= training | dict(wanted.changes)
+    if wanted.device:
+        values["device"] = wanted.device
+    config = cli.build(values)
+    return dataclasses.replace(config, micro_batch_size=config.micro_size)
+
+
+def _made(path: Path, config: Config, wanted: InferenceRequest, world: World) -> Used:
+    """The task and the model, the weights in it. Collective."""
+    config = on_device(config, {}, world, notify(world))
+    pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
+    check_precision(config.precision, world.device)
+    found = on_all_ranks(world, lambda: chosen(path, wanted.which))
+    state = on_all_ranks(world, lambda: checkpoint.read_state(found))
+    task = on_all_ranks(world, lambda: task_of(path, config, wanted, state, notify(world)))
+    recall(task, state)
+    model = model_of(config, task, world, dict(state), notify(world))
+    without = left_out(model, state)
+    on_all_ranks(world, lambda: _filled(found, model, task, without, wanted.ema))
+    return Used(config, world, task, model, int(state.get("global_step", 0)))
+
+
+def task_of(
+    path: Path, config: Config, wanted: InferenceRequest, state: dict[str, Any], say: Callable[[str], None]
+) -> Task:
+    """The run's task, made anew.
+
+    Raises:
+        ConfigError: it was trained from Python, and is not named.
+        DataError: its data is not to be had.
+    """
+    trained = state.get("plan", {}).get("task", "")
+    if wanted.task:
+        task = load_task(wanted.task)
+    elif config.task or trained in (CausalLM.__qualname__, HubCausalLM.__qualname__):
+        kind = kind_of(config.task)
+        if kind not in (LANGUAGE, OWN):
+            asked = dataclasses.replace(config, dataset_name=wanted.data or config.dataset_name)
+            if kind == "regression":
+                return on_columns_of(sources_of(path), printable(str(path)), asked, say)
+            task = named_task(asked, say)
+            check_classes(state.get("plan", {}).get("data", ""), task, str(path))
+            return task
+        task = named_task(config, say)
+    else:
+        name = printable(trained) or "CLASS"
+        raise ConfigError(f"{printable(str(path))} was trained from Python: name its task with --task FILE.py:{name}")
+    return on_data(task, config, wanted.data, say) if wanted.data else task
+
+
+def _filled(found: Path, model: nn.Module, task: Task, without: frozenset[str], ema: bool) -> None:
+    own = task.state_dict()
+    try:
+        fill(found, model, own, without=without, ema=ema)
+    except CheckpointError as error:
+        raise CheckpointError(f"the task {type(written(task)).__name__} does not fit the checkpoint: {error}") from None
+    if own:
+        task.load_state_dict(own)
+
+
+def evaluate_run(wanted: InferenceRequest, *, as_json: bool = False) -> EvaluationRecord:
+    """Evaluates and prints loss and metrics, on rank 0. On as many processes as a launcher started.
+
+    Raises:
+        CheckpointError, ConfigError: see `run.using.opened`.
+        DataError: there is no evaluation set.
+    """
+    aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with aside, opened(wanted) as used:  # what the task prints
+        record, is_main = _record(used), used.world.is_main
+    if is_main:
+        _print(record, wanted, as_json)
+    return record
+
+
+def _record(used: Used) -> EvaluationRecord:
+    found = on_all_ranks(used.world, lambda: named_sets(used.task.dataset("evaluation")))
+    sets = batches_of(used.config, used.task, found, used.world)
+    if not sets:
+        raise DataError("the task has no evaluation set: its dataset('evaluation') is None or empty")
+    with waiting("evaluating", shown=used.world.is_main) as progress:
+        return evaluate_all(used, used.task, sets, used.world, step=used.step, seed=used.config.seed, progress=progress)
+
+
+def _print(record: EvaluationRecord, wanted: InferenceRequest, as_json: bool) -> None:
+    if as_json:
+        found = asdict(record)
+        numbers = {name: plain(value) for name, value in found.pop("metrics").items()}
+        found = {"run": wanted.run, **{name: plain(value) for name, value in found.items()}, "metrics": numbers}
+        print(json.dumps(found, indent=1, allow_nan=False))
+        return
+    counts = {name: value for name, value in record.metrics.items() if name.endswith("/items")}  # of several sets
+    on = ", ".join(f"{value:,.0f} items of {name.removesuffix('/items')}" for name, value in counts.items())
+    which = ", averaged weights" if wanted.ema else ""
+    print(f"{printable(wanted.run)} after step {record.step}{which}, on {on or f'{record.items:,} items'}")
+    shown = {"loss": record.loss, **record.metrics} if not counts else record.metrics
+    width = max(map(len, shown))
+    for name, value in shown.items():
+        if name not in counts:
+            print(f"{printable(name):<{width}}  {value:.6g}")
+
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """What is to be exported.
+
+    Attributes:
+        run: a run's folder, or a checkpoint's.
+        out: what is to be made.
+        form: see `checkpoint.export.export`.
+        which: "last" (the newest whole one), "best", or a step.
+        merge: adapters are added to their base.
+        task: FILE.py:CLASS of the run's task, where it was started from Python and its base is needed.
+        ema: the averaged weights.
+    """
+
+    run: str
+    out: str
+    form: str
+    which: str | int = "last"
+    merge: bool = False
+    task: str = ""
+    ema: bool = False
+
+
+def export_run(asked: ExportRequest, say: Say) -> Path:
+    """Writes what is asked for, and returns the checkpoint that it came from.
+
+    Raises:
+        CheckpointError: no such run or checkpoint, damage, or weights that the format cannot take.
+        ConfigError: something is at `out` already, or the format and the checkpoint do not go together.
+    """
+    path = export_chosen(Path(asked.run), _step(asked))
+    state = checkpoint.read_state(path)
+    weights = _weights(asked, path, state)
+    export(path, Path(asked.out), asked.form, weights=weights, beside=partial(_beside, path, say), ema=asked.ema)
+    return path
+
+
+def _step(asked: ExportRequest) -> int | None:
+    """The step that is meant; None: the newest."""
+    if asked.which != "best":
+        return None if asked.which == "last" else int(asked.which)
+    run = Path(asked.run)
+    best = RunFolder(str(run.parent), run.name).read_evaluated().get("best")
+    if not best:
+        raise CheckpointError(f"--best: {printable(asked.run)} has no evaluation that is finite; leave --best out")
+    return int(best["step"])
+
+
+def _weights(asked: ExportRequest, path: Path, state: dict[str, Any]) -> FullTensors | None:
+    """The tensors to write, where they are not the checkpoint's own."""
+    adapters = "lora" in state
+    if asked.merge and not adapters:
+        raise ConfigError(f"--merge: {printable(path.name)} holds a whole model, and no adapters; leave --merge out")
+    if asked.form == "peft" and asked.merge:
+        raise ConfigError("--format peft is for adapters alone: leave --merge out, or use --format hf")
+    if not asked.merge:
+        if adapters and asked.form != "peft":
+            raise ConfigError(
+                f"--format {asked.form}: {printable(path.name)} holds adapters alone; use --format peft, or --merge to "
+                "add them to their base"
+            )
+        return None
+    run, step = path.parent.parent, int(path.name.rpartition("-")[2])
+    with opened(InferenceRequest(str(run), step, asked.task, device="cpu", ema=asked.ema)) as used:
+        return _whole(merge(used.model))
+
+
+def _whole(tensors: dict[str, Tensor]) -> FullTensors:
+    """Tensors in memory as a checkpoint's; those that are tied are stored once."""
+    stored: dict[tuple[int, tuple[int, ...]], StoredTensor] = {}
+    named, held = {}, {f"model/{name}": tensor.detach().contiguous() for name, tensor in tensors.items()}
+    for name, tensor in held.items():
+        kept = StoredTensor(dtype_name(tensor.dtype), tuple(tensor.shape), [])
+        named[name] = stored.setdefault((tensor.data_ptr(), tuple(tensor.shape)), kept)
+    return FullTensors(named, held.__getitem__)
+
+
+def _beside(path: Path, say: Say, folder: Path) -> None:
+    """The tokenizer and how to generate, of a language model whose run knows its data."""
+    run = path.parent.parent
+    if not (run / "config.toml").is_file():
+        return
+    try:
+        wanted = InferenceRequest(str(run))
+        config = config_of(run, wanted)
+        state = checkpoint.read_state(path)
+        if kind_of(config.task) != LANGUAGE or state.get("plan", {}).get("task") not in _LANGUAGE:
+            return
+        corpus: Any = task_of(run, config, wanted, state, say).corpus  # type: ignore[attr-defined]
+    except LockstepError as error:
+        say(f"exported without a tokenizer: {error}")
+        return
+    if isinstance(corpus.tokenizer, HubTokenizer):
+        corpus.tokenizer.save(folder)
+        corpus.tokenizer.save_generation(folder)
+    else:
+        plain = Sampling()
+        corpus.tokenizer.save(folder / "tokenizer.json")
+        save_trained(folder, corpus.separator, temperature=plain.temperature, top_k=plain.top_k)
+
+
+_LANGUAGE = (CausalLM.__qualname__, HubCausalLM.__qualname__)
+
+
+def generate_texts(wanted: InferenceRequest, prompts: Sequence[str], sampling: Sampling) -> list[str]:
+    """Prints each prompt with what the model goes on with, one after the other, and returns these texts.
+
+    Each is drawn by itself, from the same seed, so that no text depends on what else was asked.
+
+    Raises:
+        CheckpointError, ConfigError: see `run.using.opened`; and a run that is of no language model.
+    """
+    texts = []
+    with opened(wanted) as used:
+        task = used.task
+        if not isinstance(task, CausalLM | HubCausalLM):
+            kind = type(written(task)).__name__
+            raise ConfigError(
+                f"{printable(wanted.run)} trained {kind}, which is no language model that lockstep knows and writes no "
+                "text; `lockstep evaluate` shows what it learnt"
+            )
+        used.model.eval()
+        for text in task.write(used.model, prompts, used.world.device, sampling):
+            texts.append(text)
+            if used.world.is_main:
+                print("\n" * (len(texts) > 1) + printable(text, keep="\n\t"), flush=True)
+    return texts
+
+
+def load(
+    path: str | os.PathLike[str],
+    task: Any,
+    which: str | int = "best",
+    device: str | torch.device = "cpu",
+    *,
+    ema: bool = False,
+) -> nn.Module:
+    """The model of `task` with the weights of a checkpoint, in eval mode. Whatever engine and world wrote it.
+
+    A checkpoint of adapters gives the base, as `task.model()` makes it, with the adapters beside its layers.
+
+    Args:
+        path: a run's folder, or a checkpoint's.
+        task: what the run trained; its `model()` is called.
+        which: in a run's folder: "best" (the best evaluation; the last where nothing was evaluated), "last", or
+            a step.
+        device: where the model is put.
+        ema: with the averaged weights of `--optim.ema`; buffers are the checkpoint's.
+
+    Raises:
+        CheckpointError: no such checkpoint, it is damaged, it is of another model (or adapters for another base), or it
+            has no averaged weights.
+        ConfigError: `which` is none of these.
+    """
+    if isinstance(which, str) and which not in ("best", "last"):
+        raise ConfigError(f"which is '{which}': it must be 'best', 'last', or a step")
+    found = chosen(Path(path).expanduser(), which)
+    state = checkpoint.read_state(found)
+    model = adapted(task).model()
+    if "lora" in state:
+        with_adapters(model, state["lora"])
+    fill(found, model.to(device), without=left_out(model, state), ema=ema)
+    return model.eval()

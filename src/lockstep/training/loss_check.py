@@ -1,0 +1,595 @@
+"""Whether a task's loss is a sum or a mean over its items, found on a few samples and their halves.
+
+    check_loss(trial, training)         # sets task.reduction where it is "auto"; refuses a loss that is neither
+    fits(measures, place, limit)        # {"sum": 0.0002} of number `place`: what it is, and how far off
+
+The two differ by a factor, so four samples show which it is. A loss that draws random numbers is judged by that factor
+alone. Nothing needs to be known where a step has one micro-batch.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.config.schema import Config
+from lockstep.data.batches import Batches, MicroBatch
+from lockstep.data.loader import blamed, generators_kept
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.engines.base import Engine, at_rest
+from lockstep.engines.memory import is_out_of_memory
+from lockstep.engines.registry import undo_step
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.loop import seeder
+from lockstep.passes import unpacked
+from lockstep.task import Task, averages, has_own, set_found, takes_gradients
+from lockstep.training.defaults import explained
+from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
+
+__all__ = [
+    "LEAST",
+    "Cut",
+    "Measure",
+    "Probe",
+    "Trial",
+    "as_it_was",
+    "call",
+    "check_loss",
+    "fits",
+    "loss_number",
+    "measures",
+    "shown",
+    "try_loss",
+    "ways_out",
+]
+
+
+LEAST = 4  # samples: a half has two, so that a mean of them is no sum
+_ROUNDS, _DRAWN_ROUNDS = 4, 16  # places in the data that are tried, where the first does not show it; of what is drawn
+_ALIKE = 1e-5  # what two runs in different seeds may differ by that draw nothing
+
+Probe = Callable[[MicroBatch], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Some samples of this rank, and their two halves.
+
+    Attributes:
+        samples: in each half.
+        drew: the collation drew random numbers, so that the halves hold other labels than the whole.
+    """
+
+    whole: MicroBatch
+    halves: tuple[MicroBatch, MicroBatch]
+    samples: tuple[int, int]
+    drew: bool
+
+
+class Measure(NamedTuple):
+    """A probe's numbers of one rank's samples and of their halves.
+
+    Attributes:
+        items: of the whole and of each half; `samples`: of each half.
+        again: of the whole in another seed; () where that was not needed.
+    """
+
+    whole: list[float]
+    first: list[float]
+    second: list[float]
+    items: list[float]
+    samples: list[int]
+    drew: bool
+    again: list[float]
+
+    def noise(self, place: int) -> float:
+        """What number `place` changes by from seed to seed; 0 where nothing was drawn."""
+        if not self.again:
+            return 0.0
+        off = abs(self.again[place] - self.whole[place])
+        return off if off > _ALIKE * self.scale(place) or not math.isfinite(off) else 0.0
+
+    def is_random(self, place: int) -> bool:
+        """Whether number `place` depends on random numbers."""
+        return self.drew or self.noise(place) != 0.0
+
+    def three(self, place: int) -> tuple[float, float, float]:
+        """Number `place` of the whole and of both halves."""
+        return self.whole[place], self.first[place], self.second[place]
+
+    def scale(self, place: int) -> float:
+        """The largest of the three."""
+        return max(map(abs, self.three(place)))
+
+    def mean(self, place: int, weights: list[float] | list[int]) -> float:
+        """The halves' mean by these weights; NaN where they are 0."""
+        first, second = weights[-2:]
+        total = first + second
+        return (first * self.first[place] + second * self.second[place]) / total if total else math.nan
+
+
+@final
+class Trial:
+    """A task, the engine that will train it, and how its methods are tried.
+
+    Args:
+        plain: what the engine was made from, whose layers have the names that the user knows.
+        say: takes a line for the user, on every rank.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plain: nn.Module,
+        task: Task,
+        world: World,
+        config: Config,
+        say: Callable[[str], None],
+    ) -> None:
+        self.engine, self.plain, self.task, self.world = engine, plain, task, world
+        self.config, self.say = config, say
+        self.modes = {module: module.training for module in engine.model.modules()}  # as the training has them
+        self._reseed = seeder(0, "check", world.device)
+        narrow = any(p.is_floating_point() and p.itemsize < 4 for p in engine.model.parameters())
+        self.is_rough = narrow or config.engine_options.param_dtype not in ("same", "float32")
+        # An own step takes its gradients itself; the first graph of a static one must be the step's.
+        self._has_graph = task.own_steps is None and not config.engine_options.static_graph
+
+    @property
+    def model(self) -> nn.Module:
+        """What an engine holds; its forward may have collectives."""
+        return self.engine.model
+
+    @property
+    def limit(self) -> float:
+        """What two numbers may differ by that should be one."""
+        return 0.05 if self.is_rough else 0.01
+
+    @property
+    def doubt(self) -> float:
+        """What they may differ by without a word."""
+        return self.limit if self.is_rough else 0.001
+
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        """Surround whatever is tried: nothing is left behind."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(as_it_was(self.model, self.task, self.world.device))
+        stack.enter_context(eager())
+        return stack
+
+    def first(self, batches: Batches) -> MicroBatch:
+        """Load this rank's first micro-batch."""
+        return batches.parts(0, [(0, batches.own_samples(0))])[0][0]
+
+    @contextlib.contextmanager
+    def with_graph(self) -> Iterator[None]:
+        """Surround a forward as step 1 has it, of which no backward follows."""
+        if not self._has_graph:
+            with torch.no_grad():
+                yield
+            return
+        try:
+            with torch.enable_grad(), self.engine.accumulate(False, False):
+                yield
+        finally:
+            undo_step(self.engine)
+            at_rest(self.model)
+
+    def seed(self, number: int = 0) -> None:
+        """Seed what a loss may draw from."""
+        self._reseed(number, 0)
+
+    def cut(self, batches: Batches, place: int) -> Cut | None:
+        """Load at least four samples, and their halves; None where a rank cannot. Collective.
+
+        Args:
+            place: how many such cuts come before it.
+        """
+
+        def load() -> Cut | None:
+            count = min(max(LEAST, batches.own_samples(0)), batches.size)
+            half, start = count // 2, place * count
+            if not half:
+                return None
+            cuts = [(start, start + count), (start, start + half), (start + half, start + count)]
+            with contextlib.suppress(Exception):  # a collation may need what these samples do not have
+                (whole, drew), (first, _), (second, _) = batches.parts(0, cuts)
+                return Cut(whole, (first, second), (half, count - half), drew)
+            return None
+
+        found = on_all_ranks(self.world, load)  # collective
+        return found if all(self.world.gather(found is not None)) else None  # collective
+
+    def attempt(self, action: Callable[[], list[Any]]) -> tuple[list[Any], bool] | None:
+        """What `action` returns, and whether it needs a graph; None where it fails on a rank. Collective.
+
+        It runs in the parameters' dtype, unless the model relies on autocast.
+        """
+        for narrow in (False, True) if self.config.precision in AUTOCAST else (False,):
+            for gradients in (False, True):
+                found = None
+                plainly = contextlib.nullcontext() if narrow else without_autocast(self.plain)
+                with contextlib.suppress(Exception), torch.set_grad_enabled(gradients), plainly:
+                    found = action()
+                if all(self.world.gather(found is not None)):  # collective
+                    assert found is not None
+                    self.is_rough = self.is_rough or narrow
+                    return found, gradients
+        return None
+
+
+def measures(
+    trial: Trial, probe: Probe, batches: Batches, clean: Callable[[Measure], bool]
+) -> Iterator[tuple[list[Measure], bool]]:
+    """Measure at one place in the data after the other, until the caller has seen enough. Collective.
+
+    Args:
+        clean: whether a measure is as it should be; else the whole is loaded and computed again, in another seed.
+
+    Yields:
+        The measures of all ranks and places so far, alike on every rank; and whether the probe needs a graph.
+    """
+    found, needs_graph = list[Measure](), False
+    for place in range(_DRAWN_ROUNDS):
+        if place == _ROUNDS and not any(each.is_random(0) for each in found):
+            break
+        cut = trial.cut(batches, place)  # collective
+        if cut is None:
+            break
+
+        def tried(batch: MicroBatch, seed: int = 0) -> list[float]:
+            with as_it_was(trial.model, trial.task, trial.world.device):  # the task's own tensors have their say
+                trial.seed(seed)
+                return probe(batch)
+
+        parts = (cut.whole, *cut.halves)
+        numbers = trial.attempt(lambda parts=parts: [tried(batch) for batch in parts])  # type: ignore[misc]
+        if numbers is None:
+            break
+        values, needs_graph = numbers
+        items = [float(batch.items) for batch in parts]
+        mine = Measure(values[0], values[1], values[2], items, list(cut.samples), cut.drew, [])
+        every = [Measure(*each) for each in trial.world.gather(mine)]  # collective
+        if not all(map(clean, every)):
+            other = trial.cut(batches, place) or cut  # collective; a dataset may draw too
+            again = trial.attempt(lambda other=other: [tried(other.whole, 1)])  # type: ignore[misc]
+            if again is None:
+                break
+            held = [[part.held for part in (each.whole, *each.halves)] for each in (cut, other)]
+            drew = cut.drew or not _is_same(*held)
+            mine = mine._replace(again=again[0][0], drew=drew)
+            every = [Measure(*each) for each in trial.world.gather(mine)]  # collective
+        found += every
+        yield found, needs_graph
+    if not found:
+        yield found, needs_graph
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same tensors."""
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False)
+    return all(a.equal(b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
+
+
+def call(
+    method: str, action: Callable[[Any], Any], data: Any, model: nn.Module | None = None, task: Task | None = None
+) -> Any:
+    """Call a method of the task. Raises DataError, in one line, for what goes wrong in it."""
+    try:
+        return action(data)
+    except LockstepError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):  # whoever called says what holds the memory
+            raise
+        problem = blamed(method, error, "the first micro-batch, before step 1")
+        told = explained(error, model, task, data) if model is not None and task is not None else ""
+        raise (DataError(f"{problem}; {told}") if told else problem) from error
+
+
+@contextlib.contextmanager
+def as_it_was(model: nn.Module, task: Task, device: torch.device, *, training: bool = False) -> Iterator[None]:
+    """In eval mode, or as it is for `training`; afterwards modes, buffers, the task's tensors and the generators are
+    what they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    owned = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    own: Iterable[Tensor] = task.state_dict().values()
+    held = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *own) if not tensor.is_meta]
+    drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    if not training:
+        model.eval()
+    try:
+        with generators_kept():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        at_rest(model)
+        with torch.no_grad():
+            for module, buffers in owned:  # a forward may put another tensor in the place of a buffer
+                module._buffers.update(buffers)
+            for tensor, before in held:
+                if tensor.shape != before.shape:
+                    tensor.resize_(before.shape)
+                tensor.copy_(before)
+        if drawn is not None:
+            torch.cuda.set_rng_state(drawn, device)
+
+
+_EXACT = 1e-5  # the share by which rounding may be off
+_VOTES = 8  # runs of a loss that draws, at least
+_LOOKED = 3  # places in the data
+_SAMPLES = "samples"  # a mean over samples, where `count` counts other items
+
+
+def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
+    """Compute the loss of a batch as step 1 does.
+
+    Returns:
+        The loss, and the names of the numbers beside it.
+
+    Raises:
+        ConfigError: it is no number with a graph; or it has a collective of its own, under `--exact` or `verify`.
+        DataError: `loss` fails.
+    """
+    task, model = trial.task, trial.model
+    must_agree = (trial.config.exact or task.is_compared) and trial.world.size > 1
+    if must_agree and not task.gathers and task.own_steps is None:
+        with as_it_was(model, task, trial.world.device, training=True):  # it may gather in training alone
+            for module in model.modules():
+                module.training = trial.modes.get(module, module.training)
+            trial.seed()
+            with trial.with_graph(), _no_collectives(trial):
+                call("loss", lambda data: task.loss(model, data), batch.data, model, task)
+    trial.seed()
+    with trial.with_graph():
+        loss = call("loss", lambda data: task.loss(model, data), batch.data, model, task)
+        number, beside = unpacked(loss)
+        return float(number.detach()), list(beside)  # waits for the device
+
+
+def loss_number(value: Any) -> float:
+    """A loss as a number, with or without a graph; without the numbers beside it."""
+    with torch.no_grad():
+        return float(unpacked(value)[0].detach())  # waits for the device
+
+
+def check_loss(trial: Trial, training: Batches) -> None:
+    """Find out whether the loss is a sum or a mean, where the task does not say; refuse what is neither. Collective.
+
+    Raises:
+        ConfigError: it is not what the task declares, or neither, or it cannot be told; a `count` that does not add up.
+    """
+    task, found, looked = trial.task, list[Measure](), 0
+    if task.reduction == "micro-batch":
+        if not task.framework:  # which the line of the step says
+            trial.say(
+                "reduction = 'micro-batch': the loss of each micro-batch of "
+                f"{training.step_plan.micro_size} by itself, averaged by its items; it is not checked, and another "
+                "--micro-batch-size is another training"
+            )
+        return
+    if task.divisible:
+        probe = _probe(trial)
+        for found, needs_graph in measures(trial, probe, training, lambda m: _is_clean(trial, m)):
+            if needs_graph:
+                set_found(task, "", gradients=True)
+            looked += 1  # at more than one place, since a forward may take a branch by what a batch holds
+            if looked < _LOOKED:
+                continue
+            if _is_known(kinds := fits(found, 0, trial.limit)) and min(kinds.values(), default=1.0) < _EXACT:
+                break
+    one = training.step_plan.micro_batches == 1
+    kinds, what = fits(found, 0, trial.limit), shown(found, 0)
+    if task.reduction == "auto":
+        _find(trial, kinds, what, one, alone=training.size == 1 and not has_own(task, "count"))
+    else:
+        _compare(task, kinds, what, one)
+    if not one and task.reduction in (kinds or {}):
+        _check_count(found)
+        _warn(trial, (kinds or {})[task.reduction], what)
+
+
+def fits(found: list[Measure], place: int, limit: float) -> dict[str, float] | None:
+    """What number `place` of these measures may be, each with the largest share by which it is off.
+
+    Returns:
+        a dict with "sum" and "mean" (over items), and "samples", a mean over samples; {} for none of these; None where
+        no measure can tell.
+    """
+    if any(each.is_random(place) for each in found):
+        return _drawn(found, place)
+    offs = [off for each in found if (off := _off(each, place)) is not None]
+    if not offs:
+        return None
+    worst = {kind: max(off[kind] for off in offs) for kind in offs[0]}
+    if worst[_SAMPLES] < _EXACT < worst["mean"]:  # where items are alike the two means are close, and one is exact
+        worst["mean"] = math.inf
+    return {kind: value for kind, value in worst.items() if value <= limit}
+
+
+def _drawn(found: list[Measure], place: int) -> dict[str, float] | None:
+    """The same of a number that depends on random numbers: judged by the factor between a sum and a mean alone."""
+    told = [each for each in found if _off(each, place) is not None]
+    whole = sum((each.whole[place] + (each.again or each.whole)[place]) / 2 for each in told)
+    total = sum(each.first[place] + each.second[place] for each in told)
+    mean = sum(each.mean(place, each.samples) for each in told)
+    gap, noise = abs(total - mean), math.hypot(*(each.noise(place) for each in told))
+    if noise > gap / 2:
+        return _by_votes(told, place)
+    if abs(whole - total) < gap / 4:
+        return {"sum": 0.0}
+    return {"mean": 0.0, _SAMPLES: 0.0} if abs(whole - mean) < gap / 4 else None
+
+
+def _by_votes(found: list[Measure], place: int) -> dict[str, float] | None:
+    """The same where a few large numbers would drown the others: what most runs look like."""
+    votes = list[str]()
+    for each in found:
+        total, mean = each.first[place] + each.second[place], each.mean(place, each.samples)
+        for whole in (each.whole[place], (each.again or each.whole)[place]):
+            nearness = (whole - mean) / (total - mean) if total != mean else math.nan  # 1: as a sum; 0: as a mean
+            votes.append("sum" if nearness > 0.4 else _SAMPLES if nearness > -0.6 else "")
+    most = max(set(votes), key=votes.count, default="")
+    if not most or len(votes) < _VOTES or votes.count(most) < 0.75 * len(votes):
+        return None
+    return {"sum": 0.0} if most == "sum" else {"mean": 0.0, _SAMPLES: 0.0}
+
+
+def shown(found: list[Measure], place: int) -> str:
+    """The first measure that tells something, for a message."""
+    each = next((each for each in found if _off(each, place) is not None), None) or next(iter(found), None)
+    if each is None:
+        return "the first samples cannot be cut in halves"
+    whole, first, second = each.three(place)
+    return f"{sum(each.samples)} samples give {whole:.4g}, and their two halves {first:.4g} and {second:.4g}"
+
+
+def ways_out(what: str) -> str:
+    """What to do with a loss, or a number beside it, that depends on how a step is cut."""
+    return (
+        f"{what}: give the task a `count` under which it is a mean (labelled tokens, weights), write what looks at all "
+        "samples as `outputs` and `step_loss`, and what looks at the weights alone as `penalty`; or set "
+        "micro_batch_size = batch_size, or reduction = 'micro-batch'"
+    )
+
+
+def _off(each: Measure, place: int) -> dict[str, float] | None:
+    """By what share of its size the number is off a sum and off both means; None where it tells nothing."""
+    whole, first, second = each.three(place)
+    scale = each.scale(place)
+    if not scale or not all(map(math.isfinite, each.three(place))):
+        return None
+    wanted = {"sum": first + second, "mean": each.mean(place, each.items), _SAMPLES: each.mean(place, each.samples)}
+    return {kind: abs(whole - value) / scale if math.isfinite(value) else math.inf for kind, value in wanted.items()}
+
+
+def _is_known(kinds: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
+    return kinds is not None and not {"sum", "mean"} <= kinds.keys() and not {"sum", _SAMPLES} <= kinds.keys()
+
+
+def _is_clean(trial: Trial, each: Measure) -> bool:
+    off = _off(each, 0)
+    return off is None or min(off["sum"], off["mean"]) <= trial.doubt
+
+
+def _probe(trial: Trial) -> Callable[[MicroBatch], list[float]]:
+    return lambda batch: [loss_number(trial.task.loss(trial.model, batch.data))]
+
+
+def _find(trial: Trial, kinds: dict[str, float] | None, what: str, one: bool, alone: bool) -> None:
+    """Set the reduction of a task that does not declare one."""
+    task = trial.task
+    if kinds is not None and "mean" in kinds and "sum" not in kinds:
+        found, words = "mean", "a mean over its items"
+    elif kinds is not None and "sum" in kinds and "mean" not in kinds:
+        found, words = "sum", "a sum over its items"
+    elif one:
+        found, words = "micro-batch", "taken as it is, since a step has one micro-batch"
+    elif alone:
+        found, words = "sum", "that of one sample"
+    elif kinds is None or "sum" in kinds:
+        raise ConfigError(
+            f"whether the task's `loss` is a sum or a mean over its items cannot be told: {what}; declare it: "
+            "reduction = 'sum' or 'mean'"
+        )
+    else:
+        raise _neither(kinds, what)
+    set_found(task, found, takes_gradients(task))
+    trial.say(f"the loss is {words} (found in the trial; `reduction` of the task declares it)")
+
+
+def _compare(task: Task, kinds: dict[str, float] | None, what: str, one: bool) -> None:
+    """Raises ConfigError where the loss is not what the task declares."""
+    if kinds is None or task.reduction in kinds:
+        return
+    if task.reduction == "sum" and kinds:
+        raise ConfigError(
+            f"the task's `loss` looks like a mean: {what}; return the sum over the items that `count` counts, or give "
+            "the task reduction = 'mean', or none at all"
+        )
+    if "sum" in kinds:
+        raise ConfigError(
+            f"the task says reduction = 'mean', but its `loss` looks like a sum: {what}; return the mean over the "
+            "items that `count` counts, or leave reduction out"
+        )
+    if not one:
+        raise _neither(kinds, what)
+
+
+def _neither(kinds: dict[str, float], what: str) -> ConfigError:
+    if _SAMPLES in kinds:
+        return ConfigError(
+            f"the task's `loss` is a mean over its samples, and `count` counts other items: {what}; leave `count` out, "
+            "or return the mean, or the sum, over what it counts"
+        )
+    return ConfigError(ways_out(f"the task's `loss` is neither a sum nor a mean over its items: {what}"))
+
+
+def _check_count(found: list[Measure]) -> None:
+    for each in found:
+        whole, first, second = each.items
+        if not each.drew and abs(whole - first - second) > 1e-5 * abs(whole):
+            raise ConfigError(
+                f"the task's `count` finds {whole:g} items in {sum(each.samples)} samples and {first:g} and {second:g} "
+                "in their two halves: it must count what the loss sums over (labels, not padding)"
+            )
+
+
+def _warn(trial: Trial, off: float, what: str) -> None:
+    if off > trial.doubt:
+        trial.say(
+            f"warning: the loss is off the {trial.task.reduction} of its parts by {off:.1%} ({what}), as that of a "
+            "router's balance or of class weights without their `count` is: it is computed of each micro-batch by "
+            f"itself, and {'averaged' if averages(trial.task) else 'added up'}"
+        )
+
+
+class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the collectives that are issued while no module of the model runs."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen, self.depth = list[str](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.depth and getattr(func, "namespace", "").lstrip("_").startswith("c10d"):
+            self.seen.append(func.__name__.partition(".")[0].strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _no_collectives(trial: Trial) -> Iterator[None]:
+    """Raises ConfigError, at its end, where a collective was issued outside of the model's forward."""
+    model = trial.model
+    mode = _Collectives()
+
+    def enter(*_: Any) -> None:
+        mode.depth += 1
+
+    def leave(*_: Any) -> None:
+        mode.depth -= 1
+
+    hooks = [module.register_forward_pre_hook(enter, prepend=True) for module in model.modules()]
+    hooks += [module.register_forward_hook(leave, always_call=True) for module in model.modules()]
+    try:
+        with mode:
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if mode.seen:
+        start = "--exact cannot hold with" if trial.config.exact else "another number of ranks is another training with"
+        raise ConfigError(
+            f"{start} a collective inside the task's `loss` ({mode.seen[0]}), which gathers what these ranks have: "
+            "write `outputs` and `step_loss`, which get all samples of a step"
+        )

@@ -1,0 +1,124 @@
+"""The task that `--model-name` and `--dataset-name` name."""
+
+import copy
+import dataclasses
+import difflib
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.config.cli import described
+from lockstep.config.fields import is_hub_name
+from lockstep.config.schema import Config, flag
+from lockstep.config.sections import Data
+from lockstep.config.task_options import LIGHTNING, OWN, kind_of
+from lockstep.errors import ConfigError
+from lockstep.models.gpt import PRESETS
+from lockstep.task import Task, adapted
+from lockstep.task_file import imported_class
+from lockstep.tasks.language_model import CausalLM, HubCausalLM, corpus_for, hub_task, loss_inside
+from lockstep.text.token_store import TokenizerToTrain
+
+__all__ = [
+    "load_task",
+    "named_task",
+    "on_data",
+]
+
+
+_PLAIN = Config()
+# The file whose `make(config, say)` makes a task, imported when asked for: each needs packages of its own.
+_MAKERS = {
+    "images": "lockstep.tasks.images",
+    "classification": "lockstep.tasks.classification",
+    "regression": "lockstep.tasks.regression",
+}
+
+
+def named_task(config: Config, say: Callable[[str], None]) -> Task:
+    """The task of --task, or the named language model on the named data, prepared now where it is not yet.
+
+    Raises:
+        ConfigError: an unknown model, or one that the sequence length does not fit.
+        DataError: data that is missing, empty or too short.
+    """
+    kind = kind_of(config.task)
+    if kind == OWN:
+        return _own(config)
+    if kind in _MAKERS:
+        made: Task = importlib.import_module(_MAKERS[kind]).make(config, say)
+        return made
+    if config.preset == "source":
+        say(described(config))
+    if is_hub_name(config.model_name) or (Path(config.model_name).expanduser() / "config.json").is_file():
+        return hub_task(config, say)
+    return _built_in(config, say)
+
+
+def load_task(named: str) -> Task:
+    """Load the task that `FILE.py:Class` names, made without arguments.
+
+    Raises:
+        ConfigError: no such file or class, or one that cannot be made so.
+    """
+    if named.startswith(LIGHTNING):
+        made: Task = importlib.import_module("lockstep.adapters.lightning.convert").load(named)
+        return made
+    kind = imported_class(named, "--task")
+    try:
+        task = kind()
+    except Exception as error:
+        raise ConfigError(f"--task '{named}': {kind.__name__}() failed ({error}); it must need no arguments") from error
+    return adapted(task)
+
+
+def on_data(task: Task, config: Config, name: str, say: Callable[[str], None]) -> Task:
+    """A named language model's task on the data that `name` names, in tokens of the tokenizer that it was trained with.
+
+    Args:
+        config: the run's, whose other settings of the data hold for its own hub dataset alone.
+
+    Raises:
+        ConfigError: the task is none of these.
+        DataError: data that is missing, empty or too short.
+    """
+    if not isinstance(task, CausalLM | HubCausalLM):
+        raise ConfigError(f"--data {name}: the task {type(task).__name__} brings its data itself; leave --data out")
+    tokenizer, plain = task.corpus.tokenizer, Data()
+    own = {key: getattr(plain, key) for key in ("subset", "split", "revision", "text_column", "encoding")}
+    asked = dataclasses.replace(config, dataset_name=name, tokenizer="", data=dataclasses.replace(config.data, **own))
+    other = copy.copy(task)
+    other.corpus = corpus_for(asked, lambda: tokenizer, say).corpus
+    return other
+
+
+def _own(config: Config) -> Task:
+    named = [flag(name) for name in ("model_name", "dataset_name") if getattr(config, name) != getattr(_PLAIN, name)]
+    if named:
+        raise ConfigError(f"--task {config.task} brings its model and its data: leave out {' and '.join(named)}")
+    return load_task(config.task)
+
+
+def _built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
+    if config.model_name not in PRESETS:
+        close = difflib.get_close_matches(config.model_name, PRESETS, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(PRESETS)}."
+        raise ConfigError(
+            f"--model-name '{config.model_name}' is unknown: {hint} A hub model is OWNER/NAME, a local one its folder"
+        )
+    preset = PRESETS[config.model_name]
+    if config.seq_len > preset.context:
+        raise ConfigError(
+            f"--seq-len {config.seq_len} is longer than the context of {config.model_name}, {preset.context}; lower it"
+        )
+    chosen = corpus_for(config, lambda: TokenizerToTrain(config.data.vocab_size), say)
+    shape = dataclasses.replace(preset, vocab_size=chosen.corpus.vocab_size, dropout=config.model.dropout)
+    sources = {config.dataset_name: chosen.revision} if chosen.revision else None
+    return CausalLM(
+        chosen.corpus,
+        shape,
+        sources,
+        prompt=config.data.prompt,
+        loss_chunk=config.model.loss_chunk,
+        inside=loss_inside(config),
+    )

@@ -1,0 +1,196 @@
+"""A run's folder and state at its begin: claimed, described, loaded.
+
+claimed(built)                      # rank 0 takes the folder
+sinks = open_sinks(built)           # rank 0: what stands in it, and where records go
+load_state(built)                   # the checkpoint to resume from, or the weights of --init-from
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lockstep import checkpoint
+from lockstep.checkpoint.layout import block_of
+from lockstep.config import cli
+from lockstep.distributed.progress import rank_label
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.engines.ema import without_average
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.files import clean, retry_io, storage_error
+from lockstep.logging import Sinks
+from lockstep.logging.console import Console
+from lockstep.logging.jsonl import JsonLines, read
+from lockstep.logging.trackers import masked, remote_sinks
+from lockstep.tensors import local_of, not_finite
+from lockstep.training import run_dir
+from lockstep.training.build import Built
+from lockstep.training.resume import weights_in
+from lockstep.training.selection import brief
+from lockstep.training.trainable import train_now
+
+__all__ = [
+    "bad_parameters",
+    "claimed",
+    "count_restarts",
+    "exempt_names",
+    "load_state",
+    "not_finite_now",
+    "note_first",
+    "open_sinks",
+    "where_not_finite",
+]
+
+
+_KEY = "not_finite_at_start"
+
+
+def note_first(built: Built) -> None:
+    """Note in the run's state which tensors are not finite when it begins, or was first resumed. Collective then."""
+    if _KEY not in built.state:
+        model = {f"model/{name}": each for name, each in built.model.state_dict().items() if isinstance(each, Tensor)}
+        built.state[_KEY] = sorted(_gather(model | built.own, built.world))  # collective
+
+
+def exempt_names(state: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Of these names those of tensors that need not be finite."""
+    return {*state.get(_KEY, ())} | {name for name in names if name.startswith("kept.")}
+
+
+def not_finite_now(built: Built) -> dict[str, list[int]]:
+    """Find the tensors that are not finite and should be: name -> the ranks that hold such a part. Collective."""
+    return _look(built, built.tensors())  # collective
+
+
+def bad_parameters(built: Built) -> dict[str, list[int]]:
+    """Find the parameters that are not finite: only an update, or the caller, writes them. Collective."""
+    return _look(built, {f"model/{name}": each for name, each in built.model.named_parameters()})  # collective
+
+
+def _look(built: Built, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    exempt = exempt_names(built.state, tensors)
+    return _gather({name: each for name, each in tensors.items() if name not in exempt}, built.world)  # collective
+
+
+def where_not_finite(found: Mapping[str, list[int]], world: World) -> str:
+    """Say on which ranks the first of these tensors is not finite; "" where it is all of them."""
+    ranks = next(iter(found.values()))
+    return "" if len(ranks) == world.size else f" on {', '.join(map(rank_label, ranks))}"
+
+
+def _gather(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
+    local = {name: local_of(each) for name, each in tensors.items() if not each.is_meta and block_of(each) is not None}
+    found: dict[str, list[int]] = {}
+    for rank, names in enumerate(world.gather(not_finite(local))):  # collective
+        for name in names:
+            found.setdefault(name, []).append(rank)
+    return dict(sorted(found.items()))
+
+
+_LOG = logging.getLogger("lockstep")
+
+
+def claimed(built: Built) -> None:
+    """Rank 0 takes the folder's lock. Raises ConfigError as `RunFolder.claim` and `check_writable` do."""
+    if built.world.is_main:
+        kept = [p for name, p in built.model.named_parameters() if f"model/{name}" not in built.base]
+        size = sum(p.numel() * p.element_size() for p in kept)
+        saves = built.config.checkpoint.mode != "none"
+        built.folder.check_writable(saves * (3 + bool(built.config.optim.ema)) * size)  # AdamW's two moments among it
+        built.folder.claim()
+
+
+def count_restarts(state: dict[str, Any]) -> None:
+    """`restarts` of the state: how often a launcher started this run again after a failure, in all its starts."""
+    job, now = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    known = state.get("job", {})
+    before = known["restarts_before"] if job and known.get("id") == job else state.get("restarts", 0)
+    state |= {"restarts": before + now, "job": {"id": job, "restarts_before": before}}
+
+
+def open_sinks(built: Built) -> Sinks:
+    """What stands in the folder besides checkpoints, and where records go. On rank 0.
+
+    Raises:
+        ConfigError: a file of the folder cannot be written or read.
+        StorageError: the storage does not answer.
+    """
+    try:
+        return _make_sinks(built)
+    except OSError as error:
+        raise storage_error(error) or ConfigError(
+            f"--save-dir: {error.filename or built.folder.path}: {error.strerror or error}"
+        ) from error
+
+
+def _make_sinks(built: Built) -> Sinks:
+    config, folder = built.config, built.folder
+    checkpoint.clean(folder.path)
+    for each in (folder.path, folder.checkpoints):
+        clean(each)
+    folder.forget_end()
+    folder.forget_trained(built.start)
+    folder.write("config.toml", cli.to_toml(config, own_task=built.own_task))
+    run_dir.write(folder.environment, run_dir.describe() | {"sources": dict(built.task.sources)})
+    due = built.state.get("evaluation_due")
+    metrics = retry_io(lambda: JsonLines(folder.metrics, built.start, evaluated=not due))
+    earlier = retry_io(lambda: read(folder.metrics)) if built.start else []
+    remote = remote_sinks(config, folder.path, built.start)
+    sinks = Sinks([metrics, Console(built.last, built.start, built.task.item_name, earlier), *remote])
+    sinks.start(_described(built))
+    sinks.best(brief(built.state))
+    return sinks
+
+
+def _described(built: Built) -> dict[str, Any]:
+    """What a sink may keep of the run's configuration: no secret is in it."""
+    config, samples = built.config, built.run_plan.samples
+    return masked(
+        {
+            "experiment": config.experiment_name,
+            "args": built.arguments,
+            "training_data_size": built.run_plan.whole,
+            "num_batches": -(-samples // config.batch_size),
+            "world_size": built.world.size,
+            "sources": dict(built.task.sources),
+        }
+    )
+
+
+def load_state(built: Built) -> None:
+    """Loads the checkpoint to resume from, or the weights of --init-from. Collective.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model.
+    """
+    world = built.world
+    if built.source:
+        state = built.tensors()
+        if not built.state.get("plan", {}).get("optim.ema"):  # --resume-anyway: it begins at the weights
+            state = without_average(state)
+        checkpoint.load(built.source, state, world, verified=True)  # collective
+        built.load_state_dict(state)
+        _LOG.info("resumed from %s, step %d of %d", built.source, built.start, built.run_plan.step_plan.steps)
+    elif built.config.init_from:
+        _begin_from(built, Path(built.config.init_from).expanduser())
+    train_now(built.model, built.state)
+    note_first(built)  # collective in a new run
+
+
+def _begin_from(built: Built, path: Path) -> None:
+    source, verified = weights_in(path, built.world, _LOG.warning)  # collective
+    theirs = on_all_ranks(built.world, lambda: "lora" in checkpoint.read_state(source))  # collective
+    if theirs and not built.base:
+        raise CheckpointError(
+            f"--init-from {path} holds adapters alone: give --lora.rank too, or begin with the folder that `lockstep "
+            "export --format hf --merge` makes of them"
+        )
+    if theirs or not built.base:  # else these are the base's weights, which are in place
+        state = built.engine.state_dict()
+        begun = {name: t for name, t in state.items() if name.startswith("model/") and name not in built.base}
+        checkpoint.load(source, begun, built.world, verified=verified)  # collective
+        built.engine.load_state_dict(without_average(state))
+    _LOG.info("a new run with the weights of %s", source)

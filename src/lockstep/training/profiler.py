@@ -1,0 +1,512 @@
+"""`--profile 100:110`: these steps are traced on every rank, and rank 0 judges the traces.
+
+profiling = Profiling(built, make_clock(device), step_loader)       # its clock is the loop's
+with profiling:
+    profiling.after(start)
+    for step in ...:
+        profiling.after(step)                   # after each step, on every rank
+    profiling.end()                             # a trace that the run's end cuts short is written too
+
+Each rank writes RUN/profile/100-110/rank-R.json.gz, rank 0 verdict.json beside them. Where no steps are asked for,
+nothing of this runs, and no mark is made. No number of a run depends on it.
+"""
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import pickle
+import resource
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from multiprocessing import resource_sharer
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.multiprocessing  # teaches ForkingPickler tensors
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from lockstep.clock import Clock, MarkingClock, queued
+from lockstep.config.engine_options import own_options
+from lockstep.config.fields import range_of
+from lockstep.data.batches import StepLoader
+from lockstep.diagnose.profile.reading import ProfileTrace, ProfileTraceError, read
+from lockstep.diagnose.profile.verdict import ProfileVerdict, judged
+from lockstep.distributed.progress import rank_label
+from lockstep.distributed.world import World
+from lockstep.engines.registry import SHARING, name_of
+from lockstep.errors import ConfigError
+from lockstep.training.build import Built
+from lockstep.training.recorder import memory
+
+__all__ = [
+    "Profiling",
+    "ThreadUsage",
+    "check_range",
+    "cold_ms",
+    "cores",
+    "folder_of",
+    "fused_ns",
+    "handed_ms",
+    "local_ranks",
+    "memory_free",
+    "operations_us",
+    "page_us",
+    "positions",
+    "threads_gain",
+]
+
+
+_TRIED = 1 << 21  # elements of the tensor whose update is timed
+_PAGES = 1 << 24  # bytes whose pages are touched: more than a core's own caches hold
+_EVENTS = 400  # operations that are traced
+_SLEPT = 0.05  # seconds: what follows a longer sleep is no slower
+_UNIT = 128  # rows and columns of a layer that is timed after a sleep, small enough for malloc to keep what it takes
+_LAYERS = 64  # of these at most: more than a core's own caches hold
+_WIDE = 384  # rows and columns of the matrices by which threads are timed
+_WHO = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # this thread's own, on Linux
+
+
+class ThreadUsage(NamedTuple):
+    """What this thread has had so far: milliseconds in the system, new pages, pages read from a disk; milliseconds that
+    it computed, that the process's other threads did, and that it wanted a core and had none."""
+
+    system: float = 0.0
+    minor: float = 0.0
+    major: float = 0.0
+    busy: float = 0.0
+    others: float = 0.0
+    queued: float = 0.0
+
+    @classmethod
+    def now(cls) -> "ThreadUsage":
+        found = resource.getrusage(_WHO)
+        busy, whole = 1e3 * time.thread_time(), 1e3 * time.process_time()
+        return cls(1e3 * found.ru_stime, found.ru_minflt, found.ru_majflt, busy, whole - busy, 1e3 * queued())
+
+    @classmethod
+    def usual(cls, noted: Sequence["ThreadUsage"]) -> "ThreadUsage":
+        """What a step had of each, in the middle one of those between what was noted; nothing, for less than two."""
+        steps = [[new - old for new, old in zip(*pair[::-1], strict=True)] for pair in pairwise(noted)]
+        return cls(*(median(each) for each in zip(*steps, strict=True))) if len(steps) > 1 else cls()
+
+    @classmethod
+    def least_busy(cls, noted: Sequence["ThreadUsage"]) -> float:
+        """Milliseconds that this thread computed in the step in which it did so least; 0 for less than two steps."""
+        steps = [new.busy - old.busy for old, new in pairwise(noted)]
+        return min(steps) if len(steps) > 1 else 0.0
+
+    def since(self, steps: int) -> dict[str, float]:
+        """What came since, a step."""
+        now = ThreadUsage.now()
+        return {name: (new - old) / steps for name, new, old in zip(self._fields, now, self, strict=True)}
+
+
+def cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def local_ranks(world_size: int) -> int:
+    """Ranks on this host."""
+    return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+
+
+def memory_free(world: World) -> int:
+    """Bytes: of a CUDA device, or this rank's part of the host's."""
+    if world.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(world.device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):  # not Linux
+        return 0
+    return free // local_ranks(world.size)
+
+
+def fused_ns(device: torch.device) -> float:
+    """Nanoseconds that fused AdamW takes an element, as measured now; 0 where this device has none."""
+    if device.type == "cpu":
+        held = mmap.mmap(-1, 16 * _TRIED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        tried, grad, first, second = torch.frombuffer(held, dtype=torch.float32).view(4, _TRIED).unbind()
+        tried = tried.detach().requires_grad_()
+    else:
+        tried, grad = torch.zeros(_TRIED, device=device, requires_grad=True), torch.zeros(_TRIED, device=device)
+        first, second = torch.zeros_like(grad), torch.zeros_like(grad)
+    tried.grad = grad
+    best, clock = float("inf"), time.thread_time if device.type == "cpu" else time.perf_counter
+    try:
+        optimizer = torch.optim.AdamW([tried], fused=True)
+        step = torch.zeros((), device=device)
+        optimizer.state[tried] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+        for _ in range(4):
+            began = clock()
+            optimizer.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # waits for the device
+            best = min(best, clock() - began)
+    except RuntimeError:
+        return 0.0
+    return 1e9 * best / _TRIED
+
+
+def page_us() -> float:
+    """Microseconds that a new page of memory takes the system, its zeros and its return included."""
+    best, size = float("inf"), mmap.PAGESIZE
+    for _ in range(3):
+        began = time.thread_time()
+        held = mmap.mmap(-1, _PAGES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        torch.frombuffer(held, dtype=torch.uint8).fill_(1)
+        held.close()
+        best = min(best, time.thread_time() - began)
+    return 1e6 * best * size / _PAGES
+
+
+def operations_us() -> float:
+    """Microseconds of a small operation, called from Python; what tracing adds to it is an event's cost."""
+    one, other = torch.zeros(1), torch.zeros(1)
+    best = float("inf")
+    for _ in range(5):
+        began = time.thread_time()
+        for _ in range(_EVENTS // 5):
+            one.add_(other)
+        best = min(best, time.thread_time() - began)
+    return 1e6 * best / (_EVENTS // 5)
+
+
+def cold_ms(idle: float, parameters: int) -> float:
+    """Milliseconds by which a small training step takes longer after a sleep, which leaves a core and its caches cold.
+
+    Args:
+        idle: milliseconds that a step of the run waits.
+        parameters: of the model; a small one has less to load again.
+    """
+    layers = min(max(parameters // (_UNIT * _UNIT), 2), _LAYERS)
+    held, size = mmap.mmap(-1, 16 * layers * _UNIT**2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), _UNIT**2
+    each = [
+        torch.frombuffer(held, dtype=torch.float32, count=size, offset=4 * size * place).view(_UNIT, _UNIT)
+        for place in range(4 * layers)
+    ]
+    weights = [weight.requires_grad_() for weight in each[:layers]]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    for weight, grad, first, second in zip(*(each[k * layers : (k + 1) * layers] for k in range(4)), strict=True):
+        weight.grad = grad
+        optimizer.state[weight] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
+    rounds = []
+    with torch.enable_grad():
+        for _ in range(9):
+            time.sleep(min(_SLEPT, 1e-3 * idle))
+            took = []
+            for _ in range(3):
+                began = time.thread_time()
+                out = torch.ones(_UNIT // 4, _UNIT)
+                for weight in weights:
+                    out = torch.relu(torch.mm(out, weight))
+                out.sum().backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                took.append(time.thread_time() - began)
+            rounds.append(took[0] - took[2])
+    return max(0.0, 1e3 * median(rounds[1:]))
+
+
+def handed_ms(held: Any) -> float:
+    """Milliseconds that a batch takes from a loader process to this one, as small tensors take from this to itself.
+
+    Each tensor is a file of its own, for which the two talk over a socket: most of it, whatever the tensor holds.
+    """
+    count, threads = len({tensor.untyped_storage().data_ptr() for tensor in _tensors(held)}), set(threading.enumerate())
+    best = float("inf")
+    try:
+        for _ in range(5):
+            made = [torch.zeros(1) for _ in range(count)]
+            began = time.process_time()  # of both threads: one waits for the other
+            pickle.loads(ForkingPickler.dumps(made))
+            best = min(best, time.process_time() - began)
+    except (OSError, RuntimeError):  # no room, or no file left to share: nor could a loader
+        return 0.0
+    finally:
+        if set(threading.enumerate()) - threads:  # the one that hands out, which would go on waiting
+            resource_sharer.stop(timeout=1.0)
+    return 1e3 * best
+
+
+def threads_gain(fewer: int) -> float:
+    """How many times as fast small products of matrices are with `fewer` threads as with those of now.
+
+    All processes of the host are to ask at about the same time: that they disturb each other is what is measured.
+    """
+    now, took = torch.get_num_threads(), []
+    one, found = torch.ones(_WIDE, _WIDE), torch.empty(_WIDE, _WIDE)
+    try:
+        for threads in (now, fewer):
+            torch.set_num_threads(threads)
+            torch.mm(one, one, out=found)
+            began = time.perf_counter()
+            for _ in range(20):
+                torch.mm(one, one, out=found)
+                found.add_(1.0)
+            took.append(time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(now)
+    return took[0] / took[1]
+
+
+def positions(held: Any, items: float) -> tuple[int, float | Tensor]:
+    """Positions of a batch in host memory, and how many of them hold nothing; (0, 0) where that cannot be told.
+
+    By the batch's `attention_mask`. Without one, rows of whole numbers (tokens) are positions, and those that are no
+    items hold nothing to learn from, where there are more items than rows: else the items are the rows.
+    """
+    get = getattr(held, "get", None)
+    mask = get("attention_mask") if callable(get) else None
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask.numel(), int(mask.numel() - int(mask.count_nonzero()))
+    rows = [each for each in _tensors(held) if each.ndim == 2 and not each.is_floating_point()]
+    widest = max(rows, key=Tensor.numel, default=None)
+    if widest is None or items <= len(widest) or items > widest.numel():
+        return 0, 0
+    return widest.numel(), widest.numel() - items
+
+
+def _tensors(held: Any) -> list[Tensor]:
+    if isinstance(held, Tensor):
+        return [held]
+    values = list(held.values()) if isinstance(held, dict) else held if isinstance(held, list | tuple) else []
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+_PLAIN = 11  # times before the trace at which the process's use of the system is noted
+_IDLE = 1.0  # milliseconds a step that the thread waits, from where on it is asked what waiting costs what follows
+_LOG = logging.getLogger("lockstep")
+
+
+def folder_of(built: Built) -> Path:
+    """Where the traces of `--profile` lie."""
+    first, last = range_of(built.config.profile) or (0, 0)
+    return built.folder.path / "profile" / f"{first}-{last}"
+
+
+def check_range(built: Built) -> None:
+    """Raises ConfigError where the steps of `--profile` lie past the run's end, or their folder cannot be written."""
+    found, whole = range_of(built.config.profile), built.run_plan.step_plan.steps
+    if found is None:
+        return
+    if found[1] > whole:
+        raise ConfigError(
+            f"--profile {built.config.profile} reaches past the run's end: it has {whole} steps; choose others"
+        )
+    if not built.world.is_main or found[1] <= built.start:
+        return
+    folder = folder_of(built)
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"--profile: cannot write to {above}; make it writable, or leave --profile out")
+
+
+class Profiling:
+    """Traces the steps that are asked for. Making it waits for nobody.
+
+    Attributes:
+        clock: the run's: the given one, which also makes marks where steps are to be traced.
+    """
+
+    def __init__(self, built: Built, clock: Clock, step_loader: StepLoader) -> None:
+        self._built, self._step_loader = built, step_loader
+        self._range = range_of(built.config.profile)
+        self._marks = MarkingClock(clock) if self._range else None
+        self.clock: Clock = self._marks or clock
+        self._profiler: Any = None
+        self._first = self._done = 0  # of the traced steps: the first one, and the last that was taken
+        self._usage, self._costs = ThreadUsage(), dict[str, Any]()
+        self._plain: deque[ThreadUsage] = deque(maxlen=_PLAIN)
+        self._traced: list[ThreadUsage] = []
+        self._padding: list[Any] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A trace that is still made is dropped: what ends the run in the middle leaves none."""
+        if self._profiler is not None and self._marks:
+            with contextlib.suppress(RuntimeError):
+                self._marks.end()
+                if self._first:
+                    self._profiler.stop_trace()
+            self._profiler, self._first = None, 0
+
+    def after(self, done: int) -> float:
+        """Begins and ends the trace where that is due after `done` steps; the seconds that this took.
+
+        Collective after the last step of the range.
+        """
+        if self._range is None or done > self._range[1]:
+            return 0.0
+        began, (first, last) = time.perf_counter(), self._range
+        if self._first:
+            self._done = done
+            self._traced.append(ThreadUsage.now())
+            self._padding += [positions(batch.held, batch.items) for batch in self._step_loader.present if batch.weight]
+        if done < first - 1:
+            self._plain.append(ThreadUsage.now())
+        if done == last:
+            self.end()
+        elif done >= first - 2 and self._profiler is None:  # the step before warms the profiler up
+            self._prepare()
+        if first - 1 <= done < last and not self._first:
+            self._begin(done + 1)
+        return time.perf_counter() - began
+
+    def end(self) -> None:
+        """Writes the trace that is being made, if there is one. Collective then."""
+        if not self._first or self._marks is None:
+            return
+        if self._done >= self._first:
+            self._finish(self._marks)
+        else:  # no step came after its begin
+            self.__exit__()
+
+    def _prepare(self) -> None:
+        device = self._built.world.device
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
+        self._costs = {"fused_ns": fused_ns(device), "page_us": page_us(), "threads": torch.get_num_threads()}
+        ranks = local_ranks(self._built.world.size)
+        fewer = max(1, cores() // ranks)
+        if device.type == "cpu" and torch.get_num_threads() * ranks > cores() and torch.get_num_threads() > fewer:
+            self._costs["fewer_threads"] = {"count": fewer, "gain": threads_gain(fewer)}
+        if device.type == "cpu" and self._marks and len(self._plain) > 2:
+            usual = ThreadUsage.usual(self._plain)
+            idle = 1e3 * median(self._marks.plain) - usual.busy - usual.queued
+            parameters = sum(p.numel() for p in self._built.model.parameters() if p.requires_grad)
+            self._costs |= {"idle_ms": idle, "cold_ms": cold_ms(idle, parameters) if idle > _IDLE else 0.0}
+        if device.type == "cpu" and not self._built.config.data.workers:
+            self._costs["handed_ms"] = sum(handed_ms(batch.held) for batch in self._step_loader.present[:1])
+        with _quiet():
+            self._profiler = profile(activities=activities)
+            self._profiler.prepare_trace()
+
+    def _begin(self, number: int) -> None:
+        assert self._marks is not None
+        if self._built.world.device.type == "cuda":
+            torch.cuda.synchronize(self._built.world.device)  # waits for the device: what is traced begins here
+        plain = operations_us()
+        with _quiet():
+            self._profiler.start_trace()
+        self._costs["event_us"] = max(0.0, operations_us() - plain)
+        self._first, self._padding, self._usage = number, [], ThreadUsage.now()
+        self._traced = [self._usage]
+        self._marks.trace(number)
+
+    def _finish(self, marks: MarkingClock) -> None:
+        """Writes, reads and judges. A file system that refuses costs the verdict, and not the run."""
+        world, trace, why = self._built.world, dict[str, Any](), ""
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)  # waits for the device: what is traced ends here
+        marks.end()
+        profiler, self._profiler = self._profiler, None
+        with _quiet():
+            profiler.add_metadata_json("lockstep", json.dumps(self._about(marks)))
+            profiler.stop_trace()
+        self._first = 0
+        path = folder_of(self._built) / f"rank-{world.rank}.json.gz"
+        try:
+            _export(profiler, path)
+            trace = read(path).packed
+        except (OSError, RuntimeError, ProfileTraceError) as error:
+            why = f"{rank_label(world.rank)}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        found = world.gather([trace, why])  # collective
+        problems = [each for _, each in found if each]
+        if world.is_main:
+            if problems:
+                _LOG.warning("--profile %s: no verdict: %s", self._built.config.profile, problems[0])
+            else:
+                self._tell(judged([ProfileTrace.unpacked(each) for each, _ in found]), path.parent)
+
+    def _tell(self, verdict: ProfileVerdict, folder: Path) -> None:
+        for line in str(verdict).splitlines():
+            _LOG.info("%s", line)
+        try:
+            verdict.write(folder)
+            _LOG.info("traces for https://ui.perfetto.dev and verdict.json: %s", folder)
+        except OSError as error:
+            _LOG.warning("--profile: %s: %s", folder, error.strerror or error)
+
+    def _about(self, marks: MarkingClock) -> dict[str, Any]:
+        """What the verdict has to know beside the events."""
+        built, world, count = self._built, self._built.world, self._done - self._first + 1
+        config, engine = built.config, name_of(built.config.engine, built.world)
+        trained = [p for p in built.model.parameters() if p.requires_grad]
+        usage, plain, within = (
+            self._usage.since(count),
+            ThreadUsage.least_busy(self._plain),
+            ThreadUsage.least_busy(self._traced),
+        )
+        # What a trace keeps lies between the tensors in memory, and makes pages new that are not without it.
+        usage["minor"] = min(usage["minor"], ThreadUsage.usual(self._plain).minor)
+        return {
+            "rank": world.rank,
+            "world_size": world.size,
+            "steps": [self._first, self._done],
+            "device": world.device.type,
+            "host": socket.gethostname(),
+            "cores": cores(),
+            "local_ranks": local_ranks(world.size),
+            "micro_batches": config.micro_batches,
+            "micro_batch_size": config.micro_size,
+            "slots": len(self._step_loader.present),
+            "engine_options": own_options(engine),
+            "shares": engine in SHARING,
+            "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
+            "parameters": sum(p.numel() for p in trained),
+            **self._costs,
+            "untraced_ms": 1e3 * median(marks.plain) if marks.plain else None,
+            "tracing_ms": max(0.0, within - plain) if plain and within else None,
+            "cpu": {part: 1e3 * spent / count for part, spent in marks.computed.items()},
+            "queued": {part: 1e3 * spent / count for part, spent in marks.queued.items()},
+            "queued_by_step": [new.queued - old.queued for old, new in pairwise(self._traced)],
+            "usage": usage,
+            "padding": {
+                "positions": sum(whole for whole, _ in self._padding),
+                "empty": sum(int(empty) for _, empty in self._padding),
+            },
+            "memory_free": memory_free(world),
+            "memory_used": memory(world.device),
+            "options": built.arguments,
+        }
+
+
+def _export(profiler: Any, path: Path) -> None:
+    """Writes the trace whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.parent / f".tmp-{secrets.token_hex(4)}.json.gz"
+    try:
+        profiler.export_chrome_trace(str(part))
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Kineto writes lines of its own to the process's standard error."""
+    with contextlib.ExitStack() as stack:
+        try:
+            kept = os.dup(2)
+        except OSError:  # closed
+            yield
+            return
+        stack.callback(os.close, kept)
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, 2)
+        os.close(sink)
+        stack.callback(os.dup2, kept, 2)
+        yield

@@ -1,0 +1,469 @@
+"""What may follow a step: a record, an evaluation, a checkpoint, and at the end the summary.
+
+books = RunRecorder(built, meter, sinks, exchange, timeline)
+books.expect(record)            # where its numbers are still on the device
+...
+books.log(record)               # the window's record, where one ends with this step
+"""
+
+import json
+import logging
+import math
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from lockstep import checkpoint
+from lockstep.checkpoint.check import not_finite_line
+from lockstep.checkpoint.layout import Share
+from lockstep.checkpoint.read import AVERAGE
+from lockstep.clock import Clock, marked
+from lockstep.distributed.exchange import SAVE_FAILED, StepExchange
+from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.engines.base import at_rest
+from lockstep.engines.ema import averaged
+from lockstep.engines.registry import name_of
+from lockstep.errors import LockstepError, PeerError, StorageError, said
+from lockstep.guards.nonfinite import ReadStep
+from lockstep.guards.watchdog import loading_failures
+from lockstep.logging import Sinks
+from lockstep.records import TRAIN, EvaluationRecord, StepRecord, expanded, mean_numbers, merged_sums
+from lockstep.report.goodput import EVALUATION, SAVES, Timeline, waits
+from lockstep.training.build import Built
+from lockstep.training.evaluation import evaluate_all, numbered
+from lockstep.training.open_run import exempt_names, not_finite_now, where_not_finite
+from lockstep.training.run_dir import RunFolder
+from lockstep.training.selection import JUDGED, brief, judged, looked_at, out_of_patience, shown, stopped_by
+from lockstep.training.session import kept
+from lockstep.training.trainable import note
+from lockstep.transforms.precision import eager
+
+__all__ = [
+    "EXIT_INTERRUPTED",
+    "EXIT_SAVED",
+    "Meter",
+    "RunRecorder",
+    "losses_text",
+    "memory",
+]
+
+
+class _PendingStep(NamedTuple):
+    """What is kept of a step until it is recorded. As tensors it would hold the heap apart."""
+
+    losses: list[float]
+    norm: float
+    items: float
+    numbers: Mapping[str, Sequence[tuple[float, float]]]
+    gradients: Mapping[str, float]
+
+
+class Meter:
+    """Keeps the losses of the steps since the last record. It waits for no device.
+
+    Args:
+        beat: sums the losses over the ranks.
+        clock: where the time went.
+        device: whose memory is reported.
+        running: the sum of the losses of the window's steps that an earlier process took.
+        missed: how many of them had no finite loss, and so are not in the sum.
+        numbers: exact sums of these steps' numbers of the task's own, by name.
+    """
+
+    def __init__(
+        self,
+        exchange: StepExchange,
+        clock: Clock,
+        device: torch.device,
+        running: float = 0.0,
+        missed: int = 0,
+        numbers: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        self._exchange, self._clock, self._device = exchange, clock, device
+        self.running_loss, self.missed = running, missed
+        self.numbers = {name: list(sums) for name, sums in (numbers or {}).items()}
+        self._kept: list[_PendingStep] = []
+        self.skipped_steps = 0  # since this start
+        self._spent: dict[str, float] | None = None  # seconds by part, but for the first window, which holds the start
+        self._items, self._since = 0.0, time.perf_counter()
+
+    def add(self, step: ReadStep) -> None:
+        """Takes a step whose numbers have been read."""
+        self._kept.append(_PendingStep(step.losses, step.norm, step.record.items, step.numbers, step.gradients))
+        self._items += step.record.items
+        applied, limit = step.record.applied, step.record.limit
+        self.skipped_steps += not (step.norm < limit if applied is None else applied)  # None: the device decided
+
+    def settle(self) -> dict[str, float]:
+        """Adds the kept steps to `running_loss` (mean losses, each over all ranks) and to `numbers`.
+
+        Waits for all ranks. Each step's sums are formed in float64, where the order of a few float32 terms does not
+        show. A step whose loss is not finite is counted in `missed` instead: the guards name it, and one that is left
+        out should not make the window's mean NaN. Its other numbers are left out with it.
+
+        Returns:
+            grad_norm of the last step, and gradients/NAME where it took them.
+        """
+        steps, self._kept = self._kept, []
+        if not steps:
+            return {"grad_norm": math.nan}
+        sums, counted = [math.fsum(step.losses) for step in steps], list[_PendingStep]()
+        for step, total in zip(steps, self._exchange.totals(sums), strict=True):
+            loss = total / (step.items or 1)
+            if math.isfinite(loss):
+                self.running_loss += loss
+                counted.append(step)
+            else:
+                self.missed += 1
+        if names := list(dict.fromkeys(name for step in steps for name in step.numbers)):  # on every rank alike
+            self._add_numbers(names, counted)
+        last = steps[-1]
+        return {"grad_norm": last.norm, **{f"gradients/{name}": norm for name, norm in last.gradients.items()}}
+
+    def _add_numbers(self, names: list[str], steps: list[_PendingStep]) -> None:
+        """Add these steps' numbers, over all ranks. Collective."""
+        own = [expanded([part for step in steps for part in step.numbers.get(name, ())]) for name in names]
+        rows = self._exchange.rows([value for six in own for value in six])  # collective
+        for place, name in enumerate(names):
+            at = 6 * place
+            parts = [self.numbers.get(name, [0.0] * 6), *(row[at : at + 6] for row in rows)]
+            self.numbers[name] = merged_sums(parts)
+
+    def read(self, log_freq: int) -> dict[str, Any]:
+        """The window's record: running_loss, grad_norm, items_per_second, memory (bytes), time/... (milliseconds).
+
+        Behind them stand train/NAME, the task's own numbers, and gradients/NAME, where there are such.
+        """
+        norms = self.settle()
+        laps = self._clock.read()
+        if self._spent is None:
+            self._spent = {}
+        else:
+            self._took("steps", 1e-3 * log_freq * sum(laps.values()))
+            for name in ("data", "exchange"):
+                self._took(name, 1e-3 * log_freq * laps.get(name, 0.0))
+        now = time.perf_counter()
+        found = {
+            "running_loss": self.running_loss / (log_freq - self.missed) if self.missed < log_freq else math.nan,
+            "grad_norm": norms.pop("grad_norm"),
+            "items_per_second": self._items / max(now - self._since, 1e-9),
+            "memory": memory(self._device),
+            **{f"time/{name}": spent for name, spent in laps.items()},
+            "time/total": sum(laps.values()),
+        }
+        if self.skipped_steps:
+            found["skipped_steps"] = self.skipped_steps
+        found |= {f"{TRAIN}{name}": value for name, value in mean_numbers(self.numbers).items()} | norms
+        self.running_loss, self.missed, self._items, self._since = 0.0, 0, 0, now
+        self.numbers = {}
+        return found
+
+    def pause(self, seconds: float, part: str = "") -> None:
+        """Leaves `seconds` of something else out of the throughput; `part` is what it was: "evaluation" or "saves"."""
+        self._since += seconds
+        self._took(part, seconds)
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds of `steps`, `data` and `exchange` within them, `evaluation` and `saves`, since the first record."""
+        return dict(self._spent or {})
+
+    def _took(self, part: str, seconds: float) -> None:
+        if self._spent is not None and part:
+            self._spent[part] = self._spent.get(part, 0.0) + seconds
+
+
+def memory(device: torch.device) -> int:
+    """Peak bytes: allocated on a CUDA device, else resident in this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+    except (OSError, IndexError, ValueError):  # not Linux; and there the peak may be that of the parent
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+_LOG = logging.getLogger("lockstep")
+EXIT_INTERRUPTED, EXIT_SAVED = 130, 75
+_TROUBLES = ("loading/retries", "loading/left_out", "loading/restarts", "steps_left_out")
+
+
+class RunRecorder:
+    """Every rank calls each method at the same steps; rank 0 alone writes.
+
+    Attributes:
+        saved: the step of the newest checkpoint that was begun; without checkpoints, up to which the run is recorded.
+        saver: writes them.
+        is_best: whether the last evaluation was the best of the run.
+    """
+
+    def __init__(
+        self,
+        built: Built,
+        meter: Meter,
+        sinks: Sinks,
+        exchange: StepExchange,
+        timeline: Timeline,
+        *,
+        outlives: bool = False,
+        losses: str = "",
+    ) -> None:
+        self._timeline = timeline
+        self._built, self._meter, self._sinks, self._exchange = built, meter, sinks, exchange
+        self._outlives = outlives  # the run goes on where a rank is lost
+        self.losses = losses
+        keep = built.config.checkpoint
+        self._saves = keep.mode != "none"
+        self.saver = checkpoint.Saver(
+            built.world,
+            background=keep.mode == "async",
+            policy=keep.on_failure,
+            failed=partial(exchange.stop, SAVE_FAILED),
+        )  # collective
+        sinks.flush()  # of ranks that were left
+        self._began = time.perf_counter()
+        self._engine_name = name_of(built.config.engine, built.world)
+        self.saved = built.start
+        self.is_best = False
+
+    def _due(self, record: StepRecord) -> bool:
+        return (record.step + 1) % self._built.config.log_freq == 0
+
+    def expect(self, record: StepRecord) -> None:
+        """The step's numbers come later: what is logged in the meantime stands behind its record."""
+        if self._due(record) and self._built.world.is_main:
+            self._sinks.expect()
+
+    def log(self, record: StepRecord) -> None:
+        """One record of the steps since the last, where a window ends with this one; the meter has it. Collective."""
+        if self._due(record):
+            with marked("record"):
+                self._log(record)
+
+    def _log(self, record: StepRecord) -> None:
+        built = self._built
+        place = built.run_plan.place(record.step + 1)
+        found = self._meter.read(built.config.log_freq)
+        bad = self._troubles()
+        if built.balancer:
+            found["shares"] = ",".join(map(str, built.batches.sharing.at(record.step).slots))
+        if built.world.is_main:
+            names = ("global_step", "epoch", "epoch_progress", "num_batches_remaining")
+            self._sinks.arrived({**{k: place[k] for k in names}, "lr": built.lr * record.factor, **found, **bad})
+
+    def _troubles(self) -> dict[str, float]:
+        """What went wrong and was put right so far, over all ranks; nothing where nothing did."""
+        counts = [
+            *self._exchange.totals(loading_failures(self._built.loading)),
+            float(self._built.state.get("steps_left_out", 0)),
+        ]
+        return {name: count for name, count in zip(_TROUBLES, counts, strict=True) if count}
+
+    def evaluate(self, done: int) -> EvaluationRecord | None:
+        """The evaluation after `done` steps, None where there is nothing to evaluate on; `is_best` tells its rank."""
+        built, began = self._built, time.perf_counter()
+        if not built.evaluation:
+            return None
+        self._exchange.progress.at(done, EVALUATING)
+        self.saver.order()  # the averaged weights take the place of the others
+        with self._timeline.during(EVALUATION), averaged(built.engine):
+            found = evaluate_all(
+                built.engine,
+                built.task,
+                built.evaluation,
+                built.world,
+                step=done,
+                seed=built.config.seed,
+                progress=lambda *evaluated: self._sinks.progress(done, evaluated),
+            )
+        if built.world.is_main:
+            numbers = {f"evaluation/{name}": value for name, value in numbered(found).items()}
+            self._sinks.log({"global_step": done, **numbers})
+        self._meter.pause(time.perf_counter() - began, "evaluation")
+        self.is_best = judged(built.config, built.state, found)  # alike on every rank, as the record is
+        looked_at(built.config, built.state, better=self.is_best)
+        if built.world.is_main:
+            self._sinks.best(brief(built.state))
+            built.folder.write_evaluated(done, {name: built.state[name] for name in JUDGED if name in built.state})
+        return found
+
+    def prepare(self) -> None:
+        """Have the host memory of the first save made while the steps go on. Every rank calls it."""
+        if self._built.config.checkpoint.mode == "async" and self._built.world.device.type == "cuda":
+            self.saver.prepare(self._built.tensors())
+
+    def save_due(self, done: int) -> bool:
+        """Say whether a periodic checkpoint follows `done` steps."""
+        every = self._built.config.ckpt_freq
+        return self._saves and bool(every) and done % every == 0
+
+    def save(self, done: int) -> None:
+        """A checkpoint after `done` steps, written while the next steps go on; what need not be kept any more goes.
+
+        With `--checkpoint.mode none` the run's state alone is brought up to this step.
+
+        Raises:
+            LockstepError: saves fail, and --checkpoint.on-failure ends the run.
+        """
+        if not self._saves:
+            self._note(done)
+            self.saved = done
+            return
+        began = time.perf_counter()
+        self._exchange.progress.at(done, SAVING)
+        with self._timeline.during(SAVES):
+            self._begin_save(done)
+        self.saved = done
+        self._meter.pause(time.perf_counter() - began, "saves")
+
+    def _note(self, done: int) -> None:
+        """Bring the run's state up to `done` steps."""
+        built = self._built
+        self._meter.settle()
+        built.state |= built.run_plan.place(done) | {
+            "running_loss": self._meter.running_loss,
+            "running_missed": self._meter.missed,
+            "running_numbers": self._meter.numbers,
+            "plan": built.plan,
+            "world_size": built.world.size,
+        }
+        note(built.engine, built.state)
+
+    def _begin_save(self, done: int) -> None:
+        self._note(done)
+        built = self._built
+        if built.task.hooks:
+            built.task.hooks.saves(kept(built.state), done)
+        state = json.loads(json.dumps(built.state))  # as it is now: the thread writes it later
+        tensors = built.tensors()
+        # Parameters, buffers, and what is the task's or the caller's, a forward may write.
+        resting = {name for name in tensors if name.startswith(("optimizer/", AVERAGE))}
+        self.saver.begin(tensors, partial(self._write, done, state), done, resting)  # collective
+
+    def _write(self, done: int, state: dict[str, Any], share: Share, world: World) -> None:
+        """In the saver's thread, with its own group."""
+        folder = self._built.folder
+        names = exempt_names(state, (piece.name for piece in share.pieces))
+        checkpoint.write_share(
+            folder.path, done, share, state, world, engine=self._engine_name, exempt=names
+        )  # collective
+        if world.is_main:
+            self._tidy(state)
+
+    def _tidy(self, state: dict[str, Any]) -> None:
+        """`state.json`, and the checkpoints that need not be kept any more gone. On rank 0."""
+        folder, keep, best = self._built.folder, self._built.config.checkpoint, state["best"]
+        _write_state(folder, state)
+        if self._saves:
+            checkpoint.retain(folder.path, last=keep.keep, best=best and best["step"], every=keep.every)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Lets a save that is going on come to its end; after a lost rank it cannot, and is not waited for."""
+        gone = isinstance(error, PeerError)
+        seconds = (0.2 if self._outlives else 1.0) if gone else self._built.world.timeout
+        self.saver.abandon(seconds, leave=not (gone and self._outlives))
+
+    def settle(self) -> None:
+        """Wait for the run's last save. Collective.
+
+        Raises:
+            LockstepError: it failed: what it should have kept is lost. Or tensors are not finite.
+        """
+        built = self._built
+        self.saver.settle(last=True)  # collective
+        if not self._saves and (found := not_finite_now(built)):  # collective; else the saver has looked
+            line = not_finite_line([*found], where_not_finite(found, built.world))
+            raise LockstepError(f"after step {self.saved} {line}; lower --lr, or look at what updates it")
+
+    def close(self, code: int, *, sample: bool = True) -> None:
+        """The summary, with a sample of what the model makes where it is asked for and the run was not cut short.
+
+        To be called after `settle`. Every rank takes part in the sample, since the forward of a split model needs them
+        all.
+        """
+        built = self._built
+        if built.world.is_main and self.is_best:  # known since the checkpoint was begun
+            self._tidy(built.state)
+        elif built.world.is_main and self.saved:  # that it was evaluated, too
+            _write_state(built.folder, built.state)
+        self._exchange.progress.at(self.saved, ENDING)
+        with averaged(built.engine):
+            with eager():  # an own task's too
+                asked = sample and not code
+                text = on_all_ranks(built.world, self._sample) if asked else ""  # collective
+            at_rest(built.engine.model)
+        self._sinks.close(
+            {
+                "experiment": built.config.experiment_name,
+                **built.run_plan.place(self.saved),
+                "seconds": time.perf_counter() - self._began,
+                "world_size": built.world.size,
+                "engine": self._engine_name,
+                "best": shown(built.state) if built.state.get("best") else None,
+                "sample": text,
+                "files": {
+                    **({"checkpoint": checkpoint.path_of(built.folder.path, self.saved)} if self._saves else {}),
+                    "records": built.folder.metrics,
+                    "log": built.folder.path / "logs",
+                    **({"report": built.folder.path / "report.html"} if built.config.report and not code else {}),
+                },
+                "waits": said(waits(self._meter.spent, workers=built.config.data.workers, ranks=built.world.size)),
+                "next": self._next(code),
+            }
+        )
+
+    def _sample(self) -> str:
+        return self._built.task.sample(self._built.engine.model, self._built.world.device)
+
+    def _next(self, code: int) -> str:
+        """The last line on the screen: what to do now."""
+        whole, path = self._built.run_plan.step_plan.steps, self._built.folder.path
+        if self.saved < whole and out_of_patience(self._built.config, self._built.state):
+            why = stopped_by(self._built.config, self._built.state)
+            return f"stopped early after step {self.saved} of {whole}: {why}"
+        if not self._saves and (code or self.saved < whole):
+            return f"ended after step {self.saved} of {whole}; nothing was saved (--checkpoint.mode none)"
+        if not self._saves:
+            return "finished; nothing was saved (--checkpoint.mode none)"
+        if self.saved >= whole:
+            finished = f"finished {self.losses}" if self.losses else "finished"
+            return f"{finished}; see what was saved with: lockstep checkpoint inspect {path}"
+        why = {EXIT_INTERRUPTED: "interrupted", EXIT_SAVED: "ended by a signal"}.get(code, "stopped")
+        return f"{why}: saved after step {self.saved} of {whole}; the same command goes on from there"
+
+
+def losses_text(losses: Sequence[str], size: int, began_on: int) -> str:
+    """Describe the ranks that a run lost on its way; "" for none.
+
+    Args:
+        losses: a line for each.
+        size: the ranks now.
+        began_on: the ranks before the first loss.
+    """
+    if not losses:
+        return ""
+    many = "1 rank was" if len(losses) == 1 else f"{len(losses)} ranks were"
+    more = f" (the first of {len(losses)} losses)" if len(losses) > 1 else ""
+    if size >= began_on:
+        return f"after {many} lost and replaced: {losses[0]}{more}"
+    return f"on {size} of {began_on} ranks: {losses[0]}{more}"
+
+
+def _write_state(folder: RunFolder, state: dict[str, Any]) -> None:
+    """`state.json`, which people and scripts read, and no resume: the save has not failed where it cannot be."""
+    try:
+        folder.write_state(state)
+    except (OSError, StorageError) as error:
+        _LOG.warning("state.json was not written: %s; the checkpoint has the same", error)

@@ -1,0 +1,327 @@
+"""A run goes on where a rank is lost, with what the others hold in memory, and takes in a new process later.
+
+    member = member_of(world)               # None where a loss ends the run
+    ...                                     # a collective fails: `is_lost` of its error
+    regroup(session, built, member)         # those who are left have formed new groups, and stand at one step
+
+Every rank of the engine holds all of the states, and the update is the last that a step does: when a rank is lost, each
+of the others has either made it or not. Whoever is furthest hands its state to those that are not; the micro-batches of
+the step to come are shared out anew over those who are there, so none is lost and none is computed twice.
+"""
+
+import dataclasses
+import gc
+import hashlib
+import json
+import logging
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import checkpoint
+from lockstep.config import cli
+from lockstep.distributed.exchange import REGROUP
+from lockstep.distributed.membership import Generation, LeaveReport, Member, typed_errors
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.engines.registry import name_of, outliving, undo_step
+from lockstep.errors import PeerError, RankLost
+from lockstep.guards.startup import program
+from lockstep.logging.log import open_log
+from lockstep.training.build import Built, build, notify, stream_of
+from lockstep.training.build_engine import engine_of, optimizer_of
+from lockstep.training.evaluation import batches_of
+from lockstep.training.open_run import claimed, open_sinks
+from lockstep.training.session import Session
+from lockstep.training.sharing import shares_for
+from lockstep.training.task_check import recall
+from lockstep.training.trainable import begin_as_made, note, train_now
+
+__all__ = [
+    "Anew",
+    "built_to_join",
+    "digest",
+    "is_lost",
+    "member_of",
+    "note_lost",
+    "regroup",
+    "regroup_to_build",
+    "why_not",
+]
+
+
+_LOG = logging.getLogger("lockstep")
+_BEGUN: list[bool] = []  # whether this process has begun a run
+_LONGEST, _SLACK = 2, 30.0  # that many times `--timeout`, and seconds, to wait for who goes on
+_WAITED = 0.9  # of `--timeout`: a rank that stood as long where it lost the others has waited for them
+_TOGETHER = 64 << 20  # bytes that are sent together
+_BUILDING, _EMPTY = -1, -2  # in place of the steps taken: all of it is being built anew; it has no state yet
+
+
+class Anew(RankLost):
+    """A rank was lost while the run went back to a checkpoint: all of it is built anew, by those who are left."""
+
+
+def member_of(world: World | None) -> Member | None:
+    """This process as a member; None where a loss ends the run: no launcher of ours, or the caller joined the world.
+
+    Of the runs of a script the first alone is such: a new process begins with that one.
+    """
+    if world is not None or _BEGUN:
+        return None
+    _BEGUN.append(True)
+    return Member.of_this_process()
+
+
+def why_not(built: Built) -> str:
+    """Why the others cannot go on where a rank of this run is lost; "" where they can."""
+    name = name_of(built.config.engine, built.world)
+    if not outliving(name):
+        return f"--engine {name} splits the states over the ranks, so they are lost with one; ddp goes on without it"
+    if built.world.device.type == "cuda":
+        return "collectives of CUDA devices are not left yet where a rank is lost"
+    if built.task.state_dict():
+        return "the task keeps tensors of its own, which its loss may have moved in the step that was lost"
+    if built.task.hooks or built.task.own_steps:
+        return "the task's hooks keep what they have seen, which a new process would lack"
+    return ""
+
+
+def built_to_join(session: Session, world: World, member: Member) -> Built:
+    """What this process needs to take part in a run that goes on: all but state and groups, made by itself."""
+    config = session.config
+    config = dataclasses.replace(config, experiment_name=member.experiment() or config.experiment_name)
+    alone = dataclasses.replace(config, engine="auto", shares="equal")
+    built = build(alone, session.given, world, session.kept, joins=True, least=session.least_steps)
+    built.config = dataclasses.replace(built.config, engine=config.engine, shares=config.shares)
+    return built
+
+
+def regroup(session: Session, built: Built, member: Member) -> None:
+    """Leaves the groups, waits for who goes on, forms new ones, and brings all to one state. Changes `built`.
+
+    Raises:
+        Anew: one of the others builds all of it anew; this process is to do so with them.
+        PeerError: the run does not go on.
+    """
+    began, before = time.monotonic(), (built.world.rank, built.world.is_main) if not member.is_new else (-1, False)
+    taken = _EMPTY if member.is_new else session.exchange.taken if session.exchange else built.start
+    if session.exchange and session.exchange.stop_request != REGROUP:
+        session.wishes.stop(session.exchange.stop_request)
+    undo_step(built.engine)
+    note(built.engine, built.state)
+    for parameter in built.model.parameters():
+        parameter.grad = None
+    state = built.tensors()
+    report = _report_of(session, built.world, taken)
+    lost: list[str] = []
+    while True:
+        _let_go(session, built)
+        found = member.regroup(report, _LONGEST * built.world.timeout + _SLACK)
+        lost += found.lost
+        session.losses += found.lost
+        session.began_on = session.began_on or built.world.size
+        built.state["losses"] = built.state.get("losses", 0) + len(found.lost)
+        best = _furthest(found)
+        try:
+            rank = found.members.index(member.name)
+            tries, session.tries = session.tries, session.tries + 1
+            built.world = session.joined = built.world.regrouped(rank, len(found.members), found.number, tries)
+            if best is None:
+                raise Anew("another rank was lost while the run went back to its newest checkpoint")
+            with typed_errors():
+                _place(session, built, found, best, state)
+                _take_over(session, built, *before)
+            break
+        except PeerError as error:
+            if not is_lost(error):
+                raise
+            note_lost(session, error)
+            if report[:2] != found.reports[best or member.name][:2]:
+                report = report._replace(taken=_EMPTY)  # part of it is another's by now
+    session.is_main = built.world.is_main
+    if built.world.is_main:
+        _say(found._replace(lost=lost), session.lost, built, time.monotonic() - began)
+
+
+def regroup_to_build(session: Session, member: Member) -> None:
+    """The same for a process that was building all of it anew. Changes `session.joined`.
+
+    Raises:
+        PeerError: the run does not go on.
+    """
+    world = session.joined
+    assert world is not None
+    while True:
+        gc.collect()
+        world.forsake([])
+        found = member.regroup(_report_of(session, world, _BUILDING), _LONGEST * world.timeout + _SLACK)
+        try:
+            rank, tries = found.members.index(member.name), session.tries
+            session.tries += 1
+            session.joined = world.regrouped(rank, len(found.members), found.number, tries)
+            session.is_main = session.joined.is_main
+            return
+        except PeerError as error:
+            note_lost(session, error)
+
+
+def is_lost(error: PeerError) -> bool:
+    """Whether the error says no more than that another rank is gone."""
+    return not error.relayed and not isinstance(error, Anew)
+
+
+def note_lost(session: Session, lost: PeerError) -> None:
+    """Keeps the words of an error that `is_lost`, and lets go of what its frames hold: engines and groups."""
+    session.lost = str(lost)
+    stood = time.monotonic() - session.exchange.progress.since if session.exchange else 0.0
+    session.waited = session.joined is not None and stood > _WAITED * session.joined.timeout
+    _LOG.warning("left the other ranks: %s", session.lost, extra={"only_file": True})
+    error: BaseException | None = lost
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _report_of(session: Session, world: World, taken: int) -> LeaveReport:
+    return LeaveReport(taken, session.evaluated, session.digest, session.waited, world.timeout)
+
+
+def _furthest(found: Generation) -> str | None:
+    """The name of the member whose state all take over; None where one is building anew, or none has any."""
+    reports = found.reports
+    if any(report.taken == _BUILDING for report in reports.values()):
+        return None
+    best = max(found.members, key=lambda name: (*reports[name][:2], -found.members.index(name)))
+    return best if reports[best].taken >= 0 else None
+
+
+def digest(built: Built) -> str:
+    """Of all that must be the same on those that train together."""
+    config = cli.flat(built.config)
+    del config["experiment_name"]  # may have the time in it; the others' is taken
+    same = [built.plan, config, dict(built.task.sources), program(built.task)]
+    return hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _let_go(session: Session, built: Built) -> None:
+    """Drops the engine and all groups. The reducer of DDP must be gone before its group is."""
+    groups = [session.exchange.left() if session.exchange else None, session.saver.left() if session.saver else None]
+    session.exchange = session.saver = session.reader = None
+    built.engine = None  # type: ignore[assignment]
+    gc.collect()
+    built.world.forsake(groups)
+
+
+def _place(session: Session, built: Built, found: Generation, best: str, state: dict[str, Tensor]) -> None:
+    """Brings all to the state of the member `best`, and makes what depends on the ranks anew. Collective.
+
+    Args:
+        state: what the engine of before, the task and the caller hold, in place; the weights come first, since a new
+            engine would take those of rank 0.
+    """
+    world, task, optimizer = built.world, built.task, built.groups.optimizer
+    source, furthest = found.members.index(best), found.reports[best]
+    if any(report[:2] != furthest[:2] for report in found.reports.values()):
+        state = _handed_out(state, source, world)
+        if optimizer is not None and found.reports[found.members[world.rank]][:2] != furthest[:2]:
+            optimizer.state.clear()  # it may have states of other parameters
+    built.state = world.gather(built.state if world.rank == source else None)[source]  # collective
+    recall(task, built.state)  # of which a new process knows nothing
+    _stand(session, built, furthest)
+    shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)
+    config = dataclasses.replace(built.config, shares=shares)
+    built.batches, built.balancer = stream_of(config, task, built.training, built.run_plan, world, built.state)
+    built.evaluation = batches_of(config, task, built.sets, world)  # collective
+    built.loading = [built.loading[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
+    if "trained" in built.state:  # a new process made its optimizer for another set; all make theirs alike
+        begin_as_made(built.model, built.state)
+        built.groups.renewed(optimizer_of(config, task, built.model))
+    parts = (config, task, built.model, world, built.groups, built.batches)
+    built.engine = engine_of(*parts, notify(world), built.state)
+    built.load_state_dict(state)  # most of it lies where it did
+    train_now(built.model, built.state)
+    optimizer = built.groups.optimizer
+    if furthest.taken == 0 and optimizer is not None:
+        optimizer.state.clear()  # made to be loaded into: a first step makes its own
+
+
+def _handed_out(state: dict[str, Tensor], source: int, world: World) -> dict[str, Tensor]:
+    """The state of one rank on all: in place, where a rank has a tensor of that name. Collective.
+
+    They are sent as bytes, many together: most are small, each sending has its own delay, and gloo does not know each
+    dtype.
+    """
+    mine = [[name, list(tensor.shape), str(tensor.dtype)[6:]] for name, tensor in state.items()]
+    theirs = world.gather(mine if world.rank == source else None)[source]  # collective
+    found, together, size = dict[str, Tensor](), list[Tensor](), 0
+    for name, shape, dtype in theirs:
+        held = state.get(name)
+        held = torch.empty(shape, dtype=getattr(torch, dtype)) if held is None else held
+        if together and size + held.nbytes > _TOGETHER:
+            _send(together, source, world)
+            together, size = [], 0
+        together.append(held)
+        size += held.nbytes
+        found[name] = held
+    if together:
+        _send(together, source, world)
+    return found
+
+
+@torch.no_grad()
+def _send(tensors: list[Tensor], source: int, world: World) -> None:
+    """One rank's values on all. Collective."""
+    if world.rank == source:
+        flat = torch.cat([tensor.resolve_conj().reshape(-1).view(torch.uint8) for tensor in tensors])
+    else:
+        flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+    dist.broadcast(flat, src=source)  # collective
+    if world.rank != source:
+        parts = flat.split_with_sizes([tensor.nbytes for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # in memory that is aligned for it
+
+
+def _stand(session: Session, built: Built, best: LeaveReport) -> None:
+    """Where the run stands now, as a checkpoint of this step would have it."""
+    config, taken, state = built.config, best.taken, built.state
+    state |= built.run_plan.place(taken)
+    # Nobody knows the losses that the lost rank kept for the next record.
+    state |= {"running_loss": 0.0, "running_missed": taken % config.log_freq, "running_numbers": {}}
+    whole = built.run_plan.step_plan.steps
+    due = taken > 0 and (taken == whole or bool(config.eval_freq and taken % config.eval_freq == 0))
+    state.pop("evaluation_due", None)
+    if due and built.evaluation and best.evaluated != taken:
+        state["evaluation_due"] = True
+    session.global_step, session.evaluated, session.present = taken, best.evaluated, None
+    last = taken if taken == built.last else taken - taken % config.ckpt_freq if config.ckpt_freq else 0
+    kept = checkpoint.list_steps(built.folder.path) if built.world.is_main else []
+    session.save_due = bool(last) and max(built.world.gather(kept)[0], default=0) < last  # collective
+
+
+def _take_over(session: Session, built: Built, rank: int, was_main: bool) -> None:
+    """This process's new place among the ranks: its log, and on rank 0 the folder and what is written there."""
+    if built.world.rank != rank:
+        open_log(built.folder.path, built.world.rank)
+
+    def lead() -> None:
+        if built.world.is_main and not was_main:
+            claimed(built)
+            session.sinks = open_sinks(built)
+
+    on_all_ranks(built.world, lead)  # collective
+
+
+def _say(found: Generation, reason: str, built: Built, seconds: float) -> None:
+    for line in found.lost:
+        _LOG.warning("%s; the others go on", line)
+    if not found.lost and not found.fresh:
+        _LOG.warning("the ranks lost each other though all live, and go on: %s", reason)
+    joined = f", {len(found.fresh)} of them new" if found.fresh else ""
+    who = "1 rank goes" if len(found.members) == 1 else f"{len(found.members)} ranks go"
+    _LOG.info("%s on from step %d%s (after %.2f s)", who, built.start, joined, seconds)

@@ -1,0 +1,492 @@
+"""One experiment's folder: `save_dir/experiment_name`.
+
+    outputs/EXPERIMENT/
+      config.toml  environment.json  state.json  metrics.jsonl  timeline.jsonl  run.lock  ended.json
+      report.html  logs/rank-00000.log
+      checkpoints/step-00000500/
+
+Only rank 0 writes here, but for logs and the shards of checkpoints. One process at a time owns the folder.
+"""
+
+import contextlib
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.secrets import is_secret_name, mask, mask_args, printable
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.files import bytes_text, retry_io, storage_error, write_whole
+
+__all__ = [
+    "RunFolder",
+    "RunLock",
+    "describe",
+    "kept_variables",
+    "sources_of",
+    "write",
+]
+
+
+_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "OMP_", "MKL_", "CUDA_")
+_NAMES = {
+    "GROUP_RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "SLURM_JOB_ID",
+    "WORLD_SIZE",
+}
+
+_GIT_TIMEOUT = 2.0  # seconds; a repository on a slow network disk must not hold up a run
+
+
+def describe(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Versions, machine, devices, git commit, command line and environment of this process, as plain JSON values.
+
+    Memory is in bytes. What is not there (CUDA, a git repository) is None. Loads torch, and initialises CUDA where
+    there is a device.
+
+    Args:
+        argv: the command line; None means this process's.
+        environ: the environment; None means this process's.
+    """
+    variables = os.environ if environ is None else environ
+    kept, others = kept_variables(variables)
+    return {
+        "versions": _versions(),
+        "machine": _machine(),
+        "devices": _devices(),
+        "git": _git(),
+        "command": mask_args(sys.argv if argv is None else argv, variables),
+        "environment": kept,
+        "environment_names": others,
+    }
+
+
+def kept_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The variables whose values may be kept, masked, and the names of all others. Both sorted by name."""
+    kept, others = {}, []
+    for name in sorted(environ):
+        if name in _NAMES or name.startswith(_PREFIXES):
+            kept[mask(name, environ)] = "***" if is_secret_name(name) else mask(environ[name], environ)
+        else:
+            others.append(mask(name, environ))  # someone may have set a secret as a name
+    return kept, others
+
+
+def write(path: Path, description: Mapping[str, Any]) -> None:
+    """Writes the description as JSON, in one move: a reader finds the old file or the new one.
+
+    Raises:
+        OSError: the folder is missing, full or not writable.
+    """
+    write_whole(path, json.dumps(description, indent=2) + "\n")
+
+
+def sources_of(run: Path) -> dict[str, str]:
+    """What a run's folder says of its task's sources; {} where it says nothing that can be read."""
+    try:
+        found: dict[str, str] = json.loads((run / "environment.json").read_text(encoding="utf-8"))["sources"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return {}
+    return found
+
+
+def _versions() -> dict[str, str | None]:
+    import torch
+
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return {
+        "lockstep": sys.modules["lockstep"].__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": _installed("numpy"),
+        "cuda": torch.version.cuda,
+        "cudnn": None if cudnn is None else str(cudnn),
+        "nccl": _dotted(torch.cuda.nccl.version()) if nccl else None,  # type: ignore[no-untyped-call]
+    }
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(str(part) for part in version)
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return None
+
+
+def _machine() -> dict[str, Any]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "platform": platform.platform(),
+        "hostname": platform.node(),
+        "cpu": _cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "cpu_usable": usable,
+        "memory": _memory(),
+    }
+
+
+def _cpu_model() -> str | None:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            models = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))
+            return next(models, None) or platform.machine()
+    except OSError:  # not Linux
+        return platform.processor() or None
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not known on this system
+        return None
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        {"name": device.name, "memory": device.total_memory, "capability": f"{device.major}.{device.minor}"}
+        for device in found
+    ]
+
+
+def _git() -> dict[str, Any] | None:
+    # The file system monitor is a program that a repository's own settings may name; nothing of it runs here.
+    command = ["git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        answer = subprocess.run(command, capture_output=True, timeout=_GIT_TIMEOUT, env=environ, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or no answer in time
+        return None
+    lines = answer.stdout.decode(errors="replace").splitlines()
+    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "(initial)")
+    changed = any(not line.startswith("#") for line in lines)
+    return {"commit": None if commit == "(initial)" else commit, "changed": changed}
+
+
+_LINGER = 10.0  # seconds that the children of a dead owner may need to end
+_LOOK = 0.05
+
+
+class RunLock:
+    """A file with its owner's line.
+
+    The lock is flock's, which also holds between nodes on NFS where its lock service runs. On a file system that has no
+    locks at all the owner's line decides: an owner on another node, or alive on this one, is believed. A process forked
+    from the owner does not keep the file, or the lock would outlive the owner.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._handle: int | None = None
+
+    def take(self, *, make: bool) -> str:
+        """Takes the lock; the line of the owner before where it ended without giving it back, else "".
+
+        Where the owner is dead and its lock is not, what it started still ends: that is waited for, some seconds.
+
+        Args:
+            make: make the file, and write our line into it; False: neither.
+
+        Raises:
+            ConfigError: another process holds it.
+            OSError: the file cannot be opened, or is a link.
+        """
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if make else 0)
+        self._handle = retry_io(lambda: os.open(self._path, flags, 0o644))
+        _HELD.add(self)
+        got, owner, has_locks = self._locked(self._handle)
+        if not got and not has_locks and not _is_here(owner):
+            self.release(mine=False)
+            raise ConfigError(
+                f"{self._path.parent} is in use by {owner}, as its lock says; the file system has no locks, so nobody "
+                f"else can tell whether that still runs: if it does not, remove {self._path}"
+            )
+        if not got:
+            self.release(mine=False)
+            left = "what is left of " if owner and not _lives(owner) else ""
+            raise ConfigError(
+                f"{self._path.parent} is in use by {left}{owner or 'another process'}; wait for it, or choose another "
+                "--experiment-name"
+            )
+        if make:
+            started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}, started {started}\n".encode(), 0)
+        return owner  # it ended without a word, or its line would be gone
+
+    def owner(self) -> tuple[str, bool]:
+        """The owner's line, and whether it holds the lock now; ("", False) where it was given back, or never taken.
+
+        A lock that was given back is not touched, so that looking never stands in the way of a start.
+        """
+        try:
+            handle = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return "", False
+        owner = ""
+        try:
+            owner = _line(handle)
+            if owner:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return owner, error.errno in (errno.EWOULDBLOCK, errno.EACCES) or _lives(owner)  # else no locks here
+        finally:
+            os.close(handle)
+        return owner, False
+
+    def release(self, mine: bool = True) -> None:
+        """Gives the lock back, with our line taken out where it is ours; twice does no harm."""
+        if self._handle is None:
+            return
+        with contextlib.suppress(OSError):  # a full disk: the next owner says that this one ended silently
+            if mine:
+                os.ftruncate(self._handle, 0)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._handle, fcntl.LOCK_UN)  # whoever else still has the file open
+        self.forget()
+
+    def forget(self) -> None:
+        """Closes the file, and leaves the lock to the process that took it: what a forked child does."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            os.close(handle)
+
+    __del__ = forget
+
+    def _locked(self, handle: int) -> tuple[bool, str, bool]:
+        """Whether the lock is ours now, the line of whoever has or had it, and whether the file system has locks."""
+        deadline = time.monotonic() + _LINGER
+        while True:
+            owner = _line(handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    return not _lives(owner), owner, False
+                if not owner or _lives(owner) or time.monotonic() > deadline:
+                    return False, owner, True
+                time.sleep(_LOOK)
+            else:
+                return True, owner, True
+
+
+_HELD: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_HELD):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _line(handle: int) -> str:
+    """The owner's line; "" where the lock was given back."""
+    lines = os.pread(handle, 300, 0).decode("utf-8", "replace").splitlines()
+    return printable(lines[0].strip()) if lines else ""
+
+
+_OWNER = re.compile(r"process (\d{1,9}) on (\S+), started .*")
+
+
+def _is_here(owner: str) -> bool:
+    """Whether the process that a lock's line names is, or was, one of this machine."""
+    found = _OWNER.fullmatch(owner)
+    return found is not None and found[2] == socket.gethostname()
+
+
+def _lives(owner: str) -> bool:
+    """Whether the process that a lock's line names may still run: always, for one of another machine."""
+    found = _OWNER.fullmatch(owner)
+    if not found or found[2] != socket.gethostname():
+        return bool(owner)
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+_END = "ended.json"
+_EVALUATED = "checkpoints/evaluated.json"  # goes where they go
+_TRAINED = "checkpoints/trained.json"
+
+
+class RunFolder:
+    """The paths in a run's folder, what must hold before it is written to, and its lock."""
+
+    def __init__(self, save_dir: str, experiment_name: str) -> None:
+        self.path = Path(save_dir).expanduser() / experiment_name
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.timeline = self.path / "timeline.jsonl"
+        self.config = self.path / "config.toml"
+        self.environment = self.path / "environment.json"
+        self.cleared = ""  # the owner whose lock was found without its process
+        self._lock = RunLock(self.path / "run.lock")
+
+    def check_writable(self, least: int) -> None:
+        """Raises ConfigError unless the folder can be written to and `least` bytes are free; leaves nothing behind."""
+        above = self.nearest()
+        try:
+            with tempfile.TemporaryFile(dir=above):
+                pass
+            free = shutil.disk_usage(above).free
+        except OSError as error:
+            raise storage_error(error) or self.unwritable(above, error) from error
+        if free < least:
+            raise ConfigError(
+                f"--save-dir: {above} has {bytes_text(free)} free and a checkpoint of this run takes "
+                f"{bytes_text(least)}; make room, or choose another folder"
+            )
+
+    def nearest(self) -> Path:
+        """Return the folder, or the nearest one above it that is there."""
+        return next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+
+    @staticmethod
+    def unwritable(path: Path, error: OSError) -> ConfigError:
+        """Make the error of a folder that cannot be written to."""
+        return ConfigError(f"--save-dir: cannot write to {path}: {error.strerror or error}; choose another folder")
+
+    def claim(self) -> None:
+        """Makes the folder and takes its lock (see RunLock), which the system gives back whenever this process ends.
+
+        Raises:
+            ConfigError: another process holds it, or the folder cannot be written to.
+            StorageError: the storage does not answer.
+        """
+        try:
+            retry_io(lambda: self.checkpoints.mkdir(parents=True, exist_ok=True))
+            self.cleared = self._lock.take(make=True)
+        except OSError as error:
+            raise storage_error(error) or ConfigError(
+                f"--save-dir: cannot write to {self.path}: {error.strerror or error}"
+            ) from error
+
+    def check_free(self) -> None:
+        """Raises ConfigError where another process holds the folder now; writes nothing."""
+        with self.held():
+            pass
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps runs out for a while. Raises ConfigError where one holds the folder; leaves the owner's line alone."""
+        with contextlib.suppress(OSError):  # not there yet, or not readable: `claim` will say so
+            self._lock.take(make=False)
+        try:
+            yield
+        finally:
+            self._lock.release(mine=False)
+
+    @property
+    def owner(self) -> tuple[str, bool]:
+        """Who took the folder and did not give it back, and whether it has it now; see `RunLock.owner`."""
+        return self._lock.owner()
+
+    def release(self) -> None:
+        """Gives the lock back; twice does no harm."""
+        self._lock.release()
+
+    def write_end(self, code: int, step: int, status: str, losses: str = "") -> None:
+        """Leaves word of how this start of the run ended, after `step` steps: `status` as in `run.Result`, or "failed".
+
+        `code` is for who reads it under plain torchrun: 75 or 130 where the run saved itself on a signal, else 0 or 1.
+        `losses` names the ranks that this start lost on its way.
+        """
+        job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        end = {"status": status, "code": code, "step": step, "job": job} | ({"losses": losses} if losses else {})
+        self.write(_END, json.dumps(end) + "\n")
+
+    def read_end(self) -> dict[str, Any]:
+        """What `write_end` left; {} while the run goes on, or where it was killed."""
+        return self._read(_END)
+
+    def forget_end(self) -> None:
+        """Removes what `write_end` left in an earlier start."""
+        (self.path / _END).unlink(missing_ok=True)
+
+    @property
+    def stop_file(self) -> Path:
+        """A file of this name asks the run to save and end; it is removed when the run has done so."""
+        return self.path / "STOP"
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a small file of the folder so that it is there whole or not at all. Raises OSError, StorageError."""
+        retry_io(lambda: write_whole(self.path / name, text))
+
+    def write_evaluated(self, step: int, judged: dict[str, Any]) -> None:
+        """Notes that the evaluation after `step` steps was made, and what it changed in the state: the checkpoint of
+        that step is older. Raises LockstepError where it cannot be written, StorageError."""
+        try:
+            self.write(_EVALUATED, json.dumps({"step": step, **judged}) + "\n")
+        except OSError as error:
+            raise LockstepError(
+                f"step {step}: {self.path / _EVALUATED}: {error.strerror}; make room or check the permissions of "
+                "--save-dir, and start again: it goes on from the newest checkpoint"
+            ) from error
+
+    def read_evaluated(self) -> dict[str, Any]:
+        """What `write_evaluated` noted last; {} for nothing."""
+        return self._read(_EVALUATED)
+
+    def write_trained(self, changes: dict[str, Any]) -> None:
+        """Notes, by step, what the body of the loop after that step changed of what is trained."""
+        self.write(_TRAINED, json.dumps(changes) + "\n")
+
+    def read_trained(self) -> dict[str, Any]:
+        """What `write_trained` noted last; {} for nothing."""
+        return self._read(_TRAINED)
+
+    def forget_trained(self, done: int) -> None:
+        """Drops what was noted of steps after `done`, which are taken again."""
+        before = self.read_trained()
+        kept = {step: change for step, change in before.items() if step.isdecimal() and int(step) <= done}
+        if kept != before:
+            self.write_trained(kept)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """The object in a small file; {} where there is none. Raises StorageError."""
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            found = json.loads(retry_io(lambda: self._text(name)))
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    def _text(self, name: str) -> str:
+        file = self.path / name
+        return file.read_text(encoding="utf-8") if stat.S_ISREG(file.stat().st_mode) else ""
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """`state.json`: where the run stands, for people and scripts. A resume reads the checkpoint's own."""
+        self.write("state.json", json.dumps(state, indent=1) + "\n")

@@ -1,0 +1,245 @@
+"""The runs in a folder, as far as their own files say, and nothing of torch: they may be another machine's.
+
+    rows = listed(Path("outputs"))          # a Row a folder, by name
+    show(Path("outputs"), as_json=False)    # the table
+
+A folder that is damaged, or none of a run, is a row that says so.
+"""
+
+import contextlib
+import json
+import math
+import time
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.config.secrets import printable
+from lockstep.errors import ConfigError
+from lockstep.logging.jsonl import each, plain, tail
+from lockstep.training.run_dir import RunFolder
+
+__all__ = [
+    "RunRow",
+    "listed",
+    "show",
+]
+
+
+_OF_A_RUN = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints")
+_STATES = ("finished", "stopped", "abandoned", "interrupted", "preempted", "failed")
+_CODES = {130: "interrupted", 75: "preempted"}  # of an end whose status was not noted yet
+_TIME = "time/total"
+_WIDE = 200  # columns where no terminal sets them
+
+
+@dataclass(slots=True)
+class RunRow:
+    """One folder. None: its files do not say.
+
+    Attributes:
+        state: running, one of `run.Result.status`, failed, or unknown.
+        step, steps: taken, by the newest record or checkpoint, and of the plan.
+        epoch: passes over the training data at `step`.
+        best_step, best_loss: of the best evaluation.
+        best_metric, best_value: what it was judged by (`--best-metric`), and that number.
+        last_loss: of the newest training record.
+        seconds: that the recorded steps took in all, over all starts; evaluations and saves are not in it.
+        last_record: when the records were last written to, in seconds since 1970.
+        note: what is wrong with the folder; "" for nothing.
+    """
+
+    name: str
+    state: str = "unknown"
+    step: int | None = None
+    steps: int | None = None
+    epoch: float | None = None
+    best_step: int | None = None
+    best_loss: float | None = None
+    best_metric: str | None = None
+    best_value: float | None = None
+    last_loss: float | None = None
+    seconds: float | None = None
+    last_record: float | None = None
+    note: str = ""
+
+
+def show(folder: Path, *, as_json: bool) -> None:
+    """Prints the runs in `folder`, or the one whose folder it is. Raises ConfigError where there is no such folder."""
+    rows = listed(folder)
+    if as_json:
+        found = [{name: plain(value) for name, value in asdict(row).items()} for row in rows]
+        print(json.dumps(found, indent=1, allow_nan=False))
+    elif rows:
+        _print(rows)
+    else:
+        print(f"no runs in {printable(str(folder))}")
+
+
+def listed(folder: Path) -> list[RunRow]:
+    """A row for each folder in `folder`, by name; for `folder` alone where it is a run's.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    folder = folder.expanduser()
+    if _is_run(folder):
+        return [_row(folder.resolve())]
+    try:
+        inside = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir())
+    except OSError as error:
+        where = printable(str(folder))
+        raise ConfigError(f"{where}: {error.strerror or error}; give the folder that train --save-dir named") from error
+    return [_row(path) for path in inside]
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in _OF_A_RUN)
+
+
+def _row(path: Path) -> RunRow:
+    row = RunRow(path.name)
+    try:
+        if not _is_run(path):
+            row.note = "no run's folder"
+            return row
+        folder = RunFolder(str(path.parent), path.name)
+        state = _state(path, row)
+        _place(row, path, state)
+        _plan(row, path, state)
+        _best(row, folder, state)
+        row.state = _ended(row, folder)
+    except OSError as error:  # not ours to read
+        row.note = f"cannot be read: {error.strerror or error}"
+    return row
+
+
+def _state(path: Path, row: RunRow) -> dict[str, Any]:
+    """state.json; {} where it is not there yet, or damaged, which is noted."""
+    file = path / "state.json"
+    if not file.exists():
+        return {}
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        if isinstance(found, dict):
+            return found
+    row.note = "state.json is damaged"
+    return {}
+
+
+def _place(row: RunRow, path: Path, state: dict[str, Any]) -> None:
+    """Where the run is: by its newest record, or by its state where that is newer."""
+    metrics = path / "metrics.jsonl"
+    records = tail(metrics)
+    if metrics.is_file():
+        row.last_record, row.seconds = metrics.stat().st_mtime, _seconds(metrics)
+        if not records and metrics.stat().st_size:
+            row.note = row.note or "metrics.jsonl is damaged"
+    losses = [record["running_loss"] for record in records if "running_loss" in record]
+    row.last_loss = _number(losses[-1]) if losses else None
+    for place in [*records, state]:
+        step = _whole(place.get("global_step"))
+        if step is None or (row.step is not None and step < row.step):
+            continue
+        row.step = step
+        epoch, progress = _number(place.get("epoch")), _number(place.get("epoch_progress"))
+        if epoch is not None and progress is not None:
+            row.epoch = epoch + progress
+
+
+def _seconds(metrics: Path) -> float | None:
+    """What the steps took: each record has the mean of those since the one before, in milliseconds."""
+    found, before = 0.0, 0
+    for record in each(metrics, having=_TIME):
+        step, mean = _whole(record.get("global_step")), _number(record.get(_TIME))
+        if step is not None and mean is not None and math.isfinite(mean) and step > before:
+            found, before = found + (step - before) * mean / 1e3, step
+    return found if before else None
+
+
+def _plan(row: RunRow, path: Path, state: dict[str, Any]) -> None:
+    """The plan's steps: what the configuration says, which is written first, else what the newest checkpoint had."""
+    file = path / "config.toml"
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        config = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        row.steps = _whole(config.get("max_steps")) or None
+    plan = state.get("plan")
+    if row.steps is None and isinstance(plan, dict):
+        row.steps = _whole(plan.get("steps"))
+
+
+def _best(row: RunRow, folder: RunFolder, state: dict[str, Any]) -> None:
+    best = folder.read_evaluated().get("best") or state.get("best")
+    if isinstance(best, dict):
+        row.best_step, row.best_loss = _whole(best.get("step")), _number(best.get("loss"))
+        metric = best.get("metric", "loss")
+        row.best_metric = metric if isinstance(metric, str) else None
+        row.best_value = _number(best.get("value", best.get("loss")))
+
+
+def _ended(row: RunRow, folder: RunFolder) -> str:
+    """Whether the run goes on, by its lock; else how it ended, by its own word."""
+    owner, holds = folder.owner
+    if holds:
+        return "running"
+    end = folder.read_end()
+    losses = end.get("losses")
+    if isinstance(losses, str):
+        row.note = row.note or losses
+    status = end.get("status") or _CODES.get(_whole(end.get("code")) or 0)
+    if status in _STATES:
+        return str(status)
+    if owner:
+        row.note = row.note or f"{owner} ended without a word"
+        return "failed"
+    return "unknown"
+
+
+def _number(value: Any) -> float | None:
+    with contextlib.suppress(OverflowError):  # JSON's whole numbers have no end
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return None
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _print(rows: list[RunRow]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    table = Table(box=None, pad_edge=False)
+    for title in ("run", "state", "step", "epoch", "best", "loss", "time", "last record"):
+        table.add_column(title, justify="left" if title in ("run", "state") else "right", no_wrap=True)
+    noted = any(row.note for row in rows)
+    if noted:
+        table.add_column("note", overflow="fold")
+    for row in rows:
+        cells = (*_cells(row), *([row.note] if noted else []))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    console.print(table)
+
+
+def _cells(row: RunRow) -> tuple[str, ...]:
+    best = "-" if row.best_value is None else f"{row.best_metric or '?'} {row.best_value:.5g}"
+    return (
+        row.name,
+        row.state,
+        "-" if row.step is None else f"{row.step}/{'?' if row.steps is None else row.steps}",
+        "-" if row.epoch is None else f"{row.epoch:.2f}",
+        best if row.best_step is None else f"{best} at {row.best_step}",
+        "-" if row.last_loss is None else f"{row.last_loss:.5g}",
+        "-" if row.seconds is None else _clock(row.seconds),
+        "-" if row.last_record is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.last_record)),
+    )

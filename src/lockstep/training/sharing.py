@@ -1,0 +1,84 @@
+"""How a step is shared out over the ranks, as the configuration has it.
+
+check_cut(config, world, say)                       # raises where the micro-batches do not go with the world
+balancer = balancer_of(config, world, works, state)     # of --shares auto; else None
+sharing = sharing_of(config, balancer)                  # None: as many on each rank
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.config.fields import AUTO, counts_of
+from lockstep.config.schema import Config
+from lockstep.distributed.balance import Balancer, Sharing, given_shares
+from lockstep.distributed.world import World
+from lockstep.engines.deepspeed.config import check_batches
+from lockstep.engines.exact import check_servable
+from lockstep.engines.registry import SHARING, check_shares, check_sharing, name_of
+from lockstep.training.defaults import idle
+
+__all__ = [
+    "balancer_of",
+    "check_cut",
+    "shares_for",
+    "sharing_of",
+]
+
+
+def balancer_of(
+    config: Config, world: World, works: Callable[[int], Sequence[float]] | None, state: dict[str, Any]
+) -> Balancer | None:
+    """What `--shares auto` shares a step out by; None without it, and where there is but one way to share it out.
+
+    Args:
+        works: step -> what each of its micro-batches costs, where the task can tell.
+        state: of the run, whose speeds a resume begins with.
+    """
+    count, ranks = config.micro_batches, world.size
+    if config.shares != AUTO or not 1 < ranks < count:
+        return None
+    # What exact sums take of the memory grows with a rank's run: until it is known what is free, not much more than
+    # equal runs.
+    most = [min(count, 2 * -(-count // ranks))] * ranks if config.exact else []
+    start = int(state.get("global_step", 0))
+    return Balancer(count, ranks, start, works, state.get("shares"), most)
+
+
+def sharing_of(config: Config, balancer: Balancer | None) -> Sharing | None:
+    """Who computes what, by `--shares`; None: as many micro-batches on each rank."""
+    if balancer:
+        return Sharing(balancer.at, balancer.guess)
+    counts = counts_of(config.shares)
+    if not counts:
+        return None
+    given = given_shares(counts)
+    return Sharing(lambda step: given)
+
+
+def shares_for(engine: str, ranks: int, shares: str) -> str:
+    """`--shares` as it is where this engine and so many ranks can have it; else "equal"."""
+    fits = shares == AUTO or len(counts_of(shares)) == ranks
+    return shares if engine in SHARING and fits else "equal"
+
+
+def check_cut(config: Config, world: World, say: Callable[[str], None]) -> None:
+    """Refuses micro-batches and shares that this world, or the engine's own file, does not go with.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    counts, name = counts_of(config.shares), name_of(config.engine, world)
+    if counts:
+        check_shares(name, counts, config.micro_batches, world.size, config.engine_options)
+    if config.shares == AUTO:
+        check_sharing(name, AUTO, config.engine_options)
+    if config.micro_batches < world.size:
+        say(idle(config, world.size))
+    if config.exact:
+        check_servable(config.micro_batches, world.size)
+    check_batches(
+        config.engine_options.config,
+        batch_size=config.batch_size,
+        micro_batch_size=config.micro_batch_size,
+        ranks=world.size,
+    )

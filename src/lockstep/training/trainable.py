@@ -1,0 +1,290 @@
+"""What a run trains, where that changes on the way: unfrozen and frozen parameters, groups that were added.
+
+    begin_as_made(model, state)         # before an engine is made: what the checkpoint's tensors fit
+    train_now(model, state)             # once they are loaded: what is trained now
+    note(engine, state)                 # before the state is kept
+
+`state["trained"]` goes with every checkpoint from the first change on, see `TrainedSet`. The checkpoint of a step is
+older than the body of the loop after that step, which may change the set: `checkpoints/trained.json` has what these
+bodies changed, by step.
+"""
+
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep import checkpoint
+from lockstep.checkpoint.check import contents
+from lockstep.checkpoint.format import read_manifest
+from lockstep.config.schema import Config
+from lockstep.config.secrets import printable
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.engines.base import Engine
+from lockstep.engines.ddp import listed
+from lockstep.engines.registry import trained_set
+from lockstep.engines.wrappers import TrainedSet, set_trained
+from lockstep.errors import CheckpointError, ConfigError, ResumeError
+from lockstep.models.lora import Adapters, base_names, chosen_modules, chosen_targets, inject
+from lockstep.seeds import derive
+from lockstep.task import Task
+from lockstep.training.resume import fill, weights_in
+from lockstep.training.run_dir import RunFolder
+from lockstep.transforms.precision import AUTOCAST, PARAMETERS
+
+__all__ = [
+    "adapt",
+    "adapters_of",
+    "begin_as_made",
+    "check_held",
+    "check_same_base",
+    "injected",
+    "known_set",
+    "left_out",
+    "note",
+    "note_body",
+    "overlay",
+    "train_now",
+    "trained_digest",
+    "with_adapters",
+]
+
+
+Say = Callable[[str], None]
+_OF_THE_BASE = ("base", "base_from", "modules_to_save")  # of the state's "lora": what a run that begins with it takes
+
+
+def left_out(model: nn.Module, state: Mapping[str, Any]) -> frozenset[str]:
+    """What a checkpoint of this state does without: of adapters, `model/NAME` of each parameter of the base."""
+    known = state.get("lora")
+    return frozenset(f"model/{name}" for name in base_names(model, adapters_of(known).whole)) if known else frozenset()
+
+
+def adapt(config: Config, task: Task, model: nn.Module, world: World, state: dict[str, Any], say: Say) -> bool:
+    """Gives the model its base's weights and its adapters, in place, where --lora.rank asks for them. Collective.
+
+    Args:
+        model: as the task made it. Under `meta_init` rank 0 alone has values.
+        state: of the checkpoint to go on from, {} for a new run; its "lora" is filled.
+
+    Returns:
+        Whether there are adapters.
+
+    Raises:
+        ConfigError: nothing to adapt, no trained base, or peft is not installed.
+        ResumeError: the checkpoint's adapters are for another base.
+    """
+    known = state.get("lora")
+    if not config.lora.rank:
+        if known:
+            raise ResumeError(
+                f"the run holds adapters of rank {known['rank']}: give --lora.rank {known['rank']}, or another "
+                "--experiment-name"
+            )
+        return False
+    first = known or _begun(config, world, say)  # what says where the base is from, and perhaps which it is
+    begun = first["base_from"]
+    if not first.get("base"):
+        _check_trained(config, task, begun, say)
+    if begun:
+        on_all_ranks(world, lambda: _filled(model, Path(begun)))
+    on_all_ranks(world, lambda: _check_halves(config, model))
+    found = on_all_ranks(world, lambda: _settled(config, task, model, first))
+    digest = on_all_ranks(world, lambda: _digest(model, found["modules_to_save"]) if world.is_main else "")
+    found |= {"base": world.gather(digest)[0], "base_from": begun}  # collective
+    if first.get("base"):
+        check_same_base(first, found, ResumeError)
+    torch.manual_seed(derive(config.seed, "lora"))
+    on_all_ranks(world, lambda: inject(model, adapters_of(found), getattr(torch, found["dtype"])))
+    state["lora"] = found
+    return True
+
+
+def injected(config: Config, task: Task, model: nn.Module) -> bool:
+    """As `adapt`, for a model whose weights are of no account: nothing is read or compared. Not collective."""
+    if not config.lora.rank:
+        return False
+    _check_halves(config, model)
+    found = _settled(config, task, model, {})
+    inject(model, adapters_of(found), getattr(torch, found["dtype"]))
+    return True
+
+
+def with_adapters(model: nn.Module, known: dict[str, Any]) -> nn.Module:
+    """The model as a checkpoint's `state["lora"]` has it: base and adapters; the latter are still to be filled.
+
+    Raises:
+        CheckpointError: its base is another one.
+    """
+    if known["base_from"]:
+        _filled(model, Path(known["base_from"]))
+    adapters = adapters_of(known)
+    check_same_base(known, {"base": _digest(model, adapters.whole)}, CheckpointError)
+    inject(model, adapters, getattr(torch, known["dtype"]))
+    return model
+
+
+def adapters_of(known: dict[str, Any]) -> Adapters:
+    """What the adapters of a checkpoint's `state["lora"]` are like."""
+    kind = (known["rank"], float(known["alpha"]), known["dropout"], known["targets"], known["turned"])
+    return Adapters(*kind, tuple(known.get("modules_to_save", ())))
+
+
+def check_same_base(known: dict[str, Any], found: dict[str, Any], kind: type[Exception]) -> None:
+    """Raises `kind` where the adapters of `known` are for another base than that of `found`."""
+    if known["base"] != found["base"]:
+        raise kind(
+            f"these are adapters for another base: its weights have the digest {known['base'][:19]}..., and this "
+            f"model's {found['base'][:19]}...; give the model and the revision that they were trained on"
+        )
+
+
+def _settled(config: Config, task: Task, model: nn.Module, first: dict[str, Any]) -> dict[str, Any]:
+    lora, wanted = config.lora, config.lora.modules_to_save or ", ".join(task.untrained())
+    whole = first.get("modules_to_save", []) if first.get("base") else chosen_modules(model, wanted)
+    targets = chosen_targets(model, lora.targets, whole)
+    return {
+        "rank": lora.rank,
+        "alpha": lora.alpha or 2.0 * lora.rank,
+        "dropout": lora.dropout,
+        "targets": targets.said,
+        "turned": targets.turned,
+        "modules_to_save": whole,
+        "dtype": str(PARAMETERS[config.precision]).removeprefix("torch."),
+    }
+
+
+def _check_halves(config: Config, model: nn.Module) -> None:
+    """Raises ConfigError where autocast would bring one half-precision dtype to a base in the other: torch's norms
+    refuse the two."""
+    wanted = AUTOCAST.get(config.precision)
+    other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}.get(wanted) if wanted else None
+    if other and any(parameter.dtype is other for parameter in model.parameters()):
+        name = str(other).removeprefix("torch.")
+        raise ConfigError(
+            f"--precision {config.precision} beside a base in {name}: torch does not take the two together; use "
+            "--precision float32, which leaves the base as it is"
+        )
+
+
+def _check_trained(config: Config, task: Task, begun: str, say: Say) -> None:
+    """Adapters change little: beside weights that were only drawn they learn next to nothing."""
+    if begun or task.defaults == "fine-tuning":
+        return
+    if task.defaults == "language-model":
+        raise ConfigError(
+            "--lora.rank adapts a model that is trained already, and this one is drawn: give --init-from RUN, or a "
+            "hub's --model-name with --model.pretrained"
+        )
+    say(
+        "--lora.rank: the base is what the task's model() returns; if its weights are drawn there, adapters learn "
+        "little: give --init-from RUN, or say defaults = 'fine-tuning' in the task"
+    )
+
+
+def _begun(config: Config, world: World, say: Say) -> dict[str, Any]:
+    """Where a new run's base is from: the checkpoint that --init-from names; of adapters, what they say themselves.
+
+    Rank 0 looks, and tells all.
+    """
+    if not config.init_from:
+        return {"base_from": ""}
+    source, _ = weights_in(Path(config.init_from).expanduser(), world, say)  # collective
+    state = on_all_ranks(world, lambda: checkpoint.read_state(source) if world.is_main else {})
+    told = state.get("lora", {"base_from": str(source.resolve())})
+    return dict(world.gather({name: told[name] for name in _OF_THE_BASE if name in told})[0])  # collective
+
+
+def _filled(model: nn.Module, source: Path) -> None:
+    """The base's weights, in the dtypes that they have there. Under `meta_init` rank 0's, which are sent on later."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return
+    if not (source / "manifest.json").is_file():
+        raise CheckpointError(f"the adapters' base was in {printable(str(source))}, which is gone; put it back")
+    stored = contents(source, read_manifest(source))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if f"model/{name}" in stored:
+            tensor.data = tensor.data.to(getattr(torch, stored[f"model/{name}"].dtype))
+    fill(source, model)
+
+
+def _digest(model: nn.Module, whole: Collection[str]) -> str:
+    """Of the base's parameters, by their plain names, before the adapters are in."""
+    return checkpoint.fingerprint_of({name: model.get_parameter(name).detach() for name in base_names(model, whole)})
+
+
+_KEY = "trained"
+
+
+def known_set(state: Mapping[str, Any]) -> TrainedSet | None:
+    """The set of a run's state; None where it never changed."""
+    found = state.get(_KEY)
+    return TrainedSet(found["made"], found["now"], found["since"]) if found else None
+
+
+def trained_digest(state: Mapping[str, Any]) -> int:
+    """Return a number that tells one trained set from another; 0 where the run's never changed."""
+    found = state.get(_KEY)
+    return zlib.crc32("\n".join(sorted(found["now"])).encode()) if found else 0
+
+
+def note(engine: Engine, state: dict[str, Any]) -> None:
+    """Puts what is trained now into the state, where it ever changed."""
+    found = trained_set(engine)
+    if found is not None:
+        state[_KEY] = found._asdict()
+
+
+def begin_as_made(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    """Has the model train what the checkpoint's engine was made for.
+
+    Returns:
+        The names of what it would not train by itself.
+    """
+    known = known_set(state)
+    if known is None:
+        return []
+    first = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    set_trained(model, {*known.made})
+    return [name for name in known.made if name not in first]
+
+
+def check_held(model: nn.Module, optimizer: Optimizer | None, names: Collection[str]) -> None:
+    """Raises ResumeError where the optimizer has not all of these parameters, which were unfrozen on the way."""
+    held = {id(p) for group in (optimizer.param_groups if optimizer else ()) for p in group["params"]}
+    named = dict(model.named_parameters())
+    left = [name for name in names if name in named and id(named[name]) not in held]
+    if left:
+        raise ResumeError(
+            f"the run unfroze {listed(left)} on the way, and the task's `optimizer` has these in no group: let it take "
+            "whatever requires gradients"
+        )
+
+
+def train_now(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Has the model train what the run trained when its state was kept."""
+    known = known_set(state)
+    if known is not None:
+        set_trained(model, {*known.now})
+
+
+def note_body(engine: Engine, state: dict[str, Any], folder: RunFolder, done: int, world: World) -> None:
+    """Notes what the body of the loop changed after the checkpoint of `done` steps was begun."""
+    found = trained_set(engine)
+    if found is None or found._asdict() == state.get(_KEY):
+        return
+    state[_KEY] = found._asdict()
+    if world.is_main:
+        folder.write_trained({**folder.read_trained(), str(done): state[_KEY]})
+
+
+def overlay(folder: RunFolder, state: dict[str, Any], world: World) -> None:
+    """Puts what the body after the checkpoint's step changed into the checkpoint's state. Collective."""
+    found = world.gather(folder.read_trained() if world.is_main else {})[0]  # collective
+    changed = found.get(str(state.get("global_step", 0)))
+    if changed:
+        state[_KEY] = changed

@@ -1,0 +1,182 @@
+"""TensorBoard and Weights & Biases: what was written is read back; nothing secret is in it; no failure stops a run."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+from toys import Ragged
+
+import lockstep
+from lockstep.config.schema import Config
+from lockstep.errors import ConfigError
+from lockstep.logging import Sinks
+from lockstep.logging.trackers import TensorBoard, WandB, check, masked, remote_sinks
+
+PLANTED = "planted-s3cret-value"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    for name in ("WANDB_PROJECT", "WANDB_API_KEY", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+
+
+def scalars(folder):
+    """{tag: [(step, value), ...]} as TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def wandb_records(folder):
+    """The records of an offline run: its file is a log of 32 KiB blocks, each record after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2 as protocol
+
+    [path] = folder.glob("*.wandb")
+    data, at, held, found = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if (room := 32768 - at % 32768) < 7:
+            at += room
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        held += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = protocol.Record()
+            record.ParseFromString(held)
+            found.append(record)
+            held = b""
+    return found
+
+
+def history(records):
+    """Each logged step as {name: value}."""
+    return [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+
+
+@pytest.mark.parametrize("back", [0, 2])
+def test_tensorboard_events_are_read_back_also_after_a_resume(tmp_path, back):
+    first = TensorBoard(tmp_path)
+    first.start({"experiment": "E"})
+    for step in (1, 2, 3):
+        first.log({"global_step": step, "running_loss": 1.0 / step, "note": "text", "evaluation/loss": None})
+    first.close(None)
+    again = TensorBoard(tmp_path, resume_step=back)
+    again.start({"experiment": "E"})
+    for step in range(back + 1, 4):
+        again.log({"global_step": step, "running_loss": 9.0})
+    again.close({})
+    found = scalars(tmp_path)
+    assert found == {"running_loss": [(1, 1.0), (2, 0.5), (3, 9.0)] if back else [(1, 9.0), (2, 9.0), (3, 9.0)]}
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from lockstep.sinks.wandb import WandB
+step = int(sys.argv[1])
+sink = WandB(Path("."), "E 1", resume_step=step)
+sink.start(json.loads(sys.argv[2]))
+sink.log({"global_step": step + 1, "running_loss": 0.25})
+sink.close({})
+"""
+
+
+def test_an_offline_wandb_run_is_written_and_resumed(tmp_path):
+    info = {"experiment": "E 1", "args": {"lr": 0.5}, "training_data_size": 100, "num_batches": 25}
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    environ = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}  # of this process
+    for step in ("0", "3"):
+        subprocess.run([sys.executable, "mine.py", step, json.dumps(info)], cwd=tmp_path, check=True, env=environ)
+        time.sleep(1.1)  # W&B names its folder after the second in which a run starts
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*-E-1"))
+    for folder, step in zip(folders, (1, 4), strict=True):
+        records = wandb_records(folder)
+        run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+        assert (run.run_id, run.display_name, run.project) == ("E-1", "E 1", "lockstep")
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert {key: config[key] for key in info} == info
+        [line] = history(records)
+        assert (line["_step"], line["running_loss"]) == (step, 0.25)
+        assert len(list(folder.glob("files/code/**/mine.py"))) == 1  # the program that ran
+
+
+def test_the_project_is_the_flags_or_the_environments(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    assert WandB(tmp_path, "E")._project == "theirs"
+    assert WandB(tmp_path, "E", "ours")._project == "ours"
+
+
+def settings(folder, **changes):
+    values = {"batch_size": 8, "micro_batch_size": 2, "log_freq": 2, "ckpt_freq": 2, "max_steps": 4}
+    return Config(
+        **values | {"experiment_name": "r", "save_dir": str(folder), "precision": "float64", "device": "cpu"} | changes
+    )
+
+
+def test_a_run_with_both(tmp_path):
+    assert len(list(lockstep.Run(settings(tmp_path, tensorboard=True, wandb=True), Ragged()))) == 4
+    folder = tmp_path / "r"
+    assert [step for step, _ in scalars(folder / "tensorboard")["running_loss"]] == [2, 4]
+    [kept] = (folder / "wandb").glob("offline-run-*-r")
+    records = wandb_records(kept)
+    assert [line["global_step"] for line in history(records) if "lr" in line] == [2, 4]
+    run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert (config["training_data_size"], config["num_batches"]) == (40, 5)
+    assert config["args"]["batch_size"] == 8
+
+
+def test_no_secret_reaches_a_sink(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", PLANTED)
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 20 + PLANTED)
+    monkeypatch.setattr(sys, "argv", ["lockstep", "train", "--hub-token", PLANTED])
+    url = f"https://me:{PLANTED}@host/x"
+    info = masked({"args": {"dataset_name": url, "hub_token": PLANTED}, "note": PLANTED, "number": 1})
+    assert info["number"] == 1
+    assert PLANTED not in str(info)
+    sinks = Sinks([TensorBoard(tmp_path / "tensorboard"), WandB(tmp_path, "E")])
+    sinks.start(info)
+    sinks.log({"global_step": 1, "running_loss": 1.0, "note": url})
+    sinks.close({})
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path for path in files if path.suffix == ".wandb"]
+    assert not [path for path in files if PLANTED.encode() in path.read_bytes()]
+
+
+def test_a_sink_that_fails_is_reported_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", refuse)
+    monkeypatch.setattr("wandb.init", refuse)
+    training = lockstep.Run(settings(tmp_path, tensorboard=True, wandb=True), Ragged())
+    assert len(list(training)) == 4
+    said = capsys.readouterr().err
+    assert said.count("TensorBoard failed and may miss records: ConnectionError: no route; training goes on") == 1
+    assert said.count("WandB failed and may miss records: ConnectionError: no route; training goes on") == 1
+
+
+def test_a_package_that_is_missing_ends_it_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.logging.trackers.find_spec", lambda name: None)
+    for name in ("tensorboard", "wandb"):
+        config = settings(tmp_path, **{name: True})
+        with pytest.raises(ConfigError, match=rf"--{name} needs .*pip install 'torch-lockstep\[{name}\]'"):
+            check(config)
+        with pytest.raises(ConfigError):
+            list(lockstep.Run(config, Ragged()))
+    assert not list(tmp_path.glob("r"))
+    assert remote_sinks(settings(tmp_path), tmp_path, 0) == []

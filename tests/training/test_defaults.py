@@ -1,0 +1,384 @@
+"""What "auto" becomes: by the kind of work, the model and the plan alone, seen in the run's folder, and said."""
+
+import json
+import tomllib
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run
+from torch import nn
+from torch.nn import functional as F
+from toys import Ragged
+
+import lockstep
+from lockstep import checkpoint
+from lockstep.config.cli import flat, parse, read, to_toml
+from lockstep.config.schema import Config, default_micro_batch_size, is_auto
+from lockstep.config.sections import Data, Optim
+from lockstep.data.batches import Origin
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError, DataError
+from lockstep.optim.schedule import SHAPES
+from lockstep.tasks.language_model import CausalLM
+from lockstep.training.build import notify
+from lockstep.training.defaults import KINDS, SGD, described_optimizer, described_step, settled, warm_up, warnings
+from lockstep.training.resume import RunPlan
+from lockstep.training.sharing import check_cut
+
+PLAIN = nn.Linear(2, 2)
+RAGGED = Ragged()
+NORMED = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+
+
+class Language(Ragged):
+    defaults = "language-model"
+
+
+class Tuned(Ragged):
+    defaults = "fine-tuning"
+
+
+def chosen(config, task=RAGGED, model=PLAIN, samples=1000):
+    return settled(config, task, model, samples)
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"), [(Language(), "language-model"), (Tuned(), "fine-tuning"), (Ragged(), "general")]
+)
+def test_the_values_are_those_of_the_tasks_kind(task, kind):
+    values = flat(chosen(Config(max_steps=700), task).config)
+    assert KINDS[kind].items() <= values.items()
+    assert (values["optim.warmup_steps"], values["micro_batch_size"]) == (35, 2)
+    assert [name for name in KINDS[kind] if not is_auto(Config(), name)] == []
+    assert [name for name in values if is_auto(chosen(Config(), task).config, name)] == []
+
+
+def test_a_language_models_are_what_they_were():
+    assert CausalLM.defaults == "language-model"
+    optim = chosen(Config(max_steps=10_000), Language()).config
+    assert (optim.lr, optim.optim.beta1, optim.optim.beta2, optim.optim.weight_decay) == (2e-3, 0.9, 0.95, 0.1)
+    assert (optim.optim.clip, optim.optim.floor, optim.optim.warmup_steps) == (1.0, 0.1, 50)
+
+
+def test_what_is_given_is_kept_and_auto_may_be_written(tmp_path):
+    given = Config(
+        lr=0.5,
+        micro_batch_size=8,
+        eval_micro_batch_size=4,
+        eval_workers=1,
+        optim=Optim(beta2=0.9, warmup_steps=0, weight_decay=0.0, floor=0.2),
+        max_steps=100,
+        precision="float32",
+        compile=False,
+    )
+    assert chosen(given, Language(), NORMED).config == given
+    (tmp_path / "a.toml").write_text('lr = "auto"\nmicro_batch_size = 8\n[optim]\nwarmup_steps = "auto"\nbeta2 = 0.5\n')
+    config = parse(["--config", str(tmp_path / "a.toml"), "--micro-batch-size", "auto", "--max-steps", "40"])
+    assert config == Config(max_steps=40, optim=Optim(beta2=0.5))
+    found = chosen(config, Language()).config
+    assert (found.lr, found.micro_batch_size, found.optim.warmup_steps, found.optim.beta2) == (2e-3, 2, 2, 0.5)
+    assert (found.eval_micro_batch_size, found.eval_workers) == (2, 0)
+    (tmp_path / "b.toml").write_text(to_toml(found))
+    assert parse(["--config", str(tmp_path / "b.toml")]) == found
+    (tmp_path / "c.toml").write_text(to_toml(config))
+    assert parse(["--config", str(tmp_path / "c.toml")]) == config
+    with pytest.raises(ConfigError, match="--seed: 'auto' is not a whole number"):
+        parse(["--seed", "auto"])
+    with pytest.raises(ConfigError, match="optim.eps is 'auto': it must be a number"):
+        Config(optim=Optim(eps="auto"))
+
+
+def test_the_help_names_the_values(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help-all"])
+    shown = " ".join(capsys.readouterr().out.split())
+    rates = "2e-3 for a language model, 5e-5 for a pretrained one, 2e-4 for adapters, else 1e-3; sgd 1e-2"
+    assert f"{rates} (default: auto)" in shown
+    assert [KINDS[kind]["lr"] for kind in ("language-model", "fine-tuning", "general")] == [2e-3, 5e-5, 1e-3]
+    assert "auto: 0.1 from scratch, 0 pretrained, 0.01 other work; sgd 1e-4, adam 0 (default: auto)" in shown
+    decays = [KINDS[kind]["optim.weight_decay"] for kind in ("language-model", "fine-tuning", "general")]
+    assert ([*decays, SGD["optim.weight_decay"]], SGD["lr"]) == ([0.1, 0.0, 0.01, 1e-4], 1e-2)
+
+
+def test_sgd_has_its_own_rate_and_decay_and_refuses_the_others_numbers():
+    config = chosen(Config(optim=Optim(name="sgd"), max_steps=100), Language()).config
+    assert (config.lr, config.optim.weight_decay, config.optim.momentum) == (1e-2, 1e-4, 0.9)
+    assert flat(config)["optim.beta2"] == "auto"  # sgd has none
+    with pytest.raises(ConfigError, match=r"optim.momentum is no option of optim.name adamw, but of sgd: leave it out"):
+        Config(optim=Optim(momentum=0.5))
+    with pytest.raises(ConfigError, match=r"optim.beta2 is no option of optim.name sgd"):
+        Config(optim=Optim(name="sgd", beta2=0.9))
+
+
+def test_an_unknown_kind_is_refused():
+    class Wrong(Ragged):
+        defaults = "vision"
+
+    with pytest.raises(
+        ConfigError, match="the task's defaults are 'vision': choose one of language-model, fine-tuning"
+    ):
+        chosen(Config(), Wrong())
+
+
+@given(st.integers(1, 10**6))
+def test_the_warm_up_is_at_most_a_twentieth_and_at_most_50(steps):
+    assert 0 <= warm_up(steps) <= min(50, steps / 20)
+    assert warm_up(steps) == 0 or warm_up(steps) > min(50, steps / 20) - 1
+
+
+def test_each_schedule_has_a_warm_up_and_an_end_that_suit_it():
+    assert set(SHAPES) == set(next(spec for spec in fields(Optim) if spec.name == "schedule").metadata["choices"])
+    found = {}
+    for shape in SHAPES:
+        optim = chosen(Config(max_steps=100, eval_freq=10, optim=Optim(schedule=shape))).config.optim
+        found[shape] = (optim.warmup_steps, optim.floor)
+    special = {"one-cycle": (30, 4e-6), "inverse-sqrt": (5, 0.0), "step": (5, 0.0), "plateau": (5, 0.0)}
+    assert found == dict.fromkeys(SHAPES, (5, 0.1)) | special
+    given = chosen(Config(max_steps=100, optim=Optim(schedule="one-cycle", warmup_steps=7, floor=0.5))).config.optim
+    assert (given.warmup_steps, given.floor) == (7, 0.5)
+    for optim, meant in (
+        ({"gamma": 0.5}, "step or plateau"),
+        ({"power": 2.0}, "polynomial"),
+        ({"plateau_patience": 2}, "plateau"),
+        ({"plateau_cooldown": 2}, "plateau"),
+    ):
+        with pytest.raises(ConfigError, match=rf"is no option of optim.schedule cosine, but of {meant}: leave it out"):
+            Config(optim=optim)
+
+
+@given(st.integers(1, 5000))
+def test_with_batchnorm_a_forward_takes_16_or_the_batch_and_no_fewer_than_without(batch_size):
+    size = chosen(Config(batch_size=batch_size, max_steps=1), Ragged(), NORMED).config.micro_batch_size
+    plain = chosen(Config(batch_size=batch_size, max_steps=1)).config.micro_batch_size
+    assert batch_size % size == 0
+    assert size >= min(16, batch_size)
+    assert size >= plain == default_micro_batch_size(batch_size)
+    assert size == plain or not any(batch_size % other == 0 for other in range(min(16, batch_size), size))
+
+
+def test_batchnorm_that_is_not_trained_does_not_count():
+    frozen = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+    horizon = chosen(Config(batch_size=64), Ragged(), frozen, samples=65)
+    assert (horizon.config.micro_batch_size, horizon.least, horizon.step_plan.total) == (8, 1, 65)
+    assert warnings(horizon, frozen) == []
+
+
+def test_what_is_said_at_the_start():
+    horizon = chosen(Config(batch_size=64, max_steps=60))
+    assert described_step(horizon, 1) == "a step of 64 = 8 forwards of 8"
+    assert described_step(horizon, 2) == "a step of 64 = 8 forwards of 8, over 2 ranks"
+    assert described_step(chosen(Config(batch_size=1, max_steps=60)), 1) == "a step of 1 = 1 forward of 1"
+    assert described_optimizer(horizon) == (
+        "adamw: lr 0.001, cosine to 0.1 after 3 of 60 steps of warm-up, weight decay 0.01, betas 0.9 and 0.999"
+    )
+    sgd = chosen(Config(max_steps=9, optim=Optim(name="sgd", schedule="constant")))
+    assert described_optimizer(sgd) == (
+        "sgd: lr 0.01, constant after 0 of 9 steps of warm-up, weight decay 0.0001, momentum 0.9"
+    )
+    assert warnings(horizon, PLAIN) == []
+
+
+def test_what_is_warned_of():
+    short = chosen(Config(max_steps=6, optim=Optim(warmup_steps=50)))
+    assert warnings(short, PLAIN) == [
+        "--optim.warmup-steps 50 is longer than the plan of 6 steps, so the rate never reaches --lr 0.001; leave it "
+        "out for 0"
+    ]
+    few = chosen(Config(max_steps=60, batch_size=64, micro_batch_size=8), Ragged(), NORMED)
+    assert warnings(few, NORMED) == [
+        "BatchNorm (1 and 1 more) normalises over the 8 samples of a forward, and 16 or more train better: give "
+        "--micro-batch-size 16"
+    ]
+    small = chosen(Config(max_steps=60, batch_size=4), Ragged(), NORMED)
+    assert warnings(small, NORMED)[0].endswith(
+        "over the 4 samples of a forward, and 16 or more train better: give --batch-size 16 and --micro-batch-size 16"
+    )
+    assert warnings(chosen(Config(max_steps=60, batch_size=64), Ragged(), NORMED), NORMED) == []
+    assert warnings(chosen(Config(max_steps=60, batch_size=64, batchnorm="sync"), Ragged(), NORMED), NORMED) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "origin", "places"),  # after so many steps: epoch, steps and share of it, steps to its end, position
+    [
+        (
+            {"num_epochs": 2},
+            Origin(0, 0),
+            {0: (0, 0, 0.0, 3, 0), 2: (0, 2, 0.8, 1, 16), 3: (1, 1, 0.2, 2, 24), 5: (1, 3, 1.0, 0, 40)},
+        ),
+        ({"num_epochs": 1, "data": Data(drop_last=True)}, Origin(0, 0), {0: (0, 0, 0.0, 2, 0), 2: (0, 2, 0.8, 0, 16)}),
+        ({"max_steps": 3}, Origin(0, 0), {0: (0, 0, 0.0, 3, 0), 3: (1, 1, 0.2, 2, 24)}),
+        ({"max_steps": 5}, Origin(0, 0), {5: (1, 3, 1.0, 0, 40)}),
+        ({"max_steps": 4}, Origin(2, 4), {3: (0, 2, 0.6, 1, 12), 4: (0, 3, 1.0, 0, 20)}),  # steps of 2 before
+        ({"num_epochs": 2}, Origin(2, 4), {4: (1, 0, 0.0, 3, 20)}),
+    ],
+)
+def test_where_a_run_stands(changes, origin, places):
+    """Of 20 samples, in steps of 8."""
+    plan = RunPlan(20, Config(batch_size=8, micro_batch_size=2, **changes), origin, 1, 20)
+    for done, wanted in places.items():
+        found = plan.place(done)
+        assert found.pop("global_step") == done
+        names = ("epoch", "epoch_step", "epoch_progress", "num_batches_remaining", "position")
+        assert found == dict(zip(names, wanted, strict=True))
+
+
+def test_a_plan_of_no_steps_stands_at_its_begin():
+    plan = RunPlan(20, Config(batch_size=32, micro_batch_size=2, data=Data(drop_last=True)), Origin(0, 0), 1, 20)
+    assert plan.step_plan.steps == 0
+    assert {name: plan.place(0)[name] for name in ("epoch", "epoch_progress")} == {"epoch": 0, "epoch_progress": 0.0}
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 3), st.booleans(), st.booleans())
+def test_where_a_run_ends(samples, batch_size, epochs, drop_last, normed):
+    """With drop-last every step is full; with BatchNorm no forward has a single sample; nothing else is left out."""
+    config = Config(batch_size=batch_size, num_epochs=epochs, data=Data(drop_last=drop_last))
+    model = NORMED if normed else PLAIN
+    try:
+        horizon = chosen(config, Ragged(), model, samples)
+    except DataError:
+        assert samples * epochs < batch_size if drop_last else samples * epochs == 1
+        return
+    cut, whole = horizon.step_plan, samples * epochs
+    sizes = [cut.samples(step) for step in range(cut.steps)]
+    alone = normed and horizon.config.micro_batch_size > 1 and whole % horizon.config.micro_batch_size == 1
+    assert sum(sizes) == whole - (whole % batch_size if drop_last else alone)
+    assert set(sizes[:-1]) <= {batch_size}
+    last = cut.steps - 1
+    ends = [cut.positions(last, index) for index in range(cut.present(last))]
+    if normed and horizon.config.micro_batch_size > 1:
+        assert min(stop - start for start, stop in ends) >= 2
+    place = horizon.place(cut.steps)
+    assert (place["num_batches_remaining"], place["position"]) == (0, cut.total)
+
+
+def test_nothing_left_is_refused():
+    with pytest.raises(
+        DataError, match="has 5 samples, less than one step, and --data.drop-last leaves short ones out"
+    ):
+        chosen(Config(batch_size=8, data=Data(drop_last=True)), samples=5)
+    with pytest.raises(DataError, match="one sample, which BatchNorm cannot learn from alone"):
+        chosen(Config(batch_size=8), Ragged(), NORMED, samples=1)
+
+
+def test_the_end_counts_from_where_the_present_cut_began():
+    config = Config(batch_size=8, micro_batch_size=2, data=Data(drop_last=True))
+    cut = settled(config, Ragged(), PLAIN, 41, Origin(3, 30)).step_plan
+    assert (cut.steps, cut.total) == (4, 38)
+    over = settled(config, Ragged(), PLAIN, 20, Origin(3, 30)).step_plan  # fewer epochs than were taken already
+    assert (over.steps, over.total) == (3, 30)
+
+
+class Normed(Ragged):
+    """Vectors with two classes and a BatchNorm that sees one value a channel and sample."""
+
+    items_per_sample = 1
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).to(self.dtype)
+
+    def dataset(self, split):
+        generator = torch.Generator().manual_seed(5)
+        count = self.samples if split == "train" else 9
+        x = torch.randn(count, 4, generator=generator, dtype=self.dtype)
+        return [{"x": row, "y": (row.sum() > 0).long()} for row in x]
+
+    def count(self, batch):
+        return len(batch["y"])
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
+
+    def metrics(self, model, batch):
+        return {"accuracy": ((model(batch["x"]).argmax(-1) == batch["y"]).sum(), len(batch["y"]))}
+
+
+def go(world, settings, task):
+    for _ in lockstep.Run(settings, task, world):
+        pass
+
+
+def settings(folder, name, **changes):
+    common = {"batch_size": 8, "micro_batch_size": 2, "ckpt_freq": 2, "precision": "float64", "log_freq": 1}
+    return Config(experiment_name=name, save_dir=str(folder), **common | changes)
+
+
+def mark(folder, name):
+    newest = checkpoint.newest(folder / name, say=print)
+    state = checkpoint.read_state(newest)
+    return checkpoint.fingerprint(newest), state["global_step"], state["position"]
+
+
+def log_of(folder, name):
+    return (folder / name / "logs" / "rank-00000.log").read_text()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_last_sample_alone_does_not_stop_batchnorm(tmp_path, size):
+    """41 samples in steps of 8: the last step would have one sample, and torch refuses to normalise that."""
+    task = Normed(samples=41)
+    run(go, size, settings(tmp_path, "r", exact=True), task)
+    assert mark(tmp_path, "r")[1:] == (5, 40)
+    assert "the last sample of the last epoch is left out" in log_of(tmp_path, "r")
+    go(None, settings(tmp_path, "longer", exact=True, max_steps=5), task)
+    assert mark(tmp_path, "longer") == mark(tmp_path, "r")  # what is left out has no other effect
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_sample_over_a_micro_batch_is_left_out_and_no_more(tmp_path, size):
+    run(go, size, settings(tmp_path, "r"), Normed(samples=43))
+    assert mark(tmp_path, "r")[1:] == (6, 42)
+
+
+def test_drop_last_resumes_exactly_at_another_world_size(tmp_path):
+    """54 samples, twice, in steps of 8: 13 whole steps, the seventh across the epochs; then 4 samples are left out."""
+    common = {"num_epochs": 2, "exact": True, "data": Data(drop_last=True)}
+    go(None, settings(tmp_path, "whole", **common), Ragged(54, dropout=0.1))
+    run(go, 2, settings(tmp_path, "r", stop_at=5, **common), Ragged(54, dropout=0.1))
+    assert mark(tmp_path, "r")[1] == 5
+    go(None, settings(tmp_path, "r", **common), Ragged(54, dropout=0.1))
+    assert mark(tmp_path, "r") == mark(tmp_path, "whole")
+    assert mark(tmp_path, "r")[1:] == (13, 104)
+    state = json.loads((tmp_path / "r" / "state.json").read_text())
+    assert (state["epoch"], state["num_batches_remaining"]) == (1, 0)
+
+
+def test_the_folder_and_the_log_show_what_was_chosen(tmp_path):
+    task = Normed(samples=400)
+    config = settings(tmp_path, "r", batch_size=40, micro_batch_size=0, num_epochs=5, log_freq=10)
+    run(go, 2, config, task)
+    found = tomllib.loads((tmp_path / "r" / "config.toml").read_text())
+    assert (found["lr"], found["micro_batch_size"]) == (1e-3, 20)
+    assert (found["optim"]["beta2"], found["optim"]["weight_decay"], found["optim"]["warmup_steps"]) == (0.999, 0.01, 2)
+    assert flat(settled(config, task, task.model(), 400).config, own_task=True) == read(tmp_path / "r" / "config.toml")
+    log = log_of(tmp_path, "r")
+    assert "a step of 40 = 2 forwards of 20, over 2 ranks" in log
+    assert "adamw: lr 0.001, cosine to 0.1 after 2 of 50 steps of warm-up" in log
+    assert '"lr": 0.001' in log
+    assert "BatchNorm (" not in log
+    plan = checkpoint.read_state(checkpoint.newest(tmp_path / "r", say=print))["plan"]
+    assert (plan["lr"], plan["micro_batch_size"], plan["optim.warmup_steps"]) == (1e-3, 20, 2)
+
+
+def test_few_samples_for_batchnorm_are_said_by_name(tmp_path):
+    go(None, settings(tmp_path, "r", max_steps=2), Normed(samples=40))
+    assert "BatchNorm (1) normalises over the 2 samples of a forward" in log_of(tmp_path, "r")
+
+
+def test_sgd_has_the_same_bits_on_two_ranks_and_after_a_resume(tmp_path):
+    common = {"optim": Optim(name="sgd", nesterov=True), "exact": True, "lr": 0.1}
+    go(None, settings(tmp_path, "one", **common), Normed(samples=40))
+    run(go, 2, settings(tmp_path, "r", stop_at=3, **common), Normed(samples=40))
+    go(None, settings(tmp_path, "r", **common), Normed(samples=40))
+    assert mark(tmp_path, "r") == mark(tmp_path, "one")
+    assert "sgd: lr 0.1, cosine to 0.1 after 0 of 5 steps of warm-up" in log_of(tmp_path, "r")
+
+
+@pytest.mark.parametrize(("ranks", "idle"), [(3, 0), (4, 0), (5, 1), (7, 3)])
+def test_ranks_without_work_are_told_of_and_no_others(ranks, idle, capsys):
+    check_cut(Config(batch_size=8, micro_batch_size=2), World(size=ranks), notify(World(size=ranks)))
+    said = capsys.readouterr().err
+    assert (f"leave {idle} of them without work" in said) == bool(idle)
+    assert bool(said) == bool(idle)

@@ -1,0 +1,60 @@
+"""Every rank sees the folder that rank 0 writes into, or nothing is trained: at a start and at a resume."""
+
+import os
+import socket
+
+import pytest
+import small_runs
+from ranks import run
+from toys import Ragged
+
+import lockstep
+from lockstep.errors import ConfigError
+from lockstep.training.agreement import _sees, _token
+from lockstep.training.run_dir import RunFolder
+
+
+def started(world, folder):
+    """What runs come to, where rank 1 has a working folder of its own, as on a node without the shared one."""
+    own = folder / "own"
+    own.mkdir(exist_ok=True)
+    os.chdir(own if world.rank else folder)
+    found = []
+    for save_dir, steps in ((folder / "a/runs", 2), ("a/runs", 0), ("b/runs", 0), (folder / "a/runs", 0)):
+        try:
+            config = small_runs.config(save_dir, max_steps=4, stop_at=steps, report=False)
+            found.append(lockstep.train(config, Ragged(), world).global_step)
+        except ConfigError as error:
+            found.append(str(error))
+        world.barrier()
+    return found
+
+
+def test_a_rank_that_does_not_see_the_run_s_folder_is_named_before_anything_is_trained(tmp_path):
+    for new, resumed, other, again in run(started, 2, tmp_path):
+        assert (new, again) == (2, 4)
+        for said, path in ((resumed, "a/runs/r"), (other, "b/runs/r")):
+            parts = (f"rank 1 on {socket.gethostname()}", f"{tmp_path / 'own' / path} ", f"{tmp_path / path} ", "save")
+            assert all(part in said for part in parts), said
+    assert not os.listdir(tmp_path / "own")
+    assert {path.name for path in tmp_path.iterdir()} == {"own", "a"}
+    assert not list(tmp_path.rglob(".lockstep*"))
+
+
+@pytest.mark.parametrize(("made", "above"), [("", 2), ("a", 1), ("a/r", 0)])
+def test_a_token_lies_in_the_folder_or_in_the_nearest_above_it(tmp_path, monkeypatch, made, above):
+    monkeypatch.setattr("lockstep.training.agreement._PAUSES", (0.0,))
+    (tmp_path / made).mkdir(parents=True, exist_ok=True)
+    folder = RunFolder(str(tmp_path / "a"), "r")
+    with _token(folder) as found:
+        assert found[1] == above
+        assert _sees(folder.path, *found)
+        assert not _sees(tmp_path / "b" / "r" / "other", *found)
+    assert not _sees(folder.path, *found)
+    assert sorted(tmp_path.rglob("*")) == sorted(tmp_path / each for each in ("a", "a/r")[: 2 - above])
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file"), _token(RunFolder(str(tmp_path), "file")):
+        pass
