@@ -37,7 +37,6 @@ __all__ = [
     "StepControl",
     "described",
     "loss_of",
-    "measured_of",
     "scalar",
     "seeder",
     "unpacked",
@@ -117,7 +116,7 @@ class Passes:
 
     def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
         self._engine, self._control, self._hooks = engine, control, task.hooks
-        self._measured = measured_of(task)
+        self._measured = _measured_of(task)
         self._gathered = Gathered(control.world)
 
     def first(self, step: int, micro: list[MicroBatch], items: float) -> list[Tensor]:
@@ -214,11 +213,11 @@ class Evaluation:
 
 def loss_of(task: Task) -> Callable[[nn.Module, MicroBatch], Tensor]:
     """The task's loss as a sum over the items of a micro-batch, whatever its `reduction`: 0-dim."""
-    measured = measured_of(task)
+    measured = _measured_of(task)
     return lambda model, batch: measured(model, batch)[0]
 
 
-def measured_of(task: Task) -> Measured:
+def _measured_of(task: Task) -> Measured:
     """As `loss_of`, and beside the loss the numbers that the task's `loss` returns."""
     mean = averages(task)
 

@@ -36,7 +36,6 @@ from lockstep.hooks import Hooks, OwnSteps
 __all__ = [
     "HALVES",
     "METHODS",
-    "REDUCTIONS",
     "VALUES",
     "Order",
     "Task",
@@ -51,7 +50,7 @@ __all__ = [
 ]
 
 HALVES = (torch.float16, torch.bfloat16)
-REDUCTIONS = ("auto", "sum", "mean", "micro-batch")
+_REDUCTIONS = ("auto", "sum", "mean", "micro-batch")
 
 
 class Order(Protocol):
@@ -301,9 +300,9 @@ def adapted(task: Any) -> Task:
     if "_reduction_before" in vars(made):  # a run before this one found it, perhaps in another cut
         made.reduction = vars(made).pop("_reduction_before")
     _check_loss(made, name)
-    if made.reduction not in REDUCTIONS:
+    if made.reduction not in _REDUCTIONS:
         raise ConfigError(
-            f"the task's reduction is {made.reduction!r}: it must be one of {', '.join(map(repr, REDUCTIONS))}"
+            f"the task's reduction is {made.reduction!r}: it must be one of {', '.join(map(repr, _REDUCTIONS))}"
         )
     mask = made.attention_mask
     if mask is not None and not isinstance(mask, bool):

@@ -32,10 +32,6 @@ __all__ = [
     "ExportSource",
     "chosen",
     "export",
-    "safetensors_of",
-    "write_adapters",
-    "write_hub",
-    "write_universal",
 ]
 
 
@@ -43,7 +39,7 @@ _VERSION = "0.16.0"  # the oldest DeepSpeed whose universal checkpoints are like
 _GROUPS = 64  # more than an optimizer has; empty, so that each group of the reader keeps its own settings
 
 
-def write_universal(tensors: FullTensors, step: int, out: Path) -> None:
+def _write_universal(tensors: FullTensors, step: int, out: Path) -> None:
     """Makes the folder `out`. One parameter at a time is in memory, and the module's state once, at the end."""
     folder = out / f"global_step{step}_universal"
     (folder / "zero").mkdir(parents=True)
@@ -128,7 +124,7 @@ _INNER = {
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)", re.ASCII)
 
 
-def write_hub(
+def _write_hub(
     options: Mapping[str, Any], state: Mapping[str, Any], shapes: Shapes, folder: Path, classes: Sequence[str] = ()
 ) -> Renamed:
     """Writes `folder`/config.json, and returns what gives a tensor's name there and whether it lies transposed.
@@ -227,7 +223,7 @@ def _write(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def write_adapters(
+def _write_adapters(
     options: Mapping[str, Any], state: Mapping[str, Any], names: Iterable[str], folder: Path
 ) -> dict[str, str]:
     """Writes `folder`/adapter_config.json, and returns each tensor's name there.
@@ -396,7 +392,7 @@ class Outgoing(NamedTuple):
     read: Callable[[], torch.Tensor]
 
 
-def safetensors_of(tensors: Iterable[Outgoing], notes: dict[str, str]) -> Iterator[bytes | memoryview]:
+def _safetensors_of(tensors: Iterable[Outgoing], notes: dict[str, str]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file; each tensor is read when its turn comes, and dropped.
 
     Raises:
@@ -429,7 +425,7 @@ def outgoing(source: ExportSource, names: Iterable[str]) -> Iterator[Outgoing]:
 def _safetensors(source: ExportSource, out: Path) -> None:
     """Second names of tied tensors stand in the header, where safetensors.torch.load_model looks for them."""
     names, seconds = _weights(source.tensors)
-    write_file(out, safetensors_of(outgoing(source, names), seconds))
+    write_file(out, _safetensors_of(outgoing(source, names), seconds))
 
 
 def _torch(source: ExportSource, out: Path) -> None:
@@ -444,7 +440,7 @@ def _hub(source: ExportSource, out: Path) -> None:
     names, seconds = _weights(source.tensors)
     shapes = {name: source.tensors.stored[f"model/{name}"].shape for name in (*names, *seconds)}
     out.mkdir()
-    renamed = write_hub(source.options, source.state, shapes, out, _classes_of(source.path))
+    renamed = _write_hub(source.options, source.state, shapes, out, _classes_of(source.path))
     source.beside(out)
     sent = []
     for each in outgoing(source, names):
@@ -452,7 +448,7 @@ def _hub(source: ExportSource, out: Path) -> None:
         shape = each.shape[::-1] if turned else each.shape
         read = partial(_turned, each.read) if turned else each.read
         sent.append(Outgoing(name, each.dtype, shape, read))
-    write_file(out / "model.safetensors", safetensors_of(sent, {}))
+    write_file(out / "model.safetensors", _safetensors_of(sent, {}))
 
 
 def _turned(read: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -462,13 +458,13 @@ def _turned(read: Callable[[], torch.Tensor]) -> torch.Tensor:
 def _peft(source: ExportSource, out: Path) -> None:
     names, _ = _weights(source.tensors)
     out.mkdir()
-    renamed = write_adapters(source.options, source.state, names, out)
+    renamed = _write_adapters(source.options, source.state, names, out)
     sent = [each._replace(name=renamed[each.name]) for each in outgoing(source, names)]
-    write_file(out / "adapter_model.safetensors", safetensors_of(sent, {}))
+    write_file(out / "adapter_model.safetensors", _safetensors_of(sent, {}))
 
 
 def _deepspeed(source: ExportSource, out: Path) -> None:
-    write_universal(source.tensors, source.step, out)
+    _write_universal(source.tensors, source.step, out)
 
 
 _FORMATS: dict[str, Callable[[ExportSource, Path], None]] = {

@@ -15,11 +15,9 @@ from lockstep.config.secrets import printable
 from lockstep.errors import ConfigError
 
 __all__ = [
-    "add_which",
     "evaluate_command",
     "export_command",
     "generate_command",
-    "which",
 ]
 
 
@@ -37,19 +35,19 @@ def evaluate_command(argv: list[str]) -> int:
         return int(end.code or 0)
     wanted = importlib.import_module("lockstep.training.inference").InferenceRequest  # loads torch
     evaluate_run = importlib.import_module("lockstep.training.inference").evaluate_run
-    asked = wanted(given.run, which(given), given.task, given.data, given.device, ema=given.ema)
+    asked = wanted(given.run, _which(given), given.task, given.data, given.device, ema=given.ema)
     evaluate_run(asked, as_json=given.json)
     return 0
 
 
-def which(given: argparse.Namespace) -> str | int:
+def _which(given: argparse.Namespace) -> str | int:
     """The checkpoint that the flags of `add_which` name."""
     if given.best:
         return "best"
     return "last" if given.step is None else int(given.step)
 
 
-def add_which(parser: Parser) -> None:
+def _add_which(parser: Parser) -> None:
     """Gives `parser` RUN, and the flags that say which of its checkpoints, and where it is computed."""
     parser.add_argument("run", metavar="RUN", help="a run's folder")
     group = parser.add_mutually_exclusive_group()
@@ -63,7 +61,7 @@ def add_which(parser: Parser) -> None:
 
 def _evaluate_parser() -> Parser:
     parser = Parser(prog="lockstep evaluate", description="Evaluates a checkpoint of a run, as the run itself does.")
-    add_which(parser)
+    _add_which(parser)
     add = parser.add_argument
     add("--task", metavar="FILE.py:CLASS", default="", help="the run's task, where it was started from Python")
     add("--data", metavar="DATASET", default="", help="evaluate on the evaluation set that --dataset-name would have")
@@ -84,7 +82,7 @@ def export_command(argv: list[str]) -> int:
         return int(end.code or 0)
     exporting = importlib.import_module("lockstep.training.inference")  # loads torch
     asked = exporting.ExportRequest(
-        given.run, given.out, given.format, which(given), given.merge, given.task, given.ema
+        given.run, given.out, given.format, _which(given), given.merge, given.task, given.ema
     )
     path = exporting.export_run(asked, lambda line: print(line, file=sys.stderr))
     print(f"{printable(path.name)} as {given.format}: {printable(given.out)}")
@@ -129,7 +127,7 @@ def generate_command(argv: list[str]) -> int:
     sampling = importlib.import_module("lockstep.tasks.language_model").Sampling
     generate_texts = importlib.import_module("lockstep.training.inference").generate_texts
     # compiled code is made anew for each length of a text
-    asked = wanted(given.run, which(given), device=given.device, changes={"compile": False}, ema=given.ema)
+    asked = wanted(given.run, _which(given), device=given.device, changes={"compile": False}, ema=given.ema)
     generate_texts(asked, prompts, sampling(given.max_tokens, given.temperature, given.top_k, given.seed))
     return 0
 
@@ -157,7 +155,7 @@ def _lines() -> list[str]:
 
 def _generate_parser() -> Parser:
     parser = Parser(prog="lockstep generate", description="Writes text with a language model that a run trained.")
-    add_which(parser)
+    _add_which(parser)
     add = parser.add_argument
     add(
         "--prompt",

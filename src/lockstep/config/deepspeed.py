@@ -20,7 +20,6 @@ __all__ = [
     "optimizer_named",
     "read_json",
     "scale_of",
-    "settings",
     "taken",
 ]
 
@@ -64,13 +63,13 @@ def taken(values: Mapping[str, Any], content: Mapping[str, Any], ranks: int) -> 
         ConfigError: a value that they have otherwise, a part that is not served, or one that is no object.
     """
     hold(content, lambda name: values.get(name, "auto"), ranks)
-    said = settings(content, ranks, str(values.get("precision", "")))
+    said = _settings(content, ranks, str(values.get("precision", "")))
     return {**values, **{name: value for name, (_, value) in said.items() if values.get(name, "auto") == "auto"}}
 
 
 def hold(content: Mapping[str, Any], value_of: Callable[[str], Any], ranks: int) -> None:
     """Raises ConfigError where a setting is another one than the file says; "auto" is none."""
-    for name, (key, value) in settings(content, ranks, str(value_of("precision"))).items():
+    for name, (key, value) in _settings(content, ranks, str(value_of("precision"))).items():
         given = value_of(name)
         if key and given != "auto" and given != value:
             raise ConfigError(
@@ -79,7 +78,7 @@ def hold(content: Mapping[str, Any], value_of: Callable[[str], Any], ranks: int)
             )
 
 
-def settings(content: Mapping[str, Any], ranks: int, precision: str = "") -> Said:
+def _settings(content: Mapping[str, Any], ranks: int, precision: str = "") -> Said:
     """What the file says. What is "auto" or not there is left to the flags; in an optimizer, and in fp16 where that is
     on, to DeepSpeed's defaults.
 

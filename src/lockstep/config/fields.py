@@ -22,7 +22,6 @@ from lockstep.errors import ConfigError
 
 __all__ = [
     "AUTO",
-    "LONGEST",
     "SPAN",
     "FieldError",
     "FieldName",
@@ -146,7 +145,7 @@ def check_name(name: str) -> None:
         raise FieldError(FieldName("experiment_name"), f" {shown!r} {problem}", *out, use)
 
 
-LONGEST = 1000  # steps: a trace of as many is gigabytes
+_LONGEST = 1000  # steps: a trace of as many is gigabytes
 
 
 def range_of(text: str) -> tuple[int, int] | None:
@@ -157,9 +156,9 @@ def range_of(text: str) -> tuple[int, int] | None:
     first, last = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 1 <= first <= last:
         raise FieldError(FieldName("profile"), f" is '{text}': it must be FIRST:LAST, two steps from 1, as 100:110")
-    if last - first >= LONGEST:
+    if last - first >= _LONGEST:
         raise FieldError(
-            FieldName("profile"), f" is '{text}', more than {LONGEST} steps: ten show what there is to see"
+            FieldName("profile"), f" is '{text}', more than {_LONGEST} steps: ten show what there is to see"
         )
     return first, last
 

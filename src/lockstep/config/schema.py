@@ -54,7 +54,6 @@ from lockstep.errors import ConfigError
 
 __all__ = [
     "BOUNDS",
-    "SHARES",
     "SPANS",
     "Config",
     "default_micro_batch_size",
@@ -299,7 +298,7 @@ class Config:
         check_folder(self.save_dir)
         for name, (least, most, what) in BOUNDS.items():
             value = lookup(self, name)
-            if value == _PLACES.get(name) or (is_share if name in SHARES else is_span)(value):
+            if value == _PLACES.get(name) or (is_share if name in _SHARES else is_span)(value):
                 continue
             if isinstance(value, str) or not (math.isfinite(value) and least <= value <= most):
                 raise FieldError(FieldName(name), f" is {value}: it must be {what}")
@@ -380,7 +379,7 @@ _PLACES: dict[str, Any] = {
 
 
 # The numbers of batches that may be said as a share of those that there are.
-SHARES = frozenset(spec.name for spec in dataclasses.fields(Config) if spec.metadata.get("share"))
+_SHARES = frozenset(spec.name for spec in dataclasses.fields(Config) if spec.metadata.get("share"))
 
 # The lengths that may be said in epochs, or as a share of the plan.
 SPANS = (
@@ -390,7 +389,7 @@ SPANS = (
         for spec in dataclasses.fields(kind)
         if spec.metadata.get("span")
     )
-    - SHARES
+    - _SHARES
 )
 
 

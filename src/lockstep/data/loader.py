@@ -48,13 +48,10 @@ __all__ = [
     "Reseeding",
     "blamed",
     "check_dataset",
-    "collections_paused",
     "draws",
-    "end_with_parent",
     "failure",
     "generator_states",
     "generators_kept",
-    "keep_inherited",
     "seed_everything",
 ]
 
@@ -262,7 +259,7 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @contextlib.contextmanager
-def collections_paused() -> Iterator[bool]:
+def _collections_paused() -> Iterator[bool]:
     """Pause garbage collection in this process and, until `keep_inherited`, in those that it forks.
 
     A process that was just forked runs Python of many modules before it gets to any code of ours.
@@ -279,7 +276,7 @@ def collections_paused() -> Iterator[bool]:
             gc.enable()
 
 
-def keep_inherited(collecting: bool) -> None:
+def _keep_inherited(collecting: bool) -> None:
     """Exempt all objects that this process was forked with from garbage collection.
 
     Collections then leave their memory alone too, which stays shared with the parent.
@@ -292,7 +289,7 @@ def keep_inherited(collecting: bool) -> None:
         gc.enable()
 
 
-def end_with_parent() -> None:
+def _end_with_parent() -> None:
     """Has this process end when the one that it loads for ends, however that ends. On Linux alone.
 
     Where it was forked or spawned the system kills it; its "parent" is the thread that started it, which trains. Behind
@@ -446,7 +443,7 @@ class _Processes:
         self._handler = signal.getsignal(signal.SIGCHLD)
         # Open here at both ends, or it would end when those who have reported are gone.
         self._reports, self._report = multiprocessing.Pipe(duplex=False)
-        with collections_paused() as collecting:
+        with _collections_paused() as collecting:
             loader = DataLoader(
                 _Keyed(fetch),
                 sampler=_Once(_noted(keys, asked)),
@@ -584,8 +581,8 @@ def _as_is(value: Any) -> Any:
 def _begin(collecting: bool, report: Connection, number: int) -> None:
     """Prepare a loader process: its libraries must not take the cores that other ranks compute on."""
     try:
-        keep_inherited(collecting)
-        end_with_parent()
+        _keep_inherited(collecting)
+        _end_with_parent()
         torch.set_num_threads(1)
         threadpoolctl.threadpool_limits(1)  # BLAS and OpenMP of numpy and whatever else is loaded
         opencv = os.environ.setdefault(OPENCV_THREADS, "1")

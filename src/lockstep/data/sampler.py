@@ -32,7 +32,6 @@ __all__ = [
     "Sequential",
     "Shuffled",
     "SizedOrder",
-    "check_order",
     "order_from",
     "order_of",
     "permute",
@@ -130,7 +129,7 @@ class Begun:
         return epochs, samples
 
 
-def check_order(order: Order, samples: int) -> None:
+def _check_order(order: Order, samples: int) -> None:
     """Try an order on its first positions: asked in another way, it must give the same.
 
     Args:
@@ -398,7 +397,7 @@ def order_from(given: Any, samples: int, seed: int) -> SizedOrder:
         return given
     if hasattr(given, "at") and not isinstance(given, type):
         made = CheckedOrder(given, samples)
-        check_order(made, samples)
+        _check_order(made, samples)
         return made
     return SamplerOrder(given, samples, seed)
 

@@ -21,7 +21,6 @@ __all__ = [
     "LossScale",
     "OptimizerStep",
     "combined",
-    "like",
     "norms_of",
     "total_norm",
     "trained",
@@ -163,7 +162,7 @@ class DeviceLossScale:
         return value.detach().to(self._device, torch.float64, copy=True)
 
 
-def like(scale: float | Tensor, other: Tensor) -> float | Tensor:
+def _like(scale: float | Tensor, other: Tensor) -> float | Tensor:
     """The scale as what `other` can be multiplied by, or divided: of its dtype."""
     return scale.to(other.dtype) if isinstance(scale, Tensor) else scale
 
@@ -292,7 +291,7 @@ class OptimizerStep:
         gradients, norm = self._measured()
         if self._by_block.due:
             held = [p for p in self.parameters if p.grad is not None]
-            scale = like(self._scaler.scale, norm) if self._scaler else 1.0
+            scale = _like(self._scaler.scale, norm) if self._scaler else 1.0
             self._by_block.take(held, self._norms(gradients), scale)  # collective under fsdp
         below = norm < limit  # not for a NaN
         applied = None if self._by_kernel else bool(below)  # waits for the device, where it is one
@@ -328,7 +327,7 @@ class OptimizerStep:
         if any(map(_IS_SPARSE, gradients)):
             gradients = [_values(p) for p in self.parameters if p.grad is not None]
         norm = self._norm(gradients)
-        return gradients, norm / like(self._scaler.scale, norm) if self._scaler else norm
+        return gradients, norm / _like(self._scaler.scale, norm) if self._scaler else norm
 
     def _step(self, evaluate: Evaluate | None, penalty: Tensor | None) -> None:
         """The optimizer's step, with a closure where it may call one."""
@@ -417,9 +416,9 @@ class OptimizerStep:
             self._shrink(gradients, norm)
         elif self._clip:
             over = torch.clamp((norm + 1e-6) / self._clip, min=1.0)
-            kernel.grad_scale = over * like(self._scaler.scale, over) if self._scaler else over
+            kernel.grad_scale = over * _like(self._scaler.scale, over) if self._scaler else over
         elif self._scaler:
-            kernel.grad_scale = torch.as_tensor(like(self._scaler.scale, norm))
+            kernel.grad_scale = torch.as_tensor(_like(self._scaler.scale, norm))
 
     def _shrink(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Divides by the loss's scale and clips, in one multiplication."""
@@ -428,7 +427,7 @@ class OptimizerStep:
         # Always multiplied: to ask whether the norm is too large would wait for the device.
         by = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip else torch.ones_like(norm)
         if self._scaler:
-            by = by / like(self._scaler.scale, by)
+            by = by / _like(self._scaler.scale, by)
         if self._local:
             gradients = [self._local(gradient) for gradient in gradients]
         torch._foreach_mul_(gradients, by.to(gradients[0].device))

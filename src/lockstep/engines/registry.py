@@ -38,7 +38,6 @@ __all__ = [
     "ModelInit",
     "check_audit",
     "check_copies",
-    "check_gradient_norms",
     "check_penalty",
     "check_planned",
     "check_shares",
@@ -151,7 +150,7 @@ def engine(
             hooked=hooks is not None,
             own_steps=own_steps is not None,
         )
-    check_gradient_norms(name, gradients, own_steps)
+    _check_gradient_norms(name, gradients, own_steps)
     options = options or EngineOptions()
     kind = _kind(name, options)
     sharing = _sharing(name, shares, exact_micro_batches, world, options)
@@ -323,7 +322,7 @@ def check_audit(name: str) -> None:
         )
 
 
-def check_gradient_norms(name: str, gradients: GradientNorms, own_steps: OwnSteps | None) -> None:
+def _check_gradient_norms(name: str, gradients: GradientNorms, own_steps: OwnSteps | None) -> None:
     """Raises ConfigError where norms of the gradient by block are asked for, and this engine cannot take them."""
     if gradients.by == "off":
         return

@@ -26,7 +26,6 @@ __all__ = [
     "forget",
     "materialise",
     "named_state",
-    "optimizers_in",
     "restore_state",
 ]
 
@@ -62,7 +61,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tensor]) -> None:
     """Copies `state` into the model and the optimizer. Raises CheckpointError for names that do not fit."""
     materialise(optimizer)
-    for _, each in optimizers_in(optimizer):
+    for _, each in _optimizers_in(optimizer):
         forget(model, each.state, state)
     own = named_state(model, optimizer)
     missing = sorted(own.keys() ^ state.keys())
@@ -92,7 +91,7 @@ class _StateSlot(NamedTuple):
 
 
 def _slots(model: nn.Module, optimizer: Optimizer) -> Iterator[_StateSlot]:
-    for prefix, each in optimizers_in(optimizer):
+    for prefix, each in _optimizers_in(optimizer):
         for name, parameter in model.named_parameters():
             yield from _leaves(each.state.get(parameter, {}), f"optimizer/{name}/{prefix}")
 
@@ -113,7 +112,7 @@ def _name_of_lbfgs(model: nn.Module, optimizer: Optimizer) -> str:
     return next(f"optimizer/{name}" for name, parameter in model.named_parameters() if parameter is first)
 
 
-def optimizers_in(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
+def _optimizers_in(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
     """The optimizer, under "", and those with states of their own that it holds as attributes, under `ATTRIBUTE.`."""
     if type(optimizer).__module__.startswith(_OWN):
         return [("", optimizer)]
@@ -127,7 +126,7 @@ def optimizers_in(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
 
 def drop_states(optimizer: Optimizer) -> None:
     """Forget all states, so that the next step makes them as a first one does."""
-    for _, each in optimizers_in(optimizer):
+    for _, each in _optimizers_in(optimizer):
         each.state.clear()
 
 
@@ -285,7 +284,7 @@ class Snapshot:
         self._parameters = [(p, local_of(p), self._copy(local_of(p))) for p in parameters]
         inner = getattr(optimizer, "optim", None)  # ZeroRedundancyOptimizer has the optimizer inside
         outer = [optimizer] if isinstance(inner, Optimizer) else []
-        self._held = [self._of(each) for each in (*outer, *(o for _, o in optimizers_in(inner or optimizer)))]
+        self._held = [self._of(each) for each in (*outer, *(o for _, o in _optimizers_in(inner or optimizer)))]
 
     @torch.no_grad()
     def put_back(self) -> None:

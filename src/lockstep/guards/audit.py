@@ -40,7 +40,6 @@ __all__ = [
     "BY_ITSELF",
     "BY_OTHERS",
     "EVERYBODY",
-    "LOSS",
     "ONE_OF_TWO",
     "Again",
     "Audit",
@@ -53,7 +52,7 @@ __all__ = [
 ]
 
 
-LOSS = ""  # the loss's name among those of the parameters
+_LOSS = ""  # the loss's name among those of the parameters
 _SILENT = nn.modules.batchnorm._NormBase  # their statistics do not decide what they do in training
 
 
@@ -111,7 +110,7 @@ class Again:
     @property
     def names(self) -> list[str]:
         """The loss's, then those of the trained parameters in the model's order."""
-        return [LOSS, *self._trained]
+        return [_LOSS, *self._trained]
 
     def begin(self) -> None:
         """A step begins whose micro-batches are computed again: keeps what its forwards may move."""
@@ -126,7 +125,7 @@ class Again:
         handles = []
 
         def seen(loss: Tensor) -> Tensor:
-            found.bits.add(LOSS, loss)
+            found.bits.add(_LOSS, loss)
             handles.append(loss.register_hook(found.roots.append))  # type: ignore[no-untyped-call]
             for name, parameter in self._trained.items():  # each sees its gradient before it is added to the others'
                 handles.append(parameter.register_hook(partial(found.bits.add, name)))  # type: ignore[no-untyped-call]
@@ -172,7 +171,7 @@ class Again:
                 self._seed(step, batch.index)
                 with self._kernels(step, batch.index):
                     loss = self._loss(self._model, batch)
-                found.add(LOSS, loss)
+                found.add(_LOSS, loss)
                 for name, gradient in zip(self._trained, self._gradients(loss, told.root), strict=True):
                     if gradient is not None:
                         found.add(name, gradient)
@@ -269,10 +268,10 @@ def _drawn_as_before(device: torch.device) -> Iterator[None]:
 
 def named(names: list[str]) -> str:
     """`the loss and the gradients of first.weight and 3 more parameters`; "" for none."""
-    parameters = [name for name in names if name != LOSS]
+    parameters = [name for name in names if name != _LOSS]
     more = f" and {len(parameters) - 1} more parameters" if len(parameters) > 1 else ""
     gradient = f"the gradient{'s' * (len(parameters) > 1)} of {parameters[0]}{more}" if parameters else ""
-    return " and ".join(part for part in ("the loss" * (LOSS in names), gradient) if part)
+    return " and ".join(part for part in ("the loss" * (_LOSS in names), gradient) if part)
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

@@ -33,9 +33,7 @@ __all__ = [
     "duration_text",
     "line_of",
     "loss_text",
-    "numbers_of",
     "summary_rows",
-    "terminal",
     "waiting",
 ]
 
@@ -82,7 +80,7 @@ class _Screen(Terminal):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
-def terminal(stream: TextIO, interactive: bool | None = None) -> Terminal:
+def _terminal(stream: TextIO, interactive: bool | None = None) -> Terminal:
     """rich's console on `stream`, which takes text literally.
 
     Args:
@@ -130,7 +128,7 @@ def loss_text(loss: float) -> str:
     return f"{loss:.4f}" if 0.001 <= abs(loss) < 10000 else f"{loss:.5g}"
 
 
-def numbers_of(seen: Mapping[str, Any], items: str) -> list[str]:
+def _numbers_of(seen: Mapping[str, Any], items: str) -> list[str]:
     """The record's main numbers with their names, most wanted first; those that are missing are left out."""
     shown = (
         ("running_loss", lambda value: f"loss {loss_text(value)}"),
@@ -165,7 +163,7 @@ def line_of(record: Mapping[str, Any], steps: int, items: str, left: float | Non
         return "  ".join([*parts, *(f"{name} {value:.5g}" for name, value in own.items())])
     epochs = _epochs(record)
     parts += [f"epoch {epochs:.2f}"] if epochs is not None else []
-    parts += numbers_of(record, items)
+    parts += _numbers_of(record, items)
     parts += [f"grad {record['grad_norm']:.3g}"] if record.get("grad_norm") is not None else []
     beside = [name for name in record if name.startswith("train/")][:_OWN_SHOWN]
     parts += [f"{name.removeprefix('train/')} {record[name]:.5g}" for name in beside]
@@ -342,7 +340,7 @@ class Console:
 
     def _draw(self) -> None:
         if self._bar is not None:
-            numbers = [*self._doing, *numbers_of(self._seen, self._items)]
+            numbers = [*self._doing, *_numbers_of(self._seen, self._items)]
             self._bar.draw(self._step, self._steps, self._time_left(), numbers)
 
     def _table(self, summary: Mapping[str, Any]) -> None:
@@ -385,7 +383,7 @@ class _Page:
     """Lines on a stream, written literally."""
 
     def __init__(self, stream: TextIO, interactive: bool | None) -> None:
-        self.terminal = terminal(stream, interactive)
+        self.terminal = _terminal(stream, interactive)
         self.unicode = "utf" in self.terminal.encoding.lower()
 
     @property
@@ -467,7 +465,7 @@ def waiting(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
         what: is done, in a word.
         shown: False, and where stderr is no terminal, shows nothing.
     """
-    screen = terminal(sys.stderr)
+    screen = _terminal(sys.stderr)
     if not (shown and screen.is_terminal):
         yield lambda done, whole: None
         return

@@ -9,7 +9,7 @@ from lockstep.migrate import lightning, objects, plain, trainer
 from lockstep.migrate.parsing import WORK, MigrateProblem, Source, TooIntricate, place, read
 from lockstep.migrate.plain import ACTIONS, REFUSED, Row, Script
 
-__all__ = ["migrate", "rows_of"]
+__all__ = ["rows_of"]
 
 _OWN_LOOP = "its loop stays, with the parts of docs/own-loop.md; or write a lockstep.Task: docs/coming-from.md"
 # Kind -> what is told of a script of it, and where to read on. The first that fits wins, but for modules of Lightning
@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[Callable[[Script], Iterator[Row]], str]] = {
 }
 
 
-def migrate(paths: list[str], form: str) -> int:
+def _migrate(paths: list[str], form: str) -> int:
     """Prints what becomes of each file and returns the exit code: 1 where something would be refused, else 0.
 
     Raises:

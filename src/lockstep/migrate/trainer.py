@@ -8,9 +8,9 @@ from lockstep.adapters.hf_trainer.refusals import ARGUMENTS, CALLBACKS, EVALUATI
 from lockstep.migrate.parsing import Site, constant, dotted, is_true, keyword
 from lockstep.migrate.plain import BECOMES, GOES, REFUSED, STAYS, Row, Script, shortened
 
-__all__ = ["TRAINER", "rows"]
+__all__ = ["rows"]
 
-TRAINER = re.compile(r"^(transformers|trl)\.(\w+\.)*\w*Trainer$")
+_TRAINER = re.compile(r"^(transformers|trl)\.(\w+\.)*\w*Trainer$")
 _ARGUMENTS = re.compile(r"^(transformers\.(\w+\.)*(Seq2Seq)?TrainingArguments|trl\.(\w+\.)*\w+Config)$")
 _OWN = re.compile(r"^transformers\.(\w+\.)*TrainingArguments$")
 _CALLBACK = re.compile(r"^transformers\.(\w+\.)*\w+Callback$")
@@ -31,9 +31,9 @@ _LINE = "write what it does as a line in the loop of lockstep.Run"
 
 def rows(script: Script) -> Iterator[Row]:
     """What is told of a script; nothing where it makes no Trainer."""
-    trainers = script.made(TRAINER)
+    trainers = script.made(_TRAINER)
     keys = script.named(trainers) or {"trainer"}
-    if not trainers and not list(script.classes(TRAINER)):
+    if not trainers and not list(script.classes(_TRAINER)):
         return
     yield from _trainers(script, trainers)
     yield from _classes(script)
@@ -59,7 +59,7 @@ def _trainers(script: Script, trainers: list[Site]) -> Iterator[Row]:
 
 
 def _classes(script: Script) -> Iterator[Row]:
-    for owner in script.classes(TRAINER):
+    for owner in script.classes(_TRAINER):
         for name, method in owner.defs.items():
             if name in LOOP:
                 here = f"lockstep would not call it: {_LINE}, or what it computes as compute_loss"

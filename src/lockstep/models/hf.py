@@ -37,8 +37,6 @@ __all__ = [
     "HubTokenizer",
     "as_it_is",
     "can_chunk",
-    "chat_prompt",
-    "chat_template",
     "chat_tokens",
     "explained",
     "further_logits",
@@ -63,7 +61,7 @@ _WITHOUT = (
 )
 
 
-def chat_template(tokenizer: Any) -> str:
+def _chat_template(tokenizer: Any) -> str:
     """The template of a tokenizer of `transformers`; "" where it has none."""
     held = getattr(tokenizer, "chat_template", None)
     if isinstance(held, Mapping):
@@ -85,13 +83,13 @@ def chat_tokens(
     Raises:
         DataError: no template, one that refuses these turns, or one in which a turn changes what came before it.
     """
-    if not chat_template(tokenizer):
+    if not _chat_template(tokenizer):
         raise DataError(f"--dataset-name, row {row} is a conversation, and {_WITHOUT}")
     try:
         if not masked:
             tokens = _encoded(tokenizer, _rendered(tokenizer, list(messages)))
             return tokens, [True] * len(tokens)
-        if _MARKED.search(chat_template(tokenizer)):
+        if _MARKED.search(_chat_template(tokenizer)):
             found = tokenizer.apply_chat_template(
                 list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
@@ -107,7 +105,7 @@ def chat_tokens(
         ) from error
 
 
-def chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
+def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
     """The tokens of a conversation in which a user said `prompt`, up to where the assistant answers."""
     text = _rendered(tokenizer, [{"role": "user", "content": prompt}], answer=True)
     return _encoded(tokenizer, text)
@@ -455,7 +453,7 @@ class HubTokenizer:
 
     def chat_prompt(self, prompt: str) -> list[int]:
         """See `models.chat.chat_prompt`."""
-        return chat_prompt(self._tokenizer, prompt)
+        return _chat_prompt(self._tokenizer, prompt)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of the tokens, without special ones."""
@@ -478,7 +476,7 @@ class HubTokenizer:
     def _fingerprint(self) -> str:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         text = backend.to_str() if backend is not None else repr(sorted(self._tokenizer.get_vocab().items()))
-        template = chat_template(self._tokenizer)
+        template = _chat_template(self._tokenizer)
         return hashlib.sha256(f"{text} {self.separator} {template}".encode()).hexdigest()[:32]
 
 

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.errors import ConfigError
 
 __all__ = [
-    "CYCLE_START",
     "SHAPES",
     "TorchSchedule",
     "cycled_momentum",
@@ -120,7 +119,7 @@ SHAPES = (
     *("cosine", "cosine-periodic", "linear", "polynomial", "wsd", "constant"),
     *("inverse-sqrt", "step", "one-cycle", "plateau"),
 )
-CYCLE_START = 0.04  # one-cycle: the first rate, as a share of the peak; torch's div_factor is 25
+_CYCLE_START = 0.04  # one-cycle: the first rate, as a share of the peak; torch's div_factor is 25
 _MOMENTUM = (0.85, 0.95)  # one-cycle: at the peak of the rate, and at both ends; torch's
 
 
@@ -159,7 +158,7 @@ def factor(
     """
     if shape == "one-cycle":
         place, falling = _in_cycle(step, horizon, warmup)
-        low = floor if falling else CYCLE_START
+        low = floor if falling else _CYCLE_START
         return low + (1.0 - low) * place
     share = max(floor, gamma**fallen) if shape == "plateau" else 1.0
     if step < warmup:

@@ -34,12 +34,8 @@ __all__ = [
     "RunFacts",
     "StoredCheckpoint",
     "gather",
-    "lines_of",
     "number",
     "shown",
-    "small_json",
-    "small_text",
-    "small_toml",
 ]
 
 
@@ -64,7 +60,7 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def small_text(path: Path, notes: list[str]) -> str | None:
+def _small_text(path: Path, notes: list[str]) -> str | None:
     """The text of a file; None where it is missing, or cannot be read, which is noted."""
     try:
         if not path.exists():
@@ -78,9 +74,9 @@ def small_text(path: Path, notes: list[str]) -> str | None:
         return None
 
 
-def small_json(path: Path, notes: list[str]) -> dict[str, Any]:
+def _small_json(path: Path, notes: list[str]) -> dict[str, Any]:
     """The object in a file of JSON; {} where it is missing, or damaged, which is noted."""
-    text = small_text(path, notes)
+    text = _small_text(path, notes)
     if text is None:
         return {}
     with contextlib.suppress(ValueError, RecursionError):
@@ -91,9 +87,9 @@ def small_json(path: Path, notes: list[str]) -> dict[str, Any]:
     return {}
 
 
-def small_toml(path: Path, notes: list[str]) -> dict[str, Any]:
+def _small_toml(path: Path, notes: list[str]) -> dict[str, Any]:
     """The values of a file of TOML by dotted name; {} where it is missing, or damaged, which is noted."""
-    text = small_text(path, notes)
+    text = _small_text(path, notes)
     if text is None:
         return {}
     with contextlib.suppress(ValueError, RecursionError):
@@ -110,7 +106,7 @@ def _dotted(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield prefix + name, value
 
 
-def lines_of(path: Path, notes: list[str]) -> Iterator[bytes]:
+def _lines_of(path: Path, notes: list[str]) -> Iterator[bytes]:
     """The lines of a file of any size, those beyond a megabyte passed over; none where it cannot be read."""
     try:
         if not path.is_file():
@@ -148,7 +144,7 @@ class Records:
     def read(cls, path: Path, notes: list[str], *, digits: bool = False) -> "Records":
         """Of metrics.jsonl. `digits`: keep steps, losses and norms too, 24 bytes a record."""
         found = cls()
-        for line in lines_of(path, notes):
+        for line in _lines_of(path, notes):
             found._take(line, digits)
         if found.damaged:
             many = f"{found.damaged} lines" if found.damaged > 1 else "1 line"
@@ -364,12 +360,12 @@ def gather(folder: Path, *, digits: bool = False) -> RunFacts:
     notes: list[str] = []
     records = Records.read(folder / "metrics.jsonl", notes, digits=digits)
     facts = RunFacts(folder, shown(folder.resolve().name, 100), records, notes)
-    facts.state = small_json(folder / "state.json", notes)
-    evaluated = small_json(folder / "checkpoints" / "evaluated.json", notes)
+    facts.state = _small_json(folder / "state.json", notes)
+    evaluated = _small_json(folder / "checkpoints" / "evaluated.json", notes)
     if isinstance(evaluated.get("best"), dict):
         facts.state = {**facts.state, "best": evaluated["best"]}
-    facts.ended = small_json(folder / "ended.json", notes)
-    facts.environment = small_json(folder / "environment.json", notes)
+    facts.ended = _small_json(folder / "ended.json", notes)
+    facts.environment = _small_json(folder / "environment.json", notes)
     _read_config(facts)
     try:
         facts.account = goodput(folder / "timeline.jsonl")
@@ -398,7 +394,7 @@ def _number_of(text: str | None) -> int | None:
 
 
 def _read_config(facts: RunFacts) -> None:
-    found = small_toml(facts.folder / "config.toml", facts.notes)
+    found = _small_toml(facts.folder / "config.toml", facts.notes)
     own = kind_of(str(found.get("task", ""))) == OWN
     plain = Config()
     defaults: Mapping[str, Any] = cli.flat(plain, own_task=own)
@@ -419,7 +415,7 @@ def _read_logs(facts: RunFacts) -> None:
     files = sorted((facts.folder / "logs").glob("rank-*.log")) if (facts.folder / "logs").is_dir() else []
     for path in files[:_LOGS]:
         mine: deque[tuple[str, str, str, str]] = deque(maxlen=_LINES)
-        for line in lines_of(path, facts.notes):
+        for line in _lines_of(path, facts.notes):
             match = _LINE.match(line)
             if match:
                 facts.warned += 1
@@ -464,13 +460,13 @@ def _read_proofs(facts: RunFacts) -> None:
     for path in sorted(facts.folder.glob("*.json")):
         if path.name in ("state.json", "ended.json", "environment.json"):
             continue
-        found = small_json(path, [])
+        found = _small_json(path, [])
         rows = found.get("rows")
         if isinstance(rows, list) and "fingerprints" in found and len(facts.certificates) < _CERTIFICATES:
             kept = [row for row in rows[:_CHECKPOINTS] if isinstance(row, dict)]
             facts.certificates.append({"file": shown(path.name), "steps": shown(found.get("steps", "?")), "rows": kept})
     paths = sorted((facts.folder / "profile").glob("*-*/verdict.json"), key=lambda path: path.parent.name)
-    found_all = [(path, small_json(path, facts.notes)) for path in paths[-_VERDICTS:]]
+    found_all = [(path, _small_json(path, facts.notes)) for path in paths[-_VERDICTS:]]
     facts.profiles = [verdict for _, verdict in found_all if isinstance(verdict.get("parts"), dict)]
     facts.profiles.sort(key=lambda verdict: str(verdict.get("steps")))
 

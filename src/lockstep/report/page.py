@@ -27,7 +27,6 @@ from lockstep.report.goodput import LABELS, duration
 
 __all__ = [
     "LIMIT",
-    "MOST_RUNS",
     "Compared",
     "Paired",
     "RunPair",
@@ -241,7 +240,7 @@ def _said(facts: RunFacts, name: str) -> object:
 
 
 LIMIT = 300_000  # bytes
-MOST_RUNS = 8  # beside each other: there are as many colours
+_MOST_RUNS = 8  # beside each other: there are as many colours
 _DETAIL = ((240, 12, 8, 60), (160, 8, 6, 40), (100, 4, 4, 24), (60, 2, 2, 12), (30, 0, 0, 6))
 _TEMPLATE = "page.html"
 
@@ -253,8 +252,8 @@ def write(folders: Sequence[Path], path: Path) -> None:
         ConfigError: no run's folder, or too many.
         OSError: the file cannot be written.
     """
-    if len(folders) > MOST_RUNS:
-        raise ConfigError(f"{len(folders)} runs are too many for one page; give up to {MOST_RUNS}")
+    if len(folders) > _MOST_RUNS:
+        raise ConfigError(f"{len(folders)} runs are too many for one page; give up to {_MOST_RUNS}")
     runs = [gather(folder, digits=len(folders) > 1) for folder in folders]
     write_whole(path, page(runs), lasting=False)
 

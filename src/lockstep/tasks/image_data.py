@@ -27,17 +27,15 @@ from lockstep.text.hub import DataRequest, open_table, table_files
 
 __all__ = [
     "DIGITS",
-    "SUFFIXES",
     "ImageData",
     "ImageError",
     "Raw",
-    "check_installed",
     "open_images",
     "opened",
 ]
 
 
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
+_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 
 
 class ImageError(Exception):
@@ -51,7 +49,7 @@ class ImageError(Exception):
         return ImageError, (self.filename, str(self))
 
 
-def check_installed(flag: str) -> None:
+def _check_installed(flag: str) -> None:
     """Raises ConfigError where the package is missing; `flag` is what needs it."""
     _pillow(flag)
 
@@ -153,7 +151,7 @@ def open_images(config: Config, say: Say) -> ImageData:
         return _digits(config.data.evaluation)
     if name.startswith("builtin:"):
         raise DataError(f"--dataset-name {name}: unknown; the built-in images are {DIGITS}")
-    check_installed(f"--dataset-name {name}")
+    _check_installed(f"--dataset-name {name}")
     if is_hub_name(name) or table_files(name):
         return _table(config, say)
     return _folder(name, config.data.evaluation)
@@ -220,7 +218,7 @@ def _folder(name: str, fraction: float) -> ImageData:
 def _classes(root: Path, flag: str) -> list[str]:
     """The names of the folders, sorted."""
     found = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    loose = [path for path in root.iterdir() if path.is_file() and path.suffix.lower() in SUFFIXES]
+    loose = [path for path in root.iterdir() if path.is_file() and path.suffix.lower() in _SUFFIXES]
     if not found:
         what = f"{len(loose)} images that are in no folder" if loose else "neither folders nor images"
         raise DataError(f"{flag}: {root} has {what}; put the images of each class into a folder of the class's name")
@@ -234,11 +232,11 @@ def _images(root: Path, part: str, classes: list[str], flag: str) -> list[tuple[
     found = []
     for label, name in enumerate(classes):
         folder = root / part / name
-        paths = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
+        paths = [path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file()]
         files = sorted(path.relative_to(root).as_posix() for path in paths if not path.name.startswith("."))
         if not files and (part in ("", "train")):
             raise DataError(
-                f"{flag}: {folder} has no images ({', '.join(sorted(SUFFIXES))}); put those of '{name}' there, or "
+                f"{flag}: {folder} has no images ({', '.join(sorted(_SUFFIXES))}); put those of '{name}' there, or "
                 "remove the folder"
             )
         found += [(file, label) for file in files]

@@ -30,18 +30,16 @@ from lockstep.tasks.image_data import DIGITS, ImageData, Raw, open_images
 from lockstep.tasks.language_model import cache_of
 
 __all__ = [
-    "BUILT_IN",
     "DTYPES",
     "ImageClassification",
     "ImageModel",
     "Prepared",
     "Preparing",
-    "image_model",
     "make",
 ]
 
 
-BUILT_IN = ("builtin:resnet", "builtin:vit")
+_BUILT_IN = ("builtin:resnet", "builtin:vit")
 DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}  # of inputs, by --precision; else float32
 _SIZE = 64  # where nobody says one
 
@@ -72,7 +70,7 @@ class ImageModel:
     untrained: Callable[[], Sequence[str]] = tuple
 
 
-def image_model(config: Config, *, classes: Sequence[str], channels: int, own_size: int, say: Say) -> ImageModel:
+def _image_model(config: Config, *, classes: Sequence[str], channels: int, own_size: int, say: Say) -> ImageModel:
     """What --model-name names, for images of these classes.
 
     Args:
@@ -83,7 +81,7 @@ def image_model(config: Config, *, classes: Sequence[str], channels: int, own_si
         ConfigError: no such model, a package is missing, or --images.size does not fit it.
     """
     name, asked = config.model_name, config.model
-    if name in BUILT_IN:
+    if name in _BUILT_IN:
         if asked.pretrained:
             raise ConfigError(
                 f"--model.pretrained: {name} has no pretrained weights; leave it out, or name a hub model"
@@ -103,8 +101,8 @@ def image_model(config: Config, *, classes: Sequence[str], channels: int, own_si
         )
     if is_hub_name(name) or (Path(name).expanduser() / "config.json").is_file():
         return _hub(config, classes, say)
-    close = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.4)
-    meant = f"did you mean {close[0]}?" if close else f"choose {' or '.join(BUILT_IN)}."
+    close = difflib.get_close_matches(name, _BUILT_IN, n=1, cutoff=0.4)
+    meant = f"did you mean {close[0]}?" if close else f"choose {' or '.join(_BUILT_IN)}."
     raise ConfigError(
         f"--model-name '{name}' is unknown: {meant} A model of timm is timm:NAME, one of the hub OWNER/NAME, a local "
         "one its folder"
@@ -311,7 +309,7 @@ def make(config: Config, say: Callable[[str], None]) -> ImageClassification:
     """
     data = open_images(config, say)
     digits = config.dataset_name == DIGITS
-    source = image_model(config, classes=data.classes, channels=data.channels, own_size=8 * digits, say=say)
+    source = _image_model(config, classes=data.classes, channels=data.channels, own_size=8 * digits, say=say)
     asked = config.images
     padding = asked.padding if asked.padding >= 0 else source.size // 8
     how = Preparing(

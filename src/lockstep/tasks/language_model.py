@@ -47,7 +47,6 @@ __all__ = [
     "LanguageModel",
     "Sampling",
     "cache_of",
-    "collate_tokens",
     "corpus_for",
     "count_labels",
     "hub_task",
@@ -149,7 +148,7 @@ class LanguageModel(Task):
         Padding needs no mask: it stands behind the tokens, and none of them looks ahead. With one, tokens of padding
         that see nothing at all would be NaN in the kernels of some models, and NaN what multiplies them by 0.
         """
-        return pad_tokens(samples) if isinstance(self.corpus.train, PaddedDocuments) else collate_tokens(samples)
+        return pad_tokens(samples) if isinstance(self.corpus.train, PaddedDocuments) else _collate_tokens(samples)
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
         """Labelled tokens of a batch in host memory."""
@@ -292,7 +291,7 @@ def _together(begins: Sequence[list[int]]) -> list[list[int]]:
     return parts
 
 
-def collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Each tensor [seq_len] of the samples as one tensor [len(samples), seq_len]."""
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 

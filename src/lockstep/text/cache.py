@@ -26,7 +26,6 @@ from lockstep.errors import ConfigError
 from lockstep.files import sync
 
 __all__ = [
-    "FACTS",
     "alone",
     "default_cache",
     "prepared",
@@ -60,7 +59,7 @@ def alone(folder: Path, say: Callable[[str], None], what: str) -> Iterator[None]
         lock.release()
 
 
-FACTS = "facts.json"  # written last: what the folder holds, and the size of each of its files
+_FACTS = "facts.json"  # written last: what the folder holds, and the size of each of its files
 
 
 def prepared(
@@ -102,7 +101,7 @@ def default_cache() -> Path:
 def _facts(folder: Path) -> dict[str, Any] | None:
     """The folder's facts where it is whole, else None."""
     try:
-        facts: dict[str, Any] = json.loads((folder / FACTS).read_bytes())
+        facts: dict[str, Any] = json.loads((folder / _FACTS).read_bytes())
         whole = all((folder / file).stat().st_size == size for file, size in facts["sizes"].items())
     except (OSError, ValueError, KeyError):
         return None
@@ -119,8 +118,8 @@ def _written(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str,
         facts = write(temporary)
         files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
         facts["sizes"] = {path.relative_to(temporary).as_posix(): path.stat().st_size for path in files}
-        (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
-        for path in (*files, temporary / FACTS, temporary):
+        (temporary / _FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+        for path in (*files, temporary / _FACTS, temporary):
             sync(path)
         try:
             temporary.rename(folder)

@@ -31,10 +31,8 @@ __all__ = [
     "HubRows",
     "HubSplit",
     "HubTable",
-    "has_prompts",
     "open_rows",
     "open_table",
-    "passed_over",
     "plain_rows",
     "reader",
     "table_files",
@@ -100,14 +98,14 @@ def reader(columns: Mapping[str, bool], wanted: str, flag: str, *, answers: bool
     )
 
 
-def has_prompts(columns: Mapping[str, bool], wanted: str, *, answers: bool) -> bool:
+def _has_prompts(columns: Mapping[str, bool], wanted: str, *, answers: bool) -> bool:
     """Whether the rows, as `reader` reads them, say which part of them is the answer; for columns that it takes."""
     if wanted:
         return wanted == _MESSAGES and not columns[wanted]
     return bool(_answers(columns)) and (answers or not columns.get("text"))
 
 
-def passed_over(columns: Mapping[str, bool], wanted: str, *, answers: bool) -> str:
+def _passed_over(columns: Mapping[str, bool], wanted: str, *, answers: bool) -> str:
     """What a person should know of a column "text" that `reader` leaves aside; "" where it does not."""
     if not (answers and not wanted and columns.get("text") and (found := _answers(columns))):
         return ""
@@ -373,7 +371,7 @@ def _split(builder: Any, wanted: DataRequest, fraction: float) -> Documents:
     column, answers = wanted.text_column, wanted.answers
     read = reader(columns, column, f"--dataset-name {wanted.name}", answers=answers)
     parts = _part(train, read, rows), _part(evaluation, read, others)
-    note, prompts = passed_over(columns, column, answers=answers), has_prompts(columns, column, answers=answers)
+    note, prompts = _passed_over(columns, column, answers=answers), _has_prompts(columns, column, answers=answers)
     return Documents(*parts, note, prompts=prompts)
 
 

@@ -21,9 +21,9 @@ import xxhash
 from lockstep.errors import DataError
 from lockstep.seeds import derive
 
-__all__ = ["STDLIB", "DocumentSpan", "TextFile", "find", "pieces", "split"]
+__all__ = ["DocumentSpan", "TextFile", "find", "pieces", "split"]
 
-STDLIB = "builtin:stdlib"
+_STDLIB = "builtin:stdlib"
 
 # What a folder is searched for; a file that is named itself may have any suffix.
 _PROSE = {".txt", ".text", ".md", ".rst", ".tex", ".org", ".html", ".htm"}
@@ -87,16 +87,16 @@ def find(name: str) -> list[TextFile]:
 
 
 def _named(name: str) -> list[tuple[str, Path]]:
-    if name == STDLIB:
+    if name == _STDLIB:
         return _walk(Path(sysconfig.get_path("stdlib")), frozenset({".py"}), _SKIPPED | _TESTS)
     if name.startswith("builtin:"):
-        raise DataError(f"--dataset-name {name}: unknown; the built-in corpus is {STDLIB}")
+        raise DataError(f"--dataset-name {name}: unknown; the built-in corpus is {_STDLIB}")
     root = Path(os.path.expanduser(name))  # Path.expanduser raises where there is no such user
     if root.is_file():
         return [(root.name, root)]
     if not name or not root.is_dir():
         raise DataError(
-            f"--dataset-name {name}: no such file or folder; give a text file, a folder of text files, or {STDLIB}"
+            f"--dataset-name {name}: no such file or folder; give a text file, a folder of text files, or {_STDLIB}"
         )
     found = _walk(root, _TEXT, _SKIPPED)
     if not found:

@@ -36,7 +36,6 @@ __all__ = [
     "TokenCorpus",
     "TokenizerToTrain",
     "Written",
-    "begin_of",
     "prepare",
     "write_split",
 ]
@@ -200,7 +199,7 @@ def _notes(split: str, seq_len: int, cut: int, lost: list[int]) -> list[str]:
     return notes
 
 
-def begin_of(tokenizer: Tokenizer, packing: Packing) -> list[int]:
+def _begin_of(tokenizer: Tokenizer, packing: Packing) -> list[int]:
     """What a text begins with: of documents that stay apart what the tokenizer puts before one by itself, else the
     separator; in a stream the separator; in blocks nothing."""
     end = [tokenizer.separator] if tokenizer.separator >= 0 else []
@@ -217,7 +216,7 @@ def _documents(
     A conversation has what its template says.
     """
     end = [tokenizer.separator] if tokenizer.separator >= 0 else []
-    begin = begin_of(tokenizer, packing)
+    begin = _begin_of(tokenizer, packing)
     tokens: list[int] = []
     labelled: list[bool] = []
     for group in _groups(part.read(), _MOST):
@@ -415,7 +414,7 @@ def _write(
         "separator": tokenizer.separator,
         "masked": masked,
         "chat": bool(first.messages),
-        "begin": begin_of(tokenizer, packing),
+        "begin": _begin_of(tokenizer, packing),
         "tokens": {},
         "labels": {},
         "notes": [],

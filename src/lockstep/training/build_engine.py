@@ -52,7 +52,6 @@ __all__ = [
     "optimizer_of",
     "own_factor",
     "own_momentum",
-    "own_optimizer",
 ]
 
 
@@ -324,10 +323,10 @@ def optimizer_of(config: Config, task: Task, model: nn.Module) -> Optimizer:
     """The task's own optimizer, else that of the configuration, over the model as an engine holds it."""
     named = task.blocks(model)
     layers = repeated_layers(model) if named is None else list(named)
-    return own_optimizer(config, task, model) or make_optimizer(model, config, layers)
+    return _own_optimizer(config, task, model) or make_optimizer(model, config, layers)
 
 
-def own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:
+def _own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:
     """What the task's `optimizer` returns. Raises ConfigError for what is none, or not one of this model's."""
     try:
         made = task.optimizer(model, config)

@@ -34,9 +34,7 @@ from lockstep.task import Task, written
 from lockstep.training.resume import RunPlan, in_epoch
 
 __all__ = [
-    "ADAM",
     "KINDS",
-    "NEW",
     "SGD",
     "Lying",
     "asked",
@@ -70,7 +68,7 @@ KINDS: dict[str, dict[str, float]] = {
     "images": {"lr": 3e-3, "optim.beta2": 0.999, "optim.weight_decay": 0.01},
     "general": {"lr": 1e-3, "optim.beta2": 0.999, "optim.weight_decay": 0.01},
 }
-ADAM: dict[str, float] = {"optim.weight_decay": 0.0}  # torch's own: added to the gradient, a decay is another thing
+_ADAM: dict[str, float] = {"optim.weight_decay": 0.0}  # torch's own: added to the gradient, a decay is another thing
 SGD: dict[str, float] = {"lr": 1e-2, "optim.weight_decay": 1e-4}  # He et al., arXiv 1512.03385, at a batch of 16 to 32
 
 _SHARE, _MOST = 20, 50  # warm-up: one step of 20, and no more than 50
@@ -141,7 +139,7 @@ def _suited(config: Config, task: Task) -> dict[str, float]:
         )
     if config.optim.name == "sgd":
         return SGD
-    return (LORA if config.lora.rank else KINDS[kind]) | (ADAM if config.optim.name == "adam" else {})
+    return (LORA if config.lora.rank else KINDS[kind]) | (_ADAM if config.optim.name == "adam" else {})
 
 
 def warm_up(steps: int, shape: str = "") -> int:
@@ -239,7 +237,7 @@ def _norms(model: nn.Module) -> list[str]:
     return [name or type(layer).__name__ for name, layer in layers if isinstance(layer, _BatchNorm) and layer.training]
 
 
-NEW = (8, 0)  # Ampere: the first that multiplies bfloat16
+_NEW = (8, 0)  # Ampere: the first that multiplies bfloat16
 
 
 def on_device(config: Config, state: Mapping[str, Any], world: World, say: Callable[[str], None]) -> Config:
@@ -275,7 +273,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 def _all_new(config: Config, world: World) -> bool:
     own = capability(world.device)
-    every = world.gather(own is not None and own >= NEW)  # collective
+    every = world.gather(own is not None and own >= _NEW)  # collective
     return all(every) and not ENGINES[name_of(config.engine, world)].plain
 
 

@@ -46,7 +46,6 @@ __all__ = [
     "evaluate",
     "evaluate_all",
     "is_metric",
-    "measures",
     "merged",
     "named_sets",
     "numbered",
@@ -279,7 +278,7 @@ def _ratio(name: str, pairs: list[list[float]]) -> float:
     return math.fsum(value for value, _ in pairs) / whole if whole else math.nan
 
 
-def measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
+def _measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
     """(model, micro-batch) -> (the loss, summed over the items; name -> (sum, count)), as the task offers them.
 
     The numbers that `loss` returns are metrics too; one that the task's metrics have is theirs. The loss of a
@@ -392,7 +391,7 @@ def _found(
     progress: Callable[[int], None] | None,
     whole: "WholeLosses | None",
 ) -> _Own:
-    measure, own = whole.measure if whole else measures(task), _Own([], [], [], [], [])
+    measure, own = whole.measure if whole else _measures(task), _Own([], [], [], [], [])
     rows: list[list[Any]] = []
     for done, (step, batch) in enumerate(micro, 1):
         reseed(step, batch.index)

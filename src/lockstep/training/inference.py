@@ -62,7 +62,6 @@ __all__ = [
     "joined",
     "load",
     "opened",
-    "task_of",
 ]
 
 
@@ -155,7 +154,7 @@ def _made(path: Path, config: Config, wanted: InferenceRequest, world: World) ->
     check_precision(config.precision, world.device)
     found = on_all_ranks(world, lambda: chosen(path, wanted.which))
     state = on_all_ranks(world, lambda: checkpoint.read_state(found))
-    task = on_all_ranks(world, lambda: task_of(path, config, wanted, state, notify(world)))
+    task = on_all_ranks(world, lambda: _task_of(path, config, wanted, state, notify(world)))
     recall(task, state)
     model = model_of(config, task, world, dict(state), notify(world))
     without = left_out(model, state)
@@ -163,7 +162,7 @@ def _made(path: Path, config: Config, wanted: InferenceRequest, world: World) ->
     return Used(config, world, task, model, int(state.get("global_step", 0)))
 
 
-def task_of(
+def _task_of(
     path: Path, config: Config, wanted: InferenceRequest, state: dict[str, Any], say: Callable[[str], None]
 ) -> Task:
     """The run's task, made anew.
@@ -334,7 +333,7 @@ def _beside(path: Path, say: Say, folder: Path) -> None:
         state = checkpoint.read_state(path)
         if kind_of(config.task) != LANGUAGE or state.get("plan", {}).get("task") not in _LANGUAGE:
             return
-        corpus: Any = task_of(run, config, wanted, state, say).corpus  # type: ignore[attr-defined]
+        corpus: Any = _task_of(run, config, wanted, state, say).corpus  # type: ignore[attr-defined]
     except LockstepError as error:
         say(f"exported without a tokenizer: {error}")
         return

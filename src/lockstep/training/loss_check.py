@@ -34,7 +34,6 @@ from lockstep.training.defaults import explained
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 __all__ = [
-    "LEAST",
     "Cut",
     "Measure",
     "Probe",
@@ -51,7 +50,7 @@ __all__ = [
 ]
 
 
-LEAST = 4  # samples: a half has two, so that a mean of them is no sum
+_LEAST = 4  # samples: a half has two, so that a mean of them is no sum
 _ROUNDS, _DRAWN_ROUNDS = 4, 16  # places in the data that are tried, where the first does not show it; of what is drawn
 _ALIKE = 1e-5  # what two runs in different seeds may differ by that draw nothing
 
@@ -194,7 +193,7 @@ class Trial:
         """
 
         def load() -> Cut | None:
-            count = min(max(LEAST, batches.own_samples(0)), batches.size)
+            count = min(max(_LEAST, batches.own_samples(0)), batches.size)
             half, start = count // 2, place * count
             if not half:
                 return None

@@ -39,7 +39,6 @@ __all__ = [
     "exempt_names",
     "load_state",
     "not_finite_now",
-    "note_first",
     "open_sinks",
     "where_not_finite",
 ]
@@ -48,7 +47,7 @@ __all__ = [
 _KEY = "not_finite_at_start"
 
 
-def note_first(built: Built) -> None:
+def _note_first(built: Built) -> None:
     """Note in the run's state which tensors are not finite when it begins, or was first resumed. Collective then."""
     if _KEY not in built.state:
         model = {f"model/{name}": each for name, each in built.model.state_dict().items() if isinstance(each, Tensor)}
@@ -177,7 +176,7 @@ def load_state(built: Built) -> None:
     elif built.config.init_from:
         _begin_from(built, Path(built.config.init_from).expanduser())
     train_now(built.model, built.state)
-    note_first(built)  # collective in a new run
+    _note_first(built)  # collective in a new run
 
 
 def _begin_from(built: Built, path: Path) -> None:

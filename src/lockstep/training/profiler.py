@@ -55,11 +55,8 @@ __all__ = [
     "check_range",
     "cold_ms",
     "cores",
-    "folder_of",
     "fused_ns",
     "handed_ms",
-    "local_ranks",
-    "memory_free",
     "operations_us",
     "page_us",
     "positions",
@@ -117,12 +114,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def local_ranks(world_size: int) -> int:
+def _local_ranks(world_size: int) -> int:
     """Ranks on this host."""
     return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
-def memory_free(world: World) -> int:
+def _memory_free(world: World) -> int:
     """Bytes: of a CUDA device, or this rank's part of the host's."""
     if world.device.type == "cuda":
         return int(torch.cuda.mem_get_info(world.device)[0])
@@ -131,7 +128,7 @@ def memory_free(world: World) -> int:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):  # not Linux
         return 0
-    return free // local_ranks(world.size)
+    return free // _local_ranks(world.size)
 
 
 def fused_ns(device: torch.device) -> float:
@@ -290,7 +287,7 @@ _IDLE = 1.0  # milliseconds a step that the thread waits, from where on it is as
 _LOG = logging.getLogger("lockstep")
 
 
-def folder_of(built: Built) -> Path:
+def _folder_of(built: Built) -> Path:
     """Where the traces of `--profile` lie."""
     first, last = range_of(built.config.profile) or (0, 0)
     return built.folder.path / "profile" / f"{first}-{last}"
@@ -307,7 +304,7 @@ def check_range(built: Built) -> None:
         )
     if not built.world.is_main or found[1] <= built.start:
         return
-    folder = folder_of(built)
+    folder = _folder_of(built)
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"--profile: cannot write to {above}; make it writable, or leave --profile out")
@@ -379,7 +376,7 @@ class Profiling:
         device = self._built.world.device
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
         self._costs = {"fused_ns": fused_ns(device), "page_us": page_us(), "threads": torch.get_num_threads()}
-        ranks = local_ranks(self._built.world.size)
+        ranks = _local_ranks(self._built.world.size)
         fewer = max(1, cores() // ranks)
         if device.type == "cpu" and torch.get_num_threads() * ranks > cores() and torch.get_num_threads() > fewer:
             self._costs["fewer_threads"] = {"count": fewer, "gain": threads_gain(fewer)}
@@ -417,7 +414,7 @@ class Profiling:
             profiler.add_metadata_json("lockstep", json.dumps(self._about(marks)))
             profiler.stop_trace()
         self._first = 0
-        path = folder_of(self._built) / f"rank-{world.rank}.json.gz"
+        path = _folder_of(self._built) / f"rank-{world.rank}.json.gz"
         try:
             _export(profiler, path)
             trace = read(path).packed
@@ -459,7 +456,7 @@ class Profiling:
             "device": world.device.type,
             "host": socket.gethostname(),
             "cores": cores(),
-            "local_ranks": local_ranks(world.size),
+            "local_ranks": _local_ranks(world.size),
             "micro_batches": config.micro_batches,
             "micro_batch_size": config.micro_size,
             "slots": len(self._step_loader.present),
@@ -478,7 +475,7 @@ class Profiling:
                 "positions": sum(whole for whole, _ in self._padding),
                 "empty": sum(int(empty) for _, empty in self._padding),
             },
-            "memory_free": memory_free(world),
+            "memory_free": _memory_free(world),
             "memory_used": memory(world.device),
             "options": built.arguments,
         }

@@ -25,7 +25,6 @@ __all__ = [
     "Judge",
     "brief",
     "check_evaluated",
-    "check_known",
     "fallen",
     "judged",
     "judged_by",
@@ -57,7 +56,7 @@ class Judge(NamedTuple):
         """The record's number. Raises ConfigError where it has none of that name."""
         if self.metric == "loss":
             return record.loss
-        check_known(self, record.metrics)
+        _check_known(self, record.metrics)
         return record.metrics[self.metric]
 
 
@@ -84,16 +83,16 @@ def judges(config: Config) -> bool:
 def check_evaluated(config: Config, metrics: Iterable[str] | None) -> None:
     """Raises ConfigError where the task's evaluation cannot be judged; `metrics`: its names, None for no evaluation."""
     if metrics is not None:
-        check_known(judged_by(config), metrics)
+        _check_known(judged_by(config), metrics)
         if waiting := _waiting(config):
-            check_known(waiting, metrics, "--patience-metric")
+            _check_known(waiting, metrics, "--patience-metric")
     elif judges(config):
         what = "--patience" if config.patience else "--best-metric"
         what = "--optim.schedule plateau" if config.optim.schedule == "plateau" else what
         raise ConfigError(f"{what} needs an evaluation, and the task's dataset('evaluation') gives none; return a set")
 
 
-def check_known(judge: Judge, metrics: Iterable[str], flag: str = "--best-metric") -> None:
+def _check_known(judge: Judge, metrics: Iterable[str], flag: str = "--best-metric") -> None:
     """Raises ConfigError where the evaluation has no number of the judge's name."""
     known = ["loss", *metrics]
     if judge.metric not in known and not any(name.split("/")[-1] == ANY for name in known):

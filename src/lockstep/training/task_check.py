@@ -48,10 +48,7 @@ __all__ = [
     "Trial",
     "check_auditable",
     "check_auditable_loss",
-    "check_metrics",
     "check_task",
-    "check_whole_step",
-    "is_number",
     "recall",
 ]
 
@@ -97,7 +94,7 @@ _BOTH = "`evaluate` must return (loss, metrics), the loss as `loss` has it and a
 _SURE = 0.25  # what rounding cannot do
 
 
-def check_metrics(trial: Trial, evaluation: Mapping[str, Batches]) -> list[str] | None:
+def _check_metrics(trial: Trial, evaluation: Mapping[str, Batches]) -> list[str] | None:
     """Try what an evaluation calls, on each set. Collective.
 
     Returns:
@@ -172,7 +169,7 @@ def _form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
         if is_metric(pair):
             names += check_mergeable(name, pair, taken(pair))
             continue
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(is_number, pair)):
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
             kind = f"({', '.join(map(described, pair))})" if isinstance(pair, tuple | list) else described(pair)
             raise ConfigError(f"the task's {told}; '{name}' is {kind}")
         names.append(name)
@@ -186,7 +183,7 @@ def _beside(returned: Any) -> list[str]:
         return list(unpacked(returned)[1])
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Whether a method returned one number."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
@@ -263,7 +260,7 @@ def _check_loss(trial: Trial, found: list[Measure]) -> None:
 _FORM = "it must return a tensor of shape [samples, ...], or a tuple, list or dict of such"
 
 
-def check_whole_step(trial: Trial, training: Batches, first: MicroBatch) -> None:
+def _check_whole_step(trial: Trial, training: Batches, first: MicroBatch) -> None:
     """Try `outputs` and `step_loss` on this rank's first micro-batch and on a few samples in halves. Collective.
 
     Raises:
@@ -407,13 +404,13 @@ def check_task(
     with trial.running():
         if looks_at_whole_step(task):
             with _watched(norms, training):
-                check_whole_step(trial, training, first)  # collective
+                _check_whole_step(trial, training, first)  # collective
             set_found(task, "sum", gradients=False)
         else:
             on_all_ranks(world, lambda: _check_first(trial, training, first, norms))  # collective
             check_loss(trial, training)  # collective
         on_all_ranks(world, lambda: _rehearse(trial, first))  # collective
-        names = check_metrics(trial, evaluation)  # collective
+        names = _check_metrics(trial, evaluation)  # collective
     state |= {"reduction": task.reduction, "evaluation_graph": takes_gradients(task)}
     return names
 
@@ -447,7 +444,7 @@ def _first(trial: Trial, training: Batches) -> MicroBatch:
     first, task = trial.first(training), trial.task
     if has_own(task, "count"):
         found = call("count", task.count, first.held)
-        if not is_number(found) or not 0 <= float(found) < math.inf:
+        if not _is_number(found) or not 0 <= float(found) < math.inf:
             told = repr(found) if isinstance(found, int | float) else described(found)
             raise ConfigError(f"the task's `count` returned {told}: it must return a finite number of items, 0 or more")
     if not first.items:

@@ -38,10 +38,8 @@ from lockstep.transforms.precision import AUTOCAST, PARAMETERS
 
 __all__ = [
     "adapt",
-    "adapters_of",
     "begin_as_made",
     "check_held",
-    "check_same_base",
     "injected",
     "known_set",
     "left_out",
@@ -61,7 +59,7 @@ _OF_THE_BASE = ("base", "base_from", "modules_to_save")  # of the state's "lora"
 def left_out(model: nn.Module, state: Mapping[str, Any]) -> frozenset[str]:
     """What a checkpoint of this state does without: of adapters, `model/NAME` of each parameter of the base."""
     known = state.get("lora")
-    return frozenset(f"model/{name}" for name in base_names(model, adapters_of(known).whole)) if known else frozenset()
+    return frozenset(f"model/{name}" for name in base_names(model, _adapters_of(known).whole)) if known else frozenset()
 
 
 def adapt(config: Config, task: Task, model: nn.Module, world: World, state: dict[str, Any], say: Say) -> bool:
@@ -97,9 +95,9 @@ def adapt(config: Config, task: Task, model: nn.Module, world: World, state: dic
     digest = on_all_ranks(world, lambda: _digest(model, found["modules_to_save"]) if world.is_main else "")
     found |= {"base": world.gather(digest)[0], "base_from": begun}  # collective
     if first.get("base"):
-        check_same_base(first, found, ResumeError)
+        _check_same_base(first, found, ResumeError)
     torch.manual_seed(derive(config.seed, "lora"))
-    on_all_ranks(world, lambda: inject(model, adapters_of(found), getattr(torch, found["dtype"])))
+    on_all_ranks(world, lambda: inject(model, _adapters_of(found), getattr(torch, found["dtype"])))
     state["lora"] = found
     return True
 
@@ -110,7 +108,7 @@ def injected(config: Config, task: Task, model: nn.Module) -> bool:
         return False
     _check_halves(config, model)
     found = _settled(config, task, model, {})
-    inject(model, adapters_of(found), getattr(torch, found["dtype"]))
+    inject(model, _adapters_of(found), getattr(torch, found["dtype"]))
     return True
 
 
@@ -122,19 +120,19 @@ def with_adapters(model: nn.Module, known: dict[str, Any]) -> nn.Module:
     """
     if known["base_from"]:
         _filled(model, Path(known["base_from"]))
-    adapters = adapters_of(known)
-    check_same_base(known, {"base": _digest(model, adapters.whole)}, CheckpointError)
+    adapters = _adapters_of(known)
+    _check_same_base(known, {"base": _digest(model, adapters.whole)}, CheckpointError)
     inject(model, adapters, getattr(torch, known["dtype"]))
     return model
 
 
-def adapters_of(known: dict[str, Any]) -> Adapters:
+def _adapters_of(known: dict[str, Any]) -> Adapters:
     """What the adapters of a checkpoint's `state["lora"]` are like."""
     kind = (known["rank"], float(known["alpha"]), known["dropout"], known["targets"], known["turned"])
     return Adapters(*kind, tuple(known.get("modules_to_save", ())))
 
 
-def check_same_base(known: dict[str, Any], found: dict[str, Any], kind: type[Exception]) -> None:
+def _check_same_base(known: dict[str, Any], found: dict[str, Any], kind: type[Exception]) -> None:
     """Raises `kind` where the adapters of `known` are for another base than that of `found`."""
     if known["base"] != found["base"]:
         raise kind(

@@ -64,9 +64,7 @@ from lockstep.training.session import HookContext, Session
 __all__ = [
     "Frozen",
     "Training",
-    "nothing_left",
     "training",
-    "write_report",
 ]
 
 
@@ -105,7 +103,7 @@ class Frozen:
 _LOG = logging.getLogger("lockstep")
 
 
-def write_report(session: Session, built: Built, left: BaseException | None) -> None:
+def _write_report(session: Session, built: Built, left: BaseException | None) -> None:
     """Writes report.html into the run's folder where the run has ended: finished, stopped, or failed on the way
     in a world of one.
 
@@ -125,7 +123,7 @@ def write_report(session: Session, built: Built, left: BaseException | None) -> 
         _LOG.warning("report.html was not written: %s: %s", type(error).__name__, str(error).split("\n", 1)[0])
 
 
-def nothing_left(built: Built) -> str:
+def _nothing_left(built: Built) -> str:
     """Describe a run that is started again and has nothing left to do."""
     path, whole = built.folder.path, built.run_plan.step_plan.steps
     if built.start < built.last:
@@ -226,7 +224,7 @@ def _attempts(session: Session) -> Training:
         over = built.start >= built.last or out_of_patience(built.config, built.state)
         if over and not built.state.get("evaluation_due"):
             load_state(built)  # collective
-            notify(world)(nothing_left(built))
+            notify(world)(_nothing_left(built))
             session.status = "finished" if built.start >= built.run_plan.step_plan.steps else "stopped"
             yield None
         else:
@@ -330,7 +328,7 @@ def _left_in_order(session: Session, built: Built) -> Iterator[None]:
     finally:
         session.timeline.close(_ended(session, left))
         if not isinstance(left, Rollback | Anew):
-            write_report(session, built, left)
+            _write_report(session, built, left)
         close_log()
         built.folder.release()
 

@@ -27,10 +27,10 @@ from lockstep.verify.reference import Named, ReferenceComparer, ReferenceWriter
 from lockstep.verify.tolerance import DtypeTracker, coarsest, digest
 from lockstep.verify.wrappers import EngineWrapper
 
-__all__ = ["KINDS", "TENSORS", "StepRecorder"]
+__all__ = ["TENSORS", "StepRecorder"]
 
-KINDS = ("weights", "buffers", "optimizer")  # of the state
-TENSORS = ("initial", "gradient", *KINDS)  # of a step
+_KINDS = ("weights", "buffers", "optimizer")  # of the state
+TENSORS = ("initial", "gradient", *_KINDS)  # of a step
 
 
 class StepRecorder:
@@ -136,7 +136,7 @@ class StepRecorder:
         else:
             step["changed"] = [
                 [kind, name]
-                for kind in KINDS
+                for kind in _KINDS
                 for name, tensor in state[kind]
                 if self.ended[kind].get(name) != digest(local_of(tensor))
             ]
@@ -159,17 +159,17 @@ class StepRecorder:
         present, state = self.steps[-1], self._state()
         present["norm"] = float(result.norm)  # waits for the device
         present["applied"] = result.applied
-        for kind in KINDS:
+        for kind in _KINDS:
             present[kind] = self._reference.record(kind, present["step"], state[kind])
         present["fingerprint"] = self._reference.fingerprint(dict(state["weights"]) | dict(state["persistent"]))
-        self.ended = {kind: {name: digest(local_of(t)) for name, t in state[kind]} for kind in KINDS}
+        self.ended = {kind: {name: digest(local_of(t)) for name, t in state[kind]} for kind in _KINDS}
         # An engine's state may have a rank's part of a parameter that the model holds whole, or holds now and then.
         held = [(name, local_of(p)) for name, p in self._model.named_parameters()]
         self.ended["held"] = {name: digest(tensor) for name, tensor in held if tensor.numel()}
         return result
 
     def _state(self) -> dict[str, Named]:
-        found: dict[str, Named] = {kind: [] for kind in (*KINDS, "persistent")}
+        found: dict[str, Named] = {kind: [] for kind in (*_KINDS, "persistent")}
         for name, tensor in self.engine.state_dict().items():  # may be collective
             where, _, rest = name.partition("/")
             if where != "model":

@@ -53,9 +53,7 @@ __all__ = [
     "RankFailed",
     "TorchrunExecutor",
     "Verification",
-    "executor_for",
     "measured_rounding",
-    "new_folder",
     "prove",
     "repeats",
     "run",
@@ -94,11 +92,11 @@ class Executor(Protocol):
         """Leaves the groups."""
 
 
-def executor_for(config: Config, scratch: str) -> Executor:
+def _executor_for(config: Config, scratch: str) -> Executor:
     """The ranks of the job, where a launcher started this process; else processes of its own."""
     if "WORLD_SIZE" in os.environ:
         return TorchrunExecutor(config, scratch)
-    return LocalExecutor(config, new_folder(scratch))
+    return LocalExecutor(config, _new_folder(scratch))
 
 
 @final
@@ -131,7 +129,7 @@ class TorchrunExecutor:
     def __init__(self, config: Config, scratch: str) -> None:
         self._world = world = World.join(config.device, config.timeout)
         self.is_main, self.world_size = world.is_main, world.size
-        made = on_all_ranks(world, lambda: str(new_folder(scratch)) if world.is_main else "")
+        made = on_all_ranks(world, lambda: str(_new_folder(scratch)) if world.is_main else "")
         self.folder = Path(world.gather(made)[0])
         on_all_ranks(world, lambda: _check_seen(self.folder))
 
@@ -159,7 +157,7 @@ def _silent(*_: Any) -> None:
     pass
 
 
-def new_folder(scratch: str) -> Path:
+def _new_folder(scratch: str) -> Path:
     """A new folder below `scratch`, or the system's where that is "". Raises ConfigError where it cannot be made."""
     try:
         return Path(tempfile.mkdtemp(prefix="lockstep-verify-", dir=scratch or None))
@@ -182,7 +180,7 @@ def prove(request: VerifyRequest, against: dict[str, Any] | None = None) -> Veri
         ConfigError, LockstepError: see `lockstep.verify`.
     """
     request = request.resolved()
-    executor = executor_for(request.config, request.scratch)
+    executor = _executor_for(request.config, request.scratch)
     try:
         table = Verification(request, executor, against).table()
         executor.close()

@@ -20,7 +20,6 @@ from lockstep.errors import ConfigError
 __all__ = [
     "check_arguments",
     "config_of",
-    "step_size",
     "value",
 ]
 
@@ -55,7 +54,7 @@ def check_arguments(trainer: Any) -> None:
         )
 
 
-def step_size(trainer: Any, devices: int) -> int:
+def _step_size(trainer: Any, devices: int) -> int:
     """Samples of a step on so many devices; 0: on those that the Trainer was made for."""
     args = trainer.args
     if devices:
@@ -66,7 +65,7 @@ def step_size(trainer: Any, devices: int) -> int:
 def config_of(trainer: Any, devices: int = 0) -> Config:
     """The Config of a run that trains what the Trainer would. Raises ConfigError for what has no place in one."""
     args = trainer.args
-    batch_size, samples = step_size(trainer, devices), len(trainer.train_dataset)
+    batch_size, samples = _step_size(trainer, devices), len(trainer.train_dataset)
     fields: dict[str, Any] = {
         **_name(args.output_dir),
         **_length(args, samples, batch_size),

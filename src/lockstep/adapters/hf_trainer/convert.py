@@ -45,9 +45,6 @@ __all__ = [
     "TrainerTask",
     "check_optimizer",
     "from_trainer",
-    "given_optimizer",
-    "made_optimizer",
-    "schedule_of",
     "settings_of",
 ]
 
@@ -112,7 +109,7 @@ def check_optimizer(trainer: Any) -> None:
         )
 
 
-def given_optimizer(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
+def _given_optimizer(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
     """How to make the optimizer that the Trainer was given anew, over the parameters of the same names.
 
     Raises:
@@ -146,7 +143,7 @@ def given_optimizer(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
     return make
 
 
-def made_optimizer(trainer: Any, model: nn.Module) -> Optimizer:
+def _made_optimizer(trainer: Any, model: nn.Module) -> Optimizer:
     """What the Trainer's `create_optimizer` makes for `model`; groups without parameters are left out."""
     held = trainer.model
     trainer.model, trainer.optimizer = model, None
@@ -159,7 +156,7 @@ def made_optimizer(trainer: Any, model: nn.Module) -> Optimizer:
     return made
 
 
-def schedule_of(trainer: Any) -> Rates | None:
+def _schedule_of(trainer: Any) -> Rates | None:
     """(step, steps) -> what the base rates are multiplied by; None for a plateau, which is not the step's alone.
 
     Raises:
@@ -242,7 +239,7 @@ class TrainerTask(Task):
     def __init__(self, trainer: Any, batching: Batching, training: Any, *, evaluates: bool) -> None:
         self.trainer, self._batching, self._training = trainer, batching, training
         self._evaluates = evaluates
-        self._rates, self._recipe = schedule_of(trainer), given_optimizer(trainer)
+        self._rates, self._recipe = _schedule_of(trainer), _given_optimizer(trainer)
         self._predictions = Predictions(trainer)
         self._loss_takes = inspect.signature(trainer.compute_loss).parameters
         decided = [str(value(getattr(trainer.args, name, None))) for name in _DECIDING]
@@ -308,7 +305,7 @@ class TrainerTask(Task):
         return loss, {"": predictions}
 
     def optimizer(self, model: nn.Module, config: Config) -> Optimizer:
-        made = self._recipe(model) if self._recipe else made_optimizer(self.trainer, model)
+        made = self._recipe(model) if self._recipe else _made_optimizer(self.trainer, model)
         if config.exact:  # the fused kernel rounds by an element's place in its shard
             for group in made.param_groups:
                 group["fused"] = False if group.get("fused") else group.get("fused")

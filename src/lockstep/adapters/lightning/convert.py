@@ -34,15 +34,13 @@ from lockstep.task_file import imported_class
 __all__ = [
     "ManualTask",
     "WholeBatchTask",
-    "check_module",
     "configured",
     "from_lightning",
     "load",
-    "made_whole",
 ]
 
 
-def check_module(module: Any, trainer: Any) -> None:
+def _check_module(module: Any, trainer: Any) -> None:
     """Raises ConfigError, in one line, for what is no module, has trained, or trains in a way that is not served."""
     if isinstance(module, type):
         raise ConfigError(f"from_lightning: {module.__name__} is a class: give an object of it, {module.__name__}()")
@@ -72,7 +70,7 @@ def check_module(module: Any, trainer: Any) -> None:
             raise ConfigError(f"from_lightning: training_step of {name} takes `{more}`: {out}")
 
 
-def made_whole(module: Any, train: LoaderParts) -> None:
+def _made_whole(module: Any, train: LoaderParts) -> None:
     """Gives lazy parameters their shapes, by one `training_step` on the first samples.
 
     Raises:
@@ -118,7 +116,7 @@ def from_lightning(
     Raises:
         ConfigError: it uses what lockstep does not serve; named in one line, with the way out.
     """
-    check_module(module, trainer)
+    _check_module(module, trainer)
     if trainer is not None:
         check_arguments(trainer)
     devices = devices or (int(trainer.num_devices * trainer.num_nodes) if trainer is not None else 1)
@@ -128,7 +126,7 @@ def from_lightning(
     loaders = begun(module, datamodule, standing)
     if trainer is not None and trainer.limit_val_batches == 0:
         loaders.validation.clear()
-    made_whole(module, loaders.train)
+    _made_whole(module, loaders.train)
     config = config_of(module, loaders, trainer, devices)
     kind = ManualTask if not module.automatic_optimization else LightningTask
     if loaders.train.whole:

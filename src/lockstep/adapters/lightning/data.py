@@ -42,7 +42,6 @@ __all__ = [
     "Placed",
     "Sampled",
     "begun",
-    "more_loaders",
     "named_loaders",
     "predicted",
     "taken_apart",
@@ -314,7 +313,7 @@ def begun(module: Any, given: Any, trainer: Standing) -> Loaders:
     return Loaders(parts, {name: each for name, each in validation.items() if len(each.dataset)}, datamodule)
 
 
-def more_loaders(module: Any, datamodule: Any, name: str) -> dict[str, LoaderParts]:
+def _more_loaders(module: Any, datamodule: Any, name: str) -> dict[str, LoaderParts]:
     """The loaders of `test_dataloader` or `predict_dataloader`, set up for it."""
     stage, owners = name.removesuffix("_dataloader"), (datamodule, module)
     for owner in owners:
@@ -374,7 +373,7 @@ def tested(task: Any) -> dict[str, float]:
         ConfigError: the module has no test_step, or there is no test_dataloader.
     """
     _check(task, "test_step")
-    sets = more_loaders(task.module, task.loaders.datamodule, "test_dataloader")
+    sets = _more_loaders(task.module, task.loaders.datamodule, "test_dataloader")
     made = task.testing(sets)
     found: dict[str, float] = {}
     with _resting(task):
@@ -392,7 +391,7 @@ def predicted(task: Any) -> list[Any]:
     Raises:
         ConfigError: there is no predict_dataloader.
     """
-    sets = more_loaders(task.module, task.loaders.datamodule, "predict_dataloader")
+    sets = _more_loaders(task.module, task.loaders.datamodule, "predict_dataloader")
     life, found = task.life, list[list[Any]]()
     task.trainer.stage = "predict"
     with _resting(task):

@@ -21,7 +21,6 @@ __all__ = [
     "LoggedValue",
     "Totals",
     "number",
-    "reduction_of",
     "rows_of",
     "together",
 ]
@@ -89,7 +88,7 @@ class Logged:
         **_: Any,  # what says how to exchange it, which is always done
     ) -> None:
         """Notes a value. Raises ConfigError for a reduction that cannot be made of parts."""
-        reduce = reduction_of(name, reduce_fx)
+        reduce = _reduction_of(name, reduce_fx)
         values = value if isinstance(value, Mapping) else {"": value}
         for key, each in values.items():
             held = each.detach() if isinstance(each, Tensor) else each
@@ -113,7 +112,7 @@ class Logged:
         return list({entry.name: entry for entry in found}.values()) if len(found) > 1 else found
 
 
-def reduction_of(name: str, given: Any) -> str:
+def _reduction_of(name: str, given: Any) -> str:
     """`reduce_fx` as a word. Raises ConfigError for a function that is not known."""
     word = given if isinstance(given, str) else getattr(given, "__name__", "")
     found = _NAMED.get(word.lower())

@@ -23,7 +23,6 @@ __all__ = [
     "address_of",
     "gloo_address",
     "infiniband",
-    "interface_at",
     "interfaces",
     "is_loopback",
     "link_speed",
@@ -49,7 +48,7 @@ def address_of(interface: str) -> str:
     return ""
 
 
-def interface_at(address: str) -> str:
+def _interface_at(address: str) -> str:
     """The interface that has this IPv4 address; "" for none."""
     return next((name for _, name in socket.if_nameindex() if address_of(name) == address), "")
 
@@ -67,7 +66,7 @@ def gloo_address(environ: Mapping[str, str], host: str) -> tuple[str, str]:
         for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
                 tried.bind((address[0], 0))
-                return str(address[0]), interface_at(str(address[0]))
+                return str(address[0]), _interface_at(str(address[0]))
     return "127.0.0.1", "lo"
 
 

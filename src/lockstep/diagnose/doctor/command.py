@@ -26,11 +26,8 @@ from lockstep.training.guards import ranges
 
 __all__ = [
     "as_json",
-    "colored",
     "place_of",
     "run",
-    "show_table",
-    "summed_up",
 ]
 
 
@@ -38,14 +35,14 @@ _WIDE = 100  # columns at least
 _COLORS = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 
-def colored(line: Line, console: Console) -> None:
+def _colored(line: Line, console: Console) -> None:
     """Prints a line, its level in colour where there are colours; on one line however long, so that grep finds it."""
     text = Text(mask(printable(str(line))))
     text.stylize(_COLORS[line.level], 0, len(line.level))
     console.print(text, soft_wrap=True, highlight=False)
 
 
-def show_table(rows: list[dict[str, Any]], console: Console) -> None:
+def _show_table(rows: list[dict[str, Any]], console: Console) -> None:
     """A row for each rank; alike ones that follow each other are one."""
     table = Table("rank", "host", "device", "memory", "python", "torch", "lockstep", "NCCL", box=None, pad_edge=False)
     groups: list[tuple[list[int], tuple[str, ...]]] = []
@@ -64,7 +61,7 @@ def show_table(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def summed_up(report: DoctorReport) -> str:
+def _summed_up(report: DoctorReport) -> str:
     """The last line."""
     counts = {level: sum(line.level == level for line in report.lines) for level in (OK, WARN, FAIL)}
     return f"{counts[OK]} ok, {counts[WARN]} warn, {counts[FAIL]} FAIL, in {report.seconds:.1f} s"
@@ -134,7 +131,7 @@ def place_of(config: Config, *, with_task: bool, patience: float) -> CheckContex
 
 def _say(line: Line, place: CheckContext, console: Console) -> None:
     if place.rank == 0:
-        colored(line, console)
+        _colored(line, console)
     else:  # it is alone: rank 0 does not hear of this
         print(f"rank {place.rank} on {place.host}: {line}", file=sys.stderr, flush=True)
 
@@ -145,9 +142,9 @@ def _show(report: DoctorReport, console: Console, *, as_object: bool) -> None:
         return
     if report.ranks:
         console.print()
-        show_table(report.ranks, console)
+        _show_table(report.ranks, console)
         console.print()
-    print(summed_up(report), flush=True)
+    print(_summed_up(report), flush=True)
 
 
 def _ended(report: DoctorReport, place: CheckContext) -> int:

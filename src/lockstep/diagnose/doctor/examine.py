@@ -26,8 +26,6 @@ from lockstep.training.guards import ranges
 
 __all__ = [
     "CHECKS",
-    "LAUNCHER",
-    "LIMIT",
     "DoctorReport",
     "Line",
     "examine",
@@ -35,7 +33,7 @@ __all__ = [
 
 
 _PROMPT = 8.0  # seconds for what takes none: a machine may be busy
-LAUNCHER = Check("variables", variables.launcher, _PROMPT)
+_LAUNCHER = Check("variables", variables.launcher, _PROMPT)
 
 _LINK = "look at the network between the nodes: interfaces, firewall, `ip -s link`"
 _FORM = "a rank that hangs says where in its own line; else the network: see the lines tcp and names above"
@@ -66,7 +64,7 @@ CHECKS = (
     Check("task", task.task, 40.0, task.judge_task, together=True, stuck="the task's own code, or a rank that failed"),
 )
 
-LIMIT = 58.0  # seconds in all
+_LIMIT = 58.0  # seconds in all
 _ANSWER = 3.0  # seconds that the others have to say what they found, once their time is over
 _END = 3.0
 
@@ -127,7 +125,7 @@ def examine(place: CheckContext, say: Callable[[Line], None], checks: Sequence[C
     report = DoctorReport()
     with _nccl_log(place):
         try:
-            _examine(place, report, say, checks, began + LIMIT)
+            _examine(place, report, say, checks, began + _LIMIT)
         finally:
             for close in place.closing:
                 with contextlib.suppress(OSError):
@@ -145,11 +143,11 @@ def _examine(
             for line in lines:
                 say(line)
 
-    launched, _ = within(LAUNCHER, place, LAUNCHER.seconds)
+    launched, _ = within(_LAUNCHER, place, _LAUNCHER.seconds)
     met, report.hung = _meeting(place)
     report.alone = place.alone = met.board is None
     place.board = met.board or Board(None, place.rank, 1)
-    tell(_lines(_gathered(LAUNCHER, launched, place, report.alone, deadline), place, report.alone))
+    tell(_lines(_gathered(_LAUNCHER, launched, place, report.alone, deadline), place, report.alone))
     tell([_line(finding) for finding in met.findings])
     for check in checks:
         left = deadline - time.monotonic()

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FAIL",
     "OK",
-    "TABLE",
     "WARN",
     "Advice",
     "Check",
@@ -208,7 +207,7 @@ class Advice(NamedTuple):
     applies: Callable[[str, CheckContext], bool] = _always
 
 
-TABLE = (
+_TABLE = (
     Advice("NCCL_TIMEOUT", "any", "is read by nobody", "unset it; --timeout is how long a collective may take"),
     *(
         Advice(name, "any", f"is the old name of TORCH_{name}", "unset it; torch's default is right")
@@ -291,12 +290,12 @@ TABLE = (
 
 def advice_on(place: CheckContext) -> list[Advice]:
     """Give the advice that holds for this rank's environment."""
-    return [each for each in TABLE if each.name in place.environ and each.applies(place.environ[each.name], place)]
+    return [each for each in _TABLE if each.name in place.environ and each.applies(place.environ[each.name], place)]
 
 
 def page_rows() -> list[str]:
     """Write the table as docs/network.md has it."""
-    return [f"| `{each.name}` | {each.values} | {each.effect} | {each.remedy} |" for each in TABLE]
+    return [f"| `{each.name}` | {each.values} | {each.effect} | {each.remedy} |" for each in _TABLE]
 
 
 def chosen(asked: str, known: list[str]) -> list[str]:

@@ -27,9 +27,7 @@ from lockstep.training.guards import ranges
 __all__ = [
     "Met",
     "bandwidth",
-    "expected",
     "group",
-    "holder",
     "judge_bandwidth",
     "judge_sums",
     "judge_transport",
@@ -102,11 +100,11 @@ def meet(place: CheckContext) -> Met:
 
 def _cannot_listen(error: ConfigError, port: int, place: CheckContext) -> Finding:
     text, _, mend = str(error).partition("; ")
-    by = holder(port, place.root)
+    by = _holder(port, place.root)
     return fail(_NAME, text + (f" ({by})" if by else ""), mend or "give another MASTER_ADDR")
 
 
-def holder(port: int, root: Path = Path("/")) -> str:
+def _holder(port: int, root: Path = Path("/")) -> str:
     """Who listens at a port of this machine: `python, process 417`; "" where that cannot be seen."""
     inodes = set()
     for table in ("proc/net/tcp", "proc/net/tcp6"):
@@ -197,7 +195,7 @@ def own(rank: int) -> list[float]:
     return [rank + 1.0, (rank + 1.0) ** 2, 2.0 ** (rank % 40)]
 
 
-def expected(size: int) -> list[float]:
+def _expected(size: int) -> list[float]:
     """The sum of what `size` ranks give."""
     return [sum(column) for column in zip(*map(own, range(size)), strict=True)]
 
@@ -221,7 +219,7 @@ def sums(place: CheckContext) -> CheckResult:
 def judge_sums(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Compares what came out on each rank with what should have."""
     found = []
-    wanted = expected(place.size)
+    wanted = _expected(place.size)
     names = {name for each in facts if each for name in each}
     for name in sorted(names):
         wrong = {rank: each[name] for rank, each in enumerate(facts) if each and each[name]["total"] != wanted}

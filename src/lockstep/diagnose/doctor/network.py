@@ -26,7 +26,6 @@ from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding,
 __all__ = [
     "NcclChoice",
     "between",
-    "copying",
     "judge_between",
     "judge_names",
     "judge_speed",
@@ -34,10 +33,8 @@ __all__ = [
     "names",
     "parse",
     "read_log",
-    "reason",
     "slower",
     "speed",
-    "suspects",
     "to_master",
 ]
 
@@ -131,7 +128,7 @@ def multiplying(device: torch.device) -> Callable[[], None]:
     return work
 
 
-def copying(device: torch.device) -> Callable[[], None]:
+def _copying(device: torch.device) -> Callable[[], None]:
     """One copy within the device's memory."""
     one = torch.zeros(_BYTES[device.type] // 4, device=device)
     into = torch.empty_like(one)
@@ -187,16 +184,16 @@ def speed(place: CheckContext) -> CheckResult:
     device = place.world.device if place.world else torch.device("cpu")
     facts: list[dict[str, list[float]]] = []
     for number in range(_AGAIN):
-        facts.append({"multiplying": _times(multiplying(device), device), "copying": _times(copying(device), device)})
+        facts.append({"multiplying": _times(multiplying(device), device), "copying": _times(_copying(device), device)})
         if place.board is None or place.size == 1:
             break
         told = place.board.gather(f"speed/{number}", facts[-1], 6.0)
-        if None in told or not suspects(told, place):
+        if None in told or not _suspects(told, place):
             break
     return CheckResult([], {"rounds": facts, "device": str(device)})
 
 
-def suspects(told: Sequence[Mapping[str, Sequence[float]] | None], place: CheckContext) -> list[tuple[int, str]]:
+def _suspects(told: Sequence[Mapping[str, Sequence[float]] | None], place: CheckContext) -> list[tuple[int, str]]:
     """(rank, kind) of those that look slow. CPUs of one machine share its memory: of each, its best rank counts."""
     there = {rank: each for rank, each in enumerate(told) if each}
     found = []
@@ -218,7 +215,7 @@ def judge_speed(facts: list[Any], place: CheckContext) -> list[Finding]:
         return []
     times = min(len(each) for each in there.values())
     every = [[there[rank][n] if rank in there else None for rank in range(len(facts))] for n in range(times)]
-    asked = [suspects(told, place) for told in every]
+    asked = [_suspects(told, place) for told in every]
     slow = [suspect for suspect in asked[0] if times == _AGAIN and all(suspect in each for each in asked)]
     found = []
     for rank, kind in slow:
@@ -298,7 +295,7 @@ def judge_names(facts: list[Any], place: CheckContext) -> list[Finding]:
     ]
 
 
-def reason(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     """Why a connection was not made, and what that means."""
     if isinstance(error, ConnectionRefusedError):
         return "refused: the machine answers, and nobody listens there"
@@ -315,7 +312,7 @@ def to_master(host: str, port: int, seconds: float) -> str:
             with socket.create_connection((host, port), timeout=min(max(left, 1.0), _CONNECT)):
                 return ""
         except OSError as error:
-            why = reason(error)
+            why = _reason(error)
         time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
     return why
 
@@ -365,7 +362,7 @@ def _asked(address: str, port: int) -> tuple[str, float, float]:
                 best = min(best, (trip, _TIME.unpack(held)[0] - (before + trip / 2)))
             return "", *best
     except OSError as error:
-        return reason(error), 0.0, 0.0
+        return _reason(error), 0.0, 0.0
 
 
 def peers(rank: int, size: int) -> list[int]:

@@ -21,7 +21,6 @@ from lockstep.errors import ConfigError, said
 from lockstep.files import bytes_text
 
 __all__ = [
-    "answered",
     "as_json",
     "described",
     "device_here",
@@ -149,12 +148,12 @@ def run(own: argparse.Namespace) -> int:
             config, task = configured(dict(values))
     if "batch_size" not in told:  # a step has at least one micro-batch for each device
         config = _widened(config, own.world_size)
-    answer = answered(config, task, own.world_size, device, fast=own.fast, open_batch="batch_size" not in told)
+    answer = _answered(config, task, own.world_size, device, fast=own.fast, open_batch="batch_size" not in told)
     print(json.dumps(as_json(answer)) if own.json else described(answer), flush=True)
     return 0 if answer.fits else _NOTHING_FITS
 
 
-def answered(config: Config, task: Any, size: int, device: DeviceSpec, *, fast: bool, open_batch: bool) -> PlanResult:
+def _answered(config: Config, task: Any, size: int, device: DeviceSpec, *, fast: bool, open_batch: bool) -> PlanResult:
     """What there is to say of a training.
 
     Args:

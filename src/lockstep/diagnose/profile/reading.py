@@ -26,9 +26,7 @@ from lockstep.errors import ConfigError
 
 __all__ = [
     "HEADING",
-    "MARK",
     "NONE",
-    "PHASES",
     "Operation",
     "ProfileTrace",
     "ProfileTraceError",
@@ -167,8 +165,8 @@ def top(ranks: Sequence[Times], steps: int, step_ms: float) -> list[Operation]:
     ]
 
 
-MARK = "lockstep:"
-PHASES = ("data", "forward", "backward", "exchange", "update", "save", "evaluate", "record", "step", "load")
+_MARK = "lockstep:"
+_PHASES = ("data", "forward", "backward", "exchange", "update", "save", "evaluate", "record", "step", "load")
 _NAME = re.compile(r"rank-(\d+)\.json\.gz")
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "hipStreamSynchronize")
@@ -347,9 +345,9 @@ def _marks(events: list[dict[str, Any]], base: float) -> tuple[dict[str, Spans],
     thread = None
     for event in events:
         name = str(event.get("name", ""))
-        if name.startswith(MARK) and event.get("cat") == "user_annotation":
-            phase = name.removeprefix(MARK).split()[0]
-            if phase in PHASES:
+        if name.startswith(_MARK) and event.get("cat") == "user_annotation":
+            phase = name.removeprefix(_MARK).split()[0]
+            if phase in _PHASES:
                 thread = event.get("tid") if phase == "step" else thread
                 found.setdefault(phase, []).append(_span(event, base))
     return {phase: _sorted(spans) if phase == "step" else union(spans) for phase, spans in found.items()}, thread

@@ -20,11 +20,9 @@ from lockstep.diagnose.profile.within import within
 from lockstep.files import write_whole
 
 __all__ = [
-    "COMPUTE",
     "FILE",
     "ProfileVerdict",
     "judged",
-    "remedies",
 ]
 
 
@@ -35,7 +33,7 @@ _OVERLAPS = 0.8  # of the last backward: before its first gradients nothing can 
 _OFTEN = 4  # micro-batches in place of one, where the exchange is to come more seldom
 
 
-def remedies(run: ProfileSummary) -> Iterator[Remedy]:
+def _remedies(run: ProfileSummary) -> Iterator[Remedy]:
     """Every change that applies, in no order."""
     for rule in (_data, _imbalance, _communication, _seldom):
         yield from rule(run)
@@ -220,7 +218,7 @@ def _round(number: float) -> int:
     return int(next(each * power for each in (1, 2, 5, 10) if each * power >= number - 1e-9))
 
 
-COMPUTE = "compute"
+_COMPUTE = "compute"
 FILE = "verdict.json"
 _RULE = 10.0  # compute to exchange: the rule of thumb for training on several devices
 _MUCH = 0.3  # of a step: from there on, by the same rule, the exchange holds the training back
@@ -310,11 +308,11 @@ def judged(traces: Sequence[ProfileTrace]) -> ProfileVerdict:
     ranks = parted(traces)
     run = ProfileSummary(ranks)
     step = sum(rank.step for rank in ranks) / len(ranks)
-    every = [replace(remedy, after=run.warmed(remedy)) for remedy in remedies(run)]
+    every = [replace(remedy, after=run.warmed(remedy)) for remedy in _remedies(run)]
     found = min(every, key=lambda remedy: (remedy.last or run.step < WORTH * remedy.after, remedy.after), default=None)
     gain = run.step / found.after if found else 1.0
     if found is None or gain < WORTH:
-        found, gain = Remedy(COMPUTE, _faster(run), run.step, ""), 1.0
+        found, gain = Remedy(_COMPUTE, _faster(run), run.step, ""), 1.0
     first, last = traces[0].about["steps"]
     return ProfileVerdict(
         (int(first), int(last)),
@@ -342,7 +340,7 @@ def _faster(run: ProfileSummary) -> str:
 
 
 def _sentence(run: ProfileSummary, found: Remedy, gain: float) -> str:
-    if found.bottleneck == COMPUTE:
+    if found.bottleneck == _COMPUTE:
         share = run.steady["compute"] / max(run.step, 1e-9)
         return (
             f"Computing takes {share:.0%} of a step, and no single change would gain 10 %. Faster still: {found.what}"

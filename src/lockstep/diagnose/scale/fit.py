@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from lockstep.diagnose.scale.runs import STRONG, Machine, RunSample, ScaleRequest, Setting
 
 __all__ = [
-    "BANDS",
     "GOOD",
     "Fit",
     "Further",
@@ -47,7 +46,7 @@ __all__ = [
 
 # Ranks -> the efficiency that the source document expects of well-set-up training on GPUs ("Scaling Efficiency
 # Analysis"), beside one rank.
-BANDS = {2: (0.90, 0.95), 4: (0.85, 0.95), 8: (0.80, 0.90), 16: (0.75, 0.90)}
+_BANDS = {2: (0.90, 0.95), 4: (0.85, 0.95), 8: (0.80, 0.90), 16: (0.75, 0.90)}
 GOOD = 0.80  # below it the same document says: check what takes the time
 
 
@@ -153,7 +152,7 @@ def _measured(
         high=max(ratios) / growth,
         allowed=machine.allowed(row.ranks) / machine.allowed(request.base) if shared else None,
         full=row.micro_batches / (row.work * row.ranks),
-        band=BANDS.get(row.ranks) if request.base == 1 else None,
+        band=_BANDS.get(row.ranks) if request.base == 1 else None,
     )
 
 

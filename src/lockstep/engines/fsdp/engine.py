@@ -29,19 +29,17 @@ __all__ = [
     "FSDP",
     "ExactNorm",
     "ExactReduceScatter",
-    "sharded_norm",
-    "sharded_norms",
 ]
 
 
-def sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
+def _sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """2-norm of all gradients together, 0-dim on `device`, from the shards of the ranks of `group`."""
     squares = combined(norms_of([local_of(gradient) for gradient in gradients])).to(device).square()
     dist.all_reduce(squares, group=group)  # collective
     return squares.sqrt()
 
 
-def sharded_norms(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
+def _sharded_norms(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
     """2-norm of each gradient by itself, 0-dim on `device`, from the shards of the ranks of `group`."""
     if not gradients:
         return []
@@ -279,7 +277,7 @@ class FSDP:
             return exact, exact.each
         group = mesh.get_group(mesh.ndim - 1)  # the shards' dimension is the last
         where = {"group": group, "device": self._world.device}
-        return partial(sharded_norm, **where), partial(sharded_norms, **where)
+        return partial(_sharded_norm, **where), partial(_sharded_norms, **where)
 
     def _set_sync(self, last: bool) -> None:
         """Whether the coming backward exchanges: asked only where it changes, since it walks over all modules."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
-    "CAUSES",
-    "STAGES",
     "TraceFinding",
     "TraceVerdict",
     "said",
@@ -28,7 +26,7 @@ _WEIGHT: Mapping[str, str] = {
     "transformers": "let compute_loss use num_items_in_batch, with average_tokens_across_devices=True",
 }
 # cause -> (the cause, framework -> the way out; "" is any other)
-CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+_CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "alone": (
         "the processes do not train together: there is no process group, and nothing is exchanged",
         {
@@ -282,7 +280,7 @@ CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 def said(cause: str, frameworks: Iterable[str]) -> str:
     """The cause and the way out, as the first of the frameworks that has a word of its own would have it."""
-    text, ways = CAUSES[cause]
+    text, ways = _CAUSES[cause]
     names = ["lightning" if name == "pytorch_lightning" else name for name in frameworks]
     order = [name for name in ("lightning", "transformers", "accelerate") if name in names]
     way = next((ways[name] for name in order if name in ways), ways[""])
@@ -290,7 +288,7 @@ def said(cause: str, frameworks: Iterable[str]) -> str:
 
 
 # In the causal order in which a step is judged: whatever a stage computes from is compared before it.
-STAGES = (
+_STAGES = (
     *("initial weights", "weights", "parameters", "data", "randomness", "forward", "normalisation", "buffers"),
     *("gradient", "reduction", "clipping", "optimizer", "schedule", "optimizer state", "evaluation", "steps"),
 )

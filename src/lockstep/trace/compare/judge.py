@@ -69,7 +69,6 @@ from lockstep.trace.compare.reading import TracePart, TraceRun, distance
 
 __all__ = [
     "Unseen",
-    "finite_in_one",
     "judged",
 ]
 
@@ -111,7 +110,7 @@ class Unseen:
         return [f"{self.where}, which compares nothing: compared were {counts}"]
 
 
-def finite_in_one(step: StepPair) -> TraceFinding | None:
+def _finite_in_one(step: StepPair) -> TraceFinding | None:
     """Judge tensors and losses that are finite in one run alone; gradients are judged with their causes."""
     for kind, (stage, cause) in _STAGES.items():
         mine, theirs = step.one.tensors(kind), step.two.tensors(kind)
@@ -305,7 +304,7 @@ def _difference(step: StepPair, verdict: TraceVerdict) -> TraceFinding | None:
             changed_weights,
             partial(_computed, verdict=verdict),
             rate_difference,
-            finite_in_one,
+            _finite_in_one,
             update_difference,
             buffer_sets,
             buffer_difference,

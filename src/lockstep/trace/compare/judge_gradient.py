@@ -23,13 +23,11 @@ from lockstep.trace.compare.pairing import (
 from lockstep.trace.compare.reading import distance, floats, words
 
 __all__ = [
-    "coarsest",
     "first_module",
     "gradient_difference",
     "gradient_limit",
     "items_unequal",
     "normalisation_difference",
-    "outputs_of",
     "own_statistics",
     "same_effect",
 ]
@@ -50,7 +48,7 @@ def gradient_limit(step: StepPair) -> float:
     to, four roundings are allowed; more only where the outputs of the same samples are further apart in the first step,
     and never more than 16.
     """
-    unit, inner = _unit(step), coarsest(step)
+    unit, inner = _unit(step), _coarsest(step)
     count = 0
     for spot in (step.one, step.two):
         losses = sum(len(record["loss"]) for record in spot.part.records(spot.at).values())
@@ -64,7 +62,7 @@ def gradient_limit(step: StepPair) -> float:
     return min(_CEILING, rounding + GROWTH * step.off)
 
 
-def coarsest(step: StepPair) -> float:
+def _coarsest(step: StepPair) -> float:
     """Unit roundoff of the coarsest dtype in which the modules compute, as the first steps note it."""
     kinds = {
         forward.get("ac", "")
@@ -84,14 +82,14 @@ def _unit(step: StepPair) -> float:
 def _moved(step: StepPair) -> float:
     """How far the outputs of the same samples are apart in the first step, as a share of their length."""
     first = max(0, step.pair.shift)
-    mine, theirs = outputs_of(step.pair.one.spots[first]), outputs_of(step.pair.two.spots[first - step.pair.shift])
+    mine, theirs = _outputs_of(step.pair.one.spots[first]), _outputs_of(step.pair.two.spots[first - step.pair.shift])
     pairs = [(mine[key][1], theirs[key][1]) for key in mine.keys() & theirs.keys()]
     square = sum(one[1] for one, _ in pairs)
     apart = sum((one[0] - two[0]) ** 2 for one, two in pairs)  # of random signs: that of the outputs, in the mean
     return math.sqrt(apart / square) if square > 0 and math.isfinite(apart + square) else 0.0
 
 
-def outputs_of(spot: Spot) -> dict[tuple[int, int, int, int], Output]:
+def _outputs_of(spot: Spot) -> dict[tuple[int, int, int, int], Output]:
     """(root, digest of the sample, elements, how many of it before) -> its output."""
     found: dict[tuple[int, int, int, int], Output] = {}
     for rank, record in spot.part.records(spot.at).items():
@@ -179,7 +177,7 @@ def _named(step: StepPair, times: float, counts: list[Counts], ways: tuple[str, 
 
 def _tolerance(step: StepPair) -> float:
     """What factors that are one may be off by."""
-    return min(0.25, max(_LEAST, _ROUNDINGS * coarsest(step)) + GROWTH * step.off)
+    return min(0.25, max(_LEAST, _ROUNDINGS * _coarsest(step)) + GROWTH * step.off)
 
 
 def _mean(values: list[float]) -> float:
@@ -481,7 +479,7 @@ def own_statistics(step: StepPair) -> TraceFinding | None:
 
 def _forward(step: StepPair) -> TraceFinding | None:
     """A sample for which the model computes another output."""
-    outputs = [outputs_of(spot) for spot in (step.one, step.two)]
+    outputs = [_outputs_of(spot) for spot in (step.one, step.two)]
     least = max(_OUTPUT, 2 * step.limit)
     off: dict[int, int] = {}
     shown = ""

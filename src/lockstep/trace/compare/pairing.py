@@ -35,7 +35,6 @@ __all__ = [
     "share",
     "trained",
     "unlike",
-    "used",
 ]
 
 
@@ -120,7 +119,7 @@ class Use:
         )
 
 
-def used(rank: RankTrace) -> list[tuple[Use, Use]]:
+def _used(rank: RankTrace) -> list[tuple[Use, Use]]:
     """(training, evaluation) of each of a rank's records, the last behind its last step."""
     waiting: list[dict[str, Any]] = []
     kinds: dict[int, int] = {}
@@ -184,7 +183,7 @@ class TracedSamples:
     """The samples of a part's ranks, read once."""
 
     def __init__(self, part: TracePart) -> None:
-        self.of = {number: used(rank) for number, rank in part.ranks.items()}
+        self.of = {number: _used(rank) for number, rank in part.ranks.items()}
 
     def at(self, step: int, kind: int) -> dict[int, Use]:
         """rank -> what it used: kind 0 in training, 1 in evaluation."""

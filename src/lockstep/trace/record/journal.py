@@ -28,18 +28,14 @@ from lockstep.trace.record.pooled import SLOTS, PendingTensors, Pool, Slots
 from lockstep.trace.record.sums import WIDTH, SumPlan, plain
 
 __all__ = [
-    "FORMAT",
     "Journal",
     "Options",
     "Writer",
-    "header",
-    "place",
     "quiet",
-    "written",
 ]
 
 
-FORMAT = 2
+_FORMAT = 2
 _PACKAGES = (
     *("torch", "numpy", "transformers", "accelerate", "lightning", "pytorch-lightning", "deepspeed", "datasets"),
     *("torchmetrics", "torchvision", "timm", "peft", "flash-attn"),
@@ -53,7 +49,7 @@ _FRAMEWORKS = {
 }
 
 
-def place() -> tuple[int, int]:
+def _place() -> tuple[int, int]:
     """(rank, world size): of the default group, else of the launcher's variables, else (0, 1)."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
@@ -64,14 +60,14 @@ def place() -> tuple[int, int]:
         return 0, 1
 
 
-def written(folder: Path) -> int:
+def _written(folder: Path) -> int:
     """Bytes that all processes have written there so far."""
     return sum(path.stat().st_size for path in folder.glob("rank*.jsonl"))
 
 
-def header() -> dict[str, Any]:
+def _header() -> dict[str, Any]:
     """Who writes: rank, versions, frameworks, the script's name and digest. No arguments, no variables, no host."""
-    rank, world = place()
+    rank, world = _place()
     script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     try:
         digest = hashlib.sha256(Path(script).read_bytes()).hexdigest() if script else ""
@@ -86,7 +82,7 @@ def header() -> dict[str, Any]:
                 versions[name] = str(getattr(sys.modules[name.replace("-", "_")], "__version__", "?"))
     return {
         "t": "begin",
-        "format": FORMAT,
+        "format": _FORMAT,
         "rank": rank,
         "world": world,
         "initialized": torch.distributed.is_available() and torch.distributed.is_initialized(),
@@ -342,7 +338,7 @@ class Journal:
         if self.within():
             self.fresh = False
             if self._rank < 0 or self.thorough:
-                self._rank = place()[0]
+                self._rank = _place()[0]
             self._ready.append({"t": "step", "k": self.step, **self.record, "rank": self._rank})
             now = time.monotonic()
             if len(self._ready) >= SLOTS or now > self._due or self.step < _FIRST or self.reading.waits:
@@ -365,7 +361,7 @@ class Journal:
 
     def close(self) -> None:
         """The process ends: what came after the last step is written."""
-        self._ready.append({"t": "end", "k": self.step, **self.record, "rank": place()[0], "error": _error()})
+        self._ready.append({"t": "end", "k": self.step, **self.record, "rank": _place()[0], "error": _error()})
         if self._writer is not None or self.record["fwd"]:
             self._flush()
         self.on = False
@@ -389,8 +385,8 @@ class Journal:
 
     def _put(self, line: dict[str, Any]) -> None:
         if self._writer is None:
-            left = self.options.most - written(self.options.folder)  # an earlier start's files count too
-            self._writer = Writer(self.options.folder, left // max(1, place()[1]), header() | {"first": self.step})
+            left = self.options.most - _written(self.options.folder)  # an earlier start's files count too
+            self._writer = Writer(self.options.folder, left // max(1, _place()[1]), _header() | {"first": self.step})
         if not self._writer.put(line):
             self.on = False
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lockstep.trace.record.sums import ElementPlaces
 
 __all__ = [
-    "OPAQUE",
     "WHOLE",
     "Entry",
     "Names",
@@ -29,7 +28,7 @@ __all__ = [
 
 Entry = tuple[str, Tensor, ElementPlaces]  # name, local tensor, its place in the whole
 
-OPAQUE = ElementPlaces(-1)  # of a shard whose place is not known
+_OPAQUE = ElementPlaces(-1)  # of a shard whose place is not known
 WHOLE = ElementPlaces(0)
 _WRAPPERS = {
     *("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine", "PipelineEngine"),
@@ -180,7 +179,7 @@ def _place(tensor: Any, local: Tensor) -> ElementPlaces:
     cuts = list(zip(tensor.placements, tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape, strict=True))
     kinds = [type(placement).__name__ for placement, _, _ in cuts]
     if not {"Replicate", "Shard", "_StridedShard"}.issuperset(kinds):
-        return OPAQUE
+        return _OPAQUE
     strided = [cut for cut, kind in zip(cuts, kinds, strict=True) if kind == "_StridedShard"]
     for placement, at, parts in [cut for cut, kind in zip(cuts, kinds, strict=True) if kind == "Shard"] + strided:
         dim = placement.dim
@@ -189,7 +188,7 @@ def _place(tensor: Any, local: Tensor) -> ElementPlaces:
         begins[dim], sizes[dim] = begins[dim] + first, min(size, sizes[dim] - first)
     cut = [dim for dim in range(tensor.ndim) if sizes[dim] != shape[dim]]
     if list(local.shape) != sizes or len(strided) > 1 or len(set(cut) - {0}) > 1:
-        return OPAQUE
+        return _OPAQUE
     rows = begins[0] * math.prod(shape[1:]) if cut else 0
     if not cut or cut == [0] or not local.numel():
         return ElementPlaces(rows)

@@ -24,7 +24,6 @@ __all__ = [
     "Batch",
     "SampleDigests",
     "digested",
-    "leaves",
     "lengths",
     "outcomes",
     "outputs",
@@ -51,7 +50,7 @@ class Batch:
     """
 
     def __init__(self, data: Any) -> None:
-        found = [(path, _tensor(value)) for path, value in leaves(data)]
+        found = [(path, _tensor(value)) for path, value in _leaves(data)]
         sizes = Counter(size for _, value in found if (size := _length(value)) >= 0)
         self.size = sizes.most_common(1)[0][0] if sizes else 0
         self.leaves = [(path, value) for path, value in found if sizes and _length(value) == self.size]
@@ -78,21 +77,21 @@ class SampleDigests:
     counts: Tensor | None = None
 
 
-def leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """(path, value) of what lies in a nested batch: tensors, arrays, numbers and texts."""
     if isinstance(data, Tensor) or depth > _DEEP:
         yield path, data
     elif isinstance(data, dict) or (hasattr(data, "items") and hasattr(data, "keys")):
         for key, value in data.items():
-            yield from leaves(value, f"{path}.{key}" if path else str(key), depth + 1)
+            yield from _leaves(value, f"{path}.{key}" if path else str(key), depth + 1)
     elif isinstance(data, _SEQUENCES):
         if data and all(isinstance(value, _PLAIN) for value in data):
             yield path, list(data)
         else:
             for index, value in enumerate(data):
-                yield from leaves(value, f"{path}.{index}" if path else str(index), depth + 1)
+                yield from _leaves(value, f"{path}.{index}" if path else str(index), depth + 1)
     elif hasattr(data, "__dict__") and not callable(data):
-        yield from leaves(vars(data), path, depth + 1)
+        yield from _leaves(vars(data), path, depth + 1)
     else:
         yield path, data
 
@@ -162,7 +161,7 @@ def _together(parts: list[Tensor]) -> Tensor | None:
 
 def outputs(output: Any, size: int) -> list[Tensor]:
     """[size, elements] of the first tensors of an output that have a row for each sample; empty where none has."""
-    values = [value for _, value in leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
+    values = [value for _, value in _leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
     return [
         value.flatten(1) if value.ndim > 1 else value.unsqueeze(1)
         for value in values
@@ -179,7 +178,7 @@ def outcomes(rows: list[Tensor]) -> Tensor:
 
 def trained_output(output: Any, size: int) -> Tensor | None:
     """The first tensor of an output that has a row for each sample and takes a gradient."""
-    for _, value in leaves(output):
+    for _, value in _leaves(output):
         if not isinstance(value, Tensor) or not value.requires_grad or hasattr(value, "placements"):
             continue
         if size and value.ndim and value.shape[0] == size and value.numel() and not value.is_meta:
