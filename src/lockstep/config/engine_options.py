@@ -31,6 +31,15 @@ class EngineSpec(NamedTuple):
         plain: whether it takes models that are neither compiled nor under autocast alone, or is at its best with them:
             what is automatic on a new GPU is off there.
         own_gradients: whether an update takes gradients that its backward kept, and none that were put in their place.
+        shares: whether a forward and a backward take no other rank, so that ranks may have unequal shares of a step,
+            and one can compute another's micro-batch.
+        survives_loss: whether every rank holds all of the states, so that the others go on where one is lost.
+        own_steps: whether a task may step its optimizers itself.
+        block_norms: whether it takes the norm of each gradient.
+        penalty: whether a term of the parameters alone can be added once a step.
+        weight_copies: whether low-precision copies of the weights can stand in for them.
+        remade: whether it can be made again around its model, when what is trained has changed.
+        places_model: whether it puts the model on the device itself.
     """
 
     one_process: bool = False
@@ -38,15 +47,25 @@ class EngineSpec(NamedTuple):
     float64: bool = True
     plain: bool = False
     own_gradients: bool = False
+    shares: bool = False
+    survives_loss: bool = False
+    own_steps: bool = False
+    block_norms: bool = False
+    penalty: bool = True
+    weight_copies: bool = False
+    remade: bool = True
+    places_model: bool = False
 
 
 # `engines/registry.py` has the class of each.
 ENGINES = {
-    "single": EngineSpec(one_process=True),
-    "ddp": EngineSpec(),
-    "fsdp": EngineSpec(),
-    "zero": EngineSpec(),
-    "deepspeed": EngineSpec(everywhere=False, float64=False, plain=True, own_gradients=True),
+    "single": EngineSpec(one_process=True, shares=True, own_steps=True, block_norms=True, weight_copies=True),
+    "ddp": EngineSpec(shares=True, survives_loss=True, own_steps=True, block_norms=True),
+    "fsdp": EngineSpec(block_norms=True, places_model=True),
+    "zero": EngineSpec(shares=True, block_norms=True),
+    "deepspeed": EngineSpec(
+        everywhere=False, float64=False, plain=True, own_gradients=True, penalty=False, remade=False
+    ),
     "data-parallel": EngineSpec(one_process=True, everywhere=False, plain=True),
 }
 PLAIN = "single"  # the one that splits nothing: what all others have to agree with

@@ -34,7 +34,6 @@ from lockstep.transforms.batchnorm import recording
 from lockstep.transforms.weight_copies import copies_of
 
 __all__ = [
-    "SHARING",
     "ModelInit",
     "check_audit",
     "check_copies",
@@ -50,7 +49,6 @@ __all__ = [
     "model_init",
     "name_of",
     "options_for",
-    "outliving",
     "trained_set",
     "undo_step",
     "variants",
@@ -66,13 +64,10 @@ _CLASSES = {
     "deepspeed": ("lockstep.engines.deepspeed.engine", "DeepSpeed"),
     "data-parallel": ("lockstep.engines.data_parallel", "DataParallel"),
 }
-_NORMS = ("single", "ddp", "zero", "fsdp")  # engines that take the norm of each gradient
-# Engines that cannot be made again around their model, and the way out.
-_UNCHANGED = {
-    "deepspeed": "--engine deepspeed has split what is trained when it was made; have the task's model() hand over "
-    "what is to be trained, or use --engine fsdp"
-}
-SHARING = ("single", "ddp", "zero")  # engines whose forward and backward take no other rank, so that counts may differ
+_NOT_REMADE = (
+    "--engine {} has split what is trained when it was made; have the task's model() hand over what is to be trained, "
+    "or use --engine fsdp"
+)
 
 
 def engine(
@@ -198,7 +193,7 @@ def engine(
         made = with_buffers(watched, model, world, exact=exact, shared=shared, sharing=sharing, own=own)
         return EMAEngine(made, model, ema, getattr(bare, "masters", None), rested) if ema else made
 
-    given, refused = isinstance(optimizer, Optimizer), _UNCHANGED.get(name, "")
+    given, refused = isinstance(optimizer, Optimizer), "" if ENGINES[name].remade else _NOT_REMADE.format(name)
     changes, follows = changes or Changes(), own_steps is not None
     return Remade(model, world, around, make, changes, given=given, refused=refused, follows=follows)
 
@@ -212,13 +207,13 @@ def _manual(
     own_steps: OwnSteps,
     hooks: Hooks | None,
 ) -> Engine:
-    if name not in ("single", "ddp"):
+    if not ENGINES[name].own_steps:
         raise ConfigError(
             f"--engine {name} does not go with a task that takes its optimizers' steps itself, in the midst of a "
             "micro-batch: use --engine ddp"
         )
-    if name == "single" and world.size > 1:
-        raise ConfigError(f"--engine single with {world.size} processes: use --engine ddp, or start one process")
+    if ENGINES[name].one_process and world.size > 1:
+        raise ConfigError(f"--engine {name} with {world.size} processes: use --engine ddp, or start one process")
     made: Engine = Manual(model, make, world, settings, own_steps)
     return Hooked(made, hooks) if hooks else made
 
@@ -234,8 +229,8 @@ def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
         raise ConfigError(
             "`penalty` does not go with a task that takes its optimizers' steps itself: add it to the loss there"
         )
-    if name == "deepspeed":
-        raise ConfigError("--engine deepspeed does not go with `penalty`: use --engine fsdp, zero or ddp")
+    if not ENGINES[name].penalty:
+        raise ConfigError(f"--engine {name} does not go with `penalty`: use --engine fsdp, zero or ddp")
     if name == "fsdp" and exact:
         raise ConfigError(
             "--exact with --engine fsdp does not go with `penalty`, whose sums over shards depend on the number of "
@@ -273,7 +268,7 @@ def check_shares(name: str, counts: Sequence[int], micro_batches: int, ranks: in
 
 def check_sharing(name: str, said: str, options: EngineOptions) -> None:
     """Raises ConfigError where the engine's ranks cannot have unequal shares."""
-    if name not in SHARING:
+    if not ENGINES[name].shares:
         raise ConfigError(
             f"--shares {said} does not go with --engine {name}, where every forward takes all ranks, so that one with "
             "less work would wait: use --engine ddp or zero"
@@ -284,14 +279,9 @@ def check_sharing(name: str, said: str, options: EngineOptions) -> None:
         )
 
 
-def outliving(name: str) -> bool:
-    """Whether every rank of this engine holds all of the states, so that the others can go on where one is lost."""
-    return name == "ddp"
-
-
 def undo_step(engine: Engine) -> None:
     """Undoes what was begun of a step that did not come to its end. What holds parameters is left as it is: an engine
-    of which `outliving` is true changes them last, when no exchange is to come."""
+    that survives a loss changes them last, when no exchange is to come."""
     inner = engine
     if isinstance(engine, Remade):
         engine.leave_step()
@@ -315,7 +305,7 @@ def kinds(engine: Engine) -> dict[str, str]:
 
 def check_audit(name: str) -> None:
     """Raises ConfigError where a rank of this engine cannot compute a micro-batch by itself."""
-    if name not in SHARING:
+    if not ENGINES[name].shares:
         raise ConfigError(
             f"--guards.audit does not go with --engine {name}, where a rank cannot compute another's micro-batch by "
             "itself: use --engine ddp or zero, or leave it out"
@@ -331,10 +321,11 @@ def _check_gradient_norms(name: str, gradients: GradientNorms, own_steps: OwnSte
             "--log-gradients does not go with a task that takes its optimizers' steps itself, each of which has "
             "gradients of its own: log them there, or leave it out"
         )
-    if name not in _NORMS:
+    if not ENGINES[name].block_norms:
+        able = ", ".join(each for each, spec in ENGINES.items() if spec.block_norms)
         raise ConfigError(
             f"--log-gradients {gradients.by} does not go with --engine {name}, which takes one norm of all gradients: "
-            f"use one of {', '.join(_NORMS)}, or leave it out"
+            f"use one of {able}, or leave it out"
         )
 
 
@@ -347,7 +338,7 @@ def check_copies(name: str, *, narrow: bool, exact: bool, hooked: bool, own_step
         hooked: the task has hooks, which may look at them after each backward.
         own_steps: the task steps its optimizers itself.
     """
-    if name != "single":
+    if not ENGINES[name].weight_copies:
         raise ConfigError(
             f"--weight-copies step does not go with --engine {name}, which takes the gradients of the parameters "
             "themselves as they come: use --engine single, or leave it out"
@@ -387,8 +378,9 @@ class ModelInit(NamedTuple):
 
 def model_init(name: str, world: World, options: EngineOptions) -> ModelInit:
     """How the model for the engine is to be made. Raises ConfigError as `engine` does for a bad name or option."""
-    kind = _kind(name_of(name, world), options)
-    return ModelInit(init_context(options, world), not getattr(kind, "places", False))
+    name = name_of(name, world)
+    _kind(name, options)  # refuses options that it has not
+    return ModelInit(init_context(options, world), not ENGINES[name].places_model)
 
 
 def options_for(name: str, options: EngineOptions) -> EngineOptions:

@@ -22,11 +22,12 @@ from torch import Tensor
 from lockstep import checkpoint
 from lockstep.checkpoint.check import not_finite_line
 from lockstep.clock import Clock
+from lockstep.config.engine_options import ENGINES
 from lockstep.data.batches import StepLoader
 from lockstep.distributed.balance import ShareReport, check_alike
 from lockstep.distributed.exchange import StepExchange
 from lockstep.engines.buffers import unmoved
-from lockstep.engines.registry import SHARING, kinds, name_of
+from lockstep.engines.registry import kinds, name_of
 from lockstep.errors import LockstepError
 from lockstep.files import bytes_text
 from lockstep.guards import desync
@@ -142,7 +143,7 @@ class Balancing:
     @property
     def _shares(self) -> bool:
         """Whether the engine's ranks may have unequal shares."""
-        return name_of(self._built.config.engine, self._built.world) in SHARING
+        return ENGINES[name_of(self._built.config.engine, self._built.world)].shares
 
     @property
     def _speeds(self) -> list[float]:

@@ -37,14 +37,14 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.clock import Clock, MarkingClock, queued
-from lockstep.config.engine_options import own_options
+from lockstep.config.engine_options import ENGINES, own_options
 from lockstep.config.fields import range_of
 from lockstep.data.batches import StepLoader
 from lockstep.diagnose.profile.reading import ProfileTrace, ProfileTraceError, read
 from lockstep.diagnose.profile.verdict import ProfileVerdict, judged
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
-from lockstep.engines.registry import SHARING, name_of
+from lockstep.engines.registry import name_of
 from lockstep.errors import ConfigError
 from lockstep.training.build import Built
 from lockstep.training.recorder import memory
@@ -461,7 +461,7 @@ class Profiling:
             "micro_batch_size": config.micro_size,
             "slots": len(self._step_loader.present),
             "engine_options": own_options(engine),
-            "shares": engine in SHARING,
+            "shares": ENGINES[engine].shares,
             "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
             "parameters": sum(p.numel() for p in trained),
             **self._costs,

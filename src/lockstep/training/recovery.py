@@ -23,10 +23,11 @@ from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.config import cli
+from lockstep.config.engine_options import ENGINES
 from lockstep.distributed.exchange import REGROUP
 from lockstep.distributed.membership import Generation, LeaveReport, Member, typed_errors
 from lockstep.distributed.world import World, on_all_ranks
-from lockstep.engines.registry import name_of, outliving, undo_step
+from lockstep.engines.registry import name_of, undo_step
 from lockstep.errors import PeerError, RankLost
 from lockstep.guards.startup import program
 from lockstep.logging.log import open_log
@@ -78,7 +79,7 @@ def member_of(world: World | None) -> Member | None:
 def why_not(built: Built) -> str:
     """Why the others cannot go on where a rank of this run is lost; "" where they can."""
     name = name_of(built.config.engine, built.world)
-    if not outliving(name):
+    if not ENGINES[name].survives_loss:
         return f"--engine {name} splits the states over the ranks, so they are lost with one; ddp goes on without it"
     if built.world.device.type == "cuda":
         return "collectives of CUDA devices are not left yet where a rank is lost"

@@ -8,13 +8,14 @@ sharing = sharing_of(config, balancer)                  # None: as many on each 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lockstep.config.engine_options import ENGINES
 from lockstep.config.fields import AUTO, counts_of
 from lockstep.config.schema import Config
 from lockstep.distributed.balance import Balancer, Sharing, given_shares
 from lockstep.distributed.world import World
 from lockstep.engines.deepspeed.config import check_batches
 from lockstep.engines.exact import check_servable
-from lockstep.engines.registry import SHARING, check_shares, check_sharing, name_of
+from lockstep.engines.registry import check_shares, check_sharing, name_of
 from lockstep.training.defaults import idle
 
 __all__ = [
@@ -58,7 +59,7 @@ def sharing_of(config: Config, balancer: Balancer | None) -> Sharing | None:
 def shares_for(engine: str, ranks: int, shares: str) -> str:
     """`--shares` as it is where this engine and so many ranks can have it; else "equal"."""
     fits = shares == AUTO or len(counts_of(shares)) == ranks
-    return shares if engine in SHARING and fits else "equal"
+    return shares if ENGINES[engine].shares and fits else "equal"
 
 
 def check_cut(config: Config, world: World, say: Callable[[str], None]) -> None:

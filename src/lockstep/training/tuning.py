@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.clock import make_clock
+from lockstep.config.engine_options import ENGINES
 from lockstep.config.schema import Config
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.memory import explained
-from lockstep.engines.registry import SHARING, name_of
+from lockstep.engines.registry import name_of
 from lockstep.errors import ConfigError, LockstepError, said
 from lockstep.files import bytes_text
 from lockstep.logging.console import waiting
@@ -313,7 +314,7 @@ def show_sizes(config: Config) -> None:
 def _summarize_sizes(config: Config, task: Any, world: World, measure: Measure | None, total: int) -> FoundSizes:
     if measure is None and world.device.type != "cuda":
         raise ConfigError("--find-micro-batch measures a CUDA device, and this run has none: leave it out")
-    if name_of(config.engine, world) not in SHARING:
+    if not ENGINES[name_of(config.engine, world)].shares:
         raise ConfigError(
             f"--find-micro-batch does not go with --engine {config.engine}, where every forward takes all ranks, which "
             "would wait for one that has run out of memory: give --micro-batch-size"

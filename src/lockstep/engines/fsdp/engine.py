@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar, cast, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -141,8 +141,6 @@ class FSDP:
         ConfigError: no launcher; a sharding that the world cannot form; CPU offload without a GPU; an option that
             cannot be exact, with `--exact`; parameters that cannot be split (see `lockstep.engines.fsdp.apply`).
     """
-
-    places: ClassVar[bool] = True  # the model on the device, block by block
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         check_launched("fsdp", world)
