@@ -1,1 +1,4 @@
-"""How a model is split and stepped: one engine a file. `make.engine` makes one by its name; `options` lists them."""
+"""Split and step a model, one engine a file.
+
+`registry.engine` builds one by its name in `ENGINES`.
+"""

@@ -1,6 +1,8 @@
-"""What an engine is: the protocol, what it is made from, and what its step reports.
+"""The engine protocol, the settings that every engine takes, and the result of its step.
 
-An engine holds a model and an optimizer and knows how both are split over the ranks. It knows no data, loop or files.
+An engine owns a model and an optimizer, and knows how both are split over the ranks. It knows nothing of data, the
+loop or files. Shared by the engines: `ScaledBackward` (a backward of a scaled loss), `Penalty` (a term of the loss
+that is added once a step), `set_momentum` and `set_extra`.
 """
 
 import logging
@@ -39,9 +41,9 @@ __all__ = [
 
 
 def set_extra(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Hands each module with an extra state the tensor `model/NAME._extra_state` of `state`.
+    """Pass each module with an extra state its tensor `model/NAME._extra_state` from `state`.
 
-    To copy into what `get_extra_state` returned is not enough: that may have been made for the call.
+    Copying into the tensor that `get_extra_state` returned is not enough: a module may build it for each call.
     """
     for name, module in model.named_modules():
         found = state.get(f"model/{name}._extra_state" if name else "model/_extra_state")
@@ -50,7 +52,7 @@ def set_extra(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
-# The model as its engine holds it -> what is added to the step's loss once: 0-dim.
+# The model as its engine holds it -> a 0-dim term that is added to the step's loss once.
 MakePenalty = Callable[[nn.Module], Tensor | None]
 
 _OWN = "own_momentum"  # a group's key
@@ -66,25 +68,25 @@ class StepResult(_NormAndApplied):
     """The result of an update: `norm, applied = engine.step()`.
 
     Attributes:
-        norm: the gradient's 2-norm before clipping; 0-dim, unread.
-        applied: whether it was applied; None where the device alone knows: it is where `norm` < the step's limit.
-        penalty: what was added to the loss once for the step, 0-dim, unread; None: nothing was.
+        norm: 2-norm of the gradient before clipping; 0-dim, not read from the device.
+        applied: whether the update was applied; None where only the device knows: it was if `norm` < the step's limit.
+        penalty: the value added to the loss once for the step, 0-dim, not read; None: no penalty.
     """
 
     penalty: Tensor | None = None
 
 
 class Evaluate(Protocol):
-    """The loss of a step, for an optimizer that evaluates it several times. Without the penalty. Collective."""
+    """Evaluate a step's loss again, for optimizers with a closure. Excludes the penalty. Collective."""
 
     def loss(self) -> Tensor:
-        """Give the loss of the pass that filled `.grad`, over all ranks: 0-dim. Waits for the device."""
+        """Return the loss of the pass that filled `.grad`, over all ranks: 0-dim. Waits for the device."""
 
     def again(self) -> Tensor:
-        """Repeat the pass at the present parameters, and give the step's loss over all ranks, 0-dim.
+        """Repeat the pass at the current parameters; return the loss over all ranks, 0-dim.
 
-        `.grad` is cleared before it; this rank's backwards fill it, and the engine is to exchange it. Waits for the
-        device.
+        The caller clears `.grad` first. The pass fills it with this rank's gradients; the engine then exchanges them.
+        Waits for the device.
         """
 
 
@@ -94,21 +96,21 @@ def _log(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How an engine is to work; the same for all.
+    """Settings shared by all engines.
 
     Attributes:
         clip: largest 2-norm of the gradient; 0 does not clip.
-        exact: M, the micro-batches of the fixed tree (see engines/exact.py); 0: gradients are summed as the
-            backend does.
-        sharing: which micro-batches each rank computes in the present step; None: all as many, in as many slots.
-        loss_scaling: how to scale the loss, and skip a step whose gradients overflow: for float16; None: not.
+        exact: M, the number of micro-batches in the fixed tree (see engines/exact.py); 0: sum gradients as the backend
+            does.
+        sharing: which micro-batches each rank computes in the current step; None: the same number on every rank.
+        loss_scaling: how to scale the loss for float16, and skip a step whose gradients overflow; None: no scaling.
         blocks: the model's repeated blocks, in order, where the caller knows them.
-        options: the engine's own.
-        say: one line for the person, on every rank; the receiver prints rank 0's.
-        gradients: takes norms of the gradient by block, in the steps that ask for them.
-        penalty: what is added to the loss once a step, of the parameters alone; None: nothing.
-        once: the flag under which an optimizer cannot have a step's pass repeated; "": there is none.
-        wrapper: what an engine of before had put around the model, which the caller may hold, to be used again.
+        options: options of this engine.
+        say: reports one line to the user; called on every rank, printed on rank 0.
+        gradients: takes gradient norms by block, in the steps that log them.
+        penalty: computes a term of the loss from the parameters, added once a step; None: no penalty.
+        once: the flag that rules out an optimizer that repeats a step's pass; "": none does.
+        wrapper: the wrapper that a former engine put around the model, reused because the caller may hold it.
     """
 
     clip: float
@@ -125,7 +127,7 @@ class Settings:
 
 
 class Engine(Protocol):
-    """How the model is split and stepped.
+    """A model and its optimizer, split over the ranks and updated once a step.
 
     Attributes:
         model: call this for the forward.
@@ -134,17 +136,20 @@ class Engine(Protocol):
     model: nn.Module
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        """Surround forward and backward of one micro-batch; gradients are exchanged in a pass's last, where they can.
+        """Wrap the forward and backward of one micro-batch.
+
+        Gradients are exchanged in the last micro-batch of a pass, by engines that can defer the exchange.
 
         Args:
-            last: it is this rank's last of the pass.
-            counts: keep what the forward moves in buffers; False: a pass that is repeated, which leaves no trace.
+            last: this is the rank's last micro-batch of the pass.
+            counts: keep the forward's changes to buffers; False for a repeated pass, which must leave no trace.
         """
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        """Adds the gradient of `weight * loss`. After the last micro-batch the gradients are SUMMED over the ranks.
+        """Add the gradient of `weight * loss`.
 
-        A weight of 0 is an empty slot, which is there only so that collectives line up.
+        After the last micro-batch the gradients are SUMMED over the ranks, not averaged. A weight of 0 marks an empty
+        slot, which only keeps the collectives of the ranks aligned.
         """
 
     def step(
@@ -154,44 +159,46 @@ class Engine(Protocol):
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        """Ends the step: clips, updates, clears the gradients and whatever else was gathered over the step.
+        """End the step: clip, update, and clear gradients and other per-step state.
 
         Args:
-            factor: of each parameter group's base rate; None leaves the groups' `lr` as they are.
-            limit: a norm that is not finite or not below it is not applied: parameters, optimizer states and buffers
-                stay as they were before the step. -inf leaves the step out whatever its norm.
-            momentum: of every parameter group, adam's first beta; None: each group's own, as before the first number.
-            evaluate: for an optimizer that evaluates several times in a step; None: it cannot.
+            factor: multiplies each parameter group's base rate; None leaves the groups' `lr` unchanged.
+            limit: an update whose norm is not finite, or not below the limit, is skipped: parameters, optimizer states
+                and
+                buffers stay as they were before the step. -inf always skips.
+            momentum: for every parameter group (Adam's first beta); None: each group's own, from before the first
+                override.
+            evaluate: evaluates the loss again, for optimizers with a closure; None: not possible.
         """
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        """Try backward, penalty, norm, clip and the optimizer's step, and put everything back. Collective.
+        """Try a backward, penalty, norm, clip and optimizer step, then restore everything. Collective.
 
-        Parameters (copies of which lie on the host), the optimizer's states and numbers, gradients and what the engine
-        counts are as before; buffers, the task's tensors and generators are the caller's. A rank works alone on its
-        own gradients. In `fsdp` under exact mode the gradients are zeros and `loss` is not computed, since a backward
-        of one micro-batch has no place in the tree; `deepspeed` and a task with own steps do nothing, since neither
-        can take a step back.
+        Restores the parameters (from copies in host memory), the optimizer's states and settings, gradients, and the
+        engine's counters. The caller restores buffers, the task's tensors and random generators. Each rank steps on
+        its own gradients, without an exchange. `fsdp` in exact mode uses zero gradients and does not compute `loss`,
+        because the backward of a single micro-batch has no place in the tree. `deepspeed`, and a task with its own
+        steps, do nothing: neither can undo a step.
 
         Args:
             loss: computes the loss of one micro-batch with `model`, with a graph.
 
         Raises:
-            DataError: the backward or the optimizer's `step` failed; it names the line.
-            ConfigError: what the optimizer asks for does not go with the engine.
+            DataError: the backward or the optimizer's `step` failed; names the line.
+            ConfigError: the optimizer needs something that the engine does not support.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything a resume needs, by plain names: `model/NAME`, `optimizer/NAME/KEY`. Not copies."""
+        """Return everything a resume needs, by plain name: `model/NAME`, `optimizer/NAME/KEY`. Not copies."""
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes a state over; tensors that `state_dict()` itself handed out are in place already."""
+        """Load a state; tensors that `state_dict()` itself returned are already in place."""
 
 
 def set_momentum(group: dict[str, Any], momentum: float | None) -> None:
-    """Gives a parameter group its momentum, under the name that torch's optimizers have for it, where it has one.
+    """Set a parameter group's momentum under the name its optimizer uses, if it has one.
 
-    None: the one that it had before the first call with a number. So what a step has depends on that step alone.
+    None restores the value from before the first override, so a step's momentum depends on that step alone.
     """
     name = next((name for name in ("betas", "momentum") if name in group), None)
     if name is None or (momentum is None and _OWN not in group):
@@ -204,9 +211,10 @@ def set_momentum(group: dict[str, Any], momentum: float | None) -> None:
 
 
 def at_rest(model: nn.Module) -> None:
-    """After forwards that no backward follows: fsdp keeps its outermost unit gathered for one, and splits it here.
+    """Reshard parameters after forwards without a backward.
 
-    Who looks at the parameters then finds them as the optimizer has them.
+    fsdp keeps its outermost unit gathered for the backward. Afterwards parameters are again those that the optimizer
+    has.
     """
     for module in model.modules():
         reshard = getattr(module, "reshard", None)
@@ -215,17 +223,18 @@ def at_rest(model: nn.Module) -> None:
 
 
 class ScaledBackward:
-    """`loss.backward(roots(loss, factor))` has the gradients of `factor * loss`; the factors' tensors are made once.
+    """Roots for a scaled backward: `loss.backward(roots(loss, factor))` computes gradients of `factor * loss`.
 
-    Where the loss is NaN or infinite the root is NaN, and so is every gradient, on every rank that it is summed with:
-    the update is left out then, though the loss's own gradient may be finite. No device is waited for.
+    Where the loss is NaN or infinite, the root is NaN. So is every gradient, on every rank that sums it, and the
+    update is skipped even if the loss's own gradient would be finite. Factor tensors are cached. Does not wait for the
+    device.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[torch.dtype, float], Tensor] = {}
 
     def __call__(self, loss: Tensor, factor: float | Tensor) -> Tensor:
-        """A 0-dim tensor like the loss; a factor that is a tensor, 0-dim, is on its device."""
+        """Return the root: a 0-dim tensor of the loss's dtype. A tensor `factor` is 0-dim, on the loss's device."""
         if isinstance(factor, Tensor):
             return torch.add(factor.to(loss.dtype), loss.detach(), alpha=0)
         found = self._made.get((loss.dtype, factor))
@@ -238,11 +247,13 @@ class ScaledBackward:
 
 @final
 class Penalty:
-    """Every rank computes it of the parameters that it holds, so that it counts once whatever the ranks.
+    """A term of the loss that depends on the parameters alone, added once a step.
+
+    Every rank computes it from the parameters that it holds, so it counts once for any number of ranks.
 
     Args:
-        compute: the task's.
-        model: without what an engine puts around it, so that no hook of a reducer sees the gradient.
+        compute: the task's function.
+        model: without the engine's wrapper, so that no reducer hook sees this gradient.
     """
 
     def __init__(self, compute: MakePenalty, model: nn.Module) -> None:
@@ -251,18 +262,19 @@ class Penalty:
         self._first = True
 
     def add(self, scale: float | Tensor) -> Tensor:
-        """Add its gradient to the parameters' `.grad`.
+        """Add the penalty's gradient to the parameters' `.grad`.
 
-        Where it is not finite, every gradient is NaN, as with a loss.
+        If the penalty is not finite, every gradient becomes NaN, as with a loss.
 
         Args:
-            scale: of the loss.
+            scale: scale of the loss.
 
         Returns:
-            its value: 0-dim, without a graph, alike on all ranks.
+            The value: 0-dim, without a graph, the same on all ranks.
 
         Raises:
-            DataError: it failed, or is no 0-dim tensor of the parameters; or the first one is not finite.
+            DataError: the penalty failed, is not a 0-dim tensor that depends on the parameters, or is not finite the
+                first time.
         """
         with torch.enable_grad():
             value = self._value()

@@ -1,4 +1,4 @@
-"""Into which units a model is cut for sharding: its blocks as the task names them, or as they can be found."""
+"""Choose the units that a model is sharded into: given blocks, or repeated layers."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -14,24 +14,26 @@ __all__ = [
 ]
 
 
-_LEAST = 1_000_000  # parameters of a unit that is found by its size: below, a collective costs more than it saves
+_LEAST = 1_000_000  # parameters of a unit found by size: for smaller ones a collective costs more than it saves
 
 
 class BlockUnits(NamedTuple):
-    """The units in the order of the forward, and one line on where they come from."""
+    """Units in forward order, and one line on their origin."""
 
     modules: list[nn.Module]
     origin: str
 
 
 def find_blocks(model: nn.Module, given: Iterable[nn.Module] = ()) -> BlockUnits:
-    """The units: `given`, else the model's repeated layers, else submodules by size, else none but the model itself.
+    """Return the units: `given`, else repeated layers, else submodules by size, else none.
 
-    Repeated layers are the entries of a ModuleList of at least two modules of one class (of several such lists, all
-    that do not lie within another). By size means submodules of 1 million parameters up to half of the model's.
+    Without units the whole model is one. Repeated layers are the entries of a ModuleList of at least two modules of
+    one class; of nested lists the outermost counts. Submodules by size have from 1 million parameters up to half of
+    the model's.
 
     Raises:
-        ConfigError: a given block shares a parameter with another or with the rest of the model, or is not in it.
+        ConfigError: a given block is not in the model, or shares a parameter with another block or the rest of the
+            model.
     """
     blocks = list(given)
     if blocks:
@@ -53,7 +55,7 @@ def find_blocks(model: nn.Module, given: Iterable[nn.Module] = ()) -> BlockUnits
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """The entries of ModuleLists of at least two modules of one class, in order; [] without such."""
+    """Return the entries of ModuleLists with at least two modules of one class, in order."""
     found: list[nn.Module] = []
     covered: set[nn.Module] = set()
     for module in model.modules():  # outer modules come before those within them
@@ -66,7 +68,7 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _callable(module: nn.Module) -> bool:
-    """Whether it has a forward of its own, which a container (ModuleList, ModuleDict) has not."""
+    """Whether the module has a forward of its own (containers do not) and parameters."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict) and any(True for _ in module.parameters())
 
 
@@ -86,7 +88,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _shared(model: nn.Module, blocks: list[nn.Module]) -> str:
-    """The name of a parameter that two blocks share, or a block and what is in none; "" for none such."""
+    """Return a parameter's name that blocks share with others or the rest, else ""."""
     names: dict[Tensor, str] = {}
     homes: dict[Tensor, nn.Module | None] = {}
     owner = {part: block for block in blocks for part in block.modules()}

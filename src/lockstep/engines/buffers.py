@@ -1,12 +1,12 @@
-"""What a forward moves besides gradients: the model's buffers, as a part of the step.
+"""Make a model's buffers part of the step: a skipped update leaves them unchanged.
 
-    engine = with_buffers(engine, model, world, exact=False)        itself for a model without buffers
+    engine = with_buffers(engine, model, world, exact=False)        # unchanged for a model without buffers
 
-A step that is not applied leaves the buffers as they were before it. Where the device alone knows whether it was, the
-device decides, in the same step: nothing that is read later has to be put right. BatchNorm's running statistics are
-replayed (see batchnorm.py); other buffers that a forward writes (a moving average, a codebook, the vectors of spectral
-norm), and tensors of the task's `state_dict()` that `loss` writes (a queue), are those of rank 0 on every rank after
-each step, as buffers are under DistributedDataParallel (see moving.py).
+Where only the device knows whether an update was applied, the device decides in the same step, so no later read has to
+correct anything. BatchNorm's running statistics are replayed over all ranks' micro-batches (see batchnorm.py). Other
+buffers that a forward writes (a moving average, a codebook, spectral norm's vectors), and tensors of the task's
+`state_dict()` that `loss` writes (a queue), get rank 0's values on every rank after each step, as buffers do under
+DistributedDataParallel (see moving.py).
 """
 
 import contextlib
@@ -37,12 +37,12 @@ __all__ = [
 
 @final
 class Replay:
-    """Collects the statistics of this rank's micro-batches, and folds in those of all ranks.
+    """Collect BatchNorm statistics of this rank's micro-batches, and fold in those of all ranks.
 
     Args:
-        layers: in the same order on every rank; bound from now on.
+        layers: in the same order on every rank; bound to this object from now on.
         world: its ranks take part in every `finish`.
-        sharing: how many micro-batches each rank has; None: all have as many.
+        sharing: the number of micro-batches of each rank; None: the same on all.
     """
 
     def __init__(self, layers: list[Recording], world: World, sharing: Sharing | None = None) -> None:
@@ -63,60 +63,63 @@ class Replay:
         self._rows: list[Tensor] = []
 
     def begin(self) -> None:
-        """A step comes: forgets what forwards outside of a step have left."""
+        """Begin a step: discard statistics left by forwards outside a step."""
         self._rows = []
         self.clear()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The step's last micro-batch is over: updates the running statistics. One gather; does not wait."""
+        """Update the running statistics after the step's last micro-batch. One gather; does not wait."""
         rows = torch.stack(self._rows)
         most = max(self._sharing.now.slots) if self._sharing else 0
-        if len(rows) < most:  # rows of zeros say that no layer counts
+        if len(rows) < most:  # rows of zeros: no layer counts
             rows = torch.cat([rows, rows.new_zeros(most - len(rows), rows.shape[1])])
         if self._world.size > 1:
             parts = [torch.empty_like(rows) for _ in range(self._world.size)]
             dist.all_gather(parts, rows)  # collective
             rows = torch.cat(parts)
         self._chunk(rows)
-        self._rows = []  # of a loop that does without `accumulate`, whose next step is not begun
+        self._rows = []  # for a loop that does not call `accumulate`, and so never `begin`
 
     @torch.no_grad()
     def take(self, weight: float, row: Tensor | None = None) -> None:
-        """The forwards of a micro-batch are over: keeps their row.
+        """Store the statistics of a micro-batch after its forwards.
 
         Args:
             weight: 0 for an empty slot, which counts nothing.
-            row: what `row` gave after them; None: it is asked for now.
+            row: the result of `row` after the forwards; None: computed now.
         """
         row = self.row() if row is None else row
         self._rows.append(row if weight else torch.zeros_like(row))
 
     def clear(self) -> None:
-        """Forgets what the forwards since the last `clear` have left."""
+        """Discard the statistics of forwards since the last `clear`."""
         torch._foreach_zero_(self._own)
         torch._foreach_zero_(self._runs)
 
     def row(self) -> Tensor:
-        """[means of all layers, variances, how often each ran] since the last `clear`; a copy, one vector."""
+        """Return the statistics since the last `clear`.
+
+        One vector, a copy: [means of all layers, variances, runs of each layer].
+        """
         return torch.cat([vector.to(self._dtype) for vector in [*self._own, torch.stack(self._runs)]])
 
     @torch.no_grad()
     def put(self, row: Tensor) -> None:
-        """Gives the layers what `row` gave."""
+        """Restore into the layers a vector returned by `row`."""
         found = row.split_with_sizes([*self._sizes, *[1] * len(self._runs)])
         torch._foreach_copy_(self._own, list(found[: len(self._own)]))
         torch._foreach_copy_(self._runs, [each.reshape(()) for each in found[len(self._own) :]])
 
     @contextlib.contextmanager
     def unmoved(self) -> Iterator[None]:
-        """What forwards within it leave is dropped: they compute again what has been counted."""
+        """Discard the statistics of forwards in this context, which recompute what was counted already."""
         row = self.row()
         yield
         self.put(row)
 
     def _chunk(self, rows: Tensor) -> None:
-        """running = running * kept + added, a row after the other; where no forward was, kept is 1 and added 0."""
+        """Fold in row by row: running = running * kept + added; without a forward, kept is 1 and added 0."""
         runs = rows[:, -len(self._layers) :].to(torch.int64)
         tracked = _present([layer.num_batches_tracked for layer in self._layers])
         # In whole numbers: a cumulative sum of floats is not deterministic on CUDA, where exact mode refuses it.
@@ -134,7 +137,7 @@ class Replay:
 
 
 def _present(tensors: list[Tensor | None]) -> list[Tensor]:
-    """All of them: only layers that track statistics record."""
+    """Filter out None for the type checker: only layers that track statistics record."""
     return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -148,13 +151,13 @@ def with_buffers(
     sharing: Sharing | None = None,
     own: Own | None = None,
 ) -> Engine:
-    """The engine, its steps taking the buffers of `model` (the plain module) along.
+    """Wrap the engine so that its steps include the buffers of `model` (the plain module).
 
     Args:
-        exact: refuse a forward that writes buffers whose values then depend on who computed what.
-        shared: what forwards write is rank 0's on all ranks after each step.
-        sharing: how many forwards each rank makes; None: all make as many.
-        own: gives the task's own tensors by name, which are treated alike; None: it has none.
+        exact: refuse a forward that writes buffers, since their values then depend on which rank computes what.
+        shared: after each step, buffers that forwards write get rank 0's values on all ranks.
+        sharing: the number of forwards of each rank; None: the same on all.
+        own: returns the task's own tensors by name, which are treated the same; None: the task has none.
     """
     moving = Moving(model, own, world, exact, shared)
     if not len(moving):
@@ -165,13 +168,13 @@ def with_buffers(
 
 @final
 class Buffered:
-    """Any engine, whose step is applied to the model's buffers too, or not."""
+    """An engine whose skipped steps leave the model's buffers unchanged."""
 
     def __init__(self, engine: Engine, replay: Replay | None, buffers: Moving) -> None:
         self.model: nn.Module = engine.model
         self._engine, self._replay, self._buffers = engine, replay, buffers
-        self._within = False  # between a step's first micro-batch and its end
-        self._counts = True  # the present pass moves buffers
+        self._within = False  # from a step's first micro-batch to its end
+        self._counts = True  # the current pass may change buffers
         self._buffers.begin()
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
@@ -187,7 +190,7 @@ class Buffered:
 
     @contextmanager
     def _dropping(self, inner: AbstractContextManager[None]) -> Iterator[None]:
-        """Within it a forward moves nothing: buffers are as they were, and no statistics are kept."""
+        """Run a forward without effect: restore buffers and discard statistics."""
         try:
             with inner:
                 yield
@@ -201,7 +204,7 @@ class Buffered:
         if not self._counts:
             self._engine.backward(loss, weight)
             return
-        if self._replay:  # before the backward, which may compute the forward again
+        if self._replay:  # before the backward, which may recompute the forward
             self._replay.take(weight)
         self._engine.backward(loss, weight)
         if weight == 0.0:
@@ -220,16 +223,16 @@ class Buffered:
         self._buffers.check()
         if self._replay:
             self._replay.finish()  # collective
-        self._buffers.share()  # collective; before the update, so that a rank that is lost leaves it whole or not made
+        self._buffers.share()  # collective; before the update, so that losing a rank leaves it complete or not made
         result = self._engine.step(factor, limit, momentum, evaluate)
         self._within = False
         self._buffers.end(result, limit)
-        if not told:  # a loop that does without `accumulate`: the next step begins here
+        if not told:  # a loop that does not call `accumulate`: the next step begins here
             self._buffers.begin()
         return result
 
     def undo_step(self) -> None:
-        """Puts back what the forwards of a step moved that did not come to its end."""
+        """Restore what the forwards of an unfinished step changed."""
         if self._within:
             self._within = False
             self._buffers.put_back()
@@ -238,7 +241,7 @@ class Buffered:
         self._engine.rehearse(loss)
 
     def kinds(self) -> dict[str, str]:
-        """Name in a state -> what it is, of all that forwards were seen to write."""
+        """Map the state's name to a description, for every tensor that forwards have written."""
         return self._buffers.kinds()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -250,7 +253,7 @@ class Buffered:
 
 @contextmanager
 def unmoved(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within it forwards may move these tensors (a model's buffers, a task's own); afterwards they are as before."""
+    """Restore these tensors (a model's buffers, a task's own) at the end of the context."""
     held = [(tensor, tensor.clone()) for tensor in tensors if not tensor.is_meta]
     try:
         yield
@@ -262,13 +265,13 @@ def unmoved(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def as_before(model: nn.Module, own: Own) -> Iterator[None]:
-    """Restore a model's buffers and a task's tensors, by value and shape, whatever forwards within did to them.
+    """Restore a model's buffers and a task's tensors, by value and shape, after the context.
 
     Args:
-        own: gives the task's tensors by name.
+        own: returns the task's tensors by name.
 
     Raises:
-        ConfigError: a tensor of the task's has another shape, and nobody knows where it is kept.
+        ConfigError: a tensor of the task was replaced by one of another shape, which cannot be restored.
     """
     places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = {id(b): b for _, kept in places for b in kept.values() if b is not None and not b.is_meta}
@@ -295,7 +298,7 @@ def _restore(tensor: Tensor, before: Tensor) -> None:
 
 
 def _restore_replaced(names: Mapping[str, tuple[Tensor, Tensor]], present: Mapping[str, Tensor]) -> None:
-    """Gives a tensor that stands in the place of another one the values that this one had."""
+    """Copy the former values into a tensor that replaced another under the same name."""
     for name, (tensor, before) in names.items():
         now = present.get(name)
         if now is None or now is tensor:

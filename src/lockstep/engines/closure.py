@@ -1,4 +1,10 @@
-"""What the engines' `rehearse` shares: a loss that is computed alone, and errors that name the user's line."""
+"""Support optimizers with a closure, and rehearse a step.
+
+- `Closure`, `takes_closure`, `step_of`: an optimizer that evaluates the loss several times in a step.
+- `packed`, `unpack`: the state of LBFGS as named tensors.
+- `Alone`, `blame_optimizer`, `check_dense`: for the engines' `rehearse`: a loss computed on one rank, and errors that
+  name the user's line.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,23 +31,24 @@ __all__ = [
 ]
 
 
-_OWN = ("torch.optim", "lockstep.optim")  # whose optimizers evaluate the loss once, but for LBFGS
+_OWN = ("torch.optim", "lockstep.optim")  # packages whose optimizers evaluate the loss once, except LBFGS
 
 
 @final
 class Closure:
-    """Computes the loss and its gradient at the present parameters.
+    """Compute the loss and its gradient at the current parameters.
 
     Args:
-        parameters: those that the optimizer has.
-        first: gives the loss of the pass whose gradients `.grad` has.
-        again: repeats the pass, fills `.grad` and gives the loss.
-        suspicious: look at the parameters' values too, not only at torch's count of their writes, which does not know
-            of those through `.data`. Waits for the device.
+        parameters: those of the optimizer.
+        first: returns the loss of the pass whose gradients are in `.grad`.
+        again: repeats the pass, fills `.grad` and returns the loss.
+        suspicious: compare the parameters' norms too: torch's version counter misses writes through `.data`. Waits for
+            the
+            device.
 
     Attributes:
-        repeated: how often the pass was repeated.
-        silent: the parameters had changed before the first call without torch's count knowing.
+        repeated: how many times the pass was repeated.
+        silent: the parameters had changed before the first call without the version counter showing it.
     """
 
     def __init__(
@@ -70,7 +77,10 @@ class Closure:
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer may evaluate the loss in its step: LBFGS, and one whose `step` is not torch's own."""
+    """Whether the optimizer may evaluate the loss in its step.
+
+    True for LBFGS, and for optimizers outside torch and lockstep whose `step` accepts a closure.
+    """
     step = inspect.unwrap(type(optimizer).step)
     if (step.__module__ or "").startswith(_OWN):
         return isinstance(optimizer, LBFGS)
@@ -79,7 +89,7 @@ def takes_closure(optimizer: Optimizer) -> bool:
 
 
 def step_of(optimizer: Optimizer, closure: Callable[[], Tensor] | None) -> None:
-    """Take the optimizer's step, with a closure or without."""
+    """Take the optimizer's step, with or without a closure."""
     step: Any = optimizer.step
     if closure is None:
         step()
@@ -90,13 +100,13 @@ def step_of(optimizer: Optimizer, closure: Callable[[], Tensor] | None) -> None:
 
 
 def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    """For each parameter torch's count of its writes, and which tensor its gradient is, and its count."""
+    """Return each parameter's version counter, its gradient's id and that gradient's version counter."""
     return [(p._version, id(p.grad), -1 if p.grad is None else p.grad._version) for p in parameters]
 
 
 @torch.no_grad()
 def _norms(parameters: Sequence[Tensor]) -> Tensor:
-    """The norm of each, which any other values would hardly have."""
+    """Return the norm of each parameter, as a cheap fingerprint of its values."""
     found = torch._foreach_norm([local_of(parameter) for parameter in parameters]) if parameters else ()
     return torch.stack([norm.double() for norm in found]) if found else torch.zeros(0)
 
@@ -107,7 +117,10 @@ _HISTORIES = ("old_dirs", "old_stps", "ro")
 
 
 def packed(optimizer: LBFGS) -> dict[str, Tensor]:
-    """Return the state by name; zeros where there is none. Of `history_size` rows of a history `pairs` count."""
+    """Return the state of LBFGS by name, zeros where it has none.
+
+    Histories have `history_size` rows; the first `pairs` of them are valid.
+    """
     group = optimizer.param_groups[0]
     parameters: list[Tensor] = group["params"]
     state: dict[str, Any] = optimizer.state.get(parameters[0], {})
@@ -127,7 +140,7 @@ def packed(optimizer: LBFGS) -> dict[str, Tensor]:
 
 
 def unpack(optimizer: LBFGS, tensors: Mapping[str, Tensor]) -> None:
-    """Take over what `packed` gave."""
+    """Load a state returned by `packed`."""
     parameters = optimizer.param_groups[0]["params"]
     state = optimizer.state[parameters[0]]
     state.clear()
@@ -141,7 +154,7 @@ def unpack(optimizer: LBFGS, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _dtype(parameters: list[Tensor]) -> torch.dtype:
-    """Return the dtype of all gradients in one vector."""
+    """Return the dtype of the flat vector of all gradients."""
     dtype = torch.zeros(0, dtype=parameters[0].dtype).abs().dtype
     for parameter in parameters[1:]:
         dtype = torch.promote_types(dtype, torch.zeros(0, dtype=parameter.dtype).abs().dtype)
@@ -150,11 +163,11 @@ def _dtype(parameters: list[Tensor]) -> torch.dtype:
 
 @final
 class Alone:
-    """The loss of a step that is one micro-batch of this rank; see `lockstep.engines.base.Evaluate`.
+    """The loss of a step of one micro-batch on this rank; implements `lockstep.engines.base.Evaluate`.
 
     Args:
-        compute: the loss, with a graph.
-        backward: its gradient into `.grad`, without an exchange.
+        compute: returns the loss, with a graph.
+        backward: adds its gradient to `.grad`, without an exchange.
     """
 
     def __init__(self, compute: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> None:
@@ -175,16 +188,16 @@ class Alone:
 
 @contextmanager
 def blame_optimizer(optimizer: Optimizer) -> Iterator[None]:
-    """Around an optimizer's step in a rehearsal: what fails is one line."""
+    """Reduce an error of a rehearsal's optimizer step to one line."""
     with _blamed(f"the `step` of the optimizer {type(optimizer).__name__}"):
         yield
 
 
 def check_dense(model: nn.Module, why: str) -> None:
-    """Raise ConfigError where a parameter has a sparse gradient, which an engine cannot take.
+    """Raise ConfigError for a sparse gradient, which the engine does not support.
 
     Args:
-        why: the flag that stands in the way; "": nothing does.
+        why: the flag that rules them out; "": none does.
     """
     for name, parameter in model.named_parameters() if why else ():
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""nn.DataParallel: one process splits each micro-batch over its GPUs. For comparison; ddp is better."""
+"""`nn.DataParallel`: one process splits each micro-batch over its GPUs. For comparison; ddp is better."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class DataParallel:
 
     Raises:
         ConfigError: fewer than two GPUs, more than one process, `--exact`, or a model whose `forward` was replaced
-            (autocast, compile), which copies of it would not follow.
+            (autocast, compile), which its copies would not follow.
     """
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:

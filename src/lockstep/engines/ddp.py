@@ -1,4 +1,8 @@
-"""DistributedDataParallel: every rank holds the whole model; gradients are exchanged once a step."""
+"""DistributedDataParallel: every rank holds the whole model; gradients are exchanged once a step.
+
+`DDP` is the engine. `ReplicatedEngine` is its part that zero shares: the DDP wrapper, or the fixed tree of exact mode.
+`GradientUsage` finds parameters that a micro-batch leaves unused.
+"""
 
 import math
 import re
@@ -38,7 +42,10 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def averaged(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """The bucket's mean over the ranks, exchanged in `dtype`: divided before, so that the sum has a gradient's size."""
+    """Average the bucket over the ranks in `dtype`.
+
+    Divides before the sum, so that the sum has the magnitude of one gradient.
+    """
     buffer: Tensor = bucket.buffer()
     whole = torch.view_as_real(buffer) if buffer.is_complex() else buffer  # a cast would drop the imaginary parts
     work: Any = dist.all_reduce((whole / dist.get_world_size()).to(dtype), async_op=True)  # collective
@@ -52,16 +59,17 @@ def averaged(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 class GradientUsage:
-    """Counts, for each parameter, the backwards that gave it a gradient.
+    """Count, for each parameter, the backwards that gave it a gradient.
 
     Args:
-        named: the parameters that are trained, in the same order on every rank; each is hooked before the next is asked
-            for, so that a generator may hold one at a time.
+        named: the trained parameters, in the same order on every rank. Each gets its hook before the next is
+            requested, so
+            a generator may gather one at a time.
         world: the ranks.
 
     Attributes:
-        names: of these parameters, in that order.
-        parameters: the tensors themselves.
+        names: the parameters' names, in that order.
+        parameters: the tensors.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], world: World) -> None:
@@ -70,7 +78,7 @@ class GradientUsage:
         self._world = world
         self._counts: list[int] = []
         self._handles: list[Any] = []
-        # Also where the engine is made again before it has asked.
+        # Also if the engine is rebuilt before the counts were read.
         self._end = weakref.finalize(self, _remove, self._handles)
         for index, (name, tensor) in enumerate(named):
             parameter: Any = tensor
@@ -80,32 +88,32 @@ class GradientUsage:
             self.parameters.append(tensor)
 
     def begin(self) -> None:
-        """Count from zero."""
+        """Reset the counts to zero."""
         self._counts[:] = [0] * len(self._counts)
 
     def used(self) -> list[bool]:
-        """For each parameter, whether a backward of this rank used it."""
+        """Return, for each parameter, whether a backward on this rank used it."""
         return [count > 0 for count in self._counts]
 
     def missed(self, backwards: int) -> list[str]:
-        """The parameters that were not used by each of this rank's `backwards`, on any rank."""
+        """Return the parameters that some rank did not use in each of its `backwards`. Collective."""
         return [name for name, count in zip(self.names, self._over_ranks(backwards), strict=True) if count[0]]
 
     def unused(self) -> list[bool]:
-        """For each parameter, whether no backward of any rank used it. Begins to count anew."""
+        """Return, for each parameter, whether no rank used it, and reset the counts. Collective."""
         found = [not count[1] for count in self._over_ranks(0)]
         self.begin()
         return found
 
     def _over_ranks(self, backwards: int) -> list[tuple[int, int]]:
-        """For each parameter: on how many ranks it missed one of `backwards`; how often it was used."""
+        """Return each parameter's (ranks that used it in fewer than `backwards` backwards, total uses)."""
         mine = torch.tensor([[int(count < backwards), count] for count in self._counts], dtype=torch.int64)
         if self._world.size > 1:
             dist.all_reduce(mine, group=self._world.control)  # collective
         return [(missed, used) for missed, used in mine.reshape(-1, 2).tolist()]
 
     def close(self) -> None:
-        """Takes the hooks away."""
+        """Remove the hooks."""
         self._end()
 
 
@@ -115,7 +123,7 @@ def _remove(handles: list[Any]) -> None:
 
 
 class Hook:
-    """Adds one at its place; an object, so that copies of a model can be made while it hangs there."""
+    """Count one parameter's gradients. A class, not a closure, so that models with the hook can be copied."""
 
     def __init__(self, counts: list[int], index: int) -> None:
         self._counts, self._index = counts, index
@@ -125,12 +133,12 @@ class Hook:
 
 
 def listed(names: list[str], most: int = 4) -> str:
-    """`a, b, c, d and 3 more`."""
+    """Join names as `a, b, c, d and 3 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
-# What DDP calls its own exchange of buffers: renamed in torch 2.13, where the old name warns.
+# DDP's option for its own exchange of buffers: renamed in torch 2.13, where the old name warns.
 # A size given, be it the default one, loses DDP's smaller first buffer, which is on its way while the backward goes on.
 _DEFAULT = EngineOptions()
 _KNOWN = signature(DistributedDataParallel).parameters
@@ -138,14 +146,14 @@ _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broa
 
 
 class ReplicatedEngine:
-    """The model as every rank holds it.
+    """A model that every rank holds whole, with its exchange of gradients.
 
     Args:
-        name: of the engine, for messages.
+        name: the engine's, for messages.
         module: on `world.device`.
         parameters: those whose gradients are exchanged.
-        world: joined by a launcher.
-        settings: its options are DDP's.
+        world: joined through a launcher.
+        settings: with DDP's options.
 
     Attributes:
         model: call this for the forward.
@@ -166,8 +174,8 @@ class ReplicatedEngine:
         self._usage: GradientUsage | None = None
         self._wrapped: list[tuple[str, nn.Parameter]] = []  # those that DDP exchanges, as it counts them
         self._last, self._backwards = True, 0
-        # The first backward of a static graph must be exchanged. DDP's mean leaves what is a mean already as it is, so
-        # that it may exchange after every micro-batch.
+        # The first backward of a static graph must be exchanged. Exchanging after every micro-batch is safe, since
+        # averaging a mean leaves it unchanged.
         self._always = settings.options.static_graph
         if settings.exact:
             self._be_exact()
@@ -186,7 +194,7 @@ class ReplicatedEngine:
         return self._ddp.no_sync()
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        """Adds the gradient of `scale * loss`; after the step's last micro-batch DDP exchanges."""
+        """Add the gradient of `scale * loss`; DDP exchanges in the step's last micro-batch."""
         if self._tree or self._usage:
             loss.backward(self._roots(loss, scale))  # type: ignore[no-untyped-call]
             self._backwards += 1
@@ -199,12 +207,12 @@ class ReplicatedEngine:
             self._check_exchanged()
 
     def backward_alone(self, loss: Tensor, scale: float | Tensor) -> None:
-        """Add the gradient of `scale * loss` to this rank's; within `alone`."""
+        """Add the gradient of `scale * loss` on this rank only. Call within `alone`."""
         loss.backward(self._roots(loss, scale))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it forward and backward are the plain module's, and leave no trace in what is counted. Collective."""
+        """Bypass DDP: forward and backward use the plain module and leave no counts. Collective."""
         ddp, module = self._ddp, self._module
         if ddp is not None:
             ddp.forward = lambda *given, **named: module(*given, **named)  # type: ignore[method-assign]
@@ -220,7 +228,7 @@ class ReplicatedEngine:
             self._always = True
 
     def finish(self) -> None:
-        """Before the update: exchanges what DDP did not."""
+        """Exchange, before the update, the gradients that DDP did not."""
         if self._tree:
             self._tree.finish()
         elif self._usage:
@@ -240,7 +248,7 @@ class ReplicatedEngine:
         self._tree = Tree(self._parameters, self._settings.exact, self._world, self._settings.sharing)
 
     def _wrap(self, find_unused: bool) -> None:
-        """Makes the DDP object, or makes it anew in place, since the loop has hold of it."""
+        """Build the DDP object, or rebuild it in place: the loop holds a reference."""
         options, device = self._settings.options, self._world.device
         off: dict[str, Any] = {_BUFFERS: False}
         before = self._ddp or self._settings.wrapper
@@ -275,7 +283,7 @@ class ReplicatedEngine:
             self._wrap(True)  # the gradients stay
 
     def _check_exchanged(self) -> None:
-        """Raises where parameters were left out of the last backward: their buckets, then, were not exchanged."""
+        """Raise LockstepError if the last backward missed parameters, so that buckets were not exchanged."""
         ddp: Any = self._ddp
         try:
             ddp._check_reducer_finalized()
@@ -292,10 +300,11 @@ class ReplicatedEngine:
 
 
 def _silence_advice(ddp: Any) -> None:
-    """Keep torch's advice against the search for unused parameters off the screen, where each rank's C++ prints it.
+    """Suppress torch's warning about a needless search for unused parameters.
 
-    It comes with the first forward that uses all of them, also where another one does not. Warnings of C++ are Python's
-    within a function of torch that calls back, such as `apply_`, and only there can they be told apart.
+    C++ prints it on each rank, at the first forward that uses all parameters, even if another forward does not. C++
+    warnings become Python warnings only inside a torch function that calls back, such as `apply_`; only there can they
+    be filtered.
     """
     after_forward = type(ddp)._post_forward
 
@@ -315,7 +324,7 @@ def _silence_advice(ddp: Any) -> None:
 
 
 def check_launched(name: str, world: World) -> None:
-    """Raises ConfigError where no launcher started this process."""
+    """Raise ConfigError if no launcher started this process."""
     if world.control is None:
         raise ConfigError(
             f"--engine {name} needs a launcher: torchrun --standalone --nproc-per-node 2 -m lockstep train"
@@ -323,20 +332,20 @@ def check_launched(name: str, world: World) -> None:
 
 
 def same_start(model: nn.Module) -> None:
-    """Rank 0's parameters and buffers on every rank, as DDP's constructor would have it. None of them is expanded."""
+    """Broadcast rank 0's parameters and buffers, as DDP's constructor does. None may be expanded."""
     send_from_rank_0(model.parameters())
     send_from_rank_0(model.buffers())
 
 
 def send_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Give all ranks rank 0's values of `tensors`, in place. None of them is expanded."""
+    """Broadcast rank 0's values of `tensors`, in place. None may be expanded."""
     with torch.no_grad():
         for tensor in tensors:
             dist.broadcast(tensor, src=0)  # collective
 
 
 def sum_by_hand(parameters: list[nn.Parameter], world: World) -> None:
-    """Sums `.grad` over the ranks, a parameter at a time; None stays where no rank has a gradient."""
+    """Sum `.grad` over the ranks, parameter by parameter; None if no rank has one. Collective."""
     if world.size == 1:
         return
     flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)

@@ -1,13 +1,13 @@
-"""An exponential moving average of the weights, beside any engine: `--optim.ema`.
+"""An exponential moving average (EMA) of the weights, for any engine: `--optim.ema`.
 
-    engine = Averaged(engine, model, 0.999)
-    with averaged(engine):              # itself, where it is no Averaged
+    engine = EMAEngine(engine, model, 0.999)
+    with averaged(engine):              # does nothing for an engine without an average
         ...                             # the model has the averaged weights
 
-After update number t (from 0) the average moves by 1 - d of the way to the weights, d = min(decay, (1 + t) / (10 + t)):
-it begins at the first weights, and the small d of the first steps lets it forget them (as TensorFlow's
-ExponentialMovingAverage with `num_updates`). A step that is not applied moves nothing. Where the device alone knows
-whether it was, the device decides: nothing here waits for it.
+After update number t (from 0) the average moves by 1 - d towards the weights, d = min(decay, (1 + t) / (10 + t)). It
+starts at the initial weights; the small d of the first steps lets it forget them (as TensorFlow's
+ExponentialMovingAverage with `num_updates`). A skipped step does not move the average. Where only the device knows
+whether a step was skipped, the device decides: nothing here waits for it.
 """
 
 import math
@@ -38,34 +38,34 @@ _COUNT = "averaging/updates"
 
 
 class Masters(Protocol):
-    """The weights that an engine's optimizer updates, where they are not the model's own parameters."""
+    """The master weights that an optimizer updates, where they are not the model's parameters."""
 
     def parts(self) -> list[Tensor]:
-        """Those of this rank, which the optimizer updates in place."""
+        """Return this rank's parts, which the optimizer updates in place."""
 
     def named(self) -> dict[str, Tensor]:
-        """Copies by the parameters' names, as in `state_dict()`, of what is trained. All ranks take part."""
+        """Return copies of the trained weights by parameter name, as in `state_dict()`. Collective."""
 
     def take(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over what `named` gave, or plain tensors that every rank has whole. All ranks take part."""
+        """Load the result of `named`, or plain tensors that every rank holds whole. Collective."""
 
     def show(self) -> None:
-        """Gives the model's parameters these values. All ranks take part."""
+        """Copy the master weights into the model's parameters. Collective."""
 
 
 @final
 class EMAEngine:
-    """Any engine, whose applied steps move an average of the trained parameters too.
+    """An engine whose applied steps also update an average of the trained parameters.
 
-    The average is float32, or float64 where a parameter is, and lies where the parameters lie: whole, or by shards. In
-    `state_dict()` it is `average/NAME`, with `averaging/updates`, the number of updates (0-dim float64).
+    The average is float32, or float64 where a parameter is, and placed like the parameters: whole or sharded.
+    `state_dict()` has it as `average/NAME`, with `averaging/updates`, the number of updates (0-dim float64).
 
     Args:
-        engine: its parameters are in place.
-        model: the plain module; parameters that require no gradient now have no average, but for `rested`.
+        engine: with its parameters in place.
+        model: the plain module; parameters without requires_grad get no average, except those in `rested`.
         decay: from 0 to below 1.
-        masters: averaged in the parameters' place, where the engine has them; a rank keeps the average of its parts.
-        rested: names of parameters that were trained before, whose averages go on.
+        masters: averaged instead of the parameters, if the engine has them; each rank averages its parts.
+        rested: names of parameters that were trained earlier and keep their averages.
     """
 
     def __init__(
@@ -108,17 +108,17 @@ class EMAEngine:
         return result
 
     def undo_step(self) -> None:
-        """As `Buffered.undo_step`."""
+        """See `Buffered.undo_step`."""
         if isinstance(self._engine, Buffered):
             self._engine.undo_step()
 
     def kinds(self) -> dict[str, str]:
-        """As `Buffered.kinds`."""
+        """See `Buffered.kinds`."""
         return self._engine.kinds() if isinstance(self._engine, Buffered) else {}
 
     @torch.no_grad()
     def _learn(self, applied: Tensor) -> None:
-        """Moves the average towards the weights, where `applied` (0-dim) is true; else by nothing."""
+        """Move the average towards the weights if `applied` (0-dim) is true, else not at all."""
         applied = applied.to(self._updates.device, non_blocking=True)
         decay = torch.clamp((1 + self._updates) / (10 + self._updates), max=self._decay)
         share = torch.where(applied, 1 - decay, torch.zeros_like(decay))
@@ -127,16 +127,16 @@ class EMAEngine:
             average.lerp_(parameter.to(average.dtype), share.to(average.dtype))
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(parameter, average) of this rank, as real numbers."""
+        """Yield (parameter, average) of this rank, viewed as real numbers."""
         for name, average in self._averages.items():
             yield _real(local_of(self._parameters[name])), _real(local_of(average))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within, the model has the averaged weights, and no step is made; then it has its own again, bit for bit.
+        """Give the model the averaged weights; restore its own afterwards, bit for bit. Collective.
 
-        All ranks take part. After an error, which other ranks may not have, an engine with masters has its own in
-        these alone: what it saves is right, and the run is at its end.
+        Take no step within the context. After an error, which other ranks may not share, an engine with masters
+        restores only the masters: its saved state is right, but the run cannot continue.
         """
         with self._swapped():
             if self._masters:
@@ -147,7 +147,7 @@ class EMAEngine:
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        """The two change places, a tensor at a time; only of weights in a smaller dtype a copy is kept."""
+        """Swap weights and averages, one tensor at a time; only narrower weights need a copy."""
         kept: list[Tensor | None] = []
         try:
             with torch.no_grad():
@@ -169,7 +169,7 @@ class EMAEngine:
         return self._engine.state_dict() | self._own()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes a state over. From one without an average it begins anew, at the weights."""
+        """Load a state; one without an average restarts the average at the weights."""
         rest = without_average(state)
         self._engine.load_state_dict(rest)
         given, own = {name: tensor for name, tensor in state.items() if name not in rest}, self._own()
@@ -202,18 +202,18 @@ class EMAEngine:
 
 
 def averaged(engine: Engine) -> AbstractContextManager[None]:
-    """Within, the engine's model has the averaged weights, where it has an average."""
+    """Give the engine's model the averaged weights within the context, if it has an average."""
     inner = engine.engine if isinstance(engine, Remade) else engine
     return inner.averaged() if isinstance(inner, EMAEngine) else NOTHING
 
 
 def without_average(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state as of an engine that has no average."""
+    """Return the state without the entries of an average."""
     return {name: tensor for name, tensor in state.items() if not name.startswith(AVERAGE) and name != _COUNT}
 
 
 def _wide(parameter: Tensor) -> Tensor:
-    """A copy in the average's dtype, split as the parameter is."""
+    """Copy a parameter to the average's dtype, sharded like the parameter."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
     return parameter.detach().to(wide, copy=True)
 
@@ -223,7 +223,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _exchanged(parameter: Tensor, average: Tensor) -> Tensor | None:
-    """Gives the parameter the average's values, and the average the parameter's; returns these where it cannot."""
+    """Swap values of a parameter and its average; if dtypes differ, return the parameter's instead."""
     own = parameter.clone()
     parameter.copy_(average)
     if average.dtype != parameter.dtype:

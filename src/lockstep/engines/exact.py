@@ -1,10 +1,11 @@
-"""The fixed tree: gradients of a step's M micro-batches, added in one order, however many ranks share them.
+"""The fixed tree: add a step's gradients in one order for any number of ranks.
 
-M alone fixes the tree: the left half of a node is the largest power of two of its micro-batches that is less than all
-of them, and the sum of a node is that of its left plus that of its right half. A rank owns a run of micro-batches that
-follow each other, which is at most 2 log2(M) whole subtrees: `Tree` makes their sums. `Exchange` does the rest: each
-rank takes one piece of the vectors, gets that piece of the sums of all subtrees, adds them as the tree says, and all
-collect the results. Bits are equal because every addition has the same two operands, whoever makes it.
+The number M of a step's micro-batches alone fixes the tree. The left half of a node has the largest power of two of
+its micro-batches that is less than all of them, and a node's sum is that of its left half plus that of its right half.
+A rank owns a run of consecutive micro-batches, which consists of at most 2 log2(M) whole subtrees; `Tree` computes
+their sums. `Exchange` does the rest: each rank takes one piece of the vectors, receives that piece of all subtrees'
+sums, adds them in the tree's order, and all ranks gather the results. Bits are equal because every addition has the
+same two operands, whichever rank does it.
 """
 
 import functools
@@ -37,7 +38,7 @@ __all__ = [
 
 Sum = TypeVar("Sum")
 Gradients = list[Tensor | None]
-_KNOWN = 64  # cuts of a step whose subtrees are remembered
+_KNOWN = 64  # cached ways to share out a step
 
 
 class TreeSpan(NamedTuple):
@@ -48,7 +49,7 @@ class TreeSpan(NamedTuple):
 
 
 def check_servable(micro_batches: int, world_size: int) -> None:
-    """Raises ConfigError for more ranks than micro-batches."""
+    """Raise ConfigError if there are more ranks than micro-batches."""
     if world_size > micro_batches:
         raise ConfigError(
             f"--exact cannot serve {world_size} processes with {micro_batches} micro-batches a step: each needs one at "
@@ -57,7 +58,7 @@ def check_servable(micro_batches: int, world_size: int) -> None:
 
 
 def check_slots(found: int, slots: int, world: World) -> None:
-    """Raises LockstepError where a step of this rank had another number of backwards than its run of the tree."""
+    """Raise LockstepError if the number of backwards in a step differs from this rank's slots."""
     if slots and found != slots:
         raise LockstepError(
             f"{rank_label(world.rank)}: exact_micro_batches gives this rank {slots} micro-batches a step, and this "
@@ -66,12 +67,12 @@ def check_slots(found: int, slots: int, world: World) -> None:
 
 
 def _middle(span: TreeSpan) -> int:
-    """Where the right half of a node of two micro-batches or more begins."""
+    """Return the start of the right half of a node with at least two micro-batches."""
     return span.start + (1 << (span.stop - span.start - 1).bit_length() - 1)
 
 
 def subtrees(micro_batches: int, run: TreeSpan) -> list[TreeSpan]:
-    """The largest whole subtrees of the tree over M that a run of micro-batches is made of, in order."""
+    """Split a run of micro-batches into the largest whole subtrees over M, in order."""
 
     def within(node: TreeSpan) -> Iterator[TreeSpan]:
         if run.start <= node.start and node.stop <= run.stop:
@@ -86,7 +87,7 @@ def subtrees(micro_batches: int, run: TreeSpan) -> list[TreeSpan]:
 
 @functools.cache
 def _halves(micro_batches: int) -> frozenset[tuple[int, int, int]]:
-    """(start, middle, stop) of each node of two micro-batches or more."""
+    """Return (start, middle, stop) of each node with at least two micro-batches."""
     found, todo = set(), [TreeSpan(0, micro_batches)]
     while todo:
         node = todo.pop()
@@ -98,13 +99,14 @@ def _halves(micro_batches: int) -> frozenset[tuple[int, int, int]]:
 
 
 class Subtotals(Generic[Sum]):
-    """Adds what comes in the micro-batches' order, as far as the tree allows: two halves of a node, left and right.
+    """Sums of adjacent micro-batches, added in order as far as the tree allows.
 
-    It holds the sums of as many subtrees as `subtrees` says of what was pushed so far: 2 log2(M) at most.
+    Adds two sums once they are the left and right half of a node. Holds one sum for each of the `subtrees` of the
+    micro-batches pushed so far: at most 2 log2(M).
 
     Args:
         micro_batches: M.
-        add: (left, right) -> their sum; both are used up.
+        add: (left, right) -> their sum; may reuse both.
     """
 
     def __init__(self, micro_batches: int, add: Callable[[Sum, Sum], Sum]) -> None:
@@ -112,7 +114,7 @@ class Subtotals(Generic[Sum]):
         self._held: list[tuple[TreeSpan, Sum]] = []
 
     def push(self, span: TreeSpan, term: Sum) -> None:
-        """Takes a subtree's sum over; its micro-batches follow those that came before."""
+        """Take over a subtree's sum; its micro-batches follow those pushed before."""
         while self._held and (self._held[-1][0].start, span.start, span.stop) in self._halves:
             before, other = self._held.pop()
             span, term = TreeSpan(before.start, span.stop), self._add(other, term)
@@ -122,7 +124,7 @@ class Subtotals(Generic[Sum]):
         return len(self._held)
 
     def taken(self) -> Iterator[Sum]:
-        """The sums that it holds, in order, each let go of as it is taken; empty again after the last."""
+        """Yield the sums in order and drop each one; empty after the last."""
         held, self._held = self._held, []
         held.reverse()
         while held:
@@ -131,7 +133,7 @@ class Subtotals(Generic[Sum]):
 
 @functools.cache
 def held_at_most(micro_batches: int, ranks: int) -> int:
-    """The sums that a rank holds at most while it goes through its run of the tree over M, the one that has most."""
+    """Return the largest number of sums that any rank holds at once."""
     most = 0
     for start, stop in equal_shares(micro_batches, ranks).runs:
         sums: Subtotals[int] = Subtotals(micro_batches, int.__add__)
@@ -142,13 +144,13 @@ def held_at_most(micro_batches: int, ranks: int) -> int:
 
 
 class Subtrees:
-    """Which subtrees each rank makes of its run of micro-batches.
+    """The subtrees that each rank sums in its run of micro-batches.
 
     Attributes:
         micro_batches: M.
         rank, mine: this rank, and its run.
-        slots: backwards of this rank in each step: those past the end of its run are empty.
-        rounds: for each round of the exchange, by rank, the subtree whose sum it then sends; None: it has sent all.
+        slots: backwards of this rank in each step; those past the end of its run are empty.
+        rounds: for each round of the exchange, by rank, the subtree whose sum it sends; None: it has sent all.
     """
 
     def __init__(self, micro_batches: int, world: World, shares: Shares | None = None) -> None:
@@ -160,13 +162,15 @@ class Subtrees:
 
 
 class Tree:
-    """Adds one rank's micro-batches in the fixed order, in 2 log2(slots) extra copies of the gradients at most.
+    """Add one rank's micro-batches in the fixed order.
+
+    Needs at most 2 log2(slots) extra copies of the gradients.
 
     Args:
-        parameters: whose `.grad` each backward fills.
+        parameters: each backward fills their `.grad`.
         micro_batches: M.
         world: the ranks.
-        sharing: who computes what; None: all as much.
+        sharing: which rank computes what; None: equal shares.
     """
 
     def __init__(
@@ -182,23 +186,23 @@ class Tree:
         self._exchange: Exchange | None = None
 
     def push(self) -> None:
-        """Takes what one backward left in `.grad`; to be called once a micro-batch."""
+        """Take the gradients of one backward out of `.grad`. Call once a micro-batch."""
         if not self._count:  # a step begins
             self._owned = self._present()
         place = self._owned.mine.start + self._count
         self._count += 1
         if place < self._owned.mine.stop:  # else the slot is empty, and there is no such micro-batch
-            # One layout for all, since the order in which a norm is summed may follow it.
+            # One layout for all, since a norm's order of summation may depend on it.
             found = [None if p.grad is None else _real(p.grad).to(self._dtype).contiguous() for p in self._parameters]
             self._sums.push(TreeSpan(place, place + 1), found)
         for parameter in self._parameters:
             parameter.grad = None
 
     def finish(self) -> None:
-        """Leaves in `.grad` the sum over all micro-batches of all ranks; None where no micro-batch used a parameter.
+        """Set `.grad` to the sum over all micro-batches of all ranks; None for unused parameters. Collective.
 
         Raises:
-            LockstepError: another number of micro-batches than each rank's slots was pushed.
+            LockstepError: the number of micro-batches pushed differs from this rank's slots.
         """
         made, self._count = self._count, 0
         check_slots(made, self._owned.slots, self._world)
@@ -211,7 +215,7 @@ class Tree:
             parameter.grad = None if found is None else _like(parameter, found)
 
     def _present(self) -> Subtrees:
-        """The subtrees of the present step's runs."""
+        """Return the subtrees of the current step's runs."""
         shares = self._sharing.now if self._sharing else equal_shares(self._micro_batches, self._world.size)
         if shares not in self._known:
             if len(self._known) == _KNOWN:
@@ -221,7 +225,7 @@ class Tree:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers, which add alike; any other as it is."""
+    """View a complex tensor as pairs of reals, which add alike; return others unchanged."""
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -232,20 +236,20 @@ def _like(parameter: Tensor, found: Tensor) -> Tensor:
 
 
 class Exchange:
-    """Gradients of all ranks, added in the tree's order.
+    """The sum of all ranks' gradients, added in the tree's order.
 
-    It keeps a vector of the gradients' length, and one for the pieces that come in, since fresh ones cost more in page
-    faults than the sums. In the first each gradient begins at a multiple of 16 numbers, as in memory of its own:
-    kernels that add up a norm on a device choose their order by the alignment.
+    Keeps one vector of the gradients' length and one for incoming pieces, because fresh memory costs more in page
+    faults than the sums. In the first vector each gradient starts at a multiple of 16 elements, as in memory of its
+    own: norm kernels on a device choose their order by the alignment.
 
-    Which parameters any micro-batch used travels with the sums. On a CPU it is read there. To read it on a device would
-    wait for that in each step, so there it is asked only where it is not known: a rank whose own micro-batches used all
-    parameters knows that all are used, whatever the others did. Where some rank lacked one in the first step, all tell
-    each other theirs in each step, over `control`, which no device is in the way of. Where one is lacking in a later
-    step alone, the ranks that lack it wait for the device.
+    The flags of used parameters travel with the sums. On a CPU they are read from there. On a device that would wait
+    for it in every step, so they are read only when unknown: a rank whose own micro-batches used all parameters knows
+    that all are used. If some rank missed one in the first step, all ranks exchange their flags in each step over
+    `control`, without the device. If a parameter is missed only in a later step, the ranks that missed it wait for the
+    device.
 
     Attributes:
-        late: whether numbers come late, as from a device; None: on a CUDA device. A test sets it.
+        late: whether values arrive late, as from a device; None: on a CUDA device. Set by tests.
     """
 
     late: ClassVar[bool | None] = None
@@ -254,7 +258,7 @@ class Exchange:
         self._ranks, self._control = world.size, world.control
         self._late = parameters[0].device.type == "cuda" if self.late is None else self.late
         self._own = [False] * len(parameters)  # which this rank's micro-batches of the present step used
-        self._told: bool | None = None  # whether the ranks tell each other; None: before the first step
+        self._told: bool | None = None  # whether the ranks exchange their flags; None: before the first step
         sizes = [p.numel() for p in parameters]
         starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]
         length = starts[-1] + len(sizes)  # the last: whether each was used
@@ -266,11 +270,13 @@ class Exchange:
         self._used = self._mine.narrow(0, starts[-1], len(sizes))
 
     def __call__(self, mine: Iterable[Gradients], parts: Subtrees) -> Gradients:
-        """The sums, which lie in a vector of ours until the next call; None where no rank has a gradient.
+        """Return the sums; None where no rank has a gradient. Collective.
+
+        The sums are views of an internal vector, valid until the next call.
 
         Args:
-            mine: the sums of this rank's subtrees, each asked for when it is sent.
-            parts: which they are, and those of the others.
+            mine: the sums of this rank's subtrees, each requested when it is sent.
+            parts: the subtrees of all ranks.
         """
         once = len(parts.rounds) == 1
         self._own = [False] * len(self._parts)
@@ -279,7 +285,7 @@ class Exchange:
         return [part if used else None for part, used in zip(self._parts, self._by_any(), strict=True)]
 
     def _by_any(self) -> Sequence[float | bool]:
-        """For each parameter, whether a micro-batch of any rank used it in this step; after the sums are known."""
+        """Return, for each parameter, whether any rank used it. Call after the sums."""
         if self._late and self._told is not False:
             mine = torch.tensor([*self._own, not all(self._own)], dtype=torch.int32)
             dist.all_reduce(mine, group=self._control)  # collective
@@ -293,7 +299,7 @@ class Exchange:
         return found
 
     def _room(self, pieces: int, once: bool) -> Tensor:
-        """For what comes in. Kept where it is one vector, as with runs that are subtrees: more would be too much."""
+        """Return memory for incoming pieces, reused if one round suffices; more would hold too much."""
         kept, self._kept = self._kept, None
         made = kept if kept is not None and len(kept) == pieces else None
         made = self._mine.new_empty(pieces, len(self._mine) // self._ranks) if made is None else made
@@ -315,12 +321,14 @@ class Exchange:
 def piece_of_sum(
     mine: Iterable[Tensor], room: Callable[[int], Tensor], parts: Subtrees, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """This rank's piece of the sum of all ranks' vectors, added in the tree's order: a collective a round.
+    """Return this rank's piece of the sum over all ranks, added in the tree's order.
+
+    One collective a round.
 
     Args:
-        mine: the sums of this rank's subtrees, [ranks * n] each, used up before the next one is asked for.
-        room: k -> a contiguous tensor [k, n], for what comes in.
-        group: of all ranks; None: the default one.
+        mine: the sums of this rank's subtrees, [ranks * n] each; each is consumed before the next is requested.
+        room: k -> a contiguous tensor [k, n] for incoming pieces.
+        group: all ranks; None: the default group.
     """
     vectors, found = iter(mine), list[tuple[TreeSpan, Tensor]]()
     for spans in parts.rounds:
@@ -337,7 +345,7 @@ def piece_of_sum(
 def _exchange(
     vector: Tensor | None, coming: Tensor, spans: Sequence[TreeSpan | None], group: dist.ProcessGroup | None
 ) -> None:
-    """Sends each rank its piece of the vector, and takes in those of the ranks that have one."""
+    """Send each rank its piece of the vector; receive from the ranks that send."""
     flat, size = coming.view(-1), coming.shape[1]
     if all(span is not None for span in spans) and vector is not None:
         dist.all_to_all_single(flat, vector, group=group)  # collective
@@ -348,9 +356,9 @@ def _exchange(
 
 
 def _added(left: Gradients, right: Gradients) -> Gradients:
-    """Each parameter's two gradients added, into the left one where there are two.
+    """Add two lists of gradients, in place into the left one.
 
-    A missing one counts as zeros, as where ranks add their vectors: x + 0, which makes a negative zero positive.
+    A missing gradient counts as zeros, as where ranks add their vectors: x + 0, which turns a negative zero positive.
     """
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if pairs:

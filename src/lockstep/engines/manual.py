@@ -1,9 +1,9 @@
-"""The engine of a task that takes its steps itself (`task.own_steps`): one process, or every rank with the whole model.
+"""The engine of a task that steps its optimizers itself (`task.own_steps`): one process, or ddp.
 
-The micro-batches of a step are computed together, each up to where it asks for an optimizer's step; there their
-gradients are summed, over all micro-batches of all ranks, and the optimizer steps once. So what is trained does not
-depend on the number of ranks. Gradients cross in one flat vector for each such meeting; in exact mode those of every
-micro-batch do, and are added in the micro-batches' order.
+The micro-batches of a step run together, each up to the point where it requests an optimizer's step. There their
+gradients are summed over all micro-batches of all ranks, and the optimizer steps once. So the result of training does
+not depend on the number of ranks. Each such point exchanges the sum as one flat vector; in exact mode it exchanges the
+gradients of every micro-batch, and adds them in the micro-batches' order.
 """
 
 import math
@@ -30,15 +30,15 @@ from lockstep.transforms.batchnorm import Recording, recorders
 __all__ = ["Manual"]
 
 Gradients = dict[Tensor, Tensor]
-_CHECKED = 2  # steps in which is found which buffers are written without torch's count of writes
+_CHECKED = 2  # first steps, in which writes that bypass torch's version counter are detected
 
 
 class _BufferWrites(NamedTuple):
-    """What forwards of one micro-batch have left in the model's buffers.
+    """Changes to the model's buffers by the forwards of one micro-batch.
 
     Attributes:
         statistics: of BatchNorm layers, as `Replay.row`; None where there are none.
-        buffers: the others; None for one that no forward of the step has written yet.
+        buffers: the other buffers; None for one that no forward of the step has written yet.
     """
 
     statistics: Tensor | None
@@ -46,11 +46,11 @@ class _BufferWrites(NamedTuple):
 
 
 class _BufferStart(NamedTuple):
-    """A buffer as it was at a step's begin: its value, the tensor itself, and torch's count of its writes.
+    """A buffer at the beginning of a step: its value, the tensor, and its version counter.
 
     Attributes:
-        silent: it may be written without that count, and no graph reads it.
-        by_value: nobody knows yet whether it is: its values say so.
+        silent: it may be written without the version counter, and no graph reads it.
+        by_value: compare values, since it is not known yet whether it is silent.
     """
 
     value: Tensor
@@ -71,7 +71,7 @@ class _BufferStart(NamedTuple):
 
 @final
 class Manual:
-    """See above. Raises ConfigError for settings that a task's own steps cannot have."""
+    """The engine for `task.own_steps`. Raises ConfigError with float16's loss scaling."""
 
     def __init__(
         self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings, own: OwnSteps
@@ -92,7 +92,7 @@ class Manual:
         self._squares: list[Tensor] = []
         self._first: list[_BufferStart] = []
         self._steps = 0
-        self._silent: set[int] = set()  # places among the others that were written without torch's count of writes
+        self._silent: set[int] = set()  # indices in `_others` of buffers written without the version counter
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return NOTHING
@@ -128,7 +128,7 @@ class Manual:
         return StepResult(norm, True)
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        """Nothing: the steps are the task's own, and none can be taken back."""
+        """Do nothing: the task takes its own steps, which cannot be undone."""
 
     def state_dict(self) -> dict[str, Tensor]:
         self._blank = materialise(self._optimizer) or self._blank
@@ -138,10 +138,10 @@ class Manual:
         self._blank = False
         restore_state(self.model, self._optimizer, state)
 
-    # What the task's steps ask for.
+    # --- called by the task's steps
 
     def agree(self, asked: list[Any]) -> None:
-        """Sees that every micro-batch of every rank has come to the same place. Collective.
+        """Check that every micro-batch of every rank has reached the same point. Collective.
 
         Raises:
             LockstepError: they have not.
@@ -158,15 +158,17 @@ class Manual:
     def update(
         self, place: int, parts: list[Gradients], weights: list[float], kept: list[_BufferWrites], clip: Clip | None
     ) -> None:
-        """One optimizer's step, with the sum of the micro-batches' gradients times their weights. Collective.
+        """Take one optimizer's step with the weighted sum of all micro-batches' gradients. Collective.
 
-        Running statistics are brought to here, as a loop over the micro-batches before each optimizer's step has them.
+        First brings running statistics up to date, as a loop over the micro-batches before each optimizer's step
+        would.
 
         Args:
-            place: which optimizer.
-            parts: the gradients of each micro-batch of this rank, in their order; by parameter.
-            kept: what `kept` gave of each, whose statistics are counted here.
-            clip: to be clipped at.
+            place: index of the optimizer.
+            parts: gradients by parameter of each micro-batch on this rank, in order.
+            weights: weight of each micro-batch.
+            kept: the result of `kept` for each micro-batch; their statistics are folded in here.
+            clip: how to clip; None: not at all.
         """
         self._count(kept, weights)
         for parameter in self.model.parameters():
@@ -190,7 +192,7 @@ class Manual:
             parameter.grad = None
 
     def kept(self) -> _BufferWrites:
-        """What the forwards since the last `restore` have left in buffers, which is taken out."""
+        """Return the changes to buffers by forwards since the last `restore`."""
         found = [buffer.clone() if first.is_written(buffer) else None for buffer, first in self._pairs()]
         if self._steps <= _CHECKED:
             pairs = enumerate(zip(found, self._pairs(), strict=True))
@@ -198,22 +200,22 @@ class Manual:
         return _BufferWrites(self._replay.row() if self._replay else None, found)
 
     def recomputing(self) -> AbstractContextManager[None]:
-        """Around a backward, which may compute forwards again that have been counted."""
+        """Wrap a backward, which may recompute forwards whose statistics are already counted."""
         return self._replay.unmoved() if self._replay else NOTHING
 
     @torch.no_grad()
     def restore(self, kept: _BufferWrites | None) -> None:
-        """Puts back what `kept` gave; None: what the step began with."""
+        """Restore the result of `kept`; None: the state at the beginning of the step."""
         if self._replay and kept is not None and kept.statistics is not None:
             self._replay.put(kept.statistics)
         elif self._replay:
             self._replay.clear()
         self._put(kept.buffers if kept else [None] * len(self._first))
 
-    # What is behind them.
+    # --- buffers and sums
 
     def _others(self) -> list[tuple[Tensor, bool]]:
-        """The buffers that forwards may write besides those of BatchNorm that are replayed, and whether silently."""
+        """Return the buffers outside replayed BatchNorm layers, and whether their writes are silent."""
         return [
             (buffer, isinstance(module, _NormBase))
             for module in self.model.modules()
@@ -226,8 +228,10 @@ class Manual:
         return zip((buffer for buffer, _ in self._others()), self._first, strict=True)
 
     def _put(self, values: list[Tensor | None]) -> None:
-        """Gives buffers these values; None: those of the step's begin. What is the same already is not written, since a
-        graph that is still to be used may hold it."""
+        """Set buffers to these values; None: their values at the beginning of the step.
+
+        Unchanged buffers are not written, since a graph that is still needed may hold them.
+        """
         for (buffer, first), value in zip(self._pairs(), values, strict=True):
             if first.is_written(buffer):
                 silent = first.silent or not first.is_counted(buffer)
@@ -235,7 +239,7 @@ class Manual:
 
     @torch.no_grad()
     def _end(self, weights: list[float]) -> None:
-        """The step is over: running statistics of all micro-batches, other buffers those of the first. Collective."""
+        """End the step: fold in running statistics, keep the first micro-batch's other buffers. Collective."""
         found: list[_BufferWrites] = self._own.buffers()
         self._count(found, weights)
         if found:
@@ -248,7 +252,7 @@ class Manual:
                     buffer.copy_(sent)
 
     def _count(self, found: list[_BufferWrites], weights: list[float]) -> None:
-        """Folds in the statistics of the micro-batches since they were folded in last. Collective."""
+        """Fold in the statistics of the micro-batches since the last call. Collective."""
         if not self._replay:
             return
         for kept, weight in zip(found, weights, strict=True):
@@ -260,7 +264,7 @@ class Manual:
             kept.statistics.zero_()
 
     def _sum(self, held: list[Tensor], parts: list[Gradients], weights: list[float]) -> None:
-        """Fills `grad` of parameters of one dtype with the sum over all micro-batches of all ranks. Collective."""
+        """Set `grad` of parameters of one dtype to the sum over all micro-batches. Collective."""
         rows = [
             torch.cat([(part[p] * weight if p in part else torch.zeros_like(p)).reshape(-1) for p in held])
             for part, weight in zip(parts, weights, strict=True)
@@ -277,7 +281,7 @@ class Manual:
             parameter.grad = part.view_as(parameter).clone()
 
     def _all_rows(self, rows: list[Tensor], held: list[Tensor]) -> list[Tensor]:
-        """Those of all micro-batches that count, in their order. Collective."""
+        """Return the rows of all ranks' non-empty micro-batches, in order. Collective."""
         if self._world.size == 1:
             return rows
         counts = self._world.gather(len(rows))  # collective

@@ -1,9 +1,10 @@
-"""Out of memory, in one line: first whether something is where it should not be, then what to change, with the bytes.
+"""Count the memory that an engine holds, and explain out-of-memory errors in one line.
 
     with explained(engine, world):
-        ...                                 # running out of memory leaves as a LockstepError
+        ...                                 # out of memory is raised as a LockstepError
 
-The memory is a GPU's, or the host's where the model trains there.
+An explanation first looks for tensors or processes on the wrong device, then suggests a change, with the bytes. The
+memory is a GPU's, or the host's when training there. `footprint` counts a rank's parameters, gradients and states.
 """
 
 import dis
@@ -41,12 +42,12 @@ __all__ = [
 
 
 class Footprint(NamedTuple):
-    """Bytes on this rank, wherever they lie; what is gathered for a moment is not counted.
+    """Bytes on this rank, on any device; tensors that are gathered temporarily are not counted.
 
     Attributes:
-        parameters: with buffers, and copies of weights where there are any.
-        gradients: those that are there, else those that a backward leaves after its exchange.
-        states: of the optimizer, and the average of the weights where there is one.
+        parameters: with buffers and copies of weights.
+        gradients: those present, else those that a backward leaves after its exchange.
+        states: of the optimizer, and the average of the weights.
     """
 
     parameters: int
@@ -58,17 +59,17 @@ _COUNTERS = "lockstep_bytes"  # attribute of an engine's `model`
 
 
 def add_counter(model: nn.Module, counter: Callable[[], Footprint]) -> None:
-    """Have `footprint` ask this, where a state_dict is not shared out over the ranks as it is held.
+    """Register a counter for `footprint`, where a state_dict is not distributed as it is held.
 
     Args:
-        model: that of the engine.
-        counter: counts a part of what the rank holds; together they count all of it.
+        model: the engine's.
+        counter: counts a part of this rank's memory; all counters together count all of it.
     """
     setattr(model, _COUNTERS, [*getattr(model, _COUNTERS, ()), counter])
 
 
 def footprint(engine: Engine) -> Footprint:
-    """Count what this rank holds now. Collective, best after the first step."""
+    """Count the bytes that this rank holds now. Collective; most accurate after the first step."""
     counters = getattr(engine.model, _COUNTERS, ())
     if counters:
         return Footprint(*map(sum, zip(*(counter() for counter in counters), strict=True)))
@@ -85,7 +86,7 @@ def footprint(engine: Engine) -> Footprint:
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of the tensors' parts on this rank, each piece of memory once."""
+    """Count the bytes of the tensors' local parts, each piece of memory once."""
     found: dict[tuple[Any, ...], int] = {}
     for tensor in tensors:
         local = local_of(tensor)
@@ -94,7 +95,7 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def described(name: str, ranks: list[Any]) -> str:
-    """One line on the footprints of all ranks, which may have come through JSON."""
+    """Describe the footprints of all ranks in one line; they may have passed through JSON."""
     words = ("parameters", "gradients", "optimizer states")
     parts = []
     for word, sizes in zip(words, zip(*ranks, strict=True), strict=True):
@@ -104,11 +105,11 @@ def described(name: str, ranks: list[Any]) -> str:
 
 
 _RAISES = ("RAISE_VARARGS", "RERAISE")  # instructions of `raise`
-_STRAY = 0.05  # share of a device that others may hold (its driver, a desktop) without being named
+_STRAY = 0.05  # share of a device that others (its driver, a desktop) may hold without being reported
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a device: all, those that nobody holds, and those that this process holds."""
+    """Bytes of a device: in total, free, and held by this process."""
 
     total: int
     free: int
@@ -116,7 +117,10 @@ class DeviceMemory(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> "DeviceMemory":
-        """The device as it is now. Of a host's memory all that this process has not counts as free: caches give way."""
+        """Query the device now.
+
+        On a host, all memory that this process has not used at its peak counts as free, since caches give way.
+        """
         if device.type != "cuda":
             total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             own = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -127,7 +131,10 @@ class DeviceMemory(NamedTuple):
 
 @contextmanager
 def explained(engine: Engine | None, world: World) -> Iterator[None]:
-    """Turns running out of memory into a LockstepError of one line; `engine` is None while there is none yet."""
+    """Turn running out of memory into a LockstepError of one line.
+
+    `engine` is None while none exists yet.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the former
@@ -137,12 +144,15 @@ def explained(engine: Engine | None, world: World) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device or the host had no memory left for what was asked."""
+    """Whether the error is a failed allocation on a device or the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _is_of_host_allocator(error)
 
 
 def _is_of_host_allocator(error: Exception) -> bool:
-    """Whether torch could not get host memory: it has no class for that, but no `raise` statement makes it either."""
+    """Whether torch failed to allocate host memory.
+
+    It has no error class for that, but no `raise` statement raises it either.
+    """
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next
@@ -151,7 +161,7 @@ def _is_of_host_allocator(error: Exception) -> bool:
 
 
 def out_of_memory(error: Exception, engine: Engine | None, world: World, device: DeviceMemory) -> LockstepError:
-    """The error that says what `error` means here."""
+    """Return the error that explains `error`."""
     asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
     if by_host := re.search(r"tried to allocate (\d+) bytes", str(error)):
         asked = shown(int(by_host[1]))
@@ -160,9 +170,9 @@ def out_of_memory(error: Exception, engine: Engine | None, world: World, device:
 
 
 def _misplaced(engine: Engine | None, world: World, device: DeviceMemory) -> str:
-    """What is on the wrong device, if anything."""
+    """Describe tensors on the wrong device, or memory held by other processes; "" if none."""
     named = [*engine.model.named_parameters(), *engine.model.named_buffers()] if engine else []
-    # What lies in host memory may have been put there, by CPU offload.
+    # Tensors in host memory may be there on purpose, by CPU offload.
     wrong = [name for name, tensor in named if tensor.device.type != "cpu" and tensor.device != world.device]
     if wrong:
         return f"{listed(wrong)} of the model lie on another GPU than {world.device}; make the model on world.device"
@@ -185,13 +195,16 @@ def _advice(engine: Engine | None, device: DeviceMemory) -> str:
     kept = sum(held)
     parts = f"parameters {shown(held.parameters)}, gradients {shown(held.gradients)}, optimizer {shown(held.states)}"
     first = f"everything is on the right device ({shown(device.own)} of {shown(device.total)} held; {parts}); "
-    if 2 * kept > device.own:  # most of it stays between the steps
+    if 2 * kept > device.own:  # most of it persists between steps
         return first + "split it over more ranks: --engine fsdp, or zero for the optimizer alone; else a smaller model"
     return first + "the rest is activations: lower --micro-batch-size, use activation checkpointing, or lower --seq-len"
 
 
 def _held(engine: Engine) -> Footprint:
-    """As `footprint`, but without a word to other ranks, who may be elsewhere: states as the gradients' double."""
+    """Estimate `footprint` without a collective, with states as twice the gradients.
+
+    Other ranks may be elsewhere.
+    """
     parameters = sum(local_of(p).nbytes for p in engine.model.parameters())
     gradients = sum(local_of(p).nbytes for p in engine.model.parameters() if p.requires_grad)
     return Footprint(parameters, gradients, 2 * gradients)

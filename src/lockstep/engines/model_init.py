@@ -1,12 +1,12 @@
-"""Where a model is made, and how its weights get from there onto the devices.
+"""Create a model's weights once, and place them on the devices.
 
     with init_context(options, world):            rank 0 on the host, the others on the meta device, for `meta_init`
         model = task.model()
     place(modules, world, send=True)            their tensors on the device, rank 0's values on every rank
 
-With `meta_init` the weights are those that a single process draws, whatever the world size: rank 0 alone draws them,
-and sends them on a tensor at a time, block by block, as the blocks are sharded. So one host process holds the model
-once, and no other process ever holds more than one whole block.
+With `meta_init` the weights are those that a single process draws, for any world size: only rank 0 draws them, and
+sends them one tensor at a time, block by block, as the blocks are sharded. So one host process holds the whole model
+once, and every other process holds at most one whole block.
 """
 
 from contextlib import AbstractContextManager
@@ -29,16 +29,17 @@ __all__ = [
 
 
 def init_context(options: EngineOptions, world: World) -> AbstractContextManager[object]:
-    """The default device under which every rank makes its model."""
+    """Return the default device in which each rank builds its model."""
     if options.meta_init and not world.is_main:
         return torch.device("meta")
     return NOTHING
 
 
 def check_placeable(model: nn.Module, world: World) -> None:
-    """Raises ConfigError for a tensor without values that is no parameter or buffer, and so never gets any. Collective.
+    """Raise ConfigError for a plain meta tensor, which would never get values. Collective.
 
-    Rank 0 has values for it; there the error is the other ranks', relayed.
+    Parameters and buffers are placed; plain tensor attributes are not. Rank 0 has values for them, and relays the
+    error of the other ranks.
     """
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
@@ -54,7 +55,7 @@ def check_placeable(model: nn.Module, world: World) -> None:
 
 
 def unexpanded(model: nn.Module) -> None:
-    """Gives each buffer whose elements share memory (a stride of 0) memory of its own: such cannot be written to."""
+    """Give expanded buffers (a stride of 0) writable memory of their own."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and any(
@@ -64,14 +65,14 @@ def unexpanded(model: nn.Module) -> None:
 
 
 def place(modules: list[nn.Module], world: World, *, send: bool) -> None:
-    """Puts the own tensors of each module (not of its children) on `world.device`.
+    """Move each module's own tensors (not its children's) to `world.device`. Collective.
 
     Args:
-        modules: of one unit, the same on every rank.
-        send: whether rank 0's parameters go to all, as its buffers do; without it every rank keeps its own.
+        modules: those of one unit, the same on every rank.
+        send: broadcast rank 0's parameters; otherwise each rank keeps its own. Buffers are always broadcast.
     """
-    # What took a parameter's place, so that tied ones stay tied: none is tied across units (see find_blocks). Kept any
-    # longer, it would hold every unit whole.
+    # The replacement of each parameter, so that tied ones stay tied: none is tied across units (see find_blocks). A
+    # longer-lived memo would hold every unit whole.
     memo: dict[Tensor, nn.Parameter] = {}
     with torch.no_grad():
         for module in modules:

@@ -1,13 +1,13 @@
-"""Tensors that a forward may write besides gradients, through a step: a model's buffers, and a task's own.
+"""Track the tensors that a forward may write: a model's buffers and a task's own.
 
-    moving = Moving(places_of(model), own, world, exact=False, shared=True)
+    moving = Moving(model, own, world, exact=False, shared=True)
     moving.begin()                      # a step begins
     moving.begin_slot(); moving.undo_slot()
     moving.check(); moving.share()      # before the update
     moving.end(result, limit)           # after it
 
-Which of them a forward writes is found in the first two steps, by value: what is written through `.data` or numpy does
-not move torch's count of writes. One that moves without that count is taken to move in every step from then on.
+The first two steps find by value which of them a forward writes: writes through `.data` or numpy do not increment
+torch's version counter. A tensor that changes without the counter counts as written in every later step.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -31,19 +31,19 @@ __all__ = [
 
 
 Own = Callable[[], Mapping[str, Tensor]]
-_CHECKED = 2  # steps in which is found what forwards write
+_CHECKED = 2  # first steps, in which writes by forwards are detected
 
 
 class _MovingTensor:
     """One tensor that a forward may write or replace.
 
     Attributes:
-        name: as a checkpoint has it; `shown`, as a message has it.
-        own: it is the task's, and not the model's.
-        replayed: BatchNorm's replay alone writes it.
-        silent: it may be written without torch's count of writes knowing.
-        kept, before: its values at the step's begin; at the micro-batch's, None where they are still the same.
-        seen: the tensor that was there then, and torch's count of its writes; `first`, the same in the first step.
+        name: its name in a checkpoint; `shown`, its name in messages.
+        own: it is the task's, not the model's.
+        replayed: only BatchNorm's replay writes it.
+        silent: it may be written without incrementing the version counter.
+        kept, before: its values at the beginning of the step, and of the micro-batch; None while these are the same.
+        seen: the tensor at that time, and its version counter; `first`, its id and counter in the first step.
     """
 
     def __init__(
@@ -73,23 +73,23 @@ class _MovingTensor:
 
     @property
     def counted(self) -> bool:
-        """Whether torch counted a write since the step's begin, or another tensor is in its place."""
+        """Whether the version counter moved, or the tensor was replaced, since the step began."""
         present = self.now
         return self.seen is None or present is not self.seen[0] or present._version != self.seen[1]
 
     @property
     def written(self) -> bool:
-        """Whether it may have changed since the step's begin."""
+        """Whether it may have changed since the step began."""
         return self.silent or self.counted
 
     @property
     def fits(self) -> bool:
-        """Whether the present tensor can take what was kept."""
+        """Whether the current tensor has the kept values' shape and dtype."""
         return self.kept is not None and (self.kept.shape, self.kept.dtype) == (self.now.shape, self.now.dtype)
 
 
 class _OwnTensors:
-    """The task's tensors as its `state_dict()` gave them last."""
+    """The task's tensors from its last `state_dict()`."""
 
     def __init__(self, own: Own) -> None:
         self._own = own
@@ -105,18 +105,18 @@ class _OwnTensors:
         return self.now.get(name)
 
     def is_copy(self, place: _MovingTensor) -> bool:
-        """Whether `state_dict()` gives another tensor each time, so that nothing can be put back."""
+        """Whether `state_dict()` returns a new tensor each time, so that nothing can be restored."""
         return self._own()[place.name.removeprefix("task/")] is not place.now
 
 
 class Moving:
-    """The tensors of a model and a task through a step.
+    """The tensors of a model and a task that may change during a step.
 
     Args:
         model: the plain module.
-        own: gives the task's own tensors by name; None: it has none.
-        exact: refuse what a forward writes, whose values then depend on who computed what.
-        shared: buffers that forwards write are rank 0's after each step; the task's own always are.
+        own: returns the task's own tensors by name; None: it has none.
+        exact: refuse tensors that a forward writes, since their values then depend on which rank computes what.
+        shared: buffers that forwards write get rank 0's values after each step; the task's own always do.
     """
 
     def __init__(self, model: nn.Module, own: Own | None, world: World, exact: bool, shared: bool) -> None:
@@ -135,17 +135,17 @@ class Moving:
         self._own = _OwnTensors(own) if own is not None else None
         if self._own:
             self._places += self._own.places()
-        self._forward = [place for place in self._places if not place.replayed]  # which a forward itself may write
-        self._resting: list[_MovingTensor] = []  # of the task's: what `loss` did not write in the checked steps
+        self._forward = [place for place in self._places if not place.replayed]  # those that a forward itself may write
+        self._resting: list[_MovingTensor] = []  # the task's tensors that `loss` did not write in the checked steps
         self._steps = 0
-        self._shared: list[_MovingTensor] = []  # written by forwards, and rank 0's after each step
-        self._before: set[str] = set()  # those that were written in the first step
+        self._shared: list[_MovingTensor] = []  # written by forwards; broadcast from rank 0 after each step
+        self._before: set[str] = set()  # names of those written in the checked steps
 
     def __len__(self) -> int:
         return len(self._places)
 
     def kinds(self) -> dict[str, str]:
-        """Name in a state -> what it is, of all that forwards were seen to write."""
+        """Map the state's name to a description, for every tensor that forwards have written."""
         return {p.name if p.own else f"model/{p.name}": p.shown for p in self._places if self._is_moved(p)}
 
     def _is_moved(self, place: _MovingTensor) -> bool:
@@ -153,13 +153,13 @@ class Moving:
         return place.replayed or place.silent or place.name in self._before or later
 
     def _look(self) -> None:
-        """Takes the task's tensors as they are now, where one of them is followed."""
+        """Refresh the task's tensors, if any of them is tracked."""
         if self._own and (self._steps < _CHECKED or self._resting or any(place.own for place in self._places)):
             self._own.look()
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Keeps the values of those that may have changed since they were kept."""
+        """Copy the values of the tensors that may have changed since the last copy."""
         self._look()
         every = self._steps < _CHECKED
         changed = [place for place in self._places if every or place.written]
@@ -176,7 +176,7 @@ class Moving:
 
     @torch.no_grad()
     def begin_slot(self) -> None:
-        """Keeps what a forward may move now, should its micro-batch turn out to be an empty slot."""
+        """Copy what a forward may change, in case its micro-batch is an empty slot."""
         self._look()
         every = self._steps < _CHECKED
         for place in self._forward:
@@ -184,23 +184,25 @@ class Moving:
 
     @torch.no_grad()
     def undo_slot(self) -> None:
-        """The forward was an empty slot's, which moves nothing."""
+        """Undo the forward of an empty slot."""
         self._look()
         moved = self._moved(self._forward, [p.kept if p.before is None else p.before for p in self._forward])
         moved = [(place, before) for place, before in moved if _alike(place.now, before)]
         uncounted = [place for place, _ in moved if not place.counted]
         _copy([(place.now, before) for place, before in moved])
-        for place in uncounted:  # this write is no forward's
+        for place in uncounted:  # this write is not a forward's
             place.seen = (place.now, place.now._version)
 
     def check(self) -> None:
-        """Sees what the forwards of the first two steps write, the same on every rank. Collective, in these steps.
+        """In the first two steps, find the tensors that forwards write. Collective in these steps.
 
-        What is written in the first step alone, such as a table that is made when it is first needed, is no matter.
+        All ranks agree on the result. A tensor written in the first step only, such as a table built on first use,
+        does not count. Later steps check the task's tensors without a collective.
 
         Raises:
-            ConfigError: in exact mode, where a forward writes one in both; a tensor of the task's that changes its
-                shape, or that `state_dict()` only copies.
+            ConfigError: in exact mode, a forward writes a tensor in both steps; or a tensor of the task changes its
+                shape, or
+                `state_dict()` returns a copy of it.
         """
         self._look()
         if self._steps == _CHECKED:
@@ -237,7 +239,7 @@ class Moving:
         self._shared = alike
 
     def _rest(self) -> None:
-        """Stop copying the task's tensors that only the loop's body writes."""
+        """Stop copying the task's tensors that forwards do not write."""
         self._resting = [p for p in self._places if p.own and p.name not in self._before] if self._exact else []
         self._places = [p for p in self._places if not p.own or p.name in self._before]
         self._forward = [place for place in self._places if not place.replayed]
@@ -245,7 +247,7 @@ class Moving:
             place.kept = place.before = None
 
     def _check_later(self) -> None:
-        """Check the task's tensors after the first steps, by torch's counts of their writes."""
+        """Check the task's tensors after the first steps, by their version counters."""
         for place in self._places:
             if place.own and place.written:
                 self._check_own(place)
@@ -274,7 +276,7 @@ class Moving:
     def _moved(
         self, places: list[_MovingTensor], before: Iterable[Tensor | None]
     ) -> list[tuple[_MovingTensor, Tensor]]:
-        """Those that may differ from what they were `before`, with that; in the checked steps those that do."""
+        """Return the tensors that may differ from `before`, with that; exact in the checked steps."""
         pairs = [(place, each) for place, each in zip(places, before, strict=True) if each is not None]
         if self._steps == _CHECKED:
             return [(place, each) for place, each in pairs if place.written]
@@ -284,13 +286,13 @@ class Moving:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """As they were at the step's begin."""
+        """Restore the values from the beginning of the step."""
         self._look()
         _copy(self._pairs())
 
     @torch.no_grad()
     def end(self, result: StepResult, limit: float) -> None:
-        """Puts back what a step moved that was not applied."""
+        """Restore what a skipped step changed."""
         if result.applied is False:
             self.put_back()
         elif result.applied is None:
@@ -303,7 +305,7 @@ class Moving:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Gives all ranks rank 0's values. Collective."""
+        """Broadcast rank 0's values of the tensors that forwards write. Collective."""
         for place in self._shared:
             present = place.now
             if not place.fits:
@@ -318,7 +320,10 @@ class Moving:
 
 
 def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Whether the bits of each two tensors of one shape and dtype differ. Waits for the device, once."""
+    """Return whether each pair of tensors differs in any bit. Waits for the device, once.
+
+    The two tensors of a pair have the same shape and dtype.
+    """
     flags = [(_bits(one) != _bits(other)).any() for one, other in pairs]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
 
@@ -335,13 +340,13 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copies the second of each pair into the first, in few calls."""
+    """Copy the second of each pair into the first, in few calls."""
     for group in _by_dtype(pairs):
         torch._foreach_copy_([target for target, _ in group], [source for _, source in group])
 
 
 def _chosen(pairs: list[tuple[Tensor, Tensor]], applied: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(present, present where the device says `applied`, else kept) for each pair (present, kept)."""
+    """Pair each present tensor with itself where `applied`, else with the kept one."""
     found = []
     for group in _by_dtype(pairs):
         presents, kepts = (torch.cat([tensor.reshape(-1) for tensor in column]) for column in zip(*group, strict=True))

@@ -1,4 +1,8 @@
-"""What every engine does at the end of a step: the norm, clipping, the optimizer's step, float16's loss scale."""
+"""End a step in any engine: the norm, clipping, the optimizer's step, float16's loss scale.
+
+`OptimizerStep` does it all. `LossScale` and `DeviceLossScale` scale the loss, the latter without waiting for the
+device. `total_norm`, `norms_of` and `combined` compute norms.
+"""
 
 import math
 from collections import deque
@@ -28,13 +32,14 @@ __all__ = [
 
 
 class LossScale:
-    """Dynamic loss scaling for float16 (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, 3.2).
+    """Dynamic loss scaling for float16.
 
-    The scale is halved by a step whose gradients overflow, which is skipped, and doubled after `loss_scale_window` good
-    ones; powers of two, so that scaling and unscaling round nothing. Of `hysteresis` overflows the last alone halves
-    it, as DeepSpeed's DynamicLossScaler has it (deepspeed/runtime/fp16/loss_scaler.py). What decides is the gradient's
-    global norm, which every rank has alike, so the ranks agree without an exchange. A step that is left out with a
-    finite norm says nothing about the scale.
+    Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2. A step whose gradients
+    overflow is skipped and halves the scale; `loss_scale_window` good steps double it. It is always a power of two, so
+    scaling and unscaling do not round. With `hysteresis` only the last of that many overflows halves the scale, as in
+    DeepSpeed's DynamicLossScaler (deepspeed/runtime/fp16/loss_scaler.py). The gradient's global norm decides, which is
+    the same on every rank, so the ranks agree without an exchange. A step skipped with a finite norm does not change
+    the scale.
 
     Args:
         how: see `Config.fp16`.
@@ -42,13 +47,13 @@ class LossScale:
 
     def __init__(self, how: Fp16) -> None:
         self._how, self.scale, self._good = how, 2.0**how.initial_scale_power, 0
-        self._spared = how.hysteresis - 1  # overflows that leave the scale as it is
+        self._spared = how.hysteresis - 1  # overflows that do not change the scale
 
     def learn(self, norm: Tensor, applied: bool) -> None:
-        """Takes a step's norm, and whether the step was applied."""
+        """Update the scale from a step's norm, and whether the step was applied."""
         how = self._how
         if not applied:
-            if norm.isfinite():  # waits for the device, which the caller did already
+            if norm.isfinite():  # waits for the device; the caller already did
                 return
             self._good = 0
             if self._spared:
@@ -78,24 +83,25 @@ class LossScale:
 
 
 class _Sent(NamedTuple):
-    """A scale on its way to the host."""
+    """A scale being copied to the host."""
 
     scale: Tensor
     event: Any
 
 
 class DeviceLossScale:
-    """The same rule, value for value, with numbers that stay on the device, so that no step waits for an overflow.
+    """`LossScale` with its values on the device, so that no step waits for an overflow.
 
-    An overflow at the least scale is raised one step late, when the scale has come to the host, or when the state is
-    asked for; the scale is the same on every rank, and so the step in which it is raised.
+    Follows the same rule, value for value. An overflow at the minimum scale is raised one step late, when the scale
+    has reached the host, or when the state is requested. The scale is the same on every rank, so all raise in the same
+    step.
 
     Args:
         how: see `Config.fp16`.
-        device: where gradients are.
+        device: the gradients' device.
 
     Attributes:
-        scale: 0-dim float64, as Python's numbers are; another tensor after each step.
+        scale: 0-dim float64, like a Python float; a new tensor after each step.
     """
 
     def __init__(self, how: Fp16, device: torch.device) -> None:
@@ -110,8 +116,12 @@ class DeviceLossScale:
 
     @torch.no_grad()
     def learn(self, norm: Tensor, applied: Tensor) -> None:
-        """Takes a step's norm, and whether the step was applied (0-dim bool). Raises for the step before, see above."""
-        finite = norm < math.inf  # a norm is no number, or not below 0
+        """Update the scale from a step's norm and `applied` (0-dim bool).
+
+        Raises:
+            LockstepError: an earlier step overflowed at the minimum scale.
+        """
+        finite = norm < math.inf  # False for NaN; a norm is never negative
         good = self._good + applied
         grows = good == self._how.loss_scale_window
         shrinks = self._half
@@ -138,17 +148,20 @@ class DeviceLossScale:
     def _land(self) -> None:
         sent = self._flying.popleft()
         if sent.event:
-            sent.event.synchronize()  # waits for the device, one step behind: it has the next one to do
+            sent.event.synchronize()  # waits for the device, one step behind: it is busy with the next one
         if float(sent.scale.numpy()) < self._floor:
             raise _stuck(self._floor)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """As LossScale has it, on the device. Waits for the device: a save has waited for the step's norm already."""
+        """Return the state as LossScale does, on the device.
+
+        Waits for the device, which costs nothing at a save: it has waited for the step's norm already.
+        """
         while self._flying:
             self._land()
         found = {"scaler/scale": self.scale, "scaler/good_steps": self._good}
         found |= {"scaler/spared": self._spared} if self._how.hysteresis > 1 else {}
-        return {name: value.clone() for name, value in found.items()}  # which a resume fills
+        return {name: value.clone() for name, value in found.items()}  # a resume copies into them
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._flying.clear()
@@ -163,7 +176,7 @@ class DeviceLossScale:
 
 
 def _like(scale: float | Tensor, other: Tensor) -> float | Tensor:
-    """The scale as what `other` can be multiplied by, or divided: of its dtype."""
+    """Cast the scale to the dtype of `other`, to multiply or divide by it."""
     return scale.to(other.dtype) if isinstance(scale, Tensor) else scale
 
 
@@ -180,31 +193,31 @@ _IS_SPARSE = attrgetter("is_sparse")
 
 
 class OptimizerStep:
-    """Clipping and the optimizer's step, resolved once so that a step does little besides computing.
+    """Clipping and the optimizer's step, prepared once so that each step does little besides computing.
 
-    A group that is added to the optimizer later is taken in at the next step.
+    A parameter group added to the optimizer later joins at the next step.
 
     Args:
         model: the plain module.
         optimizer: its groups' `lr` are the base rates.
-        settings: clip, and whether the loss is scaled.
-        norm: 2-norm of the whole gradient from this rank's gradients; it is the same on every rank.
-        norms: that of each gradient by itself, on every rank; None: gradients are whole.
-        local: the plain tensor behind a gradient; None where gradients are plain.
-        order: of the parameters in the norm, whose bits it decides; None: the optimizer's.
-        cleared: the parameters whose gradients a step clears, see `trained`; None: the optimizer's.
-        fixed: their gradients alone are exchanged, so no others may come with a group that is added later.
+        settings: gives clip, loss scaling, penalty and gradient norms.
+        norm: computes the 2-norm of the whole gradient from this rank's gradients; the same on every rank.
+        norms: computes the norm of each gradient, the same on every rank; None: gradients are whole.
+        local: returns the plain tensor behind a gradient; None: gradients are plain.
+        order: of the parameters in the norm, which decides its bits; None: the optimizer's.
+        cleared: parameters whose gradients a step clears, see `trained`; None: the optimizer's.
+        fixed: only gradients of `cleared` are exchanged, so a group added later may have no other parameters.
         exchange: sums `.grad` over the ranks after a pass that an optimizer repeats. Collective.
-        shared: other ranks take part in such a pass, so one that fails leaves the parameters as before the step.
-        once: the flag under which an optimizer cannot have a pass repeated; "": there is none.
-        dense: the flag under which gradients must be dense; "": there is none.
+        shared: other ranks take part in such a pass, so a failed one restores the parameters.
+        once: the flag that rules out repeating a pass; "": none does.
+        dense: the flag that requires dense gradients; "": none does.
 
     Attributes:
-        parameters: those that the optimizer has, in the order of the norm.
-        blank: the optimizer's state was made only to be loaded into; a first step drops it and makes its own.
-        scale: what a loss must be multiplied by; 1 without loss scaling; 0-dim where the device decides it.
-        on_device: whether the device decides what becomes of a step; None: where every parameter is on a CUDA device.
-            Whoever sets it must have fused optimizers.
+        parameters: the optimizer's, in the order of the norm.
+        blank: the optimizer's state was created only to be loaded into; the first step drops it and creates its own.
+        scale: the factor of the loss; 1 without loss scaling; 0-dim where the device decides.
+        on_device: whether the device decides to skip a step; None: if every parameter is on a CUDA device. Setting it
+            requires fused optimizers.
     """
 
     on_device: ClassVar[bool | None] = None
@@ -232,12 +245,12 @@ class OptimizerStep:
         self.optimizer, self._clip = optimizer, settings.clip
         self._norm, self._local = norm or total_norm, local
         self._by_block, self._norms = settings.gradients, norms or norms_of
-        # torch's fused optimizers leave an update out on the device where `found_inf` is 1, as its GradScaler has it.
+        # torch's fused optimizers skip an update on the device where `found_inf` is 1, as its GradScaler does.
         self._kernel: Any = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one inside
         self._evaluates = takes_closure(self._kernel)
-        self._looked = 0  # steps in which the optimizer's writes were looked at closely
-        self._silent = False  # it writes parameters without torch's count knowing
-        self._repeats: bool | None = None  # it has a pass repeated; None: not known yet
+        self._looked = 0  # steps in which the optimizer's writes were checked by value
+        self._silent = False  # it writes parameters without torch's version counter
+        self._repeats: bool | None = None  # it repeats a pass; None: not known yet
         self.blank = self._by_kernel = False
         self._groups: list[tuple[dict[str, Any], float]] = []
         self.parameters: list[Tensor] = list(order or [])
@@ -250,12 +263,12 @@ class OptimizerStep:
             self._scaler = LossScale(settings.loss_scaling)
 
     def _decides(self) -> bool:
-        """Whether the device decides: not where parameters are offloaded to the host, or spread over both."""
+        """Whether the device decides: not for parameters offloaded to the host, or on both."""
         found = bool(self.parameters) and all(parameter.is_cuda for parameter in self.parameters)
         return found if self.on_device is None else self.on_device
 
     def _take_groups(self) -> None:
-        """Takes in the optimizer's groups that are not known yet, each with its present rate as the base."""
+        """Add the optimizer's new groups, each with its current rate as the base."""
         fresh = self.optimizer.param_groups[len(self._groups) :]
         known = set(self.parameters)
         added = [p for group in fresh for p in group["params"] if p not in known]
@@ -277,10 +290,10 @@ class OptimizerStep:
     def __call__(
         self, factor: float | None, limit: float, momentum: float | None = None, evaluate: Evaluate | None = None
     ) -> StepResult:
-        """One update at base rate times `factor` (None: at the groups' own), left out unless the norm is below `limit`.
+        """Update once at base rate times `factor`, or skip unless the norm is below `limit`.
 
-        On a CPU `applied` says so; with a fused optimizer on a device the device alone knows, and nothing here waits.
-        An unfused optimizer on a device waits for it.
+        A `factor` of None uses the groups' own `lr`. On a CPU `applied` is known. With a fused optimizer on a device
+        only the device knows, and nothing here waits; an unfused optimizer on a device waits for it.
         """
         if len(self.optimizer.param_groups) != len(self._groups):
             self._take_groups()
@@ -293,7 +306,7 @@ class OptimizerStep:
             held = [p for p in self.parameters if p.grad is not None]
             scale = _like(self._scaler.scale, norm) if self._scaler else 1.0
             self._by_block.take(held, self._norms(gradients), scale)  # collective under fsdp
-        below = norm < limit  # not for a NaN
+        below = norm < limit  # False for NaN
         applied = None if self._by_kernel else bool(below)  # waits for the device, where it is one
         if applied is not False:
             if self._by_kernel:
@@ -322,7 +335,7 @@ class OptimizerStep:
         return self._scaler.scale if self._scaler else 1.0
 
     def _measured(self) -> tuple[list[Tensor], Tensor]:
-        """The gradients, a sparse one as its values, and their norm without the loss's scale."""
+        """Return the gradients (values of sparse ones) and their norm without the loss scale."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if any(map(_IS_SPARSE, gradients)):
             gradients = [_values(p) for p in self.parameters if p.grad is not None]
@@ -330,7 +343,7 @@ class OptimizerStep:
         return gradients, norm / _like(self._scaler.scale, norm) if self._scaler else norm
 
     def _step(self, evaluate: Evaluate | None, penalty: Tensor | None) -> None:
-        """The optimizer's step, with a closure where it may call one."""
+        """Take the optimizer's step, with a closure if it may call one."""
         if not self._evaluates or evaluate is None:
             self.optimizer.step()
             return
@@ -341,9 +354,9 @@ class OptimizerStep:
         def again() -> Tensor:
             return self._again(evaluate)  # collective
 
-        # Which parameters a step writes before it evaluates is found out in the first two, see `Closure`.
+        # The first two steps detect parameters that the optimizer writes before it evaluates, see `Closure`.
         closure = Closure(self.parameters, again if self._silent else first, again, suspicious=self._looked < 2)
-        # A rank that is lost within a repeated pass leaves this one in the midst of its step.
+        # Losing a rank within a repeated pass interrupts this rank's step.
         kept = Snapshot(self.optimizer, self.parameters) if self._shared and self._repeats is not False else None
         try:
             step_of(self.optimizer, closure)
@@ -356,7 +369,7 @@ class OptimizerStep:
         self._repeats = bool(self._repeats or closure.repeated)
 
     def _again(self, evaluate: Evaluate) -> Tensor:
-        """Repeats the step's pass, so that `.grad` is as after the first one; the loss. Collective."""
+        """Repeat the step's pass so that `.grad` is as after the first; return the loss. Collective."""
         if self._once:
             raise ConfigError(
                 f"{type(self._kernel).__name__} evaluates the loss several times a step, which does not go with "
@@ -371,7 +384,7 @@ class OptimizerStep:
         return _both(loss, penalty)
 
     def rehearse(self, evaluate: Alone | None) -> None:
-        """One update on copied state, see `lockstep.engines.closure`; None: with gradients of zeros."""
+        """Try one update and restore everything, see `Engine.rehearse`; None: with zero gradients."""
         kept = Snapshot(self.optimizer, self.parameters, on_host=True)
         before, exchange = (self.blank, self._repeats), self._exchange
         self._exchange = lambda: None
@@ -386,7 +399,7 @@ class OptimizerStep:
                     parameter.grad = torch.zeros_like(parameter)
             penalty = self._penalty.add(self.scale) if self._penalty else None
             gradients, norm = self._measured()
-            if not norm.isfinite():  # waits for the device; step 1 would be left out
+            if not norm.isfinite():  # waits for the device; step 1 would be skipped
                 torch._foreach_zero_(gradients)
                 norm = torch.zeros_like(norm)
             if self._by_kernel:
@@ -404,9 +417,10 @@ class OptimizerStep:
                 parameter.grad = None
 
     def _tell_kernel(self, gradients: list[Tensor], norm: Tensor, below: Tensor) -> None:
-        """Whether to leave the update out, and what the kernel divides gradients by, while it reads them anyway.
+        """Give the fused kernel its skip flag and the divisor of gradients.
 
-        Hooks of the optimizer see gradients that are neither clipped nor unscaled.
+        The kernel reads the gradients anyway, so dividing there is free. Hooks of the optimizer see gradients that are
+        neither clipped nor unscaled.
         """
         kernel = self._kernel
         kernel.found_inf = (~below).to(torch.float32)
@@ -421,10 +435,10 @@ class OptimizerStep:
             kernel.grad_scale = torch.as_tensor(_like(self._scaler.scale, norm))
 
     def _shrink(self, gradients: list[Tensor], norm: Tensor) -> None:
-        """Divides by the loss's scale and clips, in one multiplication."""
+        """Divide by the loss scale and clip, in one multiplication."""
         if not gradients or not (self._clip or self._scaler):
             return
-        # Always multiplied: to ask whether the norm is too large would wait for the device.
+        # Always multiplied: checking whether the norm is too large would wait for the device.
         by = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip else torch.ones_like(norm)
         if self._scaler:
             by = by / _like(self._scaler.scale, by)
@@ -433,21 +447,21 @@ class OptimizerStep:
         torch._foreach_mul_(gradients, by.to(gradients[0].device))
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """`named_state`, and the loss's scale where there is one. Optimizer state that is not there yet is made."""
+        """Return `named_state` and the loss scale; creates missing optimizer state."""
         self.blank = materialise(self.optimizer) or self.blank
         return named_state(model, self.optimizer) | self.scaling()
 
     def scaling(self) -> dict[str, Tensor]:
-        """The loss's scale and the steps since it last changed, as 0-dim float64 tensors; {} without loss scaling."""
+        """Return the loss scale's state as 0-dim float64 tensors; {} without loss scaling."""
         return self._scaler.state_dict() if self._scaler else {}
 
     def load_state_dict(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        """Takes what `state` gave."""
+        """Load a state returned by `state_dict`."""
         self.blank = False
         restore_state(model, self.optimizer, self.restore_scaling(state))
 
     def restore_scaling(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Takes the loss's scale out of a state, and returns the rest."""
+        """Load the loss scale from a state, and return the rest."""
         if self._scaler:
             self._scaler.load_state_dict(state)
         return {name: tensor for name, tensor in state.items() if not name.startswith("scaler/")}
@@ -468,7 +482,7 @@ def _both(loss: Tensor, penalty: Tensor | None) -> Tensor:
 
 
 def _values(parameter: Tensor) -> Tensor:
-    """A gradient as a dense tensor that shares its memory; a sparse one is coalesced for it."""
+    """Return a gradient as a dense tensor sharing its memory; coalesces a sparse one."""
     gradient = parameter.grad
     assert gradient is not None
     if not gradient.is_sparse:
@@ -478,9 +492,9 @@ def _values(parameter: Tensor) -> Tensor:
 
 
 def _leaves_out(optimizer: Any, groups: list[dict[str, Any]]) -> bool:
-    """Whether the optimizer can leave a step out on the device, as torch's fused ones can.
+    """Whether the optimizer can skip a step on the device, as torch's fused ones can.
 
-    Not SGD with a dampening, whose first step is another than the rest.
+    Not SGD with dampening, because its first step differs from the rest.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
@@ -488,7 +502,7 @@ def _leaves_out(optimizer: Any, groups: list[dict[str, Any]]) -> bool:
 
 
 def _begin_momentum(optimizer: SGD) -> None:
-    """Makes momentum that is not there yet, as zeros: the kernel leaves it unset where the first step is left out."""
+    """Create missing momentum as zeros: the kernel leaves it unset if the first step is skipped."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
@@ -496,20 +510,20 @@ def _begin_momentum(optimizer: SGD) -> None:
 
 
 def trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer's parameters, in its order, then the model's others that require gradients now."""
+    """Return the optimizer's parameters, then the model's others that require gradients now."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     known = set(own)
     return own + [p for p in model.parameters() if p.requires_grad and p not in known]
 
 
 def norms_of(gradients: list[Tensor]) -> list[Tensor]:
-    """Each gradient's 2-norm, 0-dim; float32, or float64 where a gradient is."""
+    """Return each gradient's 2-norm, 0-dim; float32, or float64 where a gradient is."""
     norms = list(torch._foreach_norm(gradients)) if gradients else []
     return [norm.float() if norm.dtype in (torch.bfloat16, torch.float16) else norm for norm in norms]
 
 
 def combined(norms: list[Tensor]) -> Tensor:
-    """The 2-norm of all together, 0-dim, from the norms in the order given."""
+    """Combine norms into the 2-norm of all together, 0-dim, in the given order."""
     if not norms:
         return torch.zeros(())
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -517,5 +531,8 @@ def combined(norms: list[Tensor]) -> Tensor:
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """2-norm of all gradients together, 0-dim, in the order given; float32, or float64 where a gradient is."""
+    """Return the 2-norm of all gradients together, 0-dim, in the given order.
+
+    float32, or float64 where a gradient is.
+    """
     return combined(norms_of(gradients))

@@ -1,7 +1,8 @@
-"""Which optimizer goes with which engine. The table stands in docs/engines.md; a test holds the two together.
+"""Check which optimizer works with which engine, and take gradient norms by layer or group.
 
-An optimizer whose update of an element depends on that element alone goes with every engine. The others are listed
-here, with what they need that an engine cannot give. One that is not torch's own is the user's to judge.
+An optimizer whose update of an element depends on that element alone works with every engine. `REFUSED` lists the
+others, with what they need that an engine lacks; docs/engines.md has the same table, held together by a test.
+Optimizers outside torch are the user's responsibility.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,19 +23,19 @@ __all__ = [
 ]
 
 
-_OTHER = "other"  # what the optimizer has, and neither the model nor a group
+_OTHER = "other"  # parameters of the optimizer that are neither in the model nor in a group
 
 
 class GradientNorms:
-    """2-norms of a step's gradient by layer or parameter group, in the steps whose record is due.
+    """2-norms of a step's gradient by layer or parameter group, when logging is due.
 
     Args:
         by: "layers", "groups" or "off".
         every: steps between two records.
 
     Attributes:
-        due: whether the present step takes them.
-        found: of the present step, by name; {} where it is not due.
+        due: whether the current step takes them.
+        found: norms of the current step by name, 0-dim; {} if not due.
     """
 
     def __init__(self, by: str, every: int) -> None:
@@ -44,12 +45,14 @@ class GradientNorms:
         self._names: Callable[[], dict[Tensor, str]] = dict
 
     def look_at(self, model: nn.Module, blocks: Sequence[nn.Module], optimizer: Optimizer) -> None:
-        """Take the names from these. They are read in each step that is due, since groups and shards may change.
+        """Set the source of names, read in each step that is due.
+
+        Groups and shards may change between steps.
 
         Args:
             model: the plain module, with the parameters that the engine steps.
-            blocks: its repeated blocks; none: they are looked for.
-            optimizer: as its maker has it.
+            blocks: its repeated blocks; if empty, they are searched for.
+            optimizer: as its maker created it.
         """
         if self.by == "layers":
             self._names = lambda: _by_layer(model, blocks or repeated_layers(model))
@@ -57,15 +60,16 @@ class GradientNorms:
             self._names = lambda: _by_group(optimizer)
 
     def begin(self, step: int) -> None:
-        """Say which step comes."""
+        """Begin a step; decide whether its norms are due."""
         self.due, self.found = self.by != "off" and (step + 1) % self._every == 0, {}
 
     def take(self, parameters: Iterable[Tensor], norms: list[Tensor], scale: float | Tensor) -> None:
-        """Combine the norms of the parameters' gradients by name; waits for no device.
+        """Combine the norms of the parameters' gradients by name. Does not wait for the device.
 
         Args:
-            parameters: those that have a gradient; `norms`: of each, over all ranks.
-            scale: what the gradients were multiplied by.
+            parameters: those with a gradient.
+            norms: of each of these gradients, over all ranks.
+            scale: the factor that the gradients were multiplied by.
         """
         names = self._names()
         parts: dict[str, list[Tensor]] = {name: [] for name in names.values()}
@@ -82,7 +86,7 @@ NO_NORMS = GradientNorms("off", 1)
 
 
 def _by_layer(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[Tensor, str]:
-    """Each trained parameter's block by its path, or else the top-level module that it lies in."""
+    """Map each trained parameter to the path of its block, else of its top-level module."""
     inside = set(blocks)
     paths = sorted((path for path, module in model.named_modules() if module in inside), key=len, reverse=True)
     found: dict[Tensor, str] = {}
@@ -94,7 +98,7 @@ def _by_layer(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[Tensor, str
 
 
 def _by_group(optimizer: Optimizer) -> dict[Tensor, str]:
-    """Each parameter's group, by the group's own name or else by its number."""
+    """Map each parameter to its group's name, else the group's number."""
     return {
         parameter: str(group.get("name", number))
         for number, group in enumerate(optimizer.param_groups)
@@ -122,8 +126,8 @@ def check_embeddings(engine: str, model: nn.Module, *, exact: bool, once: str) -
     """Raise ConfigError for an embedding with sparse gradients where gradients must be dense.
 
     Args:
-        exact: they are added up in a fixed tree.
-        once: another flag under which they must be; "": there is none.
+        exact: gradients are added in a fixed tree.
+        once: another flag that requires dense gradients; "": none does.
     """
     if engine == "single" and not exact and not once:
         return
@@ -138,7 +142,11 @@ def check_embeddings(engine: str, model: nn.Module, *, exact: bool, once: str) -
 
 
 def check_optimizer(engine: str, optimizer: Optimizer, *, exact: bool) -> None:
-    """Raises ConfigError where the optimizer does not go with the engine, or, among several ranks, with exact mode."""
+    """Raise ConfigError if the optimizer does not work with the engine.
+
+    Args:
+        exact: exact mode with several ranks.
+    """
     engines, why = next(
         (REFUSED[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in REFUSED), ((), "")
     )
@@ -152,7 +160,7 @@ def check_optimizer(engine: str, optimizer: Optimizer, *, exact: bool) -> None:
     if engine == "deepspeed" and any(dtype.is_complex for dtype in dtypes):
         raise ConfigError("--engine deepspeed keeps parameters as real numbers, and some are complex; use --engine ddp")
     if engine == "deepspeed" and any(group.get("dampening") for group in optimizer.param_groups):
-        # Its first step takes the whole gradient; under ZeRO the momentum is there before, as zeros.
+        # Its first step takes the whole gradient; under ZeRO the momentum already exists, as zeros.
         raise ConfigError(f"--engine deepspeed does not go with the dampening of {name}; use dampening=0, or ddp")
     if exact and engine == "fsdp" and any(group.get("fused") for group in optimizer.param_groups):
         raise ConfigError(

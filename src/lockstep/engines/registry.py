@@ -1,7 +1,9 @@
-"""What engines hold and send, by arithmetic: for `lockstep plan`, before any of them is made.
+"""Build an engine by name, check what it supports, and estimate its memory and traffic.
 
-for name, options in variants(size, given): ...
-gathered, summed = exchanged(name, options, parameters, trained)
+for name, options in variants(size, given): ... gathered, summed = exchanged(name, options, parameters, trained)
+
+`engine` builds one. The `check_*` functions refuse settings that it does not support. `variants`, `exchanged` and
+`least_held` serve `lockstep plan`: they calculate what engines hold and send, before any is built.
 """
 
 import dataclasses
@@ -55,7 +57,7 @@ __all__ = [
 ]
 
 
-# Imported when asked for, so that an engine's package is loaded only where it is used.
+# Imported on demand, so that an engine's package is loaded only where it is used.
 _CLASSES = {
     "single": ("lockstep.engines.single", "Single"),
     "ddp": ("lockstep.engines.ddp", "DDP"),
@@ -92,7 +94,7 @@ def engine(
     own: Own | None = None,
     changes: Changes | None = None,
 ) -> Engine:
-    """The engine `name` around a model, for the built-in loop or one of your own.
+    """Build the engine `name` around a model, for the built-in loop or your own.
 
         made = lockstep.engine("fsdp", model, lambda model: AdamW(model.parameters(), lr=1e-3), world, clip=1.0)
         for batch in micro_batches:
@@ -101,37 +103,45 @@ def engine(
         norm, applied = made.step()             # a scheduler of your own sets the rates; step(factor) does it here
 
     Args:
-        name: a key of ENGINES, or "auto": ddp where a launcher started this process, else single.
-        model: on `world.device`; fsdp takes it from anywhere, and puts it there block by block.
-        optimizer: one over the model's parameters, or a function that makes it from the model as the engine holds it;
-            fsdp needs the function.
+        name: a key of ENGINES, or "auto": ddp if a launcher started this process, else single.
+        model: on `world.device`; fsdp accepts any device, and moves it there block by block.
+        optimizer: one over the model's parameters, or a function that builds it from the model as the engine holds it;
+            fsdp
+            needs the function.
         world: see `World.join`.
         clip: largest 2-norm of the gradient; 0 does not clip.
-        exact_micro_batches: M, to sum a step's M micro-batches in the fixed tree; 0: as the backend does.
-            Each rank then has ceil(M / world) backwards in every step, those of empty slots with weight 0.
-        shares: by rank, how many of a step's micro-batches it computes, which follow those of the rank before it; None:
-            as many on each. Or what says it of the present step. For ddp and zero.
-        loss_scaling: scales the loss, and skips a step that overflows: for a model under float16 autocast. True takes
-            the defaults of `Config.fp16`.
-        blocks: the model's repeated blocks, in order; fsdp finds them by itself where none are given.
-        options: the engine's own; None: the defaults.
-        say: takes one line for the person, on every rank; None: the log.
-        ema: decay of an average of the weights (see `engines.shared.average`); 0: none.
-        batchnorm: running statistics of the model's BatchNorm layers. "local": torch's own, rank 0's on all ranks after
-            each step. "replay": those of all ranks' micro-batches in their order, so that they do not depend on the
-            world size; the layers are changed in place, and every rank makes as many backwards in a step (`shares`
-            apart). A step of the built-in loop does the same.
-        hooks: of a task, called after each backward and each update; None: there are none.
-        own_steps: of a task that steps its optimizers itself, with single and ddp; None: the engine does.
-        gradients: of the built-in loop, to take norms of the gradient by block.
-        penalty: the model without what the engine puts around it -> what is added to the loss once a step, whatever
-            the number of micro-batches and ranks: a 0-dim tensor of the parameters alone.
-        own: gives a task's own tensors by name: what a forward writes of them is a part of the step, as buffers are.
-        changes: what a run knows of changes of what is trained, see `Changes`; None: nothing.
+        exact_micro_batches: M, to sum a step's M micro-batches in the fixed tree; 0: as the backend does. Each rank
+            then
+            has ceil(M / world) backwards in every step; those of empty slots have weight 0.
+        shares: number of a step's micro-batches that each rank computes, consecutive by rank; or a `Sharing`, which
+            gives
+            it for the current step; None: equal shares. For single, ddp and zero.
+        loss_scaling: scales the loss, and skips a step that overflows, for a model under float16 autocast. True uses
+            the
+            defaults of `Config.fp16`.
+        blocks: the model's repeated blocks, in order; fsdp searches for them if none are given.
+        options: options of the engine; None: the defaults.
+        say: reports one line to the user, on every rank; None: the log.
+        ema: decay of an average of the weights (see `lockstep.engines.ema`); 0: none.
+        batchnorm: how running statistics of BatchNorm layers are kept. "local": torch's own, with rank 0's on all
+            ranks
+            after each step. "replay": over all ranks' micro-batches in order, so that they do not depend on the world
+            size; the layers are changed in place, and every rank must make the same number of backwards in a step
+                (except
+            with `shares`). A step of the built-in loop does the same.
+        hooks: a task's hooks, called after each backward and each update; None: none.
+        own_steps: of a task that steps its optimizers itself, with single and ddp; None: the engine steps.
+        gradients: takes gradient norms by block, for the built-in loop.
+        penalty: returns a term of the loss from the model without the engine's wrapper: a 0-dim tensor that depends on
+            the
+            parameters alone, added once a step for any number of micro-batches and ranks.
+        own: returns a task's own tensors by name; what a forward writes to them is part of the step, as with buffers.
+        changes: settings of a run for changes to the trained parameters, see `Changes`; None: none.
 
     Raises:
-        ConfigError: an unknown engine, one that this world cannot form, an option that it has not, or an optimizer
-            that does not go with it.
+        ConfigError: an unknown engine, one that this world cannot form, an option or argument that it does not
+            support, or
+            an optimizer that does not work with it.
     """
     name = name_of(name, world)
     if exact_micro_batches:
@@ -219,10 +229,10 @@ def _manual(
 
 
 def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
-    """Raises ConfigError where a penalty does not go with the engine.
+    """Raise ConfigError if the engine does not support a penalty.
 
     Args:
-        exact: the bits are to be those of one process, and there are several.
+        exact: exact mode with several ranks.
         own_steps: the task steps its optimizers itself.
     """
     if own_steps:
@@ -252,7 +262,7 @@ def _sharing(
 
 
 def check_shares(name: str, counts: Sequence[int], micro_batches: int, ranks: int, options: EngineOptions) -> None:
-    """Raises ConfigError where these shares do not fit the step or the world, or the engine has none."""
+    """Raise ConfigError if the shares do not fit the step, the world or the engine."""
     said = ",".join(map(str, counts))
     if len(counts) != ranks:
         raise ConfigError(
@@ -267,7 +277,7 @@ def check_shares(name: str, counts: Sequence[int], micro_batches: int, ranks: in
 
 
 def check_sharing(name: str, said: str, options: EngineOptions) -> None:
-    """Raises ConfigError where the engine's ranks cannot have unequal shares."""
+    """Raise ConfigError if the engine does not support unequal shares."""
     if not ENGINES[name].shares:
         raise ConfigError(
             f"--shares {said} does not go with --engine {name}, where every forward takes all ranks, so that one with "
@@ -280,8 +290,10 @@ def check_sharing(name: str, said: str, options: EngineOptions) -> None:
 
 
 def undo_step(engine: Engine) -> None:
-    """Undoes what was begun of a step that did not come to its end. What holds parameters is left as it is: an engine
-    that survives a loss changes them last, when no exchange is to come."""
+    """Undo an unfinished step, except changes to parameters.
+
+    An engine that survives the loss of a rank changes parameters last, after its last exchange.
+    """
     inner = engine
     if isinstance(engine, Remade):
         engine.leave_step()
@@ -291,12 +303,12 @@ def undo_step(engine: Engine) -> None:
 
 
 def trained_set(engine: Engine) -> TrainedSet | None:
-    """Return the parameters that the engine trains; None where they are still those of a new run."""
+    """Return the trained parameters; None while they are those of a new run."""
     return engine.trained() if isinstance(engine, Remade) else None
 
 
 def kinds(engine: Engine) -> dict[str, str]:
-    """Name in a state -> what it is, of tensors that forwards write and parameters that were unfrozen on the way."""
+    """Describe, by name in the state, tensors that forwards write and unfrozen parameters."""
     inner = engine.engine if isinstance(engine, Remade) else engine
     found = inner.kinds() if isinstance(inner, EMAEngine | Buffered) else {}
     since: dict[str, int] = engine.since if isinstance(engine, Remade) else {}
@@ -304,7 +316,7 @@ def kinds(engine: Engine) -> dict[str, str]:
 
 
 def check_audit(name: str) -> None:
-    """Raises ConfigError where a rank of this engine cannot compute a micro-batch by itself."""
+    """Raise ConfigError if a rank cannot compute a micro-batch by itself."""
     if not ENGINES[name].shares:
         raise ConfigError(
             f"--guards.audit does not go with --engine {name}, where a rank cannot compute another's micro-batch by "
@@ -313,7 +325,7 @@ def check_audit(name: str) -> None:
 
 
 def _check_gradient_norms(name: str, gradients: GradientNorms, own_steps: OwnSteps | None) -> None:
-    """Raises ConfigError where norms of the gradient by block are asked for, and this engine cannot take them."""
+    """Raise ConfigError if the engine cannot take the requested gradient norms."""
     if gradients.by == "off":
         return
     if own_steps is not None:
@@ -330,12 +342,12 @@ def _check_gradient_norms(name: str, gradients: GradientNorms, own_steps: OwnSte
 
 
 def check_copies(name: str, *, narrow: bool, exact: bool, hooked: bool, own_steps: bool) -> None:
-    """Raises ConfigError where copies of the weights (--weight-copies step) do not go with the engine or the task.
+    """Raise ConfigError if the engine or task does not support `--weight-copies step`.
 
     Args:
-        narrow: a step's gradients are added up in bfloat16.
-        exact: they are added up in a fixed tree.
-        hooked: the task has hooks, which may look at them after each backward.
+        narrow: a step's gradients are added in bfloat16.
+        exact: they are added in a fixed tree.
+        hooked: the task has hooks, which may read gradients after each backward.
         own_steps: the task steps its optimizers itself.
     """
     if not ENGINES[name].weight_copies:
@@ -356,7 +368,7 @@ def check_copies(name: str, *, narrow: bool, exact: bool, hooked: bool, own_step
 
 
 def name_of(name: str, world: World) -> str:
-    """The engine's name with "auto" resolved. Raises ConfigError for an unknown one."""
+    """Return the engine's name with "auto" resolved. Raises ConfigError for an unknown one."""
     if name == "auto":
         name = "single" if world.control is None else "ddp"
     if name not in ENGINES:
@@ -365,11 +377,11 @@ def name_of(name: str, world: World) -> str:
 
 
 class ModelInit(NamedTuple):
-    """How a model is to be made for an engine.
+    """How to build a model for an engine.
 
     Attributes:
-        where: the context to make it in.
-        moves: whether it then is to be put on the device; else the engine does that.
+        where: the context to build it in.
+        moves: the caller then moves it to the device; otherwise the engine does.
     """
 
     where: AbstractContextManager[object]
@@ -377,14 +389,14 @@ class ModelInit(NamedTuple):
 
 
 def model_init(name: str, world: World, options: EngineOptions) -> ModelInit:
-    """How the model for the engine is to be made. Raises ConfigError as `engine` does for a bad name or option."""
+    """Return how to build the model. Raises ConfigError for an unsupported name or option."""
     name = name_of(name, world)
     _kind(name, options)  # refuses options that it has not
     return ModelInit(init_context(options, world), not ENGINES[name].places_model)
 
 
 def options_for(name: str, options: EngineOptions) -> EngineOptions:
-    """Of these options those that the engine has; the others keep their default."""
+    """Keep the options that the engine has; reset the others to their defaults."""
     return EngineOptions(**{option: getattr(options, option) for option in own_options(name)})
 
 
@@ -395,7 +407,7 @@ def engine_class(name: str) -> Any:
 
 
 def _kind(name: str, options: EngineOptions) -> Any:
-    """The engine's class, which has these options."""
+    """Return the engine's class. Raises ConfigError for an option that it does not have."""
     has = own_options(name)
     for spec in dataclasses.fields(options):
         if spec.name not in has and getattr(options, spec.name) != spec.default:
@@ -410,10 +422,10 @@ _SPLIT = ("full", "grad-op")
 
 
 def variants(size: int, given: EngineOptions) -> Iterator[tuple[str, EngineOptions]]:
-    """The engines that `size` processes can have and that can be traced, each in its ways of splitting a model.
+    """Yield the engines, with each way to shard, that `size` processes can form and trace.
 
     Args:
-        given: the options that were asked for; each engine takes those that it has.
+        given: the requested options; each engine uses those that it has.
     """
     for name, entry in ENGINES.items():
         if not entry.everywhere or entry.one_process != (size == 1):
@@ -427,7 +439,7 @@ def variants(size: int, given: EngineOptions) -> Iterator[tuple[str, EngineOptio
 
 
 def check_planned(name: str, options: EngineOptions) -> None:
-    """Raises ConfigError for an engine, or a way of it, whose memory cannot be told without its devices."""
+    """Raise ConfigError if the engine's memory cannot be estimated without its devices."""
     if name == "data-parallel":
         raise ConfigError(
             "--engine data-parallel cannot be planned: one process copies the model to all of its GPUs in each "
@@ -450,22 +462,25 @@ def check_planned(name: str, options: EngineOptions) -> None:
 
 
 def exchanged(name: str, options: EngineOptions, parameters: float, trained: float) -> tuple[float, float]:
-    """Bytes that a rank gathers for each micro-batch, and bytes whose sum over all ranks it takes part in, a step.
+    """Return the bytes that a rank gathers per micro-batch and sums per step.
 
     Args:
-        parameters, trained: bytes of the model's parameters, and of those that are trained.
+        parameters: bytes of the model's parameters.
+        trained: bytes of those that are trained.
     """
     if name == "fsdp" and options.sharding in ("full", "hybrid"):
         return 2 * parameters, trained / 2  # for the forward and the backward; a reduce-scatter is half of a sum
     if name == "fsdp":
         return parameters, trained / 2
     if name == "zero":
-        return 0.0, 1.5 * trained  # the owners' broadcasts besides
+        return 0.0, 1.5 * trained  # plus the owners' broadcasts
     return 0.0, trained
 
 
 def least_held(name: str, options: EngineOptions, size: int, held: tuple[float, float, float]) -> float:
-    """Bytes that a rank holds at least at the end of a backward: what does not fit then need not be traced.
+    """Return a lower bound of a rank's bytes at the end of a backward.
+
+    An engine that does not fit by this bound need not be traced.
 
     Args:
         held: bytes of parameters, gradients and optimizer states of the whole model.

@@ -1,4 +1,4 @@
-"""One process, one device: the plain model."""
+"""One process, one device, the plain model."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ __all__ = ["Single"]
 
 @final
 class Single:
-    """The engine of a world of one. Raises ConfigError where there are more ranks."""
+    """The engine `single`. Raises ConfigError if there is more than one rank."""
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         if world.size > 1:

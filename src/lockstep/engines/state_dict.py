@@ -1,8 +1,10 @@
-"""An optimizer and its parameters as they are at one moment, to be put back.
+"""Name, restore and snapshot the state of a model and its optimizer.
 
-kept = Snapshot(optimizer, parameters)
-...                                     # steps, or the half of one
+kept = Snapshot(optimizer, parameters) ...                                     # steps, or the half of one
 kept.put_back()
+
+`named_state` and `restore_state` map a model and optimizer to tensors by plain name, for checkpoints. `materialise`
+makes an optimizer create its state before a load. `Snapshot` copies parameters and optimizer, and restores them.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -30,7 +32,7 @@ __all__ = [
 ]
 
 
-# What torch's optimizers begin with where that is not zero: a number, or the setting of the group that has it.
+# Initial values of torch's optimizers that are not zero: a number, or the key of the group that has it.
 _BEGINNINGS: dict[str, dict[str, float | str]] = {
     "Adagrad": {"sum": "initial_accumulator_value"},
     "ASGD": {"mu": 1.0, "eta": "lr"},
@@ -38,15 +40,15 @@ _BEGINNINGS: dict[str, dict[str, float | str]] = {
     "Rprop": {"step_size": "lr"},
 }
 
-_OWN = ("torch.optim", "torch.distributed", "lockstep.optim")  # no optimizer of these keeps states in another
-_PARTS = 16  # in which a model's parameters are gone through
+_OWN = ("torch.optim", "torch.distributed", "lockstep.optim")  # their optimizers hold no other one with state
+_PARTS = 16  # parts that `first_step` splits the parameters into
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The tensors of a model and its optimizer by plain name.
+    """Return the tensors of a model and its optimizer by plain name.
 
-    Numbers in the optimizer's state become 0-dim float64 tensors. What it keeps in a list or dict is `KEY.PLACE`, and
-    what an optimizer has that it holds as an attribute (SAM's base) is `ATTRIBUTE.KEY`.
+    Numbers in the optimizer's state become 0-dim float64 tensors. An entry of a list or dict is named `KEY.PLACE`; the
+    state of an optimizer held as an attribute (SAM's base) is named `ATTRIBUTE.KEY`.
     """
     found = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     if isinstance(optimizer, LBFGS):
@@ -59,7 +61,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tensor]) -> None:
-    """Copies `state` into the model and the optimizer. Raises CheckpointError for names that do not fit."""
+    """Copy `state` into the model and the optimizer. Raises CheckpointError for mismatched names."""
     materialise(optimizer)
     for _, each in _optimizers_in(optimizer):
         forget(model, each.state, state)
@@ -82,7 +84,7 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tenso
 
 
 class _StateSlot(NamedTuple):
-    """One tensor or number of an optimizer's state, and where it is: `holder[key]`."""
+    """One tensor or number of an optimizer's state, at `holder[key]`."""
 
     name: str
     holder: Any
@@ -107,13 +109,16 @@ def _leaves(holder: Any, prefix: str) -> list[_StateSlot]:
 
 
 def _name_of_lbfgs(model: nn.Module, optimizer: Optimizer) -> str:
-    """Where the state of LBFGS is, which it keeps once for all parameters, with the first."""
+    """Return the name prefix of LBFGS's state, which it stores once, with the first parameter."""
     first = optimizer.param_groups[0]["params"][0]
     return next(f"optimizer/{name}" for name, parameter in model.named_parameters() if parameter is first)
 
 
 def _optimizers_in(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
-    """The optimizer, under "", and those with states of their own that it holds as attributes, under `ATTRIBUTE.`."""
+    """Return the optimizer under "", and optimizers held as attributes under `ATTRIBUTE.`.
+
+    Only those with a state of their own.
+    """
     if type(optimizer).__module__.startswith(_OWN):
         return [("", optimizer)]
     found, seen = [("", optimizer)], [optimizer.state]
@@ -125,15 +130,15 @@ def _optimizers_in(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
 
 
 def drop_states(optimizer: Optimizer) -> None:
-    """Forget all states, so that the next step makes them as a first one does."""
+    """Clear all states, so that the next step creates them as a first step does."""
     for _, each in _optimizers_in(optimizer):
         each.state.clear()
 
 
 def forget(model: nn.Module, states: MutableMapping[Any, Any], given: Mapping[str, Tensor]) -> None:
-    """Drops what `states` has of parameters for which `given` has none, as of one that never had a gradient.
+    """Drop `states` of parameters that `given` has none for: they never had a gradient.
 
-    The optimizer makes it in the first step that gives them one, as it would have without the restart.
+    The optimizer creates a state in the first step that gives them a gradient, as it would have without the restart.
     """
     stepped = {name.rpartition("/")[0] for name in given if name.startswith("optimizer/")}
     for name, parameter in model.named_parameters():
@@ -142,17 +147,17 @@ def forget(model: nn.Module, states: MutableMapping[Any, Any], given: Mapping[st
 
 
 def materialise(optimizer: Optimizer, states: Mapping[Any, Any] | None = None) -> bool:
-    """Makes the optimizer create its state, as it would in its first step, for a checkpoint to be loaded into.
+    """Make the optimizer create its initial state, so that a checkpoint can be loaded.
 
-    Of torch's own optimizers the values are those that they begin with. What another one begins with only its first
-    step knows: whoever goes on without loading must drop the state before it (see OptimizerStep).
+    For torch's own optimizers the values are their initial ones. Only its first step knows the initial values of
+    another optimizer: to continue without loading, drop the state first (see OptimizerStep).
 
     Args:
-        optimizer: left as it is if it has state already.
-        states: where its state is, if not in `optimizer.state`.
+        optimizer: unchanged if it already has state.
+        states: the optimizer's state, if not `optimizer.state`.
 
     Returns:
-        Whether the state was made now.
+        Whether the state was created now.
     """
     states = optimizer.state if states is None else states
     if states or not any(group["params"] for group in optimizer.param_groups) or isinstance(optimizer, LBFGS):
@@ -163,14 +168,14 @@ def materialise(optimizer: Optimizer, states: Mapping[Any, Any] | None = None) -
 
 @torch.no_grad()
 def first_step(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
-    """A step with zero gradients and rates: states as they begin, all else as it is, whatever the step does.
+    """Step with zero gradients and rates: creates initial states and changes nothing else.
 
-    Beside parameters and states it holds, of torch's optimizers, gradients and copies of a sixteenth of the parameters
-    at a time (of one, where that is larger); of another one the gradients of all, and their copies in host memory.
+    Temporarily holds gradients and copies of a sixteenth of the parameters at a time (of one, if that is larger) for
+    torch's optimizers; for others the gradients of all parameters, and copies in host memory.
 
     Args:
         optimizer: any.
-        states: where its state is.
+        states: its state.
     """
     inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has the optimizer inside
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -185,7 +190,7 @@ def first_step(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
         _step_unmoved(optimizer, chunk)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    vars(inner).update(own)  # what an optimizer counts for itself
+    vars(inner).update(own)  # attributes that the optimizer counts in
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
         for parameter in group["params"]:
@@ -193,12 +198,15 @@ def first_step(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
 
 
 def _steps_in_parts(optimizer: Optimizer) -> bool:
-    """Whether a parameter without a gradient is as if it were not there, as torch's own optimizers have it."""
+    """Whether the optimizer skips parameters without a gradient, as torch's own do."""
     return type(optimizer).__module__.startswith(("torch.optim", "lockstep.optim"))
 
 
 def _chunks(optimizer: Optimizer, parameters: list[Tensor]) -> list[list[Tensor]]:
-    """The parameters in their order, cut where a part would have more than a sixteenth of all bytes."""
+    """Split the parameters, in order, into parts of at most a sixteenth of all bytes.
+
+    Optimizers that need all parameters get one part. A larger parameter is a part of its own.
+    """
     if not _steps_in_parts(optimizer):
         return [parameters]
     sizes = [local_of(parameter).nbytes for parameter in parameters]
@@ -213,7 +221,7 @@ def _chunks(optimizer: Optimizer, parameters: list[Tensor]) -> list[list[Tensor]
 
 
 def _step_unmoved(optimizer: Optimizer, parameters: list[Tensor]) -> None:
-    """A step of these parameters with zero gradients; their values, bit for bit, and no gradients afterwards."""
+    """Step these parameters with zero gradients; restore their values and clear gradients."""
     on_host = not _steps_in_parts(optimizer)
     locals_ = [local_of(parameter) for parameter in parameters]
     before = [local.to("cpu", copy=True) if on_host else local.clone() for local in locals_]  # waits for the device
@@ -244,7 +252,7 @@ def _step_unmoved(optimizer: Optimizer, parameters: list[Tensor]) -> None:
 
 
 def _no_gradient(parameter: Tensor, sparse: bool) -> Tensor:
-    """Zeros, or a sparse gradient without an entry."""
+    """Return zeros, or an empty sparse gradient."""
     if not sparse:
         return torch.zeros_like(parameter)
     return torch.zeros(parameter.shape, dtype=parameter.dtype, layout=torch.sparse_coo, device=parameter.device)
@@ -252,11 +260,11 @@ def _no_gradient(parameter: Tensor, sparse: bool) -> Tensor:
 
 @torch.no_grad()
 def begin(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Sets a parameter's tensors to what the optimizer begins with: zeros, but for a few of torch's own.
+    """Set a parameter's state to its initial values: zeros, except for some of torch's optimizers.
 
     Args:
-        optimizer: whose class decides.
-        group: of the parameter; its `lr` is the base rate.
+        optimizer: its class decides.
+        group: the parameter's group; its `lr` is the base rate.
         values: the parameter's state.
     """
     kinds = (kind.__name__ for kind in type(optimizer).__mro__)
@@ -269,14 +277,14 @@ def begin(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, A
 
 @final
 class Snapshot:
-    """Copies of parameters, and of all that their optimizer keeps: states, groups, numbers of its own.
+    """A copy of parameters and their optimizer's states, groups and attributes.
 
-    Tensors keep their identity, so whoever holds one finds its old values in it. Gradients are not kept.
+    Tensors keep their identity, so other references see the restored values. Gradients are not kept.
 
     Args:
-        optimizer: with those that it holds as attributes.
+        optimizer: with the optimizers that it holds as attributes.
         parameters: as this rank has them.
-        on_host: copies lie in host memory, which waits for the device.
+        on_host: keep copies in host memory; waits for the device.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], *, on_host: bool = False) -> None:
@@ -288,7 +296,7 @@ class Snapshot:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Make everything as it was."""
+        """Restore everything."""
         for parameter, local, values in self._parameters:
             if local_of(parameter).data_ptr() != local.data_ptr():  # an optimizer gave it other memory, by `.data =`
                 parameter.data = local
@@ -319,7 +327,7 @@ class Snapshot:
         return tensor.to("cpu", copy=True) if self._on_host and tensor.is_cuda else tensor.clone()  # may wait
 
     def _frozen(self, value: Any) -> Any:
-        """The value with copies of what may change in it: (value, copy)."""
+        """Return (value, copy), where the copy covers whatever may change in the value."""
         if isinstance(value, Tensor):
             return value, self._copy(local_of(value))
         if isinstance(value, list):

@@ -1,13 +1,13 @@
-"""An engine that is made again where the set of trained parameters, or the optimizer's groups, change between steps.
+"""Wrap an engine: rebuild it when the trained parameters change, add hooks, or copy weights.
 
     made = Remade(model, world, make, optimizer, changes)   # make: (make optimizer, wrapper, names) -> Engine
     model.body.requires_grad_(True)                         # between two steps, on every rank
     with made.accumulate(last=True): ...                    # the step that follows trains the body too
 
-What an engine knows of the parameters (groups, reducer, averages, shards) it knows from when it was made. So a step
-begins by comparing what requires a gradient, and what the optimizer holds, with what they were then. Optimizer states
-stay with their parameters: that of a frozen one rests, and goes on where it is unfrozen again. A parameter that is new
-begins without a state, and its average at its present values.
+An engine's groups, reducer, averages and shards are fixed when it is built. So each step of `Remade` first compares
+what requires a gradient, and what the optimizer holds, with the time of the build. Optimizer states stay with their
+parameters: the state of a frozen one is kept until it is unfrozen. A new parameter starts without a state, its average
+at its current values. `Copied` and `Hooked` wrap an engine for `--weight-copies step` and a task's hooks.
 """
 
 import gc
@@ -46,12 +46,12 @@ __all__ = [
 
 @final
 class Copied:
-    """An engine that holds its parameters whole, and the copies of its model's weights."""
+    """An engine with whole parameters whose forwards use low-precision copies of the weights."""
 
     def __init__(self, engine: Engine, copies: WeightCopies) -> None:
         self.model: nn.Module = engine.model
         self._engine, self._copies = engine, copies
-        self._begun = False  # a backward of the present step was made
+        self._begun = False  # the current step has had a backward
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return self._micro_batch(last, counts)
@@ -84,7 +84,7 @@ class Copied:
         return self._engine.step(factor, limit, momentum, evaluate)
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        """As the engine; with the weights themselves, since the copies are only faster."""
+        """Rehearse with the weights themselves, since the copies only make it faster."""
         self._engine.rehearse(loss)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ class Copied:
 
 @final
 class Hooked:
-    """Any engine, and the hooks that follow its backwards and updates."""
+    """An engine that calls a task's hooks after its backwards and updates."""
 
     def __init__(self, engine: Engine, hooks: Hooks) -> None:
         self.model: nn.Module = engine.model
@@ -131,31 +131,30 @@ class Hooked:
 
 
 UNFROZEN = "trained since step"
-MakeAgain = Callable[
-    [nn.Module, Optimizer], Optimizer
-]  # (model as the engine holds it, the one of before) -> optimizer
+MakeAgain = Callable[[nn.Module, Optimizer], Optimizer]  # (model as the engine holds it, the former one) -> optimizer
 _FLAG = attrgetter("requires_grad")
 
 
 class Make(Protocol):
-    """Makes an engine around the same model."""
+    """Builds an engine around the same model."""
 
     def __call__(self, optimizer: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str], /) -> Engine:
-        """Make it.
+        """Build the engine.
 
         Args:
-            wrapper: what the engine of before had put around the model, to be used again; None: there was none.
-            rested: parameters that were trained before, and have averages.
+            optimizer: builds the optimizer from the model as the engine holds it.
+            wrapper: the former engine's wrapper of the model, to be reused; None: there was none.
+            rested: parameters that were trained earlier and have averages.
         """
 
 
 class TrainedSet(NamedTuple):
-    """The parameters that a run trains, as its checkpoints name them.
+    """The parameters that a run trains, by their names in checkpoints.
 
     Attributes:
-        made: by name, those that were trained, or had been, when the engine was last made: its state fits them.
-        now: those that require gradients now.
-        since: name -> the step in which it was trained first, of those that were unfrozen on the way.
+        made: names of those trained when the engine was last built, or earlier; the engine's state covers them.
+        now: names of those that require gradients now.
+        since: name -> the first step that trained it, for those unfrozen during the run.
     """
 
     made: list[str]
@@ -164,14 +163,14 @@ class TrainedSet(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What a run says of changes of what it trains.
+    """A run's settings for changes to its trained parameters.
 
     Attributes:
-        again: makes the optimizer for the changed set; None: the function that made the first does, where it must.
+        again: builds the optimizer for the changed set; None: the function that built the first one, if needed.
         fixed: name -> why this parameter must stay frozen, with the way out.
-        known: the set that a checkpoint has; None: what requires gradients now.
-        done: steps that were taken before.
-        changed: called with the new set, once it is trained.
+        known: the set from a checkpoint; None: what requires gradients now.
+        done: number of steps taken before.
+        changed: called with the new set after a change.
     """
 
     again: MakeAgain | None = None
@@ -182,7 +181,7 @@ class Changes(NamedTuple):
 
 
 def set_trained(model: nn.Module, names: Collection[str]) -> None:
-    """Have exactly the parameters of these names require gradients."""
+    """Make exactly the parameters of these names require gradients."""
     for name, parameter in model.named_parameters():
         wanted = name in names
         if parameter.requires_grad is not wanted:
@@ -191,15 +190,16 @@ def set_trained(model: nn.Module, names: Collection[str]) -> None:
 
 @final
 class Remade:
-    """Any engine, made again around its model where what is trained changes.
+    """An engine that is rebuilt around its model when the trained parameters change.
 
     Args:
         model: the plain module.
         make: see `Make`.
-        optimizer: makes it from the model as the engine holds it; `given`: it is one object, and no other can be made.
-        changes: see there.
-        refused: why the engine cannot be made again, with the way out; "": it can.
-        follows: it looks at the optimizers' groups in each step by itself, and need not be made again.
+        optimizer: builds it from the model as the engine holds it.
+        changes: see `Changes`.
+        given: `optimizer` returns one fixed object, and cannot build another.
+        refused: why the engine cannot be rebuilt, with the way out; "": it can.
+        follows: the engine reads the optimizers' groups in each step, and need not be rebuilt.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Remade:
         self._within = self._begun = False
         self._since = dict(known.since) if known else {}
         self._is_known = known is not None
-        self._made = dict.fromkeys(known.made if known else ())  # trained when the engine was made, or before
+        self._made = dict.fromkeys(known.made if known else ())  # trained when the engine was built, or earlier
         self.engine: Engine = make(self._noted(optimizer), None, [*self._made])
         self.model: nn.Module = self.engine.model
         self._note()
@@ -241,7 +241,7 @@ class Remade:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        self._within = self._begun = True  # a pass that the optimizer repeats begins no step
+        self._within = self._begun = True  # a pass that the optimizer repeats does not begin a step
         self._steps += 1
         try:
             return self.engine.step(factor, limit, momentum, evaluate)
@@ -259,7 +259,7 @@ class Remade:
         self.engine.load_state_dict(state)
 
     def trained(self) -> TrainedSet | None:
-        """The present set; None where it never changed."""
+        """Return the current set; None if it never changed."""
         now = self._names_now()
         if not self._is_known and now == self._trained and [*self._made] == now:
             return None
@@ -267,14 +267,14 @@ class Remade:
 
     @property
     def since(self) -> dict[str, int]:
-        """Name -> the step in which it was trained first, of parameters that were unfrozen on the way."""
+        """Name -> the first step that trained it, for parameters unfrozen during the run."""
         return dict(self._since)
 
     def leave_step(self) -> None:
-        """A step that was begun is not ended."""
+        """Leave a step unfinished."""
         self._within = False
 
-    # A step begins.
+    # --- detect a change
 
     def _begin(self) -> None:
         self._within = True
@@ -291,7 +291,7 @@ class Remade:
         return [name for name, flag in zip(self._names, self._flags(), strict=True) if flag]
 
     def _note(self) -> None:
-        """What the engine was made with."""
+        """Record what the engine was built with."""
         named = dict(self._plain.named_parameters())
         self._names, self._parameters = [*named], [*named.values()]
         self._seen, self._groups = self._flags(), self._held()
@@ -329,12 +329,12 @@ class Remade:
         self._changes.changed(TrainedSet([*self._made], now, dict(self._since)))
 
     def _agree(self, what: str, now: list[str]) -> None:
-        """Raises LockstepError, naming parameters, unless all ranks changed alike. Collective."""
+        """Raise LockstepError, naming parameters, unless all ranks changed alike. Collective."""
         if self._world.size == 1:
             return
         mine = {"remade": what, "trained": now, "groups": [len(group) for group in self._held()]}
         try:
-            # A rank that saw no change is elsewhere. Half of the time, so that this line comes before theirs.
+            # A rank without a change is elsewhere. Wait half of the timeout, so that this error comes before theirs.
             arrived = dist.barrier(group=self._world.control, async_op=True)  # collective
             arrived.wait(timedelta(seconds=self._world.timeout / 2))
             every = self._world.gather(mine)  # collective
@@ -351,20 +351,20 @@ class Remade:
                 "rank alike"
             )
 
-    # The engine is made again.
+    # --- rebuild the engine
 
     def _remake(self, fresh: list[str]) -> None:
-        """Makes the engine for what is trained now, with the states of the one before. Collective."""
+        """Rebuild the engine for the current parameters, with the former engine's states. Collective."""
         state, wrapper, before = self.engine.state_dict() if self._begun else {}, self.model, self._optimizer
         names: dict[int, str] = dict(zip(map(id, self._parameters), self._names, strict=True))
         present = [group["lr"] for group in before.param_groups]
-        for group, rate in zip(before.param_groups, self._rates, strict=False):  # later groups begin with theirs
+        for group, rate in zip(before.param_groups, self._rates, strict=False):  # later groups keep theirs
             group["lr"] = rate
         chosen = self._chosen(before, fresh)
         others = _other_kinds(before, chosen)
         lost = {names[key] for key in others if key in names}
         if not self._begun:
-            before.state.clear()  # made to be loaded into: a first step makes its own
+            before.state.clear()  # created to be loaded into: the first step creates its own
         elif chosen is not before:
             chosen.state.update({p: values for p, values in before.state.items() if id(p) not in others})
         del self.engine
@@ -373,13 +373,13 @@ class Remade:
         self.model = self.engine.model
         if chosen is before:
             for group, rate in zip(before.param_groups, present, strict=True):
-                group["lr"] = rate  # a scheduler of one's own goes on from it
+                group["lr"] = rate  # the user's scheduler continues from it
         self._note()
         if self._begun:
             self._carry(state, lost)
 
     def _chosen(self, before: Optimizer, fresh: list[str]) -> Optimizer:
-        """The optimizer for the changed set: the one of before, or another. Raises LockstepError where none has it."""
+        """Return the optimizer for the changed set. Raises LockstepError if none has it."""
         owned = _owned(before)
         trained = dict(zip(self._names, self._parameters, strict=True))
         left = [name for name in fresh if id(trained[name]) not in owned]
@@ -398,7 +398,7 @@ class Remade:
         return chosen
 
     def _carry(self, state: dict[str, Tensor], lost: set[str]) -> None:
-        """Gives the new engine the state of the one before. Collective."""
+        """Load the former engine's state into the new one. Collective."""
         kept = {n: t for n, t in state.items() if not (n.startswith("optimizer/") and _parameter_of(n) in lost)}
         own = self.engine.state_dict()  # collective
         kept |= {name: tensor for name, tensor in own.items() if name.startswith(AVERAGE) and name not in kept}
@@ -410,11 +410,11 @@ def _parameter_of(name: str) -> str:
 
 
 def _owned(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """Its parameters' ids, each with its group."""
+    """Map the ids of the optimizer's parameters to their groups."""
     return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _other_kinds(before: Optimizer, after: Optimizer) -> set[int]:
-    """The ids of parameters that another rule updates now, so that their states do not fit: Muon's, or AdamW's."""
+    """Return ids of parameters whose update rule changed (Muon, AdamW): their states do not fit."""
     old = _owned(before)
     return {key for key, group in _owned(after).items() if key in old and old[key].get("muon") != group.get("muon")}

@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer over DDP: every rank holds the model, and updates its share of the parameters alone."""
+"""ZeroRedundancyOptimizer over DDP: every rank holds the model, but updates only its share."""
 
 import math
 import warnings
@@ -32,10 +32,10 @@ __all__ = ["Zero"]
 
 @final
 class Zero:
-    """The engine `zero`: gradients as in ddp, optimizer states of a parameter on one rank only.
+    """The engine `zero`: gradients as in ddp, each parameter's optimizer states on one rank.
 
-    After the update each parameter is broadcast by its owner. A state's tensor is whole, so that the largest
-    parameter's share bounds what more ranks can save. In `state_dict()` it is a DTensor that only its owner has.
+    After the update each parameter's owner broadcasts it. States are not split within a parameter, so the largest
+    parameter limits what more ranks can save. In `state_dict()` a state is a DTensor that only its owner holds.
     """
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
@@ -86,13 +86,16 @@ class Zero:
             raise LockstepError("--engine zero cannot take a parameter group that is added later; make the engine anew")
 
     def _take_rates(self) -> None:
-        """The rates that a scheduler set in the optimizer as its maker has it."""
+        """Copy the rates that a scheduler set in the user's optimizer."""
         for mine, theirs in self._groups():
             mine["lr"] = theirs["lr"]
         self._plain._opt_called = True  # type: ignore[attr-defined]  # or the scheduler warns that it never steps
 
     def _before(self, *given: Any) -> None:
-        """The hooks of the optimizer as its maker has it, which never steps: they see and may set its groups."""
+        """Run the pre-step hooks of the user's optimizer, which may read and set its groups.
+
+        That optimizer never steps itself.
+        """
         if hooks := list(self._plain._optimizer_step_pre_hooks.values()):
             pairs = self._groups()
             for mine, theirs in pairs:
@@ -107,7 +110,7 @@ class Zero:
             hook(self._plain, *given[1:])
 
     def _groups(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Each group of the split optimizer, which has them in another order, with that of the optimizer as given."""
+        """Pair each group of the split optimizer, whose order differs, with the user's."""
         plain = {id(group["params"][0]): group for group in self._plain.param_groups if group["params"]}
         return [(group, plain[id(group["params"][0])]) for group in self._zero.param_groups if group["params"]]
 
@@ -145,7 +148,7 @@ class Zero:
                     self._zero.optim.state[self._parameter(name)][key] = type(value)(given.item())
 
     def _adopt(self, state: dict[str, Tensor]) -> None:
-        """Takes over the states of parameters that are frozen now, each on the rank that has it. Collective."""
+        """Take over the states of now frozen parameters, each on its owner. Collective."""
         known = {name for part in self._world.gather([*self._named_states()]) for name in part}  # collective
         for name, tensor in state.items():
             if name.startswith("optimizer/") and name not in known and _owner(tensor) == self._world.rank:
@@ -157,7 +160,7 @@ class Zero:
 
     @torch.no_grad()
     def _brought(self, state: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The states whose owner was another rank, sent to the ranks that have them now. Collective."""
+        """Send states to the ranks that own them now. Collective."""
         found = {}
         for name in sorted(own.keys() & state.keys()):
             source, target = _owner(state[name]), _owner(own[name])
@@ -171,13 +174,13 @@ class Zero:
         return found
 
     def _materialise(self) -> None:
-        """Makes the optimizer's state where no rank has any, of its own parameters on each. Collective."""
+        """Create the optimizer's state if no rank has any, on each for its own. Collective."""
         own: dict[Tensor, dict[str, Any]] = self._zero.optim.state
         if not any(self._world.gather(bool(own))):  # collective
             self._update.blank = materialise(self._zero.optim, own) or self._update.blank
 
     def _own_states(self) -> Iterator[tuple[str, str, Any]]:
-        """(parameter's name, key, value) of the states on this rank."""
+        """Yield (parameter's name, key, value) of the states on this rank."""
         states = self._zero.optim.state
         for name, parameter in self._module.named_parameters():
             for key, value in states.get(parameter, {}).items():
@@ -188,7 +191,7 @@ class Zero:
         return dict(self._module.named_parameters())[name]
 
     def _placed(self, value: Any, dtype: str, shape: list[int], kind: str, owner: int) -> Tensor:
-        """A DTensor that lies whole on the rank `owner`, and on no other."""
+        """Return a DTensor that the rank `owner` holds whole, and no other rank holds."""
         mesh = self._meshes.get((kind, owner))
         if mesh is None:
             # A mesh of one rank communicates nothing: without a backend it costs no process group.
@@ -200,21 +203,24 @@ class Zero:
 
 
 def _owner(tensor: Tensor) -> int | None:
-    """The one rank that has a state; None for a tensor that every rank has."""
+    """Return the only rank that holds a state; None if every rank does."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh.size() != 1:
         return None
     return int(tensor.device_mesh.mesh.reshape(-1)[0])
 
 
 def _described(value: Any) -> tuple[str, list[int], str]:
-    """(dtype, shape, device type) of a state; a number is kept as a 0-dim float64 tensor."""
+    """Return (dtype, shape, device type) of a state; numbers count as 0-dim float64."""
     if isinstance(value, Tensor):
         return str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type
     return "float64", [], "cpu"
 
 
 def _split(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
-    """The optimizer's groups and settings, split over the ranks by size. A part has no `names`: they would be wrong."""
+    """Split the optimizer's groups over the ranks by size, with its settings.
+
+    Drops `names`, which would be wrong for a part of a group.
+    """
     groups = [{key: value for key, value in group.items() if key != "names"} for group in optimizer.param_groups]
     # Group by group, each parameter goes to the rank that has least: the group with the largest one first, so that the
     # others fill up what it leaves uneven.

@@ -1,12 +1,12 @@
-"""`--engine.config ds_config.json`: read, held against the flags, and completed. DeepSpeed itself is not needed here.
+"""Read a DeepSpeed configuration (`--engine.config ds_config.json`), check it and complete it.
 
     given = read_config("ds_config.json")                        {} for ""
     check_batches("ds_config.json", batch_size=64, micro_batch_size=4, ranks=8)
     config = merged(given, wanted)                               what `deepspeed.initialize` gets
 
-What the file says of optimizer, schedule, precision and batch has become the run's settings where flags were read (see
-`lockstep.engines.deepspeed_file`); here it is held against them: a number that contradicts them is refused by name, so
-that what a run's config.toml says is what was trained.
+The file's optimizer, schedule, precision and batch became the run's settings when flags were read (see
+`lockstep.config.deepspeed`). Here the file is compared with them: a number that contradicts a flag is refused by name,
+so that a run's config.toml matches what was trained. Does not need the package deepspeed.
 """
 
 import difflib
@@ -39,7 +39,7 @@ _PASSED = (
 _OPTIMIZER = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 _KINDS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}  # --optim.name -> of torch.optim
 _HELD = (*_BATCHES, *_OPTIMIZER, "gradient_clipping", "optimizer", "scheduler", "bf16", "fp16")
-# What is not served, and may be there switched off: sections by their "enabled", numbers by DeepSpeed's default.
+# Not supported, but allowed if switched off: sections by their "enabled", numbers by DeepSpeed's default.
 _OFF_SECTIONS = (
     *("amp", "tensorboard", "wandb", "comet", "csv_monitor", "elasticity", "autotuning", "eigenvalue"),
     *("progressive_layer_drop", "curriculum_learning", "data_efficiency", "hybrid_engine"),
@@ -49,15 +49,15 @@ _KNOWN = (*_PASSED, *_HELD, *_OFF_SECTIONS, *_OFF_VALUES)
 
 
 class DeepSpeedSettings(NamedTuple):
-    """What the flags say.
+    """Settings from the flags.
 
     Attributes:
-        stage: of ZeRO; -1: not said.
-        offload: whether optimizer states lie in host memory.
+        stage: of ZeRO; -1: not set.
+        offload: keep optimizer states in host memory.
         clip: largest norm of the gradient; 0 does not clip.
         halved: the model's parameters are bfloat16.
-        scaled: how the loss is scaled, for float16; None: not.
-        optimizer: the one that the flags make.
+        scaled: how to scale the loss for float16; None: not.
+        optimizer: built from the flags.
     """
 
     stage: int
@@ -69,10 +69,10 @@ class DeepSpeedSettings(NamedTuple):
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """The file's content; {} for "".
+    """Read the file; {} for "".
 
     Raises:
-        ConfigError: it cannot be read, is no JSON object, or has a key that this engine does not serve.
+        ConfigError: the file cannot be read, is not a JSON object, or has a key that this engine does not support.
     """
     found = read_json(path)
     for key, value in found.items():
@@ -94,7 +94,7 @@ def _is_off(key: str, value: Any) -> bool:
 
 
 def check_batches(path: str, *, batch_size: int, micro_batch_size: int, ranks: int) -> None:
-    """Raises ConfigError where the file's batch sizes are not what the flags give on this many ranks."""
+    """Raise ConfigError if the file's batch sizes contradict the flags on this many ranks."""
     given = read_config(path)
     each = -(-batch_size // (micro_batch_size * ranks))
     for key, value, source in (
@@ -115,7 +115,7 @@ def _hold(section: Mapping[str, Any], key: str, value: Any, source: str, within:
 
 
 def merged(given: Mapping[str, Any], wanted: DeepSpeedSettings) -> dict[str, Any]:
-    """What DeepSpeed gets. Raises ConfigError where the file contradicts a flag, naming both."""
+    """Return DeepSpeed's configuration. Raises ConfigError if the file contradicts a flag."""
     _hold(given, "gradient_clipping", wanted.clip, f"--optim.clip {wanted.clip:g}")
     _check_precision(given, wanted)
     for key, value in _OPTIMIZER.items():
@@ -126,7 +126,7 @@ def merged(given: Mapping[str, Any], wanted: DeepSpeedSettings) -> dict[str, Any
     return {
         **{key: given[key] for key in _PASSED if key in given},
         "zero_optimization": zero,
-        # One micro-batch a step as DeepSpeed counts; the engine tells it which is the step's last.
+        # One micro-batch a step as DeepSpeed counts; the engine marks the step's last one.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": wanted.clip if zero["stage"] else 0.0,
@@ -190,12 +190,12 @@ def _check_optimizer(section: Any, optimizer: Optimizer) -> None:
         raise ConfigError(f"--engine.config: 'optimizer.{stray[0]}' is unknown to this engine: take it out")
     groups = optimizer.param_groups
     for key, value in params.items():
-        if key in ("adam_w_mode", "torch_adam", "bias_correction"):  # held where the file was taken
+        if key in ("adam_w_mode", "torch_adam", "bias_correction"):  # checked when the file was read
             continue
         if key not in optimizer.defaults:
             raise ConfigError(f"--engine.config: 'optimizer.params.{key}' is unknown to {type(optimizer).__name__}")
-        # What the optimizer was made with; groups have others by --optim.groups, --optim.layer-decay, and where weights
-        # are not decayed. An optimizer of the task's own may have said it for its groups alone.
+        # Compare with the optimizer's defaults: --optim.groups, --optim.layer-decay and weights without decay change
+        # groups. An optimizer of the task's own may set a value in its groups alone.
         found, default, *own = map(_plain, (value, optimizer.defaults[key], *(group[key] for group in groups)))
         if found not in ("auto", default) and (default in own or found not in own):
             ours = default if default in own else own[0]

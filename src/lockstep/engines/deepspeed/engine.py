@@ -1,7 +1,7 @@
 """DeepSpeed: ZeRO 0 to 3, with offload. The only file that needs the package `deepspeed`.
 
 Stage 0 exchanges gradients as ddp does; 1 splits the optimizer's states over the ranks, 2 the gradients too, 3 the
-parameters too. The optimizer is torch's own, the schedule, the clipping and the loss's scale are the other engines'.
+parameters too. The optimizer is torch's own. Schedule, clipping and loss scale are those of the other engines.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ __all__ = [
 
 
 class Accessors(Protocol):
-    """What is used of deepspeed.utils and deepspeed.zero."""
+    """Functions of deepspeed.utils and deepspeed.zero."""
 
     safe_get_full_fp32_param: Any
     safe_set_full_fp32_param: Any
@@ -59,14 +59,16 @@ class Accessors(Protocol):
 
 
 class SplitState:
-    """Reads and writes what ZeRO has split. To an average of the weights its float32 copies are the masters.
+    """Read and write the state that ZeRO has split over the ranks.
+
+    Its float32 copies are the master weights for an average of the weights.
 
     Args:
         model: the plain module, as `deepspeed.initialize` left it.
         zero: DeepSpeed's ZeRO optimizer.
         stage: 1, 2 or 3.
         access: DeepSpeed's functions.
-        world: every rank takes part in `state` and `restore`.
+        world: every rank takes part in `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, model: nn.Module, zero: Any, stage: int, access: Accessors, world: World) -> None:
@@ -75,7 +77,10 @@ class SplitState:
         self._flat = _FlatStates(zero, stage)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`model/NAME` (float32), `optimizer/NAME/KEY`. Whole tensors are on one rank each, numbers on all."""
+        """Return `model/NAME` (float32 if trained) and `optimizer/NAME/KEY`. Collective.
+
+        Each parameter and elementwise state is whole on one rank; numbers and buffers are on all.
+        """
         found: dict[str, Tensor] = {}
         owners = self._owners()
         for name, parameter in self._model.named_parameters():
@@ -94,10 +99,10 @@ class SplitState:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes what `state` gave, or plain tensors that every rank has whole.
+        """Load the result of `state_dict`, or plain tensors that every rank holds whole. Collective.
 
-        Another engine's may have no optimizer state of a parameter that never had a gradient: here it begins anew,
-        beside the count of steps that all parameters share.
+        Another engine's state may lack that of a parameter that never had a gradient: here it starts from its initial
+        values, but with the step count that all parameters share.
         """
         own = self.state_dict()
         stepped = {name.rpartition("/")[0] for name in state if name.startswith("optimizer/")}
@@ -128,7 +133,10 @@ class SplitState:
         set_extra(self._model, state)
 
     def footprint(self) -> Footprint:
-        """Count what ZeRO holds on this rank; under stage 1 gradients are whole until the step ends."""
+        """Count what ZeRO holds on this rank.
+
+        Under stage 1 gradients are whole until the step ends.
+        """
         shards = [p.ds_tensor for p in self._model.parameters() if hasattr(p, "ds_tensor")]  # of stage 3
         weights = [p.data for p in self._model.parameters()]
         gradients = count_bytes(parameter.data for _, parameter in self._trained())
@@ -142,24 +150,27 @@ class SplitState:
         )
 
     def parts(self) -> list[Tensor]:
-        """This rank's parts of the float32 weights, flat, with what fills them up to equal lengths."""
+        """Return this rank's parts of the float32 weights, flat, with padding to equal lengths."""
         return self._flat.parts()
 
     def named(self) -> dict[str, Tensor]:
-        """The float32 weights by name, each whole on one rank."""
+        """Return the float32 weights by name, each whole on one rank. Collective."""
         owners = self._owners()
         return {n: self._kept(self._parameter(p), owners[f"model/{n}"]) for n, p in self._trained()}  # collective
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over what `named` gave, or plain tensors. The parameters that the forward reads stay as they are."""
+        """Load the result of `named`, or plain tensors, into the float32 weights only. Collective.
+
+        The parameters that the forward reads are unchanged.
+        """
         owners = self._owners()
         for name, parameter in self._trained():
             self._set_master(parameter, self._whole(state[name], owners[f"model/{name}"]))  # collective
 
     @torch.no_grad()
     def show(self) -> None:
-        """Gives the parameters that the forward reads the float32 weights' values."""
+        """Copy the float32 weights into the parameters that the forward reads. Collective."""
         for _, parameter in self._trained():
             self._set_read(parameter, self._parameter(parameter))  # collective
 
@@ -167,11 +178,11 @@ class SplitState:
         return ((name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad)
 
     def _owners(self) -> dict[str, int]:
-        """Which rank keeps which tensor, so that all keep about as many bytes; the same on every rank."""
+        """Assign each tensor to a rank, balanced by bytes; the same on every rank."""
         sizes = []
         for name, parameter in self._model.named_parameters():
-            count = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 leaves a parameter empty between uses
-            each = 4 if parameter.requires_grad else parameter.element_size()  # what is trained is kept in float32
+            count = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 empties a parameter between uses
+            each = 4 if parameter.requires_grad else parameter.element_size()  # trained parameters are kept in float32
             sizes.append((each * count, f"model/{name}"))
             if parameter.requires_grad:
                 sizes += [(each * count, f"optimizer/{name}/{key}") for key in self._flat.elementwise()]
@@ -184,7 +195,7 @@ class SplitState:
                 yield name, tensor
 
     def _ties(self) -> Iterator[tuple[str, str]]:
-        """(second name, first name) of tied parameters."""
+        """Yield (second name, first name) of tied parameters."""
         first = {parameter: name for name, parameter in self._model.named_parameters()}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if first[parameter] != name:
@@ -203,14 +214,14 @@ class SplitState:
         self._set_read(parameter, value)
 
     def _set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """The float32 copy, which is updated."""
+        """Set the float32 copy, which the optimizer updates."""
         if self._stage == 3:
             self._access.safe_set_local_fp32_param(parameter, self._part(parameter, value))
         else:
             self._access.safe_set_full_fp32_param(parameter, value)
 
     def _set_read(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """The one that the forward reads."""
+        """Set the parameter that the forward reads."""
         with self._access.gathered([parameter], self._stage, 0):  # collective under ZeRO 3
             parameter.data.copy_(value)
 
@@ -221,13 +232,16 @@ class SplitState:
             self._access.safe_set_full_optimizer_state(parameter, value, key)
 
     def _part(self, parameter: Any, value: Tensor) -> Tensor:
-        """This rank's slice of the flattened value; the last rank's is filled up with zeros, as ZeRO 3 keeps it."""
+        """Return this rank's slice of the flat value, padded with zeros on the last ranks.
+
+        ZeRO 3 keeps it in this form.
+        """
         each = parameter.ds_tensor.numel()
         flat = torch.nn.functional.pad(value.flatten(), (0, each * self._world.size - value.numel()))
         return flat[self._world.rank * each :][:each]
 
     def _kept(self, value: Tensor, owner: int) -> Tensor:
-        """A DTensor in host memory that lies whole on the rank `owner`, and on no other."""
+        """Return a DTensor in host memory that only the rank `owner` holds, whole."""
         mesh = self._meshes.get(owner)
         if mesh is None:
             # A mesh of one rank communicates nothing: without a backend it costs no process group.
@@ -238,7 +252,7 @@ class SplitState:
         return DTensor.from_local(local, mesh, [Replicate()], shape=value.shape, stride=stride)
 
     def _whole(self, tensor: Tensor, owner: int) -> Tensor:
-        """All of it, on this rank's device."""
+        """Return the whole tensor on this rank's device. Collective for a DTensor."""
         if not isinstance(tensor, DTensor):
             return tensor.to(self._world.device)
         if owner == self._world.rank:
@@ -250,20 +264,20 @@ class SplitState:
 
 
 class _FlatStates:
-    """What ZeRO's optimizer keeps for the flat tensors that it updates, from before its first step on."""
+    """The optimizer state of ZeRO's flat tensors, created before the first step."""
 
     def __init__(self, zero: Any, stage: int) -> None:
         self._zero, self._stage = zero, stage
-        # Before the first step: DeepSpeed itself links those of the first group only, and then believes in all.
+        # Before the first step: DeepSpeed itself links the states of the first group only, and then assumes all.
         self._make_states()
 
     def _states(self) -> dict[Tensor, dict[str, Any]]:
-        """Of the flat tensors that are updated."""
+        """Return the state of each flat tensor that is updated."""
         found: dict[Tensor, dict[str, Any]] = self._zero.optimizer.state
         return found
 
     def parts(self) -> list[Tensor]:
-        """The flat tensors. Raises ConfigError where they are on a disk."""
+        """Return the flat tensors. Raises ConfigError if they are on a disk."""
         if getattr(self._zero, "swap_optimizer", False):
             raise ConfigError(
                 "--optim.ema: zero_optimization.offload_optimizer keeps the weights on nvme; offload them to cpu"
@@ -279,17 +293,17 @@ class _FlatStates:
         return sum(part.numel() for part in self._parts())
 
     def tensors(self) -> list[Tensor]:
-        """Give the float32 weights that this rank updates, with what the optimizer keeps for them, but on a disk."""
+        """Return this rank's float32 weights and their optimizer states, except those on a disk."""
         states = [value for values in self._states().values() for value in values.values() if isinstance(value, Tensor)]
         return [*self._parts(), *states]
 
     def elementwise(self) -> list[str]:
-        """What the optimizer keeps for each element."""
+        """Return the keys of states with one value for each element."""
         flat, values = next(iter(self._states().items()), (torch.empty(0), {}))
         return [key for key, value in values.items() if isinstance(value, Tensor) and value.shape == flat.shape]
 
     def numbers(self) -> dict[str, Tensor]:
-        """What it keeps for all together: its count of steps. 0-dim; a plain number is float64."""
+        """Return the states shared by all elements (the step count), 0-dim; plain numbers as float64."""
         keys, values = self.elementwise(), next(iter(self._states().values()), {})
         return {
             key: value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
@@ -298,7 +312,7 @@ class _FlatStates:
         }
 
     def begin(self, key: str, value: Tensor) -> None:
-        """Fills what the optimizer keeps as `key` with what it begins with."""
+        """Fill a state of the optimizer, named by `key`, with its initial value."""
         begin(self._zero.optimizer, self._zero.optimizer.param_groups[0], {key: value})
 
     def set_number(self, key: str, number: Tensor) -> None:
@@ -309,7 +323,7 @@ class _FlatStates:
                 values[key] = type(values[key])(number.item())
 
     def _make_states(self) -> None:
-        """Makes the optimizer create its states, as its first step would, with the values that they begin with."""
+        """Make the optimizer create its states with their initial values, as its first step would."""
         optimizer = self._zero.optimizer
         flats = self._zero.fp32_partitioned_groups_flat if self._stage == 3 else None
         if flats is not None:
@@ -328,8 +342,8 @@ class DeepSpeed:
     """The engine `deepspeed`.
 
     Raises:
-        ConfigError: no launcher, no package, `--exact`, float64, or a configuration that contradicts a flag, has a key
-            that is not served, or that DeepSpeed itself refuses.
+        ConfigError: no launcher, no package, `--exact`, float64, or a configuration that contradicts a flag, has an
+            unsupported key, or is refused by DeepSpeed.
     """
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
@@ -382,15 +396,18 @@ class DeepSpeed:
         return result
 
     def _factor(self) -> float | Tensor:
-        """What makes a sum of the mean that DeepSpeed exchanges. A scaled loss is as large as in every other engine:
-        there ZeRO gets a scale that is smaller by this, and stage 0 makes up for it after the backward."""
+        """Return the factor that turns the mean exchanged by DeepSpeed into a sum.
+
+        A scaled loss has the same magnitude as in every other engine: there ZeRO gets a scale divided by the ranks,
+        and stage 0 multiplies the gradients after the backward.
+        """
         if self._scaled and not self._split:
             scale: float | Tensor = self._finish.scale
             return scale
         return float(self._world.size)
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        """Nothing: what DeepSpeed has updated cannot be put back."""
+        """Do nothing: DeepSpeed's updates cannot be undone."""
 
     def state_dict(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = self._held.state_dict() if self._split else self._finish.state_dict(self._module)
@@ -404,14 +421,14 @@ class DeepSpeed:
 
 
 class _ZeroStep:
-    """The end of a step under ZeRO: DeepSpeed's own, with lockstep's rates and loss scale."""
+    """End a step under ZeRO: DeepSpeed's step, with lockstep's rates and loss scale."""
 
     def __init__(self, ds: Any, stage: int, settings: Settings, world: World) -> None:
         self._ds, self._zero, self._ranks = ds, ds.optimizer, world.size
         self._groups = [(group, float(group["lr"])) for group in self._zero.param_groups]
         self._scaler = LossScale(settings.loss_scaling) if settings.loss_scaling else None
         self._limit, self._seen = math.inf, math.nan
-        asked = "scaled_global_norm" if stage < 3 else "_get_norm_groups"  # what DeepSpeed asks before it updates
+        asked = "scaled_global_norm" if stage < 3 else "_get_norm_groups"  # DeepSpeed calls it before it updates
         self._norm = getattr(self._zero, asked)
         setattr(self._zero, asked, self._limited_norm)
         self._scale()
@@ -419,7 +436,7 @@ class _ZeroStep:
     def __call__(
         self, factor: float | None, limit: float, momentum: float | None = None, evaluate: Evaluate | None = None
     ) -> StepResult:
-        """One update, without a closure. DeepSpeed skips a step whose gradients are not finite: it waits to see."""
+        """Update once, without a closure. Waits, since DeepSpeed checks for gradients that are not finite."""
         if factor is not None:
             for group, rate in self._groups:
                 group["lr"] = rate * factor
@@ -437,22 +454,24 @@ class _ZeroStep:
         return StepResult(norm, applied)
 
     def _limited_norm(self, *args: Any, **settings: Any) -> Any:
-        """DeepSpeed's own norm, under the loss's scale; infinite, which has it skip the step, above the limit.
+        """Return DeepSpeed's norm; above the limit, infinity, which makes it skip the step.
 
-        Where it finds an overflow before it asks for the norm, the step's norm stays infinite.
+        The norm is under the loss scale. If DeepSpeed finds an overflow before it asks for the norm, the step's norm
+        stays infinite.
         """
         found = self._norm(*args, **settings)  # collective
         groups = [float(norm) for norm in (found if isinstance(found, list) else [found])]  # waits for the device
-        # -1 stands for a norm that is not finite
+        # -1 marks a norm that is not finite
         self._seen = math.inf if min(groups) < 0.0 else math.hypot(*groups) / float(self._zero.loss_scale)
         if self._seen < self._limit:
             return found
         return [found[0] * math.inf] if isinstance(found, list) else math.inf
 
     def _left(self) -> list[Tensor]:
-        """What ZeRO keeps of gradients beyond a step, and takes or adds to where a micro-batch leaves a parameter out.
+        """Return the gradients that ZeRO keeps beyond a step, to be zeroed.
 
-        Under stage 3 its buffer; with offload those of stage 2 by parameter, and those of what is updated.
+        ZeRO would reuse or add to them where a micro-batch does not use a parameter: the buffer of stage 3; with
+        offload, stage 2's gradients by parameter; and those of the updated flat tensors.
         """
         buffer = getattr(self._zero, "grad_partitions_flat_buffer", None)
         groups = getattr(self._zero, "fp32_partitioned_groups_flat", None) or self._zero.single_partition_of_fp32_groups
@@ -487,7 +506,7 @@ def _check(settings: Settings, dtypes: set[torch.dtype]) -> None:
 
 
 def _package(world: World) -> Any:
-    """The package, imported for the device of this run. Raises ConfigError where it is missing or cannot start."""
+    """Import the package for this run's device. Raises ConfigError if it is missing or fails."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     try:
         package: Any = importlib.import_module("deepspeed")
@@ -496,7 +515,7 @@ def _package(world: World) -> Any:
             f"--engine deepspeed needs the package deepspeed ({error.name} is missing): "
             "pip install 'torch-lockstep[deepspeed]'"
         ) from error
-    except Exception as error:  # it looks for compilers and CUDA while it is imported
+    except Exception as error:  # it searches for compilers and CUDA on import
         raise ConfigError(
             f"--engine deepspeed: the package cannot start here: {str(error).splitlines()[0]}; use --engine fsdp"
         ) from error
@@ -518,11 +537,11 @@ def _initialised(package: Any, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def _accessors(package: Any) -> Any:
-    """The functions that read and write what ZeRO has split."""
+    """Return the functions that read and write ZeRO's split state."""
 
     @contextlib.contextmanager
     def gathered(parameters: list[nn.Parameter], stage: int, writer: int | None = None) -> Iterator[None]:
-        """Within, the parameters are whole; what rank `writer` wrote into them is kept."""
+        """Gather the parameters within the context; keep what rank `writer` writes."""
         if stage < 3:
             yield
             return

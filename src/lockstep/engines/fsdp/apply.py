@@ -1,4 +1,8 @@
-"""How `fully_shard` is applied: the mesh, the units, dtypes, offload and prefetch. One function, `shard`."""
+"""Apply `fully_shard`: the mesh, the units, dtypes, offload and prefetch, in `shard`.
+
+`again` prepares a sharded model for a changed set of trained parameters. `UsageCheck` refuses, on older versions of
+torch, an exchange in which ranks used different parameters.
+"""
 
 import os
 from typing import Any, cast
@@ -37,7 +41,7 @@ class UsageCheck:
     Args:
         usage: counts this rank's backwards since the step began.
         world: the ranks.
-        every: whether each micro-batch is exchanged, rather than the sum of a step's micro-batches.
+        every: each micro-batch is exchanged, rather than the sum of a step's micro-batches.
     """
 
     def __init__(self, usage: GradientUsage, world: World, every: bool) -> None:
@@ -45,12 +49,12 @@ class UsageCheck:
         self._first: list[bool] | None = None
 
     def begin(self) -> None:
-        """Start a step."""
+        """Begin a step."""
         self._usage.begin()
         self._first = None
 
     def __call__(self, loss: Tensor) -> None:
-        """Check the backward of `loss`, which has yet to run. One small collective.
+        """Check the backward of `loss` before it runs. One small collective.
 
         Raises:
             ConfigError: on every rank, if the coming exchange would not match.
@@ -69,7 +73,7 @@ class UsageCheck:
             self._refuse(names, "used by some micro-batches of this step and not by others")
 
     def _used(self, loss: Tensor) -> list[bool]:
-        """Tell which parameters will have a gradient after the backward of `loss`."""
+        """Return which parameters will have a gradient after the backward of `loss`."""
         used = [False] * len(self._usage.names) if self._every else self._usage.used()
         if all(used):
             return used
@@ -90,9 +94,9 @@ class UsageCheck:
 
 
 def reached(loss: Tensor) -> set[Tensor]:
-    """Collect the leaves that the backward of `loss` gives a gradient.
+    """Return the leaves that the backward of `loss` gives a gradient.
 
-    What a reentrant activation checkpoint hides is not among them.
+    Excludes what a reentrant activation checkpoint hides.
     """
     seen = {loss.grad_fn}
     todo, found = [loss.grad_fn], set()
@@ -113,7 +117,7 @@ _DTYPES = {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float32
 
 
 def check(settings: Settings, world: World) -> None:
-    """Raises ConfigError for options that this world cannot serve, or that exact mode cannot."""
+    """Raise ConfigError for options that this world, or exact mode, does not support."""
     options = settings.options
     if options.cpu_offload and world.device.type != "cuda":
         raise ConfigError("--engine.cpu-offload frees GPU memory, and this process uses none; leave it out")
@@ -134,12 +138,13 @@ def check(settings: Settings, world: World) -> None:
 
 
 def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
-    """Splits the model in place, on `world.device`, and returns the mesh, whose last dimension is the shards'.
+    """Shard the model in place on `world.device`; return the mesh. Collective.
 
-    Each unit is put on the device and split before the next, so that one whole unit at a time lies there.
+    The shards are the mesh's last dimension. Each unit is moved to the device and sharded before the next, so at most
+    one whole unit is there at a time.
 
     Raises:
-        ConfigError: a sharding that the world cannot form, or parameters that cannot be split.
+        ConfigError: a sharding that the world cannot form, or parameters that cannot be sharded.
     """
     options = settings.options
     mesh = _mesh(options, world)
@@ -149,7 +154,7 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
         check_placeable(model, world)  # collective
     policies: dict[str, Any] = {
         "mesh": mesh,
-        # None: after each block's forward, but not the root's, whose backward would at once gather it again
+        # None: after each block's forward, but not the root's, whose backward would gather it again at once
         "reshard_after_forward": False if options.sharding == "grad-op" else None,
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
     }
@@ -165,10 +170,10 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
 
 
 def again(model: nn.Module) -> DeviceMesh:
-    """Have a model that is split already exchange the gradients of what requires them now, and return its mesh.
+    """Make a sharded model exchange the currently required gradients; return its mesh.
 
-    A unit notes in which dtype its trained parameters are exchanged in its first forward; a unit that had none has
-    noted none.
+    In its first forward a unit records the dtype in which its trained parameters are exchanged; a unit without trained
+    parameters has recorded none.
 
     Raises:
         ConfigError: a unit would train parameters of several dtypes.
@@ -221,7 +226,7 @@ def _check_parameters(model: nn.Module, blocks: BlockUnits) -> None:
             f"--engine fsdp cannot split {turned[0]}, which is not contiguous (channels_last, or a transposed tensor); "
             "make it so, or use --engine ddp"
         )
-    # AdamW and its kin update `view_as_real` of a parameter; of a shard that is a copy, and the shard stays as it was.
+    # AdamW and its kin update `view_as_real` of a parameter; for a shard that is a copy, so the shard never changes.
     complexes = [name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad]
     if complexes:
         raise ConfigError(

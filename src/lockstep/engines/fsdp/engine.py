@@ -1,4 +1,7 @@
-"""FSDP2 (`fully_shard`): parameters, gradients and optimizer states are split over the ranks, block by block."""
+"""FSDP2 (`fully_shard`): parameters, gradients and optimizer states sharded block by block.
+
+`FSDP` is the engine. `ExactReduceScatter` and `ExactNorm` give it the bits of a single process in exact mode.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -33,14 +36,14 @@ __all__ = [
 
 
 def _sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """2-norm of all gradients together, 0-dim on `device`, from the shards of the ranks of `group`."""
+    """Return the 2-norm of all gradients, 0-dim on `device`, from the shards of `group`."""
     squares = combined(norms_of([local_of(gradient) for gradient in gradients])).to(device).square()
     dist.all_reduce(squares, group=group)  # collective
     return squares.sqrt()
 
 
 def _sharded_norms(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
-    """2-norm of each gradient by itself, 0-dim on `device`, from the shards of the ranks of `group`."""
+    """Return each gradient's 2-norm, 0-dim on `device`, from the shards of `group`."""
     if not gradients:
         return []
     squares = torch.stack(norms_of([local_of(gradient) for gradient in gradients])).to(device).square()
@@ -49,10 +52,11 @@ def _sharded_norms(gradients: list[Tensor], group: dist.ProcessGroup, device: to
 
 
 class ExactNorm:
-    """The norm of a single process, bit for bit: each whole gradient's norm is taken by one rank, by the same kernel.
+    """The norm of a single process, bit for bit.
 
-    One all-to-all brings each parameter's shards to the rank that owns it for this purpose; one all-reduce, which adds
-    each norm to zeros, tells all ranks.
+    One rank takes the norm of each whole gradient, with the same kernel. One all-to-all brings each parameter's shards
+    to the rank that owns it for this purpose; one all-reduce, which adds each norm to zeros, gives all ranks the
+    result.
     """
 
     def __init__(self, world: World) -> None:
@@ -62,7 +66,7 @@ class ExactNorm:
         return combined(self.each(gradients))
 
     def each(self, gradients: list[Tensor]) -> list[Tensor]:
-        """The norm of each gradient by itself. Collective."""
+        """Return the norm of each gradient. Collective."""
         if not gradients:
             return []
         owners = shared_out([gradient.numel() for gradient in gradients], self._world.size)
@@ -78,7 +82,7 @@ class ExactNorm:
         return list(table.unbind())
 
     def _gathered(self, gradients: list[Tensor], owners: list[int]) -> list[Tensor]:
-        """This rank's own gradients, whole, in order."""
+        """Return the whole gradients that this rank owns, in order. Collective."""
         wide = max((g.dtype for g in gradients), key=lambda dtype: dtype.itemsize)
         parts = [local_of(gradient).to(wide) for gradient in gradients]
         wholes = gather_rows(parts, [gradient.shape for gradient in gradients], owners)  # collective
@@ -87,13 +91,14 @@ class ExactNorm:
 
 
 class ExactReduceScatter:
-    """FSDP2's reduce-scatter of one unit, in the fixed tree: keeps each micro-batch's flat gradients, talks last.
+    """FSDP2's reduce-scatter of one unit, in the fixed tree.
 
-    A ReduceScatter for `FSDPModule.set_custom_reduce_scatter`, by shape: its base class has no public place.
+    Keeps each micro-batch's flat gradients, and communicates in the step's last call. Implements the interface of
+    `FSDPModule.set_custom_reduce_scatter` without its base class, which is not public.
 
     Attributes:
         slots: calls in each step.
-        last: whether the coming call is the step's last.
+        last: whether the next call is the step's last.
     """
 
     def __init__(self, parts: Subtrees) -> None:
@@ -108,7 +113,7 @@ class ExactReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Takes `input_tensor` [ranks * n] over; at the last call fills `output_tensor` [n] with the sum."""
+        """Take over `input_tensor` [ranks * n]; the last call fills `output_tensor` [n] with the sum."""
         if input_tensor.is_cuda:  # it outlives the call, on this stream
             input_tensor.record_stream(torch.cuda.current_stream())
         place = self._owned.mine.start + self._count
@@ -134,12 +139,13 @@ _WATCH = "_lockstep_output_watch"  # an attribute of the model: the hook on its 
 class FSDP:
     """The engine `fsdp`.
 
-    In exact mode each block's reduce-scatter follows the fixed tree, and the norm is a single process's; a world of one
-    has nothing to split, so there the plain model is taken.
+    In exact mode each block's reduce-scatter follows the fixed tree, and the norm is that of a single process. A world
+    of one has nothing to shard, so it uses the plain model there.
 
     Raises:
         ConfigError: no launcher; a sharding that the world cannot form; CPU offload without a GPU; an option that
-            cannot be exact, with `--exact`; parameters that cannot be split (see `lockstep.engines.fsdp.apply`).
+            cannot be
+            exact, with `--exact`; parameters that cannot be sharded (see `lockstep.engines.fsdp.apply`).
     """
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
@@ -175,7 +181,7 @@ class FSDP:
         _check_held(model, self._update)
         self._sum_plainly()
         self._watch_usage()
-        if watching := vars(model).pop(_WATCH, None):  # of an engine that was here before
+        if watching := vars(model).pop(_WATCH, None):  # from a former engine
             watching.remove()
         vars(model)[_WATCH] = model.register_forward_hook(self._watch_output)
 
@@ -215,7 +221,7 @@ class FSDP:
         return self._update(factor, limit, momentum, evaluate)
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        if self._comms:  # a backward of its own has no place in the tree
+        if self._comms:  # a single backward has no place in the tree
             self._update.rehearse(None)
             return
         self.accumulate(True)
@@ -238,7 +244,7 @@ class FSDP:
             self._within = False
 
     def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Sees to it that no gradient is taken before the backward: FSDP would give parameters back that it needs."""
+        """Refuse gradients taken before the backward: FSDP would reshard parameters that it needs."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -269,7 +275,7 @@ class FSDP:
         self._tree = Tree(exchanged, self._settings.exact, self._world)
 
     def _norms(self, mesh: Any) -> tuple[Any, Any]:
-        """Choose the functions that give the norm of all gradients, and of each."""
+        """Return the functions for the norm of all gradients, and of each."""
         if self._settings.exact:
             exact = ExactNorm(self._world)
             return exact, exact.each
@@ -278,7 +284,7 @@ class FSDP:
         return partial(_sharded_norm, **where), partial(_sharded_norms, **where)
 
     def _set_sync(self, last: bool) -> None:
-        """Whether the coming backward exchanges: asked only where it changes, since it walks over all modules."""
+        """Set whether the next backward exchanges; only on a change, since it visits all modules."""
         root = cast(Any, self.model)
         root.set_is_last_backward(last)
         if self._settings.options.accumulate == "nosync":
@@ -287,20 +293,20 @@ class FSDP:
             root.set_requires_all_reduce(last)
 
     def _sum_plainly(self) -> None:
-        """Gradients are sums, not means; in exact mode in the tree's order."""
+        """Sum gradients instead of averaging; in exact mode in the tree's order."""
         exact = self._settings.exact
         parts = Subtrees(exact, self._world) if exact else None
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # a factor alone takes an operation that gloo has not
+            unit.set_force_sum_reduction_for_comms(True)  # a factor alone needs an operation that gloo lacks
             if parts:
                 self._comms.append(ExactReduceScatter(parts))
                 unit.set_custom_reduce_scatter(self._comms[-1])
 
     def _watch_usage(self) -> None:
-        """Collectives of all ranks line up although one leaves parameters out; the first step says which these are.
+        """Keep collectives aligned when a rank skips parameters; the first step reports these.
 
-        A torch that cannot do that has each exchange checked instead.
+        On a torch that cannot align them, each exchange is checked instead.
         """
         options = self._settings.options
         wish = options.find_unused_parameters
@@ -320,7 +326,7 @@ class FSDP:
             self._check = UsageCheck(self._usage, self._world, every)
 
     def _trained(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole parameter) of what is trained. A unit is gathered for its own alone, and given back after."""
+        """Yield (name, whole parameter) of trained parameters, gathering one unit at a time."""
         for unit in self._units:
             unit.unshard()  # collective
             for name, parameter in self.model.named_parameters():
@@ -329,9 +335,9 @@ class FSDP:
             unit.reshard()
 
     def _drop_unused(self, usage: GradientUsage, backwards: int) -> None:
-        """A parameter that no micro-batch of any rank used has no gradient, rather than zeros, as in one process.
+        """Clear the gradient of a parameter that no rank used, as in one process.
 
-        Asked in every step, since a branch may change in a later one, and zeros would train otherwise without a word.
+        Checked in every step, since a later step may take another branch, and zeros would silently train differently.
         """
         names = [] if self._told else usage.missed(backwards)
         self._told = True
@@ -340,7 +346,7 @@ class FSDP:
                 f"--engine fsdp: {len(names)} parameters are not used by every micro-batch ({listed(names)}); "
                 "one that no rank uses is left alone in that step"
             )
-        if self._check:  # no gradient was made up
+        if self._check:  # no gradient was filled in
             self._check.begin()
             return
         unused = usage.unused()  # collective
@@ -352,7 +358,7 @@ class FSDP:
 
 
 def _check_held(model: nn.Module, update: OptimizerStep) -> None:
-    """Raises where the optimizer has parameters that the sharded model has not: it was made before the sharding."""
+    """Raise ConfigError if the optimizer was built before sharding and holds other parameters."""
     held = set(model.parameters())
     if any(parameter not in held for parameter in update.parameters):
         raise ConfigError(
