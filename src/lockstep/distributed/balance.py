@@ -1,13 +1,13 @@
-"""`--shares auto`: runs of micro-batches by the ranks' measured speed, decided by all ranks alike.
+"""Share out micro-batches by the ranks' measured speed (`--shares auto`), the same on all ranks.
 
     balancer = Balancer(micro_batches=8, ranks=2)
     sharing = Sharing(balancer.at)
     line = balancer.heard(reports, first=20)        # after an exchange; "" but where the shares change
 
-What a unit of work takes a rank is the seconds in which it computed by itself, over the work that it had: both are
-known of every rank alike (see `Report`). A decision is for steps that no rank has asked for yet, so that what was
-loaded ahead stays as it was. Work is a micro-batch, or what the task says of its samples (`Task.work`): then each step
-is cut by its own.
+A rank's cost of a unit of work is the seconds in which it was busy computing, divided by its work. All ranks know both
+for every rank (see `ShareReport`), so they decide alike. A decision applies to steps that no rank has requested yet,
+so micro-batches loaded ahead stay valid. Work is one per micro-batch, or the task's estimate from its samples
+(`Task.work`); then each step is cut by its own work.
 """
 
 import itertools
@@ -38,11 +38,11 @@ __all__ = [
 
 
 class Shares(NamedTuple):
-    """Who computes what of a step.
+    """The micro-batches of a step that each rank computes.
 
     Attributes:
-        runs: by rank, the first and the past-the-last of its micro-batches, which follow each other.
-        slots: by rank, how many forwards it makes; those past the end of its run are empty.
+        runs: by rank, the first and the past-the-last of its consecutive micro-batches.
+        slots: by rank, its number of forwards; those past the end of its run are empty.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -50,25 +50,27 @@ class Shares(NamedTuple):
 
 
 def equal_shares(micro_batches: int, ranks: int) -> Shares:
-    """ceil(M / ranks) slots on every rank, so that collectives within a forward line up."""
+    """Give every rank ceil(M / ranks) slots, so that collectives within a forward line up."""
     each = -(-micro_batches // ranks)
     ends = [min(rank * each, micro_batches) for rank in range(ranks + 1)]
     return Shares(tuple(itertools.pairwise(ends)), (each,) * ranks)
 
 
 def given_shares(counts: Sequence[int]) -> Shares:
-    """So many micro-batches on each rank, and no empty slot."""
+    """Give each rank this number of micro-batches, without empty slots."""
     return Shares(tuple(itertools.pairwise(itertools.accumulate(counts, initial=0))), tuple(counts))
 
 
 @final
 class Sharing:
-    """Who computes what, step by step: what loads the micro-batches asks for a step to come, an engine for the present.
+    """The shares of each step.
+
+    The loader asks for the shares of future steps, an engine for those of the current one.
 
     Attributes:
-        at: step -> its shares; always the same ones for a step, and the same on every rank.
-        guess: the same, but those of a step to come may still change: for who only looks ahead.
-        step: the present one, which the step loader says.
+        at: step -> its shares; constant for a step, and the same on every rank.
+        guess: the same, but shares of a future step may still change; for callers that only look ahead.
+        step: the current step, set by the step loader.
     """
 
     def __init__(self, at: Callable[[int], Shares], guess: Callable[[int], Shares] | None = None) -> None:
@@ -76,26 +78,27 @@ class Sharing:
 
     @property
     def now(self) -> Shares:
-        """Those of the present step."""
+        """The shares of the current step."""
         return self.at(self.step)
 
 
 _Numbers = NDArray[np.float64]
 
-_BAND = 64  # runs up to this length are all tried; longer ones up to twice what the rank's speed says
+_BAND = 64  # all runs up to this length are tried; longer ones up to twice the fair length for the rank's speed
 
 
 def cut(works: Sequence[float], costs: Sequence[float], most: Sequence[int] = ()) -> Shares:
-    """The runs of which the longest takes least; of several such cuts the one whose loads are most alike.
+    """Cut micro-batches into runs so that the slowest rank's load is smallest.
 
-    Found by dynamic programming over the ranks, the "linear partition" of Kleinberg and Tardos, twice: first the least
-    possible longest load, then among the cuts within it the least sum of squared loads. Only numbers decide, by
-    operations that are the same on every processor, so all ranks that are given the same find the same.
+    Among such cuts, it picks the one with the most equal loads. Dynamic programming over the ranks (the "linear
+    partition" problem of Kleinberg and Tardos) runs twice: first for the smallest possible largest load, then, within
+    it, for the smallest sum of squared loads. Only operations that are the same on every processor decide, so ranks
+    with the same arguments find the same cut.
 
     Args:
-        works: of each micro-batch, in any unit, above 0; M of them, at least as many as ranks.
-        costs: by rank, what a unit of work takes it, above 0.
-        most: by rank, micro-batches that it may have at most, M in all or more; (): as many as there are.
+        works: work of each micro-batch, in any unit, above 0; M of them, at least as many as ranks.
+        costs: by rank, its time for a unit of work, above 0.
+        most: by rank, its largest number of micro-batches, M in all or more; (): no limit.
     """
     count = len(works)
     ends = np.array(list(itertools.accumulate(works, initial=0.0)))
@@ -109,7 +112,7 @@ def cut(works: Sequence[float], costs: Sequence[float], most: Sequence[int] = ()
     for cost, width in zip(costs, widths, strict=True):
         load = cost * _work(ends, width)
         total = _before(best, width) + np.where(load <= limit, load * load, np.inf)
-        shortest = total[:, ::-1].argmin(axis=1)  # of equal ones
+        shortest = total[:, ::-1].argmin(axis=1)  # the shortest of equally good runs
         best = total[np.arange(count + 1), width - 1 - shortest]
         choices.append(shortest + 1)
     slots, end = [], count
@@ -121,12 +124,12 @@ def cut(works: Sequence[float], costs: Sequence[float], most: Sequence[int] = ()
 
 
 def loads(works: Sequence[float], costs: Sequence[float], shares: Shares) -> list[float]:
-    """By rank, what its run takes it."""
+    """Return, by rank, the time of its run."""
     return [cost * math.fsum(works[a:b]) for cost, (a, b) in zip(costs, shares.runs, strict=True)]
 
 
 def _widths(count: int, costs: Sequence[float], most: Sequence[int]) -> list[int]:
-    """The longest run that is tried on each rank: for many micro-batches all lengths would take too long."""
+    """Return the longest run to try on each rank: trying all lengths would take too long."""
     speed = sum(1.0 / cost for cost in costs)
     fair = [math.ceil(2.0 * count / (cost * speed)) for cost in costs]
     found = [min(count, own, max(_BAND, each)) for own, each in zip(most, fair, strict=True)]
@@ -134,32 +137,35 @@ def _widths(count: int, costs: Sequence[float], most: Sequence[int]) -> list[int
 
 
 def _before(values: _Numbers, width: int) -> _Numbers:
-    """[count + 1, width]: row j has the values at j - width .. j - 1, where a run that ends at j may begin."""
+    """Return [count + 1, width]: row j has the values at j - width .. j - 1.
+
+    There a run that ends at j may begin.
+    """
     return sliding_window_view(np.concatenate([np.full(width, np.inf), values[:-1]]), width)
 
 
 def _work(ends: _Numbers, width: int) -> _Numbers:
-    """[count + 1, width]: the work of the runs that end at j and begin there; inf for what is no run."""
+    """Return [count + 1, width]: the work of runs that end at j; inf for impossible ones."""
     padded = np.concatenate([np.full(width, -np.inf), ends[:-1]])
     work: _Numbers = ends[:, None] - sliding_window_view(padded, width)
     return work
 
 
-GAIN = 0.05  # a change must make the steps so much shorter, as a share, in two windows of measurements in a row
-_REPORTS, _STEPS, _ENOUGH = 4, 8, 64  # in a window, at least; so many steps are enough with any number of reports
-_COMPARED = 16  # steps of a window, the last ones, whose lengths under old and new shares are compared
-_CUTS = 1024  # that are remembered: a device's seconds are known late
+GAIN = 0.05  # a change must shorten the steps by this fraction, in two windows of measurements in a row
+_REPORTS, _STEPS, _ENOUGH = 4, 8, 64  # at least, in a window; _ENOUGH steps suffice with any number of reports
+_COMPARED = 16  # last steps of a window, whose times under old and new shares are compared
+_CUTS = 1024  # cached, since a device's seconds are known late
 
 
 class ShareReport(NamedTuple):
-    """What a rank tells of itself at an exchange, in all since the start.
+    """A rank's measurements at an exchange, in total since the start.
 
     Attributes:
-        steps: of which the seconds below are known.
-        data: seconds of loading, without those of waiting for others.
+        steps: number of steps that the seconds below cover.
+        data: seconds of loading, without waiting for others.
         forward: seconds of all forwards.
-        backward: seconds of all backwards but each step's last one, in which ranks wait for each other.
-        check: of the shares of the steps that the exchange is for; the same on every rank, or they would drift apart.
+        backward: seconds of all backwards except each step's last, in which ranks wait for each other.
+        check: checksum of the shares of the steps that the exchange covers; equal on every rank unless they diverge.
     """
 
     steps: float
@@ -170,7 +176,7 @@ class ShareReport(NamedTuple):
 
 
 class _CutRule(NamedTuple):
-    """How steps from `first` on are cut, until the next rule."""
+    """How to cut the steps from `first` on, until the next rule."""
 
     first: int
     costs: tuple[float, ...]
@@ -178,7 +184,7 @@ class _CutRule(NamedTuple):
 
 
 class _Throughput(NamedTuple):
-    """Seconds per unit of work; `backward` None where each step had one micro-batch alone."""
+    """Seconds per unit of work; `backward` is None if each step had one micro-batch only."""
 
     data: float
     forward: float
@@ -187,15 +193,15 @@ class _Throughput(NamedTuple):
 
 @final
 class Balancer:
-    """Measures and decides. The same on every rank, since all are told the same.
+    """Measures the ranks' speed and decides their shares. The same on every rank, given the same reports.
 
     Args:
         micro_batches: M.
-        ranks: how many; at most M.
+        ranks: number of ranks; at most M.
         start: the first step.
-        works: step -> the work of each of its M micro-batches, above 0; None: all alike.
-        state: what `state` was before a resume; another number of ranks begins anew.
-        most: by rank, micro-batches that it may have at most; (): as many as there are.
+        works: step -> the work of each of its M micro-batches, above 0; None: all equal.
+        state: the `state` before a resume; ignored if the number of ranks differs.
+        most: by rank, its largest number of micro-batches; (): no limit.
 
     Attributes:
         by_length: whether each step is cut by its own work.
@@ -225,15 +231,18 @@ class Balancer:
         self._base: Sequence[ShareReport] = ()
         self._window: list[list[_Throughput]] = []
         self._covered: list[int] = []  # steps of the window
-        self._called: tuple[float, ...] = ()  # costs of the window before, where they called for a change
+        self._called: tuple[float, ...] = ()  # costs of the former window, if they called for a change
 
     def at(self, step: int) -> Shares:
-        """The shares of a step: the same ones whenever it is asked for."""
+        """Return the shares of a step, the same on every call."""
         self._asked = max(self._asked, step)
         return self._at(step)
 
     def guess(self, step: int) -> Shares:
-        """The shares of a step as they would be by what is decided now; those of a step ahead may still change."""
+        """Return the shares of a step as decided now.
+
+        Those of a future step may still change.
+        """
         if self._works is None or step in self._cuts:
             return self._at(step)
         rule = self._rule(step)
@@ -241,40 +250,43 @@ class Balancer:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """By rank, what a unit of work takes it, as decided last."""
+        """By rank, its time for a unit of work, as last decided."""
         return self._rules[-1].costs
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a resume begins with: numbers for JSON."""
+        """The state that a resume needs: numbers for JSON."""
         return {"costs": list(self.costs), "most": list(self._rules[-1].most)}
 
     def check(self, first: int, stop: int) -> float:
-        """A number that ranks whose shares of the steps first .. stop - 1 differ do not have in common."""
+        """Return a checksum of the shares of the steps first .. stop - 1, to compare across ranks."""
         runs = dict.fromkeys(self.at(step).runs for step in range(first, stop))
         return float(zlib.crc32(repr(list(runs)).encode()))
 
     def relieves(self, rank: int, step: int) -> bool:
-        """Whether a rank that is slow in `step` could be given less."""
+        """Whether a rank that is slow in `step` could be given less work."""
         return self._at(step).slots[rank] > 1
 
     def bound(self, most: Sequence[int], first: int) -> None:
-        """From the step `first` on, micro-batches that each rank may have at most."""
+        """Limit each rank's micro-batches from the step `first` on."""
         self._add(_CutRule(first, self.costs, tuple(most)))
 
     def heard(self, reports: Sequence[ShareReport], first: int) -> str:
-        """Takes what each rank told; where the shares change, one line that says so, else "".
+        """Process all ranks' reports, and change the shares if that pays.
 
         Args:
             reports: by rank.
-            first: the earliest step that no rank has asked for yet: from there on the shares may change.
+            first: the earliest step that no rank has requested yet; shares may change from there on.
+
+        Returns:
+            A line for the log if the shares change, else "".
 
         Raises:
-            LockstepError: the ranks do not share out the coming steps alike.
+            LockstepError: the ranks' shares of the coming steps differ.
         """
         check_alike([report.check for report in reports])
         if not self._base:
-            self._base = reports if all(report.forward > 0.0 for report in reports) else ()  # a run warms up till then
+            self._base = reports if all(report.forward > 0.0 for report in reports) else ()  # a run warms up
         elif all(_later(*pair) for pair in zip(self._base, reports, strict=True)):
             self._measure(self._base, reports)
             self._base = reports
@@ -319,7 +331,7 @@ class Balancer:
         return range(self._start + int(old.steps), self._start + int(new.steps))
 
     def _judged(self, costs: tuple[float, ...], steps: list[int], first: int) -> str:
-        """Whether two windows in a row call for a change; their mean is what is decided by."""
+        """Change the shares, by the mean of two windows, if both in a row call for it."""
         before, self._called = self._called, ()
         if not self._gains(costs, steps):
             return ""
@@ -333,10 +345,10 @@ class Balancer:
         return self._described()
 
     def _gains(self, costs: tuple[float, ...], steps: list[int]) -> bool:
-        """Whether shares by these costs would make such steps shorter by GAIN than those that were decided last."""
+        """Whether these costs shorten the steps by at least GAIN, compared with the current rule."""
         rule = self._rules[-1]
         changes = [new / old for new, old in zip(costs, rule.costs, strict=True)]
-        if max(changes) <= (1.0 + GAIN) * min(changes):  # then no cut can be better by so much
+        if max(changes) <= (1.0 + GAIN) * min(changes):  # then no cut can gain that much
             return False
         old, new = 0.0, 0.0
         for work in {id(work): work for work in map(self._work, steps)}.values():
@@ -367,7 +379,7 @@ class Balancer:
 
 
 def check_alike(checks: Sequence[float]) -> None:
-    """Raises LockstepError where ranks have found another number than others (see `Balancer.check`)."""
+    """Raise LockstepError if the ranks' checksums differ (see `Balancer.check`)."""
     if len(set(checks)) > 1:
         raise LockstepError(
             "--shares auto: the ranks share out the coming steps differently; the task's `work` must say the same "
@@ -376,15 +388,15 @@ def check_alike(checks: Sequence[float]) -> None:
 
 
 def _later(old: ShareReport, new: ShareReport) -> bool:
-    """Whether something was measured since: a device's seconds are known where its clock is read."""
+    """Whether a new measurement arrived: a device's times are known once its clock is read."""
     return new.steps > old.steps and new.forward > old.forward
 
 
 def _costs(window: list[list[_Throughput]]) -> tuple[float, ...]:
-    """By rank, the seconds that a unit of work takes: the medians of a window, for what disturbs a rank once.
+    """Return, by rank, seconds per unit of work: medians of a window, to ignore single delays.
 
-    Of a rank with one micro-batch alone in each step no backward is known: it is as much longer than the forward as
-    those of the others are.
+    A rank with one micro-batch in each step has no known backward: its ratio to the forward is taken from the other
+    ranks.
     """
     ranks = [[measured[rank] for measured in window] for rank in range(len(window[0]))]
     forward = [median(each.forward for each in own) for own in ranks]

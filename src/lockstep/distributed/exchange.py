@@ -1,4 +1,4 @@
-"""The step exchange: the one small, regular exchange of all ranks.
+"""Exchange the few numbers that all ranks need about the coming steps.
 
     exchange = StepExchange(world, ahead=step_loader.items, constant=None)
     items = exchange.global_items(step)     # of the whole step, over all ranks
@@ -7,11 +7,11 @@
     ...                                     # the optimizer's step, meanwhile
     stop_agreed = exchange.receive()        # what all ranks do after this step
 
-One all-gather of a few numbers on a CPU group of its own, under way while the optimizer steps. It carries the items of
-the coming steps, how many steps there are, the request to stop, and the seconds in which this rank was busy itself. It
-takes place every step where items are ragged and steps are long enough for it to cost nothing, else every few steps;
-how many, all ranks derive from the same exchanged numbers. A request that comes before the last backward of a long step
-ends the run after that step.
+One all-gather of a few numbers on its own CPU group, while the optimizer steps. It carries the items of the coming
+steps, the number of steps, the stop request, and the seconds in which this rank was busy. It runs in every step if
+items are ragged and steps are long enough to hide it, else every few steps; all ranks derive the interval from the
+same numbers. A stop request before the last backward of a long step ends the run after that step. `gather_rows` and
+`scatter_rows` move tensors between shards and their owners.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ Shapes = Sequence[Sequence[int]]
 
 
 def shared_out(costs: Sequence[float], ranks: int) -> list[int]:
-    """For each cost a rank: the largest first, each to the rank that has least. The same wherever it is asked."""
+    """Assign each cost to a rank, largest first, each to the least loaded. Deterministic."""
     loads, owners = [0.0] * ranks, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda k: -costs[k]):
         owners[index] = loads.index(min(loads))
@@ -60,13 +60,13 @@ def shared_out(costs: Sequence[float], ranks: int) -> list[int]:
 def gather_rows(
     parts: Sequence[Tensor], shapes: Shapes, owners: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
-    """The tensors that this rank owns, whole, each in memory of its own. One all-to-all.
+    """Return the tensors that this rank owns, whole, in new memory. One all-to-all.
 
     Args:
         parts: this rank's rows of every tensor, of one dtype and device.
         shapes: of the whole tensors.
-        owners: for each a rank within `group`.
-        group: of the ranks that share the rows; None: all.
+        owners: each tensor's owner, a rank within `group`.
+        group: the ranks that share the rows; None: all.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     order = _by_owner(owners, ranks)
@@ -89,12 +89,12 @@ def scatter_rows(
     like: Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """This rank's rows of every tensor, from the owners' whole ones. One all-to-all.
+    """Return this rank's rows of every tensor, from the owners' whole ones. One all-to-all.
 
     Args:
         wholes: those that this rank owns, in order, of the dtype and device of `like`.
         shapes, owners, group: as for `gather_rows`.
-        like: gives dtype and device, also where this rank owns none.
+        like: gives dtype and device, even if this rank owns none.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     order = _by_owner(owners, ranks)
@@ -116,30 +116,30 @@ def _by_owner(owners: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _rows(shape: Sequence[int], rank: int, ranks: int) -> int:
-    """How many rows of a tensor lie on `rank`: as torch.chunk cuts, ceil(n / ranks) each."""
+    """Return the number of a tensor's rows on `rank`: ceil(n / ranks) each, as torch.chunk cuts."""
     each = -(-shape[0] // ranks)
     return max(0, min(each, shape[0] - rank * each))
 
 
 def _held(shape: Sequence[int], rank: int, ranks: int) -> int:
-    """Elements of a tensor that lie on `rank`."""
+    """Return the number of a tensor's elements on `rank`."""
     return _rows(shape, rank, ranks) * torch.Size(shape[1:]).numel()
 
 
-# An exchange wakes a thread, which costs a 2 ms step a third of its time: never more often than this.
+# An exchange wakes a thread, which costs a third of a 2 ms step, so it never runs more often than this.
 RAGGED_SECONDS = 0.02
-# Where it carries no items it is only to agree on stopping.
+# Without items it only serves to agree on stopping.
 STEADY_SECONDS = 0.25
 MOST_STEPS = 16
 _HEADER = 6  # request to stop, seconds per step, the run's last step as this rank sees it, and its busy seconds
 
 
-# Requests in order of urgency: to take somebody in, and to stop.
+# Requests in order of urgency: to admit a new process, and to stop.
 CONTINUE, REGROUP, STOP, SAVE_AND_END, INTERRUPT, SAVE_FAILED = range(6)
 
 
 class BusySeconds(NamedTuple):
-    """Seconds per step in which a rank was busy itself, not waiting: with data, with computing, with writing."""
+    """Seconds per step in which a rank was busy, by activity; waits do not count."""
 
     data: float = 0.0
     computing: float = 0.0
@@ -147,8 +147,11 @@ class BusySeconds(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """An exchange under way: the first step it is for, how many steps it covers, where its rows arrive, and the place
-    of the items in them."""
+    """An exchange under way.
+
+    Its first step, the number of steps that it covers, the handle, the buffers of its rows, and the index of the items
+    in them.
+    """
 
     due: int
     length: int
@@ -158,7 +161,10 @@ class _Flight(NamedTuple):
 
 
 class _Received(NamedTuple):
-    """What the last exchange said: items of `length` steps from `first` on, and how many the next shall cover."""
+    """The result of the last exchange.
+
+    Items of `length` steps from `first` on, and the number of steps that the next exchange covers.
+    """
 
     first: int
     length: int
@@ -167,27 +173,30 @@ class _Received(NamedTuple):
 
 
 class StepExchange:
-    """What the ranks know of each other's coming steps.
+    """The regular exchange of the ranks about their coming steps.
 
     Args:
         world: the ranks.
-        ahead: this rank's items in a coming step, added up without rounding, 0 past the last; may load data.
-        constant: the items of any step over all ranks where that is known without asking; else None.
+        ahead: returns this rank's items in a coming step, summed without rounding, 0 past the last; may load data.
+        constant: returns the items of any step over all ranks if known without an exchange; else None.
         last: the step after which this rank has no more work; 0: not known.
-        busy: seconds in which this rank was busy so far, in all, waiting for the others in the data included; asked at
-            each exchange, which tells the others what it makes a step.
-        further: (step, stop, seconds waited so far) -> more numbers, as many on every rank, told with the items of the
-             steps step .. stop - 1.
-        outlives: the run goes on after the loss of a rank. Where one is lost while the exchange after a step is under
-            way, that step comes to its end first.
-        measured: how many steps the busy seconds are of, where a device tells of a step after it; None: of all.
+        busy: returns the total seconds in which this rank was busy, including waits for others within the data; called
+            at
+            each exchange, which sends the seconds per step.
+        further: (step, stop, seconds waited so far) -> more numbers, the same count on every rank, sent with the items
+            of
+            the steps step .. stop - 1.
+        outlives: the run continues after the loss of a rank. If one is lost during the exchange after a step, that
+            step is
+            finished first.
+        measured: returns the number of steps that the busy seconds cover, if a device reports a step late; None: all.
 
     Attributes:
-        progress: where this process stands; kept at every step.
-        taken: steps that the engine's state holds; kept by the loop.
-        waited: seconds spent in waiting for the other ranks, in all.
-        heard: what the last exchange said of each rank; [] in a world of one.
-        also: what `further` said on each rank.
+        progress: of this process; updated at every step.
+        taken: number of steps in the engine's state; kept by the loop.
+        waited: total seconds spent waiting for other ranks.
+        heard: busy seconds of each rank from the last exchange; [] in a world of one.
+        also: the result of `further` on each rank.
         count: exchanges received.
     """
 
@@ -204,7 +213,7 @@ class StepExchange:
     ) -> None:
         self._world, self._ahead, self._constant, self._last, self._spent = world, ahead, constant, last, busy
         self._further = further
-        self._told, self._told_at = BusySeconds(), 0  # busy seconds by the step at which they were told last
+        self._told, self._told_at = BusySeconds(), 0  # busy seconds at the last exchange, and its step
         self._measured, self._said = measured, BusySeconds()
         self._outlives = outlives
         self._failed: PeerError | None = None
@@ -218,19 +227,24 @@ class StepExchange:
         self._stop_request = self._stop_agreed = CONTINUE
         self._flight: _Flight | None = None
         self._received = _Received(0, 0, [], 1)
-        self._busy, self._steps = 0.0, 0  # of the steps since the last exchange
+        self._busy, self._steps = 0.0, 0  # over the steps since the last exchange
         self._since: float | None = None
 
     @property
     def until(self) -> int:
-        """The first step that no exchange was for yet: of those before it, items may have been asked for."""
+        """The first step that no exchange has covered.
+
+        Items of earlier steps may have been read.
+        """
         return self._received.first + self._received.length
 
     def global_items(self, step: int) -> float:
-        """Items of `step`, over all ranks: the same bits however they are shared out. To be called once for every step.
+        """Return the items of `step` over all ranks, in the same bits for any sharing.
+
+        Call once for every step.
 
         Raises:
-            PeerError: another rank did not answer within the timeout.
+            PeerError: another rank did not respond within the timeout.
             LockstepError: the ranks have work for different numbers of steps.
         """
         self.progress.at(step, COMPUTING)
@@ -238,7 +252,7 @@ class StepExchange:
             raise self._failed
         if self._world.size == 1:
             return self._constant(step) if self._constant else number(self._ahead(step))
-        if step >= self._received.first + self._received.length:  # the first step: nobody sent anything before it
+        if step >= self._received.first + self._received.length:  # the first step: nothing was sent before it
             self._flight = self._flight or self._issue(step, self._received.next_length)
             self.receive()
         now = time.perf_counter()
@@ -248,18 +262,18 @@ class StepExchange:
         return self._constant(step) if self._constant else self._received.items[step - self._received.first]
 
     def send(self, step: int) -> None:
-        """Tells the others what they must know before the next step, where that is due; waits for nobody.
+        """Start the exchange for the next steps, if it is due. Does not wait.
 
-        To be called once for every step, after its last backward; may load the data of the next.
+        Call once for every step, after its last backward; may load the data of the next.
         """
         if self._group is not None and step == self._received.first + self._received.length - 1:
             self._flight = self._issue(step + 1, self._received.next_length)
 
     def receive(self) -> int:
-        """What all ranks do after the present step: CONTINUE, or the most urgent request. Waits for what was sent.
+        """Return what all ranks do after this step: CONTINUE, or the most urgent request. Waits.
 
         Raises:
-            PeerError: another rank did not answer within the timeout.
+            PeerError: another rank did not respond within the timeout.
             LockstepError: the ranks have work for different numbers of steps.
         """
         if self._world.size == 1:
@@ -272,27 +286,33 @@ class StepExchange:
             except PeerError as error:
                 if not self._outlives:
                     raise
-                self._failed, self._flight = error, None  # the step was taken: what follows it may need nobody else
+                self._failed, self._flight = error, None  # the step is applied: what follows may need no other rank
             self.progress.at(at, COMPUTING)
         return self._stop_agreed
 
     def stop(self, stop_request: int) -> None:
-        """Asks all ranks to end; safe in a signal handler. `receive` returns the most urgent, on all in one step."""
+        """Request that all ranks stop; safe in a signal handler.
+
+        `receive` returns the most urgent request, in the same step on all ranks.
+        """
         self._stop_request = max(self._stop_request, stop_request)
 
     @property
     def stop_request(self) -> int:
-        """What this rank asks for."""
+        """This rank's request."""
         return self._stop_request
 
     def totals(self, values: list[float]) -> list[float]:
-        """Each value summed over the ranks, in rank order, in float64; waits for all ranks. Used where one logs."""
+        """Sum each value over the ranks in float64, in rank order. Waits for all ranks; used for logging."""
         if self._world.size == 1:
             return values
         return [math.fsum(column) for column in zip(*self.rows(values), strict=True)]
 
     def rows(self, values: list[float]) -> list[list[float]]:
-        """The values of each rank, as many on each, in rank order; waits for all ranks."""
+        """Return the values of each rank, in rank order. Waits for all ranks.
+
+        Every rank passes the same number of values.
+        """
         if self._world.size == 1:
             return [values]
         rows = self._buffers(len(values))
@@ -309,17 +329,17 @@ class StepExchange:
         row += (further := self._further(due, due + length, self.waited))
         if not self._constant:
             coming = [parts(self._ahead(due + k) if k < length else 0) for k in range(MOST_STEPS)]
-            row += [part for column in zip(*coming, strict=True) for part in column]  # MOST_STEPS of each part
+            row += [part for column in zip(*coming, strict=True) for part in column]  # MOST_STEPS numbers of each part
         rows = self._buffers(len(row))
         sent = torch.tensor(row, dtype=torch.float64)
         work = dist.all_gather(rows, sent, group=self._group, async_op=True)  # collective
         return _Flight(due, length, work, rows, _HEADER + len(further))
 
     def _busy_seconds(self) -> BusySeconds:
-        """Busy seconds per step since this was told last; to wait for the others is no work."""
-        now = self._spent()  # before the steps that it is of are counted
+        """Return the busy seconds per step since the last exchange, without waits for others."""
+        now = self._spent()  # read before counting the steps that it covers
         step = self._measured() if self._measured else self.progress.step
-        if self._measured and self._told_at and step == self._told_at:  # no step has come to its end since
+        if self._measured and self._told_at and step == self._told_at:  # no step has ended since
             return self._said
         now = now._replace(data=now.data - self.waited)
         steps = max(1, step - self._told_at)
@@ -328,7 +348,7 @@ class StepExchange:
         return self._said
 
     def close(self) -> None:
-        """Lets the exchange under way come to its end and gives the group back; all ranks stand at the same step."""
+        """Finish the exchange under way and destroy the group. All ranks must be at the same step."""
         if self._flight:
             with contextlib.suppress(RuntimeError):
                 self._flight.work.wait()
@@ -338,7 +358,7 @@ class StepExchange:
             self._group = None
 
     def left(self) -> "dist.ProcessGroup | None":
-        """Hands out the group, to be left after the loss of a rank (see `World.forsake`); waits for nobody."""
+        """Give up the group after the loss of a rank (see `World.forsake`). Does not wait."""
         group, self._group, self._flight = self._group, None, None
         return group
 
@@ -361,12 +381,12 @@ class StepExchange:
         return _Received(flight.due, flight.length, items, self._rule(max(row[1] for row in rows)))
 
     def broken(self) -> bool:
-        """Whether the exchange under way has failed already, though nobody waited for it yet. For another thread."""
+        """Whether the exchange under way has failed already. For use by another thread."""
         flight = self._flight
         if flight is None or not flight.work.is_completed():
             return False
         try:
-            flight.work.wait()  # is over: returns at once, or raises
+            flight.work.wait()  # completed: returns at once, or raises
         except RuntimeError:
             return True
         return False
@@ -380,7 +400,10 @@ class StepExchange:
 
 
 def _check_even(lasts: list[int], step: int) -> None:
-    """Raises where the ranks have work for different numbers of steps: they would wait for each other."""
+    """Raise LockstepError if the ranks have work for different numbers of steps.
+
+    They would wait for each other.
+    """
     if min(lasts) != max(lasts):
         counts = ", ".join(f"{rank_label(rank)} has {last}" for rank, last in enumerate(lasts))
         raise LockstepError(

@@ -1,11 +1,10 @@
-"""Why a process of a run failed: written by the process, read by what launched it, the first one told to the person.
+"""Record why a process failed; its launcher reports the first failure to the user.
 
-    note(error)                             in the failing process, where a launcher gave it a file for that; True
-                                            where `lockstep launch` itself says this error
-    Failure.read(rank, code, path, place, seen)     in the launcher, of a process that has ended
-    first([...])                            the one that the others followed from
+    note(error)                             # in the failing process; True if `lockstep launch` reports this error
+    ProcessFailure.read(rank, code, path, place, seen)      # in the launcher, after the process has ended
+    first([...])                            # the failure that caused the others
 
-The file is torch's own error file (TORCHELASTIC_ERROR_FILE), so that plain torchrun shows the message too.
+The note goes to torch's own error file (TORCHELASTIC_ERROR_FILE), so plain torchrun shows the message too.
 """
 
 import contextlib
@@ -36,28 +35,28 @@ __all__ = [
 ]
 
 
-_LIMIT = 1 << 20  # bytes of a note that are believed
-_HOOKED: list[Any] = []  # what showed the errors of this program that nobody caught
-_NOTED: list[BaseException] = []  # the error of this process that was noted
+_LIMIT = 1 << 20  # largest number of bytes read from a note
+_HOOKED: list[Any] = []  # the former excepthook
+_NOTED: list[BaseException] = []  # the error of this process that has a note
 
 
-_LOGS: list[Path] = []  # the file that has the whole traceback
+_LOGS: list[Path] = []  # the file with the whole traceback
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessFailure:
-    """One process's end.
+    """The end of one process.
 
     Attributes:
         rank: of the process, among those that train together.
         code: its exit code; negative: the signal that killed it.
-        message: its own last word; "" where it could not say any.
-        follows: it only lost the others, or relays what another rank says.
+        message: the message that it left; "" if none.
+        follows: it only lost the others, or relays another rank's error.
         when: seconds since 1970.
-        place: where it last stood.
-        shared: all ranks found the same together.
-        origin: the class of its error and the line of code that raised it; "" where it could not say.
-        names_nobody: it lost the others and does not say which.
+        place: its last known progress.
+        shared: all ranks found this error together.
+        origin: the class of its error and the line of code that raised it; "" if unknown.
+        names_nobody: it lost the others and does not know which.
         at_start: its rank when the launcher started it; None: the same.
     """
 
@@ -74,13 +73,16 @@ class ProcessFailure:
 
     @classmethod
     def read(cls, rank: int, code: int, path: Path, place: RankProgress | None, seen: float) -> "ProcessFailure":
-        """The failure of a process that ended with `code`, from the note that it may have left at `path`."""
+        """Read the failure of a process that ended with `code`.
+
+        `path` may have its note.
+        """
         note: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             note = dict(json.loads(path.read_bytes()[:_LIMIT])["lockstep"])
         message, when = str(note.get("line", "")), note.get("when")
         follows = bool(note.get("follows"))
-        if code < 0 and isinstance(note.get("code"), int):  # it had said why, and crashed or was ended on its way out
+        if code < 0 and isinstance(note.get("code"), int):  # it left a note, then crashed or was killed on its way out
             code = note["code"]
         return cls(
             rank,
@@ -94,9 +96,10 @@ class ProcessFailure:
         )
 
     def repeats(self, other: "ProcessFailure") -> bool:
-        """Whether the same line of code raised both in the same step: another try would end alike.
+        """Whether the same line of code raised both in the same step.
 
-        The loss of another rank, and a storage that did not answer, are not the line's fault.
+        Then another try would fail in the same way. Excludes the loss of another rank and storage that did not
+        respond, which are not the line's fault.
         """
         if self.follows or self.code == StorageError.exit_code:
             return False
@@ -104,7 +107,7 @@ class ProcessFailure:
         return bool(self.origin) and (self.origin, step) == (other.origin, before)
 
     def __str__(self) -> str:
-        at = f"at {self.place}" if self.place else "before step 0"  # where it never told its place
+        at = f"at {self.place}" if self.place else "before step 0"  # if it never recorded its place
         who = rank_label(self.rank, self.at_start)
         if self.message and (self.follows or self.shared):
             return self.message if re.search(r"step \d", self.message) else f"{at}: {self.message}"
@@ -119,27 +122,35 @@ class ProcessFailure:
 
 
 def first(failures: Iterable[ProcessFailure]) -> ProcessFailure:
-    """The failure from which the others followed: the earliest that is not itself the loss of another rank."""
+    """Return the failure that caused the others.
+
+    It is the earliest that is not itself the loss of another rank.
+    """
     return min(failures, key=lambda failure: (failure.follows, failure.when))
 
 
 def described(error: BaseException) -> str:
-    """Describe an error on its own rank: one of lockstep's by its line, any other by place, class and text."""
+    """Describe an error on its own rank.
+
+    One of lockstep's by its line, any other by place, class and text.
+    """
     if isinstance(error, LockstepError):
         return str(error)
     return f"at {Progress.present() or 'the start'}: {error_line(error)}"
 
 
 def note_log(path: Path) -> None:
-    """Note the file to which the traceback of this process's error was written."""
+    """Remember the file with the traceback of this process's error."""
     _LOGS[:] = [path]
 
 
 def note(error: BaseException) -> bool:
-    """Leaves word of `error` for the launcher; does nothing where none asked for it, or where it cannot be written.
+    """Leave a note of `error` for the launcher.
+
+    Does nothing if no launcher requested it, or if it cannot be written.
 
     Returns:
-        Whether this is bad input that `lockstep launch` now says, once for all processes, which then need not.
+        Whether this is bad input that `lockstep launch` reports once for all processes, so this one need not.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -151,7 +162,7 @@ def note(error: BaseException) -> bool:
     bug = f"{error_line(error)}; the traceback is above{f', and in {_LOGS[-1]}' if _LOGS else ''}"
     line = mask(str(error) if ours else bug).replace("\n", " ")
     place = Progress.present()
-    text = f"rank {os.environ.get('RANK', '0')}{f' at {place}' if place else ''}: {line}"  # ends torchrun's own report
+    text = f"rank {os.environ.get('RANK', '0')}{f' at {place}' if place else ''}: {line}"  # ends torchrun's report
     raised = traceback.extract_tb(error.__traceback__)[-1:]
     origin = " ".join([type(error).__qualname__, *(f"{frame.filename}:{frame.lineno}" for frame in raised)])
     now, code, follows = time.time(), getattr(error, "exit_code", 1), isinstance(error, PeerError)
@@ -177,7 +188,7 @@ def note(error: BaseException) -> bool:
 
 
 def note_uncaught() -> None:
-    """Leave word of an error that leaves the program, too; one that another rank caused is one line, no traceback."""
+    """Also note uncaught errors; one caused by another rank prints a line, not a traceback."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ or _HOOKED:
         return
     before = sys.excepthook

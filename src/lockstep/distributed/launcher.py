@@ -1,7 +1,10 @@
-"""The variables that a launcher sets, and processes that a scheduler started without one.
+"""Read a launcher's environment variables, and configure the processes that it starts.
 
-rank = number_of("RANK", 0)                 # of the environment; 0 where it is not set
-check_launched(os.environ)                  # ConfigError under `srun -n8 lockstep train`
+rank = number_of("RANK", 0)                 # of the environment; 0 where it is not set check_launched(os.environ)
+# ConfigError under `srun -n8 lockstep train`
+
+`torch_variables` chooses a rank's environment. `listening`, `check_reachable` and `own_address` check addresses of the
+meeting point. `end_with_launcher` ends a worker when its launcher dies.
 """
 
 import errno
@@ -36,10 +39,13 @@ __all__ = [
 
 
 def listening(host: str, port: int) -> socket.socket | None:
-    """A socket that listens on `host` alone, any free port for 0; None where `host` is no address of this machine.
+    """Listen on `host` alone; None if `host` is not an address of this machine.
+
+    Args:
+        port: 0 for any free port.
 
     Raises:
-        ConfigError: the name does not resolve, or the port is taken.
+        ConfigError: the name does not resolve, or the port is taken or not allowed.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -56,15 +62,15 @@ def listening(host: str, port: int) -> socket.socket | None:
 
 
 def check_reachable(what: str, host: str) -> None:
-    """Raises ConfigError where the name `host` of node 0 leads to this machine's loopback: other nodes cannot follow.
+    """Raise ConfigError if node 0's name resolves to loopback here, so other nodes cannot connect.
 
-    Debian's installer writes such a line for the machine's own name. A loopback address that is given as a number, or
-    as localhost, is meant: several "nodes" on one machine.
+    Debian's installer writes such a line for the machine's own name. A loopback address given as a number, or as
+    localhost, is intended: several "nodes" on one machine.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except socket.gaierror:
-        return  # who uses it says so
+        return  # its user reports that
     address = ipaddress.ip_address(str(found).partition("%")[0])
     if address.is_loopback and host != "localhost" and host != str(found):
         raise ConfigError(
@@ -74,7 +80,7 @@ def check_reachable(what: str, host: str) -> None:
 
 
 def own_address(host: str) -> bool:
-    """Whether `host` is an address of this machine. Raises ConfigError where the name does not resolve."""
+    """Whether `host` is an address of this machine. Raises ConfigError if it does not resolve."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
             tried.bind((host, 0))
@@ -96,7 +102,9 @@ def cores() -> int:
 
 
 def compile_threads(ranks: int) -> int:
-    """Count the processes that may compile kernels for each of a node's ranks; torch starts as many as there are cores.
+    """Return how many processes each rank may use to compile kernels.
+
+    By default torch starts one per core in each rank.
 
     Args:
         ranks: on this node.
@@ -110,16 +118,16 @@ _GONE = threading.Event()
 
 
 def end_with_launcher() -> None:
-    """Send this process SIGTERM once its launcher is gone: in its steps it saves itself.
+    """Send this process SIGTERM when its launcher dies, so that it saves and ends.
 
-    Does nothing where `lockstep launch` did not start this process, nor when it is called again.
+    Does nothing if `lockstep launch` did not start this process, or on a second call.
     """
-    path = os.environ.pop(LAUNCHER_VARIABLE, "")  # not for what this process may start itself
+    path = os.environ.pop(LAUNCHER_VARIABLE, "")  # not inherited by this process's children
     if not path:
         return
     try:
         pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK it would wait for a launcher
-    except FileNotFoundError:  # another launcher has cleaned up after ours
+    except FileNotFoundError:  # another launcher has removed it after ours died
         _end()
         return
     os.set_blocking(pipe, True)
@@ -132,7 +140,7 @@ def launcher_is_gone() -> bool:
 
 
 def _wait(pipe: int) -> None:
-    os.read(pipe, 1)  # nobody writes: it returns when the launcher's end is closed
+    os.read(pipe, 1)  # no process writes: it returns when the launcher's end is closed
     _end()
 
 
@@ -146,10 +154,10 @@ _OLD_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # CUDA's all
 
 
 def allocator_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Let CUDA's allocator grow its segments, so that varying shapes leave no gaps too small to be used.
+    """Let CUDA's allocator grow its segments, to avoid unusable gaps from varying shapes.
 
     Returns:
-        {} where the user has configured it, under any of its names, and on a system where torch would warn.
+        {} if the user has configured it under any of its names, and on systems where torch would warn.
     """
     if sys.platform != "linux" or any(name in environ for name in (_ALLOCATOR, *_OLD_NAMES)):
         return {}
@@ -157,7 +165,7 @@ def allocator_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def torch_variables(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Choose what each of a node's ranks is started with.
+    """Choose the environment variables of a node's ranks.
 
     Args:
         processes: on this node.
@@ -165,13 +173,13 @@ def torch_variables(processes: int, environ: Mapping[str, str]) -> dict[str, str
     """
     return {
         **allocator_variables(environ),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what exact sums need, and cuBLAS asks only once in a process
-        "TORCHINDUCTOR_COMPILE_THREADS": str(compile_threads(processes)),  # else each rank starts one a core
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # needed by exact sums, and read by cuBLAS only once in a process
+        "TORCHINDUCTOR_COMPILE_THREADS": str(compile_threads(processes)),  # else each rank starts one per core
     }
 
 
 _STARTERS = (
-    # process, processes, nodes of the step, by whom
+    # process, processes, nodes of the step, starter
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "srun"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "", "mpirun"),
     ("PMI_RANK", "PMI_SIZE", "", "mpirun"),
@@ -179,11 +187,11 @@ _STARTERS = (
 
 
 class Unlaunched(NamedTuple):
-    """Processes of one job that know nothing of each other.
+    """Processes of one job that do not know of each other.
 
     Attributes:
-        problem: who started how many.
-        remedy: the command that was meant.
+        problem: the starter and the number of processes.
+        remedy: the command to use instead.
     """
 
     problem: str
@@ -191,7 +199,11 @@ class Unlaunched(NamedTuple):
 
 
 def number_of(name: str, least: int) -> int:
-    """Read a launcher's number; `least` where it is not set. Raises ConfigError for anything else."""
+    """Read a launcher's number; `least` if it is not set.
+
+    Raises:
+        ConfigError: it is not a number of at least `least`.
+    """
     text = os.environ.get(name, str(least))
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise ConfigError(
@@ -201,10 +213,9 @@ def number_of(name: str, least: int) -> int:
 
 
 def unlaunched(environ: Mapping[str, str]) -> Unlaunched | None:
-    """Find whether a scheduler started several processes that would each train alone.
+    """Detect several processes, started by a scheduler, that would each train alone.
 
-    The shell of an allocation or of a batch script is one task, whatever SLURM_NTASKS says, so only the tasks of a step
-    count.
+    The shell of an allocation or a batch script is one task for any SLURM_NTASKS, so only the tasks of a step count.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return None
@@ -220,7 +231,7 @@ def unlaunched(environ: Mapping[str, str]) -> Unlaunched | None:
 
 
 def check_launched(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError where a scheduler started several processes without a launcher."""
+    """Raise ConfigError if a scheduler started several processes without a launcher."""
     found = unlaunched(environ)
     if found:
         raise ConfigError(f"{found.problem}; {found.remedy}")

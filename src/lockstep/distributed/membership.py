@@ -1,7 +1,12 @@
-"""The signals that ask a run to save itself and end: of a scheduler, a person, a terminal. The launcher hands them on.
+"""Detect lost ranks, and form the group that continues without them.
 
-for number in STOP_SIGNALS: ...     SIGHUP among them, where heeds_hangup()
-leave_terminal()                    on SIGHUP
+for number in STOP_SIGNALS: ...     SIGHUP among them, where heeds_hangup() leave_terminal()                    on
+SIGHUP
+
+`Member` is this process as the launcher's meeting point knows it; `Member.regroup` returns the `Generation` that
+continues after a loss. `is_lost_peer` and `lost_peers` recognise the loss of a rank in torch's errors. `check_store`
+refuses another service on the meeting point's port. STOP_SIGNALS ask a run to save and end; the launcher passes them
+on.
 """
 
 import contextlib
@@ -45,10 +50,10 @@ __all__ = [
 ]
 
 
-_VALIDATE, _PING = 0, 13  # c10d's TCPStoreBackend.hpp: the first byte of what a client asks
+_VALIDATE, _PING = 0, 13  # c10d's TCPStoreBackend.hpp: the first byte of a client's request
 _MAGIC = 0x3C85F7CE
 _CONNECT = 5.0  # seconds
-_TRIES, _PAUSE = 4, 0.5  # for a store that is just closed or begun
+_TRIES, _PAUSE = 4, 0.5  # for a store that is just closing or starting
 
 
 class _Challenge(Enum):
@@ -59,14 +64,13 @@ class _Challenge(Enum):
 
 
 def check_store(host: str, port: int, wait: float, named: str) -> None:
-    """Refuse another service in the place of torch's store. Where nobody listens yet, torch's client is to wait.
+    """Raise ConfigError if another service listens where torch's store should.
+
+    If nothing listens yet, torch's client waits for the store.
 
     Args:
         wait: seconds for an answer.
         named: host and port as the user gave them.
-
-    Raises:
-        ConfigError: another service listens there.
     """
     answer = _ask(host, port, wait)
     for _ in range(_TRIES):
@@ -82,7 +86,7 @@ def check_store(host: str, port: int, wait: float, named: str) -> None:
 
 
 def _ask(host: str, port: int, wait: float) -> _Challenge:
-    """Greet as torch's client does."""
+    """Send the greeting of torch's client."""
     number = random.SystemRandom().getrandbits(31)
     try:
         connection = socket.create_connection((host, port), timeout=_CONNECT)
@@ -106,20 +110,20 @@ def _ask(host: str, port: int, wait: float) -> _Challenge:
 
 @cache
 def _knows_protocol() -> bool:
-    """Whether this torch's own store answers as is expected here."""
+    """Whether this torch's own store answers this protocol."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     return _ask("127.0.0.1", store.port, _CONNECT) is _Challenge.RIGHT
 
 
 # Modules in which torch communicates; DDP's reducer does so within the backward.
 _COMMUNICATING = ("torch.distributed.", "torch.nn.parallel.distributed", "torch.autograd.graph", "deepspeed.")
-_BETWEEN = ("torch._ops", "torch.utils._contextlib")  # what lies between them and the backend
-_TAG = 0x6C6B  # of a message that nobody sends
+_BETWEEN = ("torch._ops", "torch.utils._contextlib")  # modules between them and the backend
+_TAG = 0x6C6B  # of a message that no rank sends
 
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Raise PeerError for a lost peer, and LockstepError for `sys.exit`; any other error stays the program's own."""
+    """Turn a lost peer into PeerError and `sys.exit` into LockstepError; pass on other errors."""
     try:
         yield
     except SystemExit as left:
@@ -131,10 +135,10 @@ def typed_errors() -> Iterator[None]:
 
 
 def lost_peers(rank: int, error: Exception, when: str = "") -> PeerError:
-    """Make the error of a collective of `rank` that failed with `error`.
+    """Return the error for a collective of `rank` that failed with `error`.
 
     Args:
-        when: of the run, as "before step 7".
+        when: position in the run, as "before step 7".
     """
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     found = PeerError(
@@ -146,7 +150,7 @@ def lost_peers(rank: int, error: Exception, when: str = "") -> PeerError:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether torch raised `error` since another rank is gone, or did not answer in time."""
+    """Whether torch raised `error` because another rank is gone, or did not respond in time."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     innermost = next((name for name in reversed(modules) if name not in _BETWEEN), "")
     if not f"{innermost}.".startswith(_COMMUNICATING):
@@ -156,9 +160,10 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def _is_a_link_closed() -> bool:
-    """Whether a gloo group of this process has a link that is closed: by its other end, or after a timeout.
+    """Whether a gloo group of this process has a closed link.
 
-    Gloo refuses at once to receive over such a link. Over an open one the message never comes: this process is ending.
+    Its other end, or a timeout, closed it. Gloo refuses at once to receive over such a link. Over an open one the
+    message never comes, since this process is ending.
     """
     groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
     for group in groups:
@@ -179,7 +184,7 @@ def _is_open(backend: Any, peer: int) -> bool:
 
 
 def _ended_early(left: SystemExit) -> LockstepError:
-    """The error of a rank whose code calls `sys.exit` before the run's end."""
+    """Return the error for a rank whose code calls `sys.exit` before the run's end."""
     where = traceback.extract_tb(left.__traceback__)[-1]
     error = LockstepError(
         f"sys.exit({left.code!r}) was called before the run's end, in {Path(where.filename).name}:{where.lineno} "
@@ -190,19 +195,19 @@ def _ended_early(left: SystemExit) -> LockstepError:
 
 
 def keys_of(restart: str | int) -> str:
-    """What begins the keys of this start of the processes in the meeting point."""
+    """Return the prefix of this start's keys in the meeting point."""
     return f"lockstep/members/{restart}"
 
 
 class LeaveReport(NamedTuple):
-    """What a member says when it has left its groups.
+    """A member's report once it has left its groups.
 
     Attributes:
-        taken: steps that its state holds; -1: it has none, as within a rollback.
-        evaluated: the step after which it evaluated last.
-        plan: what must be the same on all members, as a digest.
-        waited: it waited for the others for a whole `--timeout`, so that nobody who is silent needs more time.
-        patience: seconds to wait for those that are silent; `--timeout`.
+        taken: number of steps in its state; -1: it has no valid state, as within a rollback.
+        evaluated: the step after which it last evaluated.
+        plan: a digest of what must be the same on all members.
+        waited: it waited for the others for a whole `--timeout`, so silent members need no more time.
+        patience: seconds to wait for silent members; `--timeout`.
     """
 
     taken: int
@@ -213,14 +218,14 @@ class LeaveReport(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """Who takes part from now on.
+    """The processes that continue together.
 
     Attributes:
         number: 1 for the first after the start.
-        members: their names, by their new rank: who was there before first, in the order before.
+        members: their names by new rank: survivors first, in their former order.
         reports: of each of them, by name.
-        fresh: the names of those that were not there before.
-        lost: a line for each that was lost.
+        fresh: names of the new ones.
+        lost: a line for each lost process.
     """
 
     number: int
@@ -231,24 +236,24 @@ class Generation(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """From what the launcher wrote."""
+        """Parse the launcher's text."""
         found = json.loads(text)
         reports = {name: LeaveReport(*values) for name, values in found["reports"].items()}
         return cls(found["number"], found["members"], reports, found["fresh"], found["lost"])
 
     def written(self) -> str:
-        """For the members to read."""
+        """Serialise for the members."""
         reports = {name: list(report) for name, report in self.reports.items()}
         return json.dumps(self._asdict() | {"reports": reports})
 
 
 @dataclass
 class Member:
-    """This process as a member.
+    """This process as a member of the run.
 
     Attributes:
-        name: of this process; with a dot where it came in the place of a lost one.
-        generation: the number of the present one; -1: it takes part in none yet.
+        name: of this process; with a dot if it replaces a lost one.
+        generation: number of its current generation; -1: none yet.
     """
 
     name: str
@@ -259,7 +264,7 @@ class Member:
 
     @classmethod
     def of_this_process(cls, variables: Mapping[str, str] = os.environ) -> Self | None:
-        """What the launcher's variables say; None where lost processes are not replaced."""
+        """Read the launcher's variables; None if lost processes are not replaced."""
         name = variables.get(MEMBER_VARIABLE) or variables.get("RANK", "")
         host, _, port = variables.get(MEETING_VARIABLE, "").rpartition(":")
         if not name or not host:
@@ -269,35 +274,40 @@ class Member:
 
     @property
     def is_new(self) -> bool:
-        """Whether it comes in the place of a lost process, and has not joined the others yet."""
+        """Whether it replaces a lost process, and has not joined the others yet."""
         return self.generation < 0
 
     def ready(self, why_not: str = "", experiment: str = "") -> None:
-        """Tells the launcher that the others may go on without this process, or why they cannot; and the run's name."""
+        """Report to the launcher the run's name, and whether others could continue without this process.
+
+        Args:
+            why_not: why they could not; "": they could.
+            experiment: the run's name.
+        """
         self._connected().set(f"{self._keys}/experiment", experiment)
         self._connected().set(f"{self._keys}/ready/{self.name}", why_not or "yes")
 
     def experiment(self) -> str:
-        """The name of the run that the others train."""
+        """Return the name of the run that the others train; "" if none is known."""
         key, store = f"{self._keys}/experiment", self._connected()
         return store.get(key).decode() if store.check([key]) else ""
 
     def ends(self, why: str = "the run is at its end") -> None:
-        """Tells the launcher why this process, should it end from now on, is not replaced."""
+        """Report to the launcher why this process, if it ends, is not to be replaced."""
         self._connected().set(f"{self._keys}/ready/{self.name}", why)
 
     def is_wished(self, store: TCPStore) -> bool:
-        """Whether somebody waits to be taken in. For another thread, over a connection of its own."""
+        """Whether a replacement worker is ready to join. For another thread, with its own connection."""
         return bool(store.check([f"{self._keys}/wish/{self.generation}"]))
 
     def regroup(self, report: LeaveReport, wait: float) -> Generation:
-        """Who goes on together. To be called once all groups of before are left; waits for all who live to do so.
+        """Return the generation that continues. Call after leaving all former groups; waits for all survivors.
 
         Args:
             wait: seconds, at most.
 
         Raises:
-            PeerError: the launcher does not go on, or without this process.
+            PeerError: the launcher did not answer, ends the run, or continues without this process.
         """
         store = self._connected()
         place = f"{self._keys}/seat/{self.name}" if self.is_new else f"{self._keys}/members/{self.generation + 1}"
@@ -319,11 +329,11 @@ class Member:
         return generation
 
     def connection(self) -> TCPStore:
-        """A new connection to the meeting point, for one thread."""
+        """Return a new connection to the meeting point, for one thread."""
         return TCPStore(*self._address, None, False, timedelta(seconds=60.0), wait_for_workers=False)
 
     def _connected(self) -> TCPStore:
-        """This process's own connection, which outlives every group."""
+        """Return this process's own connection, which outlives every group."""
         if self._store is None:
             self._store = self.connection()
         return self._store
@@ -333,12 +343,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, s
 
 
 def heeds_hangup() -> bool:
-    """Whether the end of the terminal (SIGHUP) concerns this process: under nohup it does not."""
+    """Whether this process reacts to the end of the terminal (SIGHUP); not under nohup."""
     return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
 
 def leave_terminal() -> None:
-    """Has what is written from now on go nowhere where it went to a terminal, which is gone: a write would raise."""
+    """Redirect output to /dev/null where it went to a closed terminal: a write would raise."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):

@@ -1,11 +1,11 @@
-"""Where this process stands, in a few bytes that outlive it: the launcher reads them after a kill, a peer in a hang.
+"""Record a process's progress in a few bytes that outlive it.
 
     progress = Progress.of(rank)
     progress.at(7, COMPUTING)
-    Place.read(path)            # Place(step=7, phase="computing", since=...), or None
+    RankProgress.read(path)     # RankProgress(step=7, phase="loading or computing", since=...), or None
 
-Under `lockstep launch` the bytes are a memory-mapped file in a private folder of this machine, so that writing them is
-no system call; elsewhere they are memory of this process alone.
+The launcher reads them after a kill, a peer in a hang. Under `lockstep launch` the bytes are a memory-mapped file in a
+private folder of this machine, so that writing needs no system call; elsewhere they are memory of this process.
 """
 
 import contextlib
@@ -40,14 +40,14 @@ __all__ = [
 ]
 
 
-_AT_START: list[int] = []  # the launcher's number of each present rank; shorter: ranks keep theirs
+_AT_START: list[int] = []  # the launcher's number of each current rank; if shorter, ranks keep theirs
 
 
 def renumber(members: Iterable[str]) -> None:
-    """Note which processes the present ranks are.
+    """Record which processes the current ranks are.
 
     Args:
-        members: their names by rank, as in `members.Generation`; none: the launcher's numbers hold.
+        members: their names by rank, as in `membership.Generation`; empty: the launcher's numbers hold.
     """
     _AT_START[:] = [int(name.partition(".")[0]) for name in members]
 
@@ -56,8 +56,8 @@ def rank_label(rank: int, at_start: int | None = None) -> str:
     """Name a rank in a message.
 
     Args:
-        rank: its number now.
-        at_start: the launcher's number of it; None: the one that this process knows.
+        rank: its current number.
+        at_start: the launcher's number; None: as known in this process.
     """
     if at_start is None:
         at_start = _AT_START[rank] if rank < len(_AT_START) else rank
@@ -80,12 +80,12 @@ _PHASES = (
     "reading the loss of a step, which every rank has to do",
 )
 _END, _UNDER_WAY = "ended", ".under-way"
-_PRESENT: "list[Progress]" = []  # of this process, the last that was made
+_PRESENT: "list[Progress]" = []  # the last one of this process
 _LAYOUT = struct.Struct("<qqd")  # step, phase, seconds since 1970
 
 
 def note_end(code: int) -> None:
-    """Tells `lockstep launch`, where it started this process, that the run saved itself and ended with `code`."""
+    """Record for `lockstep launch` that the run saved and ended with `code`."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder:
         with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ def note_end(code: int) -> None:
 
 
 def read_end(folder: Path) -> int:
-    """What a process of this machine noted in `folder` at its end; 0 for nothing."""
+    """Read the exit code that a process noted in `folder`; 0 if none."""
     with contextlib.suppress(OSError, ValueError):
         return int((folder / _END).read_text(encoding="ascii"))
     return 0
@@ -101,10 +101,12 @@ def read_end(folder: Path) -> int:
 
 @contextlib.contextmanager
 def under_way(stays: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Have `lockstep launch` count an end of this process within it as a loss, whatever the exit code.
+    """Make `lockstep launch` count the process's end within this context as a loss.
+
+    This holds for any exit code.
 
     Args:
-        stays: asked at the end: whether an end of the process is a loss from then on too.
+        stays: called at the end of the context; if True, a later end of the process still counts as a loss.
     """
     folder, rank = os.environ.get(FOLDER_VARIABLE), os.environ.get("RANK")
     mark = Path(folder) / f"{rank}{_UNDER_WAY}" if folder and rank else None
@@ -114,7 +116,7 @@ def under_way(stays: Callable[[], bool] = lambda: False) -> Iterator[None]:
             mark.touch()
     try:
         yield
-        _PRESENT.clear()  # an error that comes now is of no step
+        _PRESENT.clear()  # a later error belongs to no step
     finally:
         with contextlib.suppress(OSError):
             if mark and not stays():
@@ -122,11 +124,11 @@ def under_way(stays: Callable[[], bool] = lambda: False) -> Iterator[None]:
 
 
 def is_under_way(folder: Path, rank: int | str, *, forget: bool = False) -> bool:
-    """Whether a process of `folder` that has ended did so in the middle of a run.
+    """Whether a process of `folder` ended in the middle of a run.
 
     Args:
-        rank: that the launcher gave it.
-        forget: the mark is taken away, since a new process begins in its place.
+        rank: as given by the launcher.
+        forget: remove the mark, since a new process starts in its place.
     """
     mark = folder / f"{rank}{_UNDER_WAY}"
     found = mark.exists()
@@ -136,7 +138,7 @@ def is_under_way(folder: Path, rank: int | str, *, forget: bool = False) -> bool
 
 
 class RankProgress(NamedTuple):
-    """A 0-based step, what the process does in it, and since when (seconds since 1970)."""
+    """A 0-based step, the activity in it, and its start (seconds since 1970)."""
 
     step: int
     phase: str
@@ -144,7 +146,7 @@ class RankProgress(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> "RankProgress | None":
-        """The place in the file `path`; None where there is none."""
+        """Read the progress from the file `path`; None if there is none."""
         try:
             step, phase, since = _LAYOUT.unpack_from(path.read_bytes())
         except (OSError, struct.error):
@@ -156,11 +158,11 @@ class RankProgress(NamedTuple):
 
 
 class Progress:
-    """Written by the main thread at every step; read by any thread.
+    """This process's progress, written by the main thread at every step, read by any thread.
 
     Attributes:
-        step, phase: as last given to `at`.
-        since: seconds on the monotonic clock of the last `at`.
+        step, phase: arguments of the last `at`.
+        since: time of the last `at`, in seconds on the monotonic clock.
     """
 
     __slots__ = ("_memory", "_pack", "_time", "phase", "since", "step")
@@ -173,14 +175,15 @@ class Progress:
 
     @staticmethod
     def present() -> "RankProgress | None":
-        """Return where this process's run stands, or stood last; None before its steps."""
+        """Return the current or last progress of this process's run; None before its steps."""
         return _PRESENT[-1].place if _PRESENT else None
 
     @classmethod
     def of(cls, rank: int) -> Self:
-        """The progress of this process: in the launcher's folder where it made one, else in memory.
+        """Open this process's progress.
 
-        In the folder its name is the rank that the launcher gave the process, which it keeps where ranks change.
+        It is a file in the launcher's folder if there is one, else memory. The file is named by the rank that the
+        launcher gave the process, which stays when ranks change.
         """
         folder, rank = os.environ.get(FOLDER_VARIABLE), int(os.environ.get("RANK", rank))
         if not folder:
@@ -196,11 +199,11 @@ class Progress:
         return cls()
 
     def at(self, step: int, phase: int) -> None:
-        """This process now stands in `phase` of `step`. Costs about a microsecond."""
+        """Record that this process is in `phase` of `step`. Costs about a microsecond."""
         self.step, self.phase, self.since = step, phase, time.monotonic()
         self._pack(self._memory, 0, step, phase, self._time())
 
     @property
     def place(self) -> RankProgress:
-        """The same, for people."""
+        """The progress in readable form."""
         return RankProgress(self.step, _PHASES[self.phase], time.time() - (time.monotonic() - self.since))

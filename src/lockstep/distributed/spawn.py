@@ -1,13 +1,13 @@
-"""N processes on this machine, each a rank of one function: proofs, tests and benchmarks start theirs here.
+"""Run one function on N processes of this machine, each a rank.
 
     def total(world, say, number):                          # at module level
         return sum(world.gather(number + world.rank))
 
     found = start(total, 2, (10,), patience=60.0)           # [21, 21], by rank
 
-They are forked from a server that has torch loaded, so that a start costs a fraction of a second. A rank that fails,
-dies or is silent for `patience` seconds ends all of them: no process outlives the call, and none outlives the process
-that made the call.
+Used by proofs, tests and benchmarks. The processes are forked from a server that has torch loaded, so a start takes a
+fraction of a second. A rank that fails, dies or is silent for `patience` seconds ends all of them. No process outlives
+the call, or the process that made the call.
 """
 
 import contextlib
@@ -40,19 +40,19 @@ from lockstep.errors import SETTINGS, ConfigError, LockstepError
 
 __all__ = ["RankFailed", "start"]
 
-_START = 180.0  # seconds until a process runs: the first of all waits for the server to load torch
-_GRACE = 5.0  # seconds in which the other ranks may still say what they know, after one has failed
+_START = 180.0  # seconds until a process runs: the very first waits for the server to load torch
+_GRACE = 5.0  # seconds for the other ranks to report, after one has failed
 # DTensor imports _dynamo, which takes 1.5 s.
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "lockstep.distributed.world")
 
 
 class RankFailed(LockstepError):
-    """A rank raised, died or was silent.
+    """A rank raised an error, died or was silent.
 
     Attributes:
-        rank: the first that did.
-        usage: what was asked for cannot be done, so it is no fault of the code.
-        details: by rank, what is known besides the message: a traceback, or where a silent one stood.
+        rank: the first such rank.
+        usage: the request cannot be served, so the code is not at fault.
+        details: by rank, information besides the message: a traceback, or the stack of a silent rank.
     """
 
     def __init__(self, message: str, rank: int, usage: bool = False, details: dict[int, str] | None = None) -> None:
@@ -61,7 +61,7 @@ class RankFailed(LockstepError):
 
 
 class _RankSpec(NamedTuple):
-    """What one process is given."""
+    """The arguments of one process."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -71,11 +71,11 @@ class _RankSpec(NamedTuple):
     folder: Path
     logged: bool
     before: Callable[[], None] | None
-    flags: bool  # how the calling process names settings
+    flags: bool  # whether messages name settings as flags, as in the calling process
 
 
 class _RankFailure(NamedTuple):
-    """Sorted, the first is the one that the others followed from."""
+    """One rank's failure; the smallest is the one that caused the others."""
 
     follows: bool
     when: float
@@ -97,20 +97,21 @@ def start(
     before: Callable[[], None] | None = None,
     what: str = "the function",
 ) -> list[Any]:
-    """What `function(world, say, *args)` returned on each of `size` ranks; `say()` tells that a rank is alive.
+    """Run `function(world, say, *args)` on `size` ranks; return the results by rank.
 
     Args:
-        function: at module level.
-        args: what can be pickled.
+        function: at module level; calls `say()` to show that its rank is alive.
+        size: number of ranks.
+        args: picklable arguments.
         device: see `World.join`.
-        patience: seconds without a word of any rank after which they are given up; also their collectives' timeout.
-        folder: where each rank's output goes, as `rank-SIZE-RANK.log`; None: where the caller's goes.
-        preload: modules that the server loads once for all; without effect where it runs already.
+        patience: seconds without a sign of life from any rank before giving up; also the timeout of their collectives.
+        folder: where each rank's output goes, as `rank-SIZE-RANK.log`; None: with the caller's.
+        preload: modules that the server loads once for all; no effect if it runs already.
         before: called in each process before it joins the others.
-        what: what the caller calls `function` with its arguments, in an error.
+        what: the caller's name for `function` with its arguments, for errors.
 
     Raises:
-        RankFailed: see there; the first rank that failed is named.
+        RankFailed: names the first rank that failed.
         ConfigError: `args` cannot be pickled.
     """
     context = multiprocessing.get_context("forkserver")
@@ -146,12 +147,15 @@ def start(
 
 
 def _serve() -> None:
-    """Starts the server, unless it runs. It and its ranks ignore Ctrl-C, which a terminal sends to all: we end them."""
-    if threading.current_thread() is not threading.main_thread():  # where Python sets no handlers
+    """Start the server, unless it runs.
+
+    It and its ranks ignore Ctrl-C, which a terminal sends to all: this process ends them.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Python cannot set handlers there
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        forkserver.ensure_running()  # waits for nothing: torch is loaded while the first rank is asked for
+        forkserver.ensure_running()  # does not wait: torch loads while the first rank is requested
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -164,7 +168,7 @@ def _launch(process: Any, what: str) -> None:
         raise
     except Exception as error:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            raise SystemExit(1) from None  # a rank that imports a script without a guard: its parent says so
+            raise SystemExit(1) from None  # a rank that imports a script without a guard: its parent reports it
         if not _is_of_pickle(error):
             raise
         raise ConfigError(
@@ -174,7 +178,7 @@ def _launch(process: Any, what: str) -> None:
 
 
 def _is_of_pickle(error: Exception) -> bool:
-    """Whether an object could not be pickled: its class and ours, pickle, torch and Python raise whatever they like."""
+    """Whether an object could not be pickled, by the traceback: error classes vary too much."""
     modules = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return multiprocessing.reduction.__name__ in modules
 
@@ -185,13 +189,13 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         **{name: str(number) for name, number in own.items()},
         "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already, in the calling process
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store already runs in the calling process
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
 def _collected(pipes: list[Connection], patience: float, folder: Path, logged: bool) -> list[Any]:
-    """Until every rank has ended well; raises for the first that has not."""
+    """Collect all ranks' results; raise for the first rank that failed."""
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     results: list[Any] = [None] * len(pipes)
     failed: list[_RankFailure] = []
@@ -202,7 +206,7 @@ def _collected(pipes: list[Connection], patience: float, folder: Path, logged: b
             rank = waiting[pipe]
             try:
                 kind, content = pipe.recv()
-            except EOFError:  # it died without a word, which came before whatever the others say
+            except EOFError:  # it died without a report, before the others' errors
                 text = _death(folder, len(pipes), rank, rank in running, logged)
                 kind, content = "failed", _RankFailure(False, 0.0, rank, text, rank not in running, "")
             if kind == "alive":
@@ -228,7 +232,7 @@ def _collected(pipes: list[Connection], patience: float, folder: Path, logged: b
 
 
 def _death(folder: Path, size: int, rank: int, ran: bool, logged: bool) -> str:
-    """What to say of a rank that died: before it ran there is only the import."""
+    """Describe a rank that died; before it runs, only an import can fail."""
     if not ran:
         text = "its process could not import the calling script or the module of the task: a script that starts "
         return text + 'processes has to do so below `if __name__ == "__main__":`'
@@ -253,12 +257,12 @@ def _stack(folder: Path, size: int, rank: int) -> Path:
 
 
 def _live(pipe: Connection, given: _RankSpec) -> None:
-    """The life of one process. It leaves without Python's teardown, which could wait for a dead peer."""
+    """Run one rank. Exits without Python's teardown, which could wait for a dead peer."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= given.environment
     SETTINGS.flags = given.flags
     rank, size = int(given.environment["RANK"]), int(given.environment["WORLD_SIZE"])
-    if not given.folder.exists():  # the caller was interrupted while it asked for this process
+    if not given.folder.exists():  # the caller was interrupted while it started this process
         os._exit(1)
     if given.logged:
         output = os.open(_log(given.folder, size, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -275,7 +279,7 @@ def _live(pipe: Connection, given: _RankSpec) -> None:
         faulthandler.dump_traceback_later(0.9 * given.patience, file=stack)
         send("alive", None)
 
-    gc.freeze()  # what was forked: leaving a world ends with a collection
+    gc.freeze()  # exempt inherited objects: leaving a world ends with a collection
     say()
     torch.set_num_threads(1)  # kernels cut their sums by the number of threads
     _share_compilers(given.device, size)
@@ -298,10 +302,10 @@ def _live(pipe: Connection, given: _RankSpec) -> None:
 
 
 def _share_compilers(device: str, ranks: int) -> None:
-    """Compile kernels in the rank itself on a CPU; on CUDA, where there are many, on its part of the cores.
+    """Compile kernels in the rank itself on a CPU, or on CUDA with its share of cores.
 
-    The server has loaded torch's settings, so that the variable alone would change nothing. Processes that compile end
-    with their rank, whose pipe to them breaks.
+    The server has loaded torch's settings, so setting the variable alone has no effect. Processes that compile end
+    with their rank, when their pipe breaks.
     """
     name = "TORCHINDUCTOR_COMPILE_THREADS"
     by_device = device != "cpu" and torch.cuda.is_available()

@@ -1,18 +1,17 @@
-"""This process's place among the processes of the run.
+"""This process's rank, device and groups among the processes of the run.
 
     world = World.join(device="auto", timeout=60.0)
     ...
     world.leave()
 
-A process that torchrun started joins the others; any other process is a world of one, with no process group at all.
-All small agreements between ranks (`gather`, `barrier`, `check_same`) go over one CPU (gloo) group, `control`, so that
-they neither wait for a device nor stand between two collectives of the training group.
+A process that torchrun started joins the others; any other process is a world of one, without a process group. Small
+agreements between ranks (`gather`, `barrier`, `check_same`) use one CPU (gloo) group, `control`, so they neither wait
+for a device nor come between two collectives of the training group.
 
-Where somebody else has made the default group in this process (accelerate, a script), that one is taken, and left to
-them at the end.
+A default group that already exists in this process (from accelerate, or a script) is used, and kept at the end.
 
-A process may join and leave many times, and torchrun's agent keeps one meeting point for all restarts of the processes:
-whatever the ranks write there stands under a name that only these processes, in this join, have.
+A process may join and leave many times, and torchrun's agent keeps one meeting point over all restarts. So ranks write
+there only under a prefix unique to these processes and this join.
 """
 
 import contextlib
@@ -49,8 +48,8 @@ __all__ = [
 
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_BY_UUID = (2, 30)  # NCCL from here on tells devices apart by their UUID; before, by their place on the bus
-_SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"  # with which the same NCCL lets ranks share a device
+_BY_UUID = (2, 30)  # NCCL from here on distinguishes devices by UUID; earlier, by their place on the bus
+_SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets ranks share a device, in the same NCCL
 
 
 def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.device:
@@ -59,17 +58,17 @@ def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.devic
     Args:
         name: "auto", "cpu" or "cuda", of --device.
         local_rank: index of this process on its node.
-        local_size: processes on the node, as far as the launcher says.
+        local_size: processes on the node, as far as the launcher sets it.
 
     Raises:
-        ConfigError: there is no CUDA device, or there are several, and fewer than processes.
+        ConfigError: there is no CUDA device, or there are several, but fewer than processes.
     """
     found = torch.cuda.device_count() if name in ("auto", "cuda") and torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and not found):
         return torch.device("cpu")
     if not found:
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device auto or cpu")
-    if found == 1:  # this process's own, or the node's only one: the ranks find out once they have met
+    if found == 1:  # this process's own, or the node's only one: checked once the ranks have joined
         return torch.device("cuda", 0)
     ranks = max(local_size, local_rank + 1)
     if ranks > found:
@@ -81,12 +80,13 @@ def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.devic
 
 
 def identity(device: torch.device) -> list[str] | None:
-    """Describe a CUDA device as NCCL compares it; None where NCCL may put several ranks on it.
+    """Describe a CUDA device as NCCL compares it.
 
     Returns:
-        [host, key, name]. The host is what NCCL takes for one: its name and this boot, or NCCL_HOSTID. The key is the
-        device's UUID, which a MIG instance has of its own; NCCL before 2.30 goes by the place on the bus, which the
-        instances of a GPU share.
+        [host, key, name]; None if NCCL allows several ranks on the device. The host is NCCL's notion of one: its name
+            and
+        this boot, or NCCL_HOSTID. The key is the device's UUID, which each MIG instance has; NCCL before 2.30 uses the
+        place on the bus, which a GPU's instances share.
     """
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     if version >= _BY_UUID and os.environ.get(_SHARED) == "1":
@@ -98,10 +98,12 @@ def identity(device: torch.device) -> list[str] | None:
 
 
 def check_unshared(devices: Sequence[Sequence[str] | None]) -> None:
-    """Refuse two ranks on one device of a host, which NCCL would do too, minutes later and without the way out.
+    """Raise ConfigError for two ranks on one device.
+
+    NCCL would refuse it too, but minutes later and without a way out.
 
     Args:
-        devices: by rank, its `identity`; None of a rank that does not use NCCL.
+        devices: by rank, its `identity`; None for a rank that does not use NCCL.
 
     Raises:
         ConfigError: names both ranks and the device; the same on every rank.
@@ -135,16 +137,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class World:
-    """Rank, local rank and size of this process, its device, and its group for small CPU exchanges.
+    """This process's rank and device, and a group for small CPU exchanges.
 
     Attributes:
         rank: 0 .. size - 1, over all nodes.
-        local_rank: index of this process on its node. Its device has the same index, or 0 where it sees no other one.
+        local_rank: index of this process on its node. Its device has the same index, or 0 if it sees only one.
         size: number of processes in the run.
         device: where the model and the batches live.
-        timeout: seconds after which a collective that a peer did not join fails.
+        timeout: seconds after which a collective fails that a peer did not join.
         control: gloo group for agreements; None in a world of one that no launcher started.
-        quiet: nothing is said to the person: the process is not among those that do so yet.
+        quiet: print nothing to the user, since the process is not yet one that reports.
     """
 
     rank: int = 0
@@ -157,24 +159,25 @@ class World:
     _scope: str = ""
     _named: dict[str, int] = field(default_factory=dict)
     _patience: float = 0.0
-    _is_guest: bool = False  # the default group is somebody else's, who has made it and will leave it
+    _is_guest: bool = False  # the default group was created, and will be destroyed, by other code
 
     def __post_init__(self) -> None:
-        """A CUDA device that was named without its number is the present one."""
+        """Resolve a CUDA device without an index to the current one."""
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
     @classmethod
     def join(cls, device: str = "auto", timeout: float = 600.0) -> Self:
-        """The world that the launcher's environment describes (RANK, LOCAL_RANK, WORLD_SIZE), its groups made.
+        """Join the world of the launcher's environment (RANK, LOCAL_RANK, WORLD_SIZE). Creates its groups.
 
         Args:
-            device: "auto" (the CUDA device of the local rank where there is one, else the CPU), "cpu" or "cuda".
+            device: "auto" (the CUDA device of the local rank if there is one, else the CPU), "cpu" or "cuda".
             timeout: seconds, for every collective.
 
         Raises:
-            ConfigError: the device does not exist or is another rank's too, the launcher's variables do not hold, or a
-                scheduler started several processes without one.
+            ConfigError: the device does not exist or is shared with another rank, the launcher's variables are
+                invalid, or a
+                scheduler started several processes without a launcher.
             PeerError: not all ranks arrived within the timeout.
         """
         check_launched(os.environ)
@@ -185,7 +188,7 @@ class World:
         where = local_device(device, local_rank, number_of("LOCAL_WORLD_SIZE", 1))
         world = cls(rank, local_rank, size, where, timeout)
         if where.type == "cuda":
-            torch.cuda.set_device(where)  # before anything touches CUDA, or every rank lands on device 0
+            torch.cuda.set_device(where)  # before anything touches CUDA, or every rank uses device 0
         if dist.is_available() and "WORLD_SIZE" in os.environ:
             if dist.is_initialized():
                 world._be_guest()
@@ -196,7 +199,7 @@ class World:
 
     @classmethod
     def alone(cls, device: str, timeout: float) -> Self:
-        """A world of one in a process that a launcher started beside others, on the device that it would have there."""
+        """Return a world of one on this rank's device, in a process that has peers."""
         local_rank = number_of(*_LAUNCHER[1])
         where = local_device(device, local_rank, number_of("LOCAL_WORLD_SIZE", 1))
         if where.type == "cuda":
@@ -204,13 +207,14 @@ class World:
         return cls(0, local_rank, 1, where, timeout, quiet=True)
 
     def regrouped(self, rank: int, size: int, generation: int, tries: int = 0) -> "World":
-        """The world that the ranks form once they have left this one (see `forsake`), in generation 1, 2, ...
+        """Form the world of the ranks that left this one (see `forsake`). Collective.
 
         Args:
-            tries: how often that has failed: each time there is twice as much time, on a machine that is busy.
+            generation: 1, 2, ...
+            tries: failed attempts so far: each doubles the time, for busy machines.
 
         Raises:
-            PeerError: one of them did not arrive, since it was lost too.
+            PeerError: a rank did not arrive, because it was lost too.
         """
         made = World(rank, self.local_rank, size, self.device, self.timeout)
         made._patience = min(_REGROUPING * 2.0 ** min(tries, 5), self.timeout)
@@ -218,13 +222,13 @@ class World:
         return made
 
     def forsake(self, others: "list[dist.ProcessGroup | None]") -> None:
-        """Leaves all groups though ranks were lost, and waits for nobody. The caller has dropped what else holds them.
+        """Leave all groups after losing ranks, without waiting. Drop other references first.
 
-        A group with an exchange under way is let go of only when that has failed, which may need another rank to leave
+        A group with an exchange under way is freed only once that has failed, which may need another rank to leave
         another group first. So each is dropped in a thread of its own.
 
         Args:
-            others: groups besides the default one and `control`, held by nobody else; emptied.
+            others: groups besides the default one and `control`, without other references; emptied.
         """
         held = [self.control, *others]
         self.control, self._is_guest = None, False
@@ -237,7 +241,7 @@ class World:
             threading.Thread(target=box.clear, name="lockstep-forsake", daemon=True).start()
 
     def new_group(self) -> dist.ProcessGroup:
-        """One more gloo group of all ranks. Collective."""
+        """Create another gloo group of all ranks. Collective."""
         wait = timedelta(seconds=self._patience or self.timeout)
         made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=wait)  # collective
         if self._patience:
@@ -257,7 +261,7 @@ class World:
                 _let_wait(dist.group.WORLD, self.timeout)
             self.control = self.new_group()
         except (dist.DistError, RuntimeError, ValueError) as error:
-            _STORES.clear()  # the next join connects anew
+            _STORES.clear()  # the next join reconnects
             line = str(error).splitlines()[0]
             raise PeerError(
                 f"rank {self.rank} of {self.size} could not join the others within --timeout {self.timeout:g} s: "
@@ -265,23 +269,23 @@ class World:
             ) from error
 
     def _be_guest(self) -> None:
-        """Takes the default group that is there already. Raises ConfigError where it is of other ranks."""
+        """Use the existing default group. Raises ConfigError if it has other ranks."""
         if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size):
             raise ConfigError(
                 f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in the process group that it has "
                 f"made, and rank {self.rank} of {self.size} for its launcher: leave the group before the run"
             )
         self._is_guest = True
-        # Not over the meeting point: the group's own store may be what listens there.
+        # Not through the meeting point: the group's own store may listen there.
         self._scope = self._new_scope(dist.distributed_c10d._get_default_store())
         self.control = self.new_group()
 
     def _check_devices(self) -> None:
-        """Raises ConfigError, the same on all ranks, where two of them have one device and NCCL. Collective.
+        """Raise ConfigError on all ranks if two share a device under NCCL. Collective.
 
-        After a loss it need not be asked again: a process that replaces another has its variables, and so its device.
+        Not needed again after a loss: a replacement process has its predecessor's variables, and so its device.
         """
-        by_nccl = self.device.type == "cuda" and "nccl" in dist.get_backend_config()  # a guest's may be gloo alone
+        by_nccl = self.device.type == "cuda" and "nccl" in dist.get_backend_config()  # an existing group may be gloo
         try:
             check_unshared(self.gather(identity(self.device) if by_nccl and self.size > 1 else None))  # collective
         except LockstepError:
@@ -289,23 +293,23 @@ class World:
             raise
 
     def _new_scope(self, store: Store) -> str:
-        """A name for what these processes write in this join: another after each restart, and in each join.
+        """Return a prefix for this join's keys, unique over restarts and joins.
 
-        The restarts that the agent counts are those after a failure; where a node came or went it starts the processes
-        again without a count, and so the arrivals are counted too.
+        The agent's count covers only restarts after a failure. When a node joins or leaves, it restarts the processes
+        without counting, so arrivals are counted too.
         """
         start = f"{_start()}/of-{self.size}"
         arrived = store.add(f"{start}/arrived", 1)
         return f"{start}/join-{(arrived - 1) // self.size}"
 
     def name(self, what: str) -> str:
-        """A prefix for keys of `what` in the meeting point: the same on all ranks, and new at each call."""
+        """Return a key prefix for `what`: the same on all ranks, new at each call."""
         self._named[what] = self._named.get(what, 0) + 1
         return f"{self._scope}/{what}-{self._named[what]}"
 
     @property
     def is_first(self) -> bool:
-        """Whether these are the ranks that the launcher started, and not those that went on after a loss."""
+        """Whether the launcher started these ranks; False for those that continue after a loss."""
         return not self._patience
 
     @property
@@ -314,12 +318,15 @@ class World:
         return self.rank == 0
 
     def print(self, *values: object) -> None:
-        """Prints on rank 0 alone."""
+        """Print on rank 0 only."""
         if self.is_main:
             print(*values, flush=True)
 
     def gather(self, value: Any) -> list[Any]:
-        """The `value` of every rank, in rank order. Values travel as JSON, never as pickles. Two small collectives."""
+        """Return every rank's `value`, in rank order. Two small collectives.
+
+        Values travel as JSON, never as pickles.
+        """
         if self.size == 1:
             return [value]
         sent = bytearray(json.dumps(value).encode())
@@ -335,7 +342,7 @@ class World:
         return [json.loads(bytes(data[: int(length)].numpy())) for data, length in zip(received, lengths, strict=True)]
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Wait until every rank has called it."""
         if self.size > 1:
             try:
                 dist.barrier(group=self.control)  # collective
@@ -343,10 +350,11 @@ class World:
                 raise lost_peers(self.rank, error) from error
 
     def check(self, error: Exception | None) -> None:
-        """Raises on every rank if any rank holds an error: its own, or a PeerError naming the first rank that failed.
+        """Raise on every rank if any rank passes an error. Collective.
 
-        Whatever may fail on one rank alone (reading data, opening a folder) ends in this, or the others would wait.
-        The exit code is the failed rank's, so that bad input ends every process with 2.
+        Raises its own error, or a PeerError that names the first failed rank. Every action that may fail on one rank
+        only (reading data, opening a folder) ends with this call, or the others would wait. The exit code is the
+        failed rank's, so bad input ends every process with 2.
         """
         mine = None if error is None else [str(error) or type(error).__name__, getattr(error, "exit_code", 1)]
         failed = [(rank, *found) for rank, found in enumerate(self.gather(mine)) if found]
@@ -359,7 +367,12 @@ class World:
             raise problem
 
     def check_same(self, what: str, values: dict[str, Any]) -> None:
-        """Raises LockstepError, naming `what`, the differing keys and the rank, unless all ranks hold equal values."""
+        """Raise LockstepError unless all ranks hold equal values. Collective.
+
+        Args:
+            what: names the values in the error, which also gives the differing keys and the rank.
+            values: to be compared with rank 0's.
+        """
         gathered = self.gather(values)
         for rank, other in enumerate(gathered):
             keys = [key for key in values if other.get(key) != gathered[0].get(key)]
@@ -370,7 +383,7 @@ class World:
                 )
 
     def leave(self, patience: float | None = None) -> None:
-        """Leaves in an order that cannot hang: wrappers collected, every rank arrived, then the groups.
+        """Leave without hanging: collect wrappers, wait for every rank, then destroy the groups.
 
         The caller drops its references to engines first. DDP's reducer joins gloo's thread while it holds the
         interpreter lock, so it must be gone before the groups are. Does nothing in a world without groups.
@@ -398,15 +411,18 @@ class World:
                 dist.destroy_process_group()
 
     def abandon(self) -> None:
-        """After an error: the other ranks may be gone, and tracebacks hold the engine. The next join leaves first."""
+        """Defer leaving to the next join, after an error.
+
+        The other ranks may be gone, and tracebacks hold the engine.
+        """
         if self.control is not None:
             _ABANDONED.append(self)
 
 
 def on_all_ranks(world: World, action: Callable[[], T]) -> T:
-    """What `action` returns on this rank, once it has succeeded on all; else the first error, raised on every rank.
+    """Return the result of `action` once it succeeded on all ranks. Collective.
 
-    Collective.
+    Otherwise every rank raises the first error.
     """
     result, error = None, None
     try:
@@ -418,7 +434,7 @@ def on_all_ranks(world: World, action: Callable[[], T]) -> T:
 
 
 def meeting_point() -> tuple[str, int, bool]:
-    """Host and port of the ranks' meeting point, and whether the launcher holds it: lockstep's own, or torchrun's."""
+    """Return the meeting point's host and port, and whether the launcher holds it."""
     host, _, port = os.environ.get(MEETING_VARIABLE, "").rpartition(":")
     if host:
         return host, int(port), True
@@ -427,12 +443,16 @@ def meeting_point() -> tuple[str, int, bool]:
 
 
 def meeting_store(rank: int, size: int, wait: timedelta, *, all_ranks: bool = True) -> TCPStore:
-    """The ranks' meeting point. Rank 0's listens on MASTER_ADDR alone; torch's own would on every interface.
+    """Return the store at the ranks' meeting point.
 
-    Where torchrun's agent holds one (TORCHELASTIC_USE_AGENT_STORE) it is that. It stays for further joins.
+    Rank 0's listens on MASTER_ADDR only; torch's own would listen on every interface. If torchrun's agent holds a
+    store (TORCHELASTIC_USE_AGENT_STORE), it is used. The store stays open for further joins.
 
     Args:
-        all_ranks: wait until all have come; False: whoever comes may begin to talk.
+        rank: of this process.
+        size: number of ranks.
+        wait: timeout of the store's operations.
+        all_ranks: wait until all have arrived; False: return at once.
 
     Raises:
         ConfigError: no MASTER_ADDR, or rank 0 cannot listen there.
@@ -456,20 +476,23 @@ def meeting_store(rank: int, size: int, wait: timedelta, *, all_ranks: bool = Tr
 
 
 def _start() -> str:
-    """What begins the keys of these processes in the meeting point: another after each restart."""
+    """Return the prefix of these processes' keys in the meeting point, new after each restart."""
     return f"lockstep/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _let_wait(group: dist.ProcessGroup, seconds: float) -> None:
     """Set the timeout of the group's collectives, in seconds; NCCL's a little longer."""
     for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError):  # it has none for such a device
+        with contextlib.suppress(RuntimeError):  # it has no backend for this device
             backend = group._get_backend(torch.device(device))
             backend._set_default_timeout(timedelta(seconds=seconds + _NCCL_MORE * (backend.name() == "nccl")))
 
 
 def _forget_group() -> None:
-    """Have torch.distributed.nn use the present default group: it keeps that of its import as default arguments."""
+    """Make torch.distributed.nn use the current default group.
+
+    Its functions keep the group of the time of import as a default argument.
+    """
     loaded = sys.modules.get("torch.distributed.nn.functional")
     for function in vars(loaded).values() if loaded else ():
         if held := getattr(function, "__defaults__", None):
@@ -478,7 +501,7 @@ def _forget_group() -> None:
 
 _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
 _ABANDONED: list[World] = []
-_REGROUPING = 0.75  # seconds for ranks that have just said that they live to arrive; gloo waits five times as long
-_NCCL_MORE = 30.0  # seconds: its watchdog aborts the process, and ours is to have said before which rank was missing
+_REGROUPING = 0.75  # seconds for ranks that have just reported to arrive; gloo waits five times as long
+_NCCL_MORE = 30.0  # seconds: its watchdog aborts the process, and lockstep's must first report the missing rank
 _PATIENCE = 5.0  # seconds for the ranks that met the same error to come to the next join
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
