@@ -1,9 +1,11 @@
-"""The micro-batches of every step, and which of them this rank computes.
+"""Cut the data into steps and micro-batches, and load those of this rank.
 
     batches = Batches(task, dataset, order, step_plan, world, seed=0)
     for step, micro in batches.from_step(500):      # starts at any step at once: the order is arithmetic
 
-What micro-batch m of step k holds depends on (seed, k, m) alone. The world size decides only who computes it.
+The content of micro-batch m of step k depends on (seed, k, m) alone; the world size only decides which rank computes
+it. `StepPlan` cuts the stream of samples, `StepLoader` loads steps ahead, `MicroBatchCosts` estimates each
+micro-batch's cost from `Task.work` without loading it.
 """
 
 import math
@@ -38,19 +40,19 @@ __all__ = [
 ]
 
 
-_SEARCHED = 16  # steps in which a micro-batch with items is looked for
+_SEARCHED = 16  # steps searched for a micro-batch with items
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One forward's worth of samples on this rank.
+    """The samples of one forward on this rank.
 
     Attributes:
-        held: what the task's `collate` returned, in host memory.
-        index: m, its place in the step; its randomness depends on (seed, step, m).
-        items: what the loss sums over in it; an int where it is whole.
-        weight: 1.0; 0.0 for an empty slot, which repeats a micro-batch only so that collectives line up.
-        move: takes `held` to the device; None where it is there.
+        held: the result of the task's `collate`, in host memory.
+        index: m, its index in the step; its randomness depends on (seed, step, m).
+        items: number of items that the loss sums over; an int if whole.
+        weight: 1.0; 0.0 for an empty slot, which repeats a micro-batch only to keep collectives aligned.
+        move: moves `held` to the device; None if it is there.
     """
 
     held: Any
@@ -64,9 +66,9 @@ class MicroBatch:
 
     @property
     def data(self) -> Any:
-        """The batch on the device. Copied there each time it is asked for, so that only what is computed lies there.
+        """The batch on the device, copied there on each access to save device memory.
 
-        But for the one that is computed next, whose copy is begun here where the device has a stream for it.
+        Only the next batch is copied early, starting at this access, if the device has a stream for it.
         """
         if self.move is None:
             return self.held
@@ -78,12 +80,12 @@ class MicroBatch:
         return data
 
     def begin(self) -> None:
-        """Has its copy to the device begun, for the next time that `data` is asked for."""
+        """Start the copy to the device for the next access of `data`."""
         if self._coming is None and isinstance(self.move, SideStream):
             self._coming = self.move.begin(self.held)
 
     def lead_to(self, following: "MicroBatch") -> None:
-        """`following` is computed next: its copy begins when this one is used, or now where it has been."""
+        """Copy `following` early: when this batch is used, or now if it has been."""
         if self._used:
             following.begin()
         else:
@@ -91,24 +93,27 @@ class MicroBatch:
 
 
 class Slot(NamedTuple):
-    """A place in a rank's run of a step: the micro-batch to compute and whether it counts."""
+    """One forward of a rank in a step: the micro-batch to compute and its weight."""
 
     micro: int
     weight: float
 
 
 def slots(shares: Shares, rank: int, present: int) -> list[Slot]:
-    """The rank's slots of a step, contiguous, in order.
+    """Return the rank's consecutive slots of a step, in order.
 
-    What lies past the last of the `present` micro-batches repeats that one with weight 0. A run's last step, which may
-    be short, keeps its M slots, so that every rank still owns the same part of the exact tree.
+    Slots past the last of the `present` micro-batches repeat that one with weight 0. A short last step keeps its M
+    slots, so that every rank still owns the same part of the exact tree.
     """
     (start, _), each, last = shares.runs[rank], shares.slots[rank], present - 1
     return [Slot(min(place, last), float(place <= last)) for place in range(start, start + each)]
 
 
 class Origin(NamedTuple):
-    """Where the present cut of the stream begins: a step, and the position of its first sample."""
+    """Start of the current cut of the stream.
+
+    A step, and the position of its first sample.
+    """
 
     step: int
     position: int
@@ -119,10 +124,10 @@ START = Origin(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """How the stream of positions is cut: `size` samples a step, in micro-batches of `micro_size`, up to `total`.
+    """Cuts the stream of positions into steps and micro-batches.
 
-    Only the run's very last step can be shorter: it ends where `total` does. The steps before `origin` were cut in
-    another way; asking for them has no meaning.
+    Each step has `size` samples, in micro-batches of `micro_size`, up to `total`. Only the run's last step can be
+    shorter: it ends at `total`. Steps before `origin` were cut differently; their positions are undefined here.
     """
 
     size: int
@@ -132,15 +137,15 @@ class StepPlan:
 
     @property
     def steps(self) -> int:
-        """Steps until `total` is used up."""
+        """The step at which `total` is used up."""
         return self.origin.step + max(0, -(-(self.total - self.origin.position) // self.size))
 
     def start(self, step: int) -> int:
-        """Position of the first sample of `step`; `total` past the last one."""
+        """Return the position of the first sample of `step`; `total` past the last one."""
         return max(0, min(self.origin.position + (step - self.origin.step) * self.size, self.total))
 
     def samples(self, step: int) -> int:
-        """Samples in `step`, over all ranks."""
+        """Return the number of samples in `step`, over all ranks."""
         return self.start(step + 1) - self.start(step)
 
     @property
@@ -149,23 +154,26 @@ class StepPlan:
         return -(-self.size // self.micro_size)
 
     def present(self, step: int) -> int:
-        """Micro-batches of `step` that hold samples: M, but in a short last step."""
+        """Return the number of micro-batches of `step` with samples.
+
+        M, except in a short last step.
+        """
         return -(-self.samples(step) // self.micro_size)
 
     def positions(self, step: int, index: int) -> tuple[int, int]:
-        """First and past-the-last position of micro-batch `index` of `step`."""
+        """Return the first and past-the-last position of micro-batch `index` of `step`."""
         start = self.start(step) + index * self.micro_size
         return start, min(start + self.micro_size, self.total)
 
 
 class Batches:
-    """A dataset, cut into steps and micro-batches, as one rank sees them.
+    """A dataset, cut into steps and micro-batches, as one rank loads it.
 
     Attributes:
         step_plan: the steps.
-        sharing: who computes which micro-batch.
-        loader: makes the micro-batches; counts the loader processes that had to be begun again.
-        leads: a micro-batch's copy to the device begins when the one before it is used.
+        sharing: which rank computes which micro-batch.
+        loader: creates the micro-batches; counts restarts of loader processes.
+        leads: a micro-batch's copy to the device starts when the previous one is used.
         size: samples of the dataset.
     """
 
@@ -194,35 +202,38 @@ class Batches:
 
     @property
     def slots(self) -> int:
-        """This rank's forwards in the first step, those of empty slots included; in all, unless shares change."""
+        """This rank's forwards in the first step, with those of empty slots.
+
+        The same in every step unless shares change.
+        """
         return self.slots_of(self.step_plan.origin.step)
 
     def slots_of(self, step: int) -> int:
-        """This rank's forwards in a step, those of empty slots included."""
+        """Return this rank's number of forwards in a step, with empty slots."""
         return self.sharing.at(step).slots[self._rank]
 
     @property
     def slots_in_all(self) -> int:
-        """This rank's forwards in all steps, those of empty slots included; where shares do not change."""
+        """This rank's forwards in all steps, with empty slots; for fixed shares."""
         first = self.step_plan.origin.step
         return self.slots_of(first) * (self.step_plan.steps - first)
 
     def from_step(self, start: int) -> "StepLoader":
-        """The steps from `start` on, as an iterator of (step, this rank's micro-batches)."""
+        """Iterate over (step, this rank's micro-batches) from step `start` on."""
         return StepLoader(self, start)
 
     def micro(self, start: int) -> Generator[tuple[int, MicroBatch], None, None]:
-        """(step, micro-batch) one at a time from step `start` on, as they lie in the data."""
+        """Yield (step, micro-batch) from step `start` on, exactly as in the data."""
         with closing(self.loader.stream(self._keys(start))) as found:
             for key, data, items in found:
                 yield key.step, self._placed(key, data, items)
 
     def trained(self, start: int) -> Generator[tuple[int, MicroBatch], None, None]:
-        """The stream that `from_step` groups by step: `micro`, but for micro-batches whose mean would be 0 / 0.
+        """Yield `micro`, but replace micro-batches whose mean would be 0 / 0.
 
-        A micro-batch without items has nothing to teach, but its forward and backward must take place, for the
-        collectives in them. Where the loss is a mean it would be NaN, and so would every gradient, whatever the weight:
-        another micro-batch is computed in its place, with weight 0, as in an empty slot.
+        `from_step` groups this stream by step. A micro-batch without items has nothing to learn from, but its forward
+        and backward must run for their collectives. If the loss is a mean, it would be NaN, and so would every
+        gradient, at any weight. So another micro-batch is computed in its place, with weight 0, as in an empty slot.
         """
         if not averages(self._task):
             yield from self.micro(start)
@@ -238,21 +249,28 @@ class Batches:
                     yield key.step, self._placed(key._replace(weight=0.0), spare, 0)
 
     def samples(self, step: int, index: int) -> list[int]:
-        """The samples of micro-batch `index` of `step`."""
+        """Return the sample indices of micro-batch `index` of `step`."""
         return self._key(step, index).samples
 
     def own_samples(self, step: int) -> int:
-        """The samples of this rank's first micro-batch of `step`."""
+        """Return the number of samples in this rank's first micro-batch of `step`."""
         return len(self._first_key(step).samples)
 
     def parts(self, step: int, cuts: list[tuple[int, int]]) -> list[tuple[MicroBatch, bool]]:
-        """Load, for each (a, b), the samples a .. b - 1 from this rank's first micro-batch of `step` on, or past it.
+        """Load slices of samples, counted from this rank's first micro-batch of `step`.
 
-        With each goes whether the collation drew random numbers, other ones for another cut. Loaded where all others
-        are: a file that a dataset opens must not be open already when loader processes are forked.
+        Loads in the same kind of process as all others: a file that a dataset opens must not be open already when
+        loader processes are forked.
+
+        Args:
+            step: gives the first sample.
+            cuts: (a, b) for the samples a .. b - 1; may go past the micro-batch.
+
+        Returns:
+            For each cut, the batch, and whether its collation drew random numbers, which would differ for another cut.
 
         Raises:
-            DataError: the order names a sample that the dataset has not.
+            DataError: the order names a sample that is not in the dataset.
         """
         first = self._first_key(step)
         start, _ = self.step_plan.positions(step, first.micro)
@@ -267,16 +285,16 @@ class Batches:
         return self._key(step, slots(self.sharing.at(step), self._rank, self.step_plan.present(step))[0].micro)
 
     def runs_of(self, step: int) -> tuple[tuple[int, int], ...]:
-        """By rank, the first and the past-the-last of the micro-batches that it computes in a step.
+        """Return, by rank, the first and the past-the-last of its micro-batches in a step.
 
-        Of a step to come they may still change (`--shares auto`).
+        For a future step they may still change (`--shares auto`).
         """
         return self.sharing.guess(step).runs
 
     def again(self, places: Iterator[tuple[int, int]]) -> Generator[tuple[int, MicroBatch], None, None]:
-        """(step, micro-batch) for each (step, index), whoever computes it in the training; in the order of the places.
+        """Yield (step, micro-batch) for each (step, index), whichever rank computes it in training.
 
-        Loaded as all others are: where there are loader processes, by one of its own, a micro-batch ahead.
+        Loads like all others: if there are loader processes, in one of its own, a micro-batch ahead.
         """
         loading = Loading(min(self._loading.workers, 1), 1, self._loading.retries)
         loader = Loader(self._fetch, loading, self._rank, False)
@@ -285,7 +303,7 @@ class Batches:
                 yield key.step, self._placed(key, data, items)
 
     def alone(self, step: int, index: int) -> MicroBatch:
-        """A micro-batch, whoever computes it in the training; loaded in this process."""
+        """Load a micro-batch of any rank in this process."""
         key = self._key(step, index)
         return self._placed(key, *self._fetch[key])
 
@@ -293,7 +311,7 @@ class Batches:
         return MicroBatch(data, key.micro, items if key.weight else 0, key.weight, self._move)
 
     def with_items(self, step: int) -> Any:
-        """A micro-batch that has items, of this step or of one soon after it, whichever rank computes it.
+        """Return a batch that has items, from this step or soon after, of any rank.
 
         Raises:
             DataError: there is none.
@@ -314,7 +332,10 @@ class Batches:
         return Key(step, micro, 1.0, epochs.tolist(), samples.tolist())
 
     def _keys(self, start: int) -> Iterator[Key]:
-        """Keys of this rank's micro-batches, the samples looked up for many steps at once: a lone look-up is slow."""
+        """Yield keys of this rank's micro-batches.
+
+        Looks up the samples of many steps at once, since a single look-up is slow.
+        """
         step_plan = self.step_plan
         block = max(1, 4096 // step_plan.size)
         shares, full = None, list[Slot]()
@@ -335,10 +356,10 @@ class Batches:
 
 
 class StepLoader:
-    """An iterator over (step, micro-batches) that can look ahead: the items of coming steps are counted early.
+    """Iterates over (step, micro-batches), and can load ahead to count items of future steps.
 
-    What is looked ahead at lies in host memory (see `MicroBatch.data`); the micro-batch that comes next alone is on its
-    way to a CUDA device already.
+    Batches loaded ahead stay in host memory (see `MicroBatch.data`); only the next one is already copied to a CUDA
+    device.
     """
 
     def __init__(self, batches: Batches, start: int) -> None:
@@ -366,11 +387,14 @@ class StepLoader:
 
     @property
     def present(self) -> list[MicroBatch]:
-        """This rank's micro-batches of the step that was taken last."""
+        """This rank's micro-batches of the last step returned."""
         return self._present
 
     def items(self, step: int) -> Exact:
-        """This rank's items in the present step or one that is still to come, not rounded; 0 past the last."""
+        """Return this rank's items in the current or a future step, not rounded.
+
+        0 past the last step.
+        """
         if step < self._next:
             return total(batch.items for batch in self._present)
         while step - self._next >= len(self._ready):
@@ -379,7 +403,7 @@ class StepLoader:
         return total(batch.items for batch in self._ready[step - self._next])
 
     def close(self) -> None:
-        """Ends the loader processes, whatever they are doing, and waits until they are gone. No step comes after it."""
+        """End the loader processes at once, and wait for them. No step follows."""
         self._steps = 0
         self._ready.clear()
         self._stream.close()
@@ -395,7 +419,7 @@ class StepLoader:
         return True
 
     def _lead(self) -> None:
-        """From the present step's last micro-batch to the first of the next step, as soon as that is loaded."""
+        """Link the current step's last micro-batch to the next step's first, once it is loaded."""
         if self._present and self._ready and self._ready[0]:
             self._present[-1].lead_to(self._ready[0][0])
 
@@ -406,11 +430,15 @@ _LOOKED_UP = 4096  # samples at a time: a lone look-up is slow
 
 @final
 class MicroBatchCosts:
-    """step -> the work of each of its M micro-batches; empty slots repeat the last one that is there.
+    """Estimated costs: step -> the work of each of its M micro-batches.
+
+    Empty slots repeat the last micro-batch with samples.
 
     Args:
-        task: its `work` is asked.
-        dataset: what the task's `dataset("train")` returned.
+        task: gives the estimates, by its `work`.
+        dataset: the result of the task's `dataset("train")`.
+        order: of the samples.
+        step_plan: cuts them.
     """
 
     def __init__(self, task: Task, dataset: Any, order: Order, step_plan: StepPlan) -> None:
@@ -418,13 +446,13 @@ class MicroBatchCosts:
         self._known: dict[int, tuple[float, ...]] = {}
 
     def known(self) -> bool:
-        """Whether the task tells what its samples cost: asked of the first micro-batch. Raises what `work` raises."""
+        """Whether the task estimates costs, by its first micro-batch. Raises what `work` raises."""
         first = self._plan.origin.step
         a, b = self._plan.positions(first, 0)
         return self._answer(self._order.at(a, b)[1].tolist(), first) is not None
 
     def __call__(self, step: int) -> tuple[float, ...]:
-        """Raises DataError where `work` fails, or gives no number above 0."""
+        """Return the costs of a step. Raises DataError if `work` fails or is not above 0."""
         if step not in self._known:
             self._look_up(step)
         return self._known[step]

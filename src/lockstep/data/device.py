@@ -1,13 +1,11 @@
-"""A nested batch on its way to a device.
+"""Move nested batches to a device.
 
-move = mover(device)
-batch = move(batch) if move else batch
+move = mover(device) batch = move(batch) if move else batch
 
-Tensors, what has a method `to` (a PackedSequence, a BatchEncoding), dicts, tuples, named tuples, lists and dataclasses
-are moved; each container keeps its type, and the one given stays as it is. Anything else is passed on.
+Moves tensors, objects with a method `to` (a PackedSequence, a BatchEncoding), dicts, tuples, named tuples, lists and
+dataclasses. Each container keeps its type, and the original is unchanged. Anything else is passed through.
 
-To a CUDA device copies go on a stream of their own, from pinned memory: neither the host nor what is computed waits for
-them, but where the computation needs them.
+Copies to a CUDA device use a stream of their own, from pinned memory: only the computation that needs them waits.
 """
 
 import copy
@@ -28,7 +26,7 @@ Move = Callable[[Any], Any]
 
 
 def mover(device: torch.device) -> Move | None:
-    """The function that takes a nested batch to the device; None where it is there already."""
+    """Return a function that moves a nested batch to the device; None for a CPU."""
     if device.type == "cpu":
         return None
     if device.type == "cuda":
@@ -49,32 +47,34 @@ def mover(device: torch.device) -> Move | None:
 class SideStream:
     """Copies to a CUDA device on a stream of its own.
 
-    stream = SideStream(device)
-    coming = stream.begin(held)     # the copies are under way
-    data = coming()                 # what is computed from here on has them; the device waits, the host does not
-    data = stream(held)             # both at once
+    stream = SideStream(device) coming = stream.begin(held)     # the copies are under way data = coming()
+    # what is computed from here on has them; the device waits, the host does not data = stream(held)             #
+    both at once
 
-    What is copied takes memory from then on until the device has computed with it. So the host is held back where it is
-    more than `AHEAD` batches ahead of the device, as in an evaluation or a step of many micro-batches; the device then
-    has all of these to compute.
+    A copy takes memory until the device has computed with it. So the host waits when it is more than `AHEAD` batches
+    ahead of the device, as in an evaluation or a step of many micro-batches; the device then still has all of these to
+    compute.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._marks: deque[torch.cuda.Event] = deque()  # where each batch's computation begins
+        self._marks: deque[torch.cuda.Event] = deque()  # events at the start of each batch's computation
 
     def __call__(self, held: Any) -> Any:
         return self.begin(held)()
 
     def begin(self, held: Any) -> Callable[[], Any]:
-        """Has the copies begun, and gives what takes them over: to be called once, on the stream that computes."""
+        """Start the copies; return a function that takes them over.
+
+        Call it once, on the stream that computes.
+        """
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         computing, placed = torch.cuda.current_stream(self._device), list[Tensor]()
 
         def tensor(value: Tensor) -> Tensor:
-            if value.device.type != "cpu" or value.layout is not torch.strided:  # such cannot be pinned
+            if value.device.type != "cpu" or value.layout is not torch.strided:  # cannot be pinned
                 with torch.cuda.stream(computing):
                     return value.to(self._device, non_blocking=True)
             source = value if value.is_pinned() else value.pin_memory()
@@ -82,7 +82,7 @@ class SideStream:
             return placed[-1]
 
         def movable(value: Any) -> Any:
-            with torch.cuda.stream(computing):  # whose memory it takes is its own affair
+            with torch.cuda.stream(computing):  # it allocates on its own terms
                 return _by_itself(value, self._device)
 
         with torch.cuda.stream(self._stream):
@@ -94,21 +94,21 @@ class SideStream:
             present = torch.cuda.current_stream(self._device)
             present.wait_event(event)
             for each in placed:
-                each.record_stream(present)  # its memory is the side stream's, and must outlast what is computed here
+                each.record_stream(present)  # its memory belongs to the side stream, and must outlive the computation
             mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
             mark.record(present)
             self._marks.append(mark)
             while self._marks and self._marks[0].query():  # type: ignore[no-untyped-call]
                 self._marks.popleft()
             if len(self._marks) > AHEAD:
-                self._marks.popleft().synchronize()  # waits for the device, so many batches behind
+                self._marks.popleft().synchronize()  # waits for the device, AHEAD batches behind
             return data
 
         return take
 
 
 def _by_itself(value: Any, device: torch.device) -> Any:
-    """What has a method `to`, moved by it: from pinned memory, and without waiting, where it knows how."""
+    """Move an object by its own `to`, if possible from pinned memory and without waiting."""
     held = copy.copy(value)  # some change themselves: the one on the host stays there
     if callable(getattr(held, "pin_memory", None)):
         pinned = held.pin_memory()
@@ -124,7 +124,7 @@ def _by_itself(value: Any, device: torch.device) -> Any:
 
 @cache
 def _may_fly(to: Any) -> bool:
-    """Whether a method `to` takes `non_blocking`, as a tensor's does."""
+    """Whether a method `to` accepts `non_blocking`, as a tensor's does."""
     try:
         known = inspect.signature(to).parameters.values()
     except (TypeError, ValueError):
@@ -133,7 +133,7 @@ def _may_fly(to: Any) -> bool:
 
 
 def _moved(value: Any, tensor: Callable[[Tensor], Tensor], movable: Move) -> Any:
-    """The nested value with its tensors, and what moves itself, replaced."""
+    """Rebuild the nested value with its tensors, and objects with `to`, moved."""
 
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -156,7 +156,7 @@ def _moved(value: Any, tensor: Callable[[Tensor], Tensor], movable: Move) -> Any
 
 
 def _like_dict(value: dict[Any, Any], moved: dict[Any, Any]) -> Any:
-    """`moved` in a dict of the same type: an OrderedDict, a defaultdict with its factory, a class of the user's."""
+    """Put `moved` into a dict of the same type: an OrderedDict, a defaultdict, a user's class."""
     if type(value) is dict:
         return moved
     made = copy.copy(value)
@@ -166,7 +166,7 @@ def _like_dict(value: dict[Any, Any], moved: dict[Any, Any]) -> Any:
 
 
 def _like_dataclass(value: Any, move: Move) -> Any:
-    """The same object with its fields moved; `__post_init__` has run already, and a frozen one may be filled here."""
+    """Copy the object with its fields moved, without `__post_init__`; works for frozen ones."""
     made = copy.copy(value)
     for spec in dataclasses.fields(value):
         object.__setattr__(made, spec.name, move(getattr(value, spec.name)))

@@ -1,9 +1,11 @@
-"""Micro-batches loaded here or in processes of their own, which are replaced where one dies or never starts.
+"""Load micro-batches in this process or in loader processes, which are restarted if they die.
 
     loader = Loader(fetch, Loading(workers=2), rank=0, pinned=False)
     for key, data, items in loader.stream(keys): ...        # in the order of the keys
 
-An error of a sample or of the task's own code comes back as itself, in one line, from whatever process it rose in.
+A process that never starts is restarted too. An error in a sample or in the task's own code is raised as one line,
+from whichever process it occurred in. `Fetch` builds one micro-batch; `seed_everything` and `generators_kept` control
+the random generators that datasets draw from.
 """
 
 import contextlib
@@ -57,7 +59,7 @@ __all__ = [
 
 
 class Key(NamedTuple):
-    """What a loader needs to make one micro-batch: where it stands, and the samples in it."""
+    """A micro-batch to load: its place in the run, and its samples."""
 
     step: int
     micro: int
@@ -68,22 +70,26 @@ class Key(NamedTuple):
 
 @runtime_checkable
 class Reseeding(Protocol):
-    """A dataset that may try a sample several times, or take another: it has the seeding come before each try."""
+    """A dataset that may retry a sample or load another, and seeds before each try."""
 
     def load_seeded(self, index: int, seed: Callable[[int], None]) -> Any:
-        """The sample; `seed(index)` is called before each try, with the index of the sample that is then loaded."""
+        """Return the sample; call `seed(i)` before each try, with the index i that is loaded."""
 
 
 def draws(dataset: Any) -> bool:
-    """Whether a dataset may draw random numbers: unless it says that it does not, or is known not to."""
+    """Whether a dataset may draw random numbers: unless it declares, or is known, not to."""
     return bool(getattr(dataset, "draws_random", not isinstance(dataset, TensorDataset)))
 
 
 def check_dataset(dataset: Any, split: str, name: str = "") -> None:
-    """Raises DataError, in one line, for what is no map-style dataset: the order is arithmetic on indices.
+    """Raise DataError, in one line, unless the dataset is map-style.
+
+    The order of samples is arithmetic on indices.
 
     Args:
-        name: of the set, where the split has several.
+        dataset: the result of the task's `dataset(split)`.
+        split: its argument.
+        name: of the set, if the split has several.
     """
     where, kind = f"the task's dataset('{split}')" + (f"['{name}']" if name else ""), type(dataset).__name__
     if isinstance(dataset, DataLoader):
@@ -103,10 +109,10 @@ def check_dataset(dataset: Any, split: str, name: str = "") -> None:
 
 
 class Fetch:
-    """Key -> (collated batch, items). Whatever it draws at random depends on (seed, epoch, sample) alone.
+    """Builds micro-batches: Key -> (collated batch, items).
 
-    A dataset whose attribute `draws_random` is False promises that neither it nor the collate function draws
-    anything; then nothing is seeded, which saves a few microseconds a sample.
+    All random draws depend on (seed, epoch, sample) alone. A dataset whose attribute `draws_random` is False promises
+    that neither it nor the collate function draws; then nothing is seeded, which saves a few microseconds a sample.
     """
 
     def __init__(self, dataset: Any, task: Task, seed: int, rank: int = 0) -> None:
@@ -126,7 +132,7 @@ class Fetch:
             samples = self._many(key.samples)
         else:
             samples = [self._dataset[sample] for sample in key.samples]
-        if not self._collates and len(samples) != len(key.samples):  # an own `collate` may take a batch at once
+        if not self._collates and len(samples) != len(key.samples):  # the task's own `collate` may accept a whole batch
             raise DataError(
                 f"the dataset's `__getitems__` returned {len(samples)} samples for {len(key.samples)} indices, at "
                 f"{self._where(key)}; leave samples out in the task's `collate`"
@@ -140,11 +146,11 @@ class Fetch:
         return data, self._items(data, samples, key)
 
     def seed_collate(self, key: Key) -> None:
-        """Seeds what a collate function draws from."""
+        """Seed the generators that a collate function draws from."""
         seed_everything(derive(self._seed, "collate", key.step, key.micro))
 
     def _items(self, data: Any, samples: list[Any], key: Key) -> float:
-        """Count the items of this micro-batch, which the loss is divided by."""
+        """Count the items of this micro-batch; the loss is divided by them."""
         each, given = self._each, len(key.samples)
         if self._counts:
             items = self._counted(data, key)
@@ -202,7 +208,7 @@ class Fetch:
 
 
 class Drawing:
-    """A Fetch whose batch is (batch, whether collating it drew random numbers)."""
+    """A Fetch that returns (batch, whether its collation drew random numbers) as the batch."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
@@ -217,24 +223,30 @@ class Drawing:
 
 
 def blamed(method: str, error: Exception, where: str) -> DataError:
-    """One line for an error inside a method that the user wrote: the method, where, what, and the line."""
+    """Describe an error in a user's method in one line.
+
+    It names the method, the place, the error and its source line.
+    """
     return DataError(f"the task's `{method}` failed at {where}: {failure(error)}; mend it there")
 
 
 def failure(error: Exception) -> str:
-    """`TYPE: first line of the message (FILE:LINE)`, the last line that is neither torch's nor ours."""
+    """Return `TYPE: first line of the message (FILE:LINE)`.
+
+    The line is the last in the traceback that is neither torch's nor lockstep's.
+    """
     return error_line(error)
 
 
 def seed_everything(key: int) -> None:
-    """Seeds what datasets and CPU code draw from: torch's default generator, numpy's and random's."""
+    """Seed the CPU generators that datasets draw from: torch's default one, numpy's and random's."""
     torch.default_generator.manual_seed(key)  # torch.manual_seed costs a hundred times as much
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
 
 
 def generator_states() -> tuple[Any, ...]:
-    """What the generators that `seed_everything` seeds will draw next, as one value to compare."""
+    """Return the states of the generators that `seed_everything` seeds, as one comparable value."""
     numpy: Any = np.random.get_state(legacy=True)
     return (
         torch.default_generator.get_state().numpy().tobytes(),
@@ -245,7 +257,7 @@ def generator_states() -> tuple[Any, ...]:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put the generators that `seed_everything` seeds back to where they were, afterwards."""
+    """Restore the generators that `seed_everything` seeds at the end of the context."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -260,9 +272,9 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 @contextlib.contextmanager
 def _collections_paused() -> Iterator[bool]:
-    """Pause garbage collection in this process and, until `keep_inherited`, in those that it forks.
+    """Pause garbage collection here and, until `_keep_inherited`, in forked processes.
 
-    A process that was just forked runs Python of many modules before it gets to any code of ours.
+    A newly forked process runs Python of many modules before it reaches any code of lockstep.
 
     Yields:
         Whether garbage collection was on.
@@ -277,12 +289,12 @@ def _collections_paused() -> Iterator[bool]:
 
 
 def _keep_inherited(collecting: bool) -> None:
-    """Exempt all objects that this process was forked with from garbage collection.
+    """Exempt all inherited objects from garbage collection.
 
-    Collections then leave their memory alone too, which stays shared with the parent.
+    Collections then leave their memory untouched, so it stays shared with the parent.
 
     Args:
-        collecting: collect garbage that is made from here on; see `collections_paused`.
+        collecting: collect garbage created from here on; see `_collections_paused`.
     """
     gc.freeze()
     if collecting:
@@ -290,11 +302,11 @@ def _keep_inherited(collecting: bool) -> None:
 
 
 def _end_with_parent() -> None:
-    """Has this process end when the one that it loads for ends, however that ends. On Linux alone.
+    """End this process when the one that it loads for ends, however that ends. Linux only.
 
-    Where it was forked or spawned the system kills it; its "parent" is the thread that started it, which trains. Behind
-    a forkserver, Python's default from 3.14 on, the parent is the server, which lives as long as this process does:
-    there a thread waits until the other's end of a pipe is closed.
+    A forked or spawned process is killed by the system; its "parent" is the thread that started it, which trains.
+    Under a forkserver, Python's default from 3.14 on, the parent is the server, which lives as long as this process;
+    there a thread waits until the other end of a pipe is closed.
     """
     parent = multiprocessing.parent_process()
     if sys.platform != "linux" or parent is None:
@@ -313,24 +325,24 @@ def _end_after(sentinel: int) -> None:
 
 
 _LOG = logging.getLogger("lockstep")
-_REAPED = 1.0  # seconds in which a process that closed its pipe is gone
+_REAPED = 1.0  # seconds for a process to end after it closed its pipe
 _PATIENCE = 5.0  # seconds that a process may take to end before it is killed
-# A fork beside other threads may leave a process that waits for a lock which nobody releases: on Python 3.11 while a
+# Forking with other threads may leave a process that waits for a lock which is never released: on Python 3.11 while a
 # thread of gloo makes its thread state, and in whatever a library does after a fork.
-_START_TIMEOUT = 2.0  # seconds until a process is taken for such a one; doubled in each further try
+_START_TIMEOUT = 2.0  # seconds until a process counts as such a one; doubled in each further try
 _START_TRIES = 5
 
-_TORCHS = "torch.utils.data._utils.signal_handling"  # where its handler of SIGCHLD is defined
+_TORCHS = "torch.utils.data._utils.signal_handling"  # module of its SIGCHLD handler
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How samples are loaded.
+    """Settings of loading samples.
 
     Attributes:
-        workers: processes a rank; 0 loads in the training process.
-        prefetch: micro-batches that each keeps ready.
-        retries: how often, in a start of the run, they are begun again after one has died.
+        workers: processes per rank; 0 loads in the training process.
+        prefetch: micro-batches that each process keeps ready.
+        retries: how often, within one start of the run, processes are restarted after one has died.
     """
 
     workers: int = 0
@@ -339,23 +351,23 @@ class Loading:
 
 
 class Fetching(Protocol):
-    """What makes a micro-batch: see `lockstep.data.loader.Fetch`."""
+    """Builds micro-batches, see `lockstep.data.loader.Fetch`."""
 
     def __getitem__(self, key: Key) -> tuple[Any, float]:
-        """(collated batch, items)."""
+        """Return (collated batch, items)."""
 
 
 class Loader:
-    """Makes micro-batches from keys.
+    """Loads micro-batches by their keys.
 
     Args:
-        fetch: makes one.
-        loading: where, and how often it is tried again.
+        fetch: builds one.
+        loading: processes and retries.
         rank: for messages.
         pinned: copy batches into pinned memory, for a CUDA device.
 
     Attributes:
-        restarts: how often loader processes were begun again.
+        restarts: how often loader processes were restarted.
     """
 
     def __init__(self, fetch: Fetching, loading: Loading, rank: int, pinned: bool) -> None:
@@ -363,16 +375,16 @@ class Loader:
         self._deaths = self.restarts = 0
 
     def stream(self, keys: Iterator[Key]) -> Generator[tuple[Key, Any, float], None, None]:
-        """(key, batch, items) for each key, in order. Closing the generator ends its processes.
+        """Yield (key, batch, items) for each key, in order. Closing the generator ends its processes.
 
         Raises:
-            DataError: a sample or a batch cannot be made; or processes died more often than they may, or never start.
+            DataError: a sample or a batch cannot be loaded; processes died more often than allowed, or never started.
         """
         if not self._loading.workers:
             for key in keys:
                 yield key, *self._fetch[key]
             return
-        asked: deque[Key] = deque()  # by the processes, and not delivered yet
+        asked: deque[Key] = deque()  # sent to the processes, not delivered yet
         rest: Iterator[Key] = keys
         tries = 1
         while True:
@@ -386,7 +398,7 @@ class Loader:
                     self._never_started(tries)
                     tries += 1
                 except (RuntimeError, OSError, EOFError) as error:
-                    if not processes.has_lost_one():  # the program's own, which came out of a process that lives
+                    if not processes.has_lost_one():  # the program's own error, from a live process
                         raise
                     self._died(asked[0].step if asked else 0, error)
             rest, asked = chain(list(asked), rest), deque()
@@ -415,7 +427,7 @@ class Loader:
 
 
 class _StartTimeout(Exception):
-    """A loader process runs no Python."""
+    """A loader process does not start to run Python."""
 
 
 def _timeout(tries: int) -> float:
@@ -426,9 +438,12 @@ class _Processes:
     """Loader processes, from their start to their end.
 
     Args:
-        keys: what to load.
-        asked: gets each key that the processes are asked for; the caller takes away what was delivered.
-        tries: the number of this start, if those before it timed out.
+        fetch: builds a micro-batch.
+        keys: of the micro-batches to load.
+        asked: receives each key sent to the processes; the caller removes delivered ones.
+        loading: how many processes, and their prefetch.
+        pinned: copy batches into pinned memory.
+        tries: number of this attempt, counting those that timed out.
     """
 
     def __init__(
@@ -436,12 +451,12 @@ class _Processes:
     ) -> None:
         self._asked, self._pinned, self._workers = asked, pinned, loading.workers
         self._delivered = 0
-        self._started: dict[int, int] = {}  # pids by the number of the process
-        # Others than forked ones inherit no locks, and import torch first, which takes as long as it takes.
+        self._started: dict[int, int] = {}  # pids by process number
+        # Only forked processes inherit locks; others first import torch, which has no time limit.
         self._timeout = _timeout(tries) if multiprocessing.get_start_method() == "fork" else None
         before = set(multiprocessing.active_children())
         self._handler = signal.getsignal(signal.SIGCHLD)
-        # Open here at both ends, or it would end when those who have reported are gone.
+        # Open here at both ends, or it would close when the processes that have reported end.
         self._reports, self._report = multiprocessing.Pipe(duplex=False)
         with _collections_paused() as collecting:
             loader = DataLoader(
@@ -453,7 +468,7 @@ class _Processes:
                 prefetch_factor=loading.prefetch,
                 pin_memory=pinned,
                 worker_init_fn=partial(_begin, collecting, self._report),
-                generator=torch.Generator(),  # not this process's, or each start would draw from it
+                generator=torch.Generator(),  # not this process's default one, which each start would draw from
             )
             self._iterator: Any = iter(loader)  # forks
         self._children = [child for child in multiprocessing.active_children() if child not in before]
@@ -475,7 +490,7 @@ class _Processes:
         """Wait until this process has started, or any has died, which torch reports.
 
         Raises:
-            _StartTimeout: neither has happened.
+            _StartTimeout: neither happened in time.
         """
         sentinels = [child.sentinel for child in self._children]
         while number not in self._started:
@@ -490,7 +505,7 @@ class _Processes:
                 raise _StartTimeout
 
     def _kill_unstarted(self) -> None:
-        """No other signal ends a process that never comes to run Python."""
+        """Kill processes that never ran Python: no other signal ends them."""
         while self._reports.poll():
             number, pid = self._reports.recv()
             self._started[number] = pid
@@ -499,18 +514,18 @@ class _Processes:
                 child.kill()
 
     def has_lost_one(self) -> bool:
-        """Whether a process has ended, which none does by itself before the last batch is there."""
+        """Whether a process has ended; none ends by itself before the last batch."""
         return bool(wait([child.sentinel for child in self._children], _REAPED))
 
     def close(self) -> None:
-        """Ends the processes, whatever they are doing, and waits until they are gone."""
+        """End the processes at once, and wait for them."""
         self._without_torchs_handler()
-        if not self._pinned:  # a thread that pins must not wait for the rest of a message that was cut off
+        if not self._pinned:  # a pinning thread must not wait for the rest of a truncated message
             self._kill_unstarted()
             for child in self._children:
                 child.terminate()
         iterator, self._iterator = self._iterator, iter(())
-        shut_down = getattr(iterator, "_shutdown_workers", None)  # else dropping the iterator does it
+        shut_down = getattr(iterator, "_shutdown_workers", None)  # else dropping the iterator shuts them down
         if shut_down is not None:
             shut_down()
         del iterator
@@ -523,9 +538,10 @@ class _Processes:
         self._report.close()
 
     def _without_torchs_handler(self) -> None:
-        """Torch's handler would raise out of any line of the loop when a child dies; asking for a batch raises too.
+        """Remove torch's SIGCHLD handler, which would raise anywhere in the loop.
 
-        Torch installs it once in a process, with the first loader of any kind: before this one's, or while it lives.
+        When a child dies, requesting a batch raises too, so nothing is lost. Torch installs the handler once in a
+        process, with the first loader of any kind: before this one's, or during its life.
         """
         if threading.current_thread() is threading.main_thread() and _is_torchs(signal.getsignal(signal.SIGCHLD)):
             earlier = signal.SIG_DFL if self._handler is None or _is_torchs(self._handler) else self._handler
@@ -537,7 +553,7 @@ def _is_torchs(handler: object) -> bool:
 
 
 class _LoaderFailure:
-    """An error on its way out of a loader process: torch would put a traceback of many lines into its message."""
+    """An error from a loader process, which torch would wrap with a long traceback."""
 
     def __init__(self, error: DataError) -> None:
         error.add_note("in a loader process:\n" + "".join(traceback.format_exception(error)).rstrip())
@@ -545,7 +561,7 @@ class _LoaderFailure:
 
 
 class _Keyed(Dataset[tuple[Key, Any, float]]):
-    """Fetching as torch's loader wants it; the key travels with the batch, so that the two cannot be mismatched."""
+    """Fetching as a torch Dataset. The key travels with the batch, so that they cannot be mismatched."""
 
     def __init__(self, fetch: Fetching) -> None:
         self._fetch = fetch
@@ -558,7 +574,7 @@ class _Keyed(Dataset[tuple[Key, Any, float]]):
 
 
 class _Once:
-    """An iterator as the sampler that a DataLoader asks for."""
+    """An iterator as a DataLoader's sampler."""
 
     def __init__(self, keys: Iterator[Key]) -> None:
         self._keys = keys
@@ -574,19 +590,19 @@ def _noted(keys: Iterator[Key], asked: deque[Key]) -> Iterator[Key]:
 
 
 def _as_is(value: Any) -> Any:
-    """The loader's own conversion would make batches differ from those loaded without workers."""
+    """Replace the DataLoader's conversion, which would make batches differ from those without workers."""
     return value
 
 
 def _begin(collecting: bool, report: Connection, number: int) -> None:
-    """Prepare a loader process: its libraries must not take the cores that other ranks compute on."""
+    """Set up a loader process: keep its libraries off the cores of other ranks."""
     try:
         _keep_inherited(collecting)
         _end_with_parent()
         torch.set_num_threads(1)
-        threadpoolctl.threadpool_limits(1)  # BLAS and OpenMP of numpy and whatever else is loaded
+        threadpoolctl.threadpool_limits(1)  # BLAS and OpenMP of numpy and other loaded libraries
         opencv = os.environ.setdefault(OPENCV_THREADS, "1")
-        if opencv == "1" and "cv2" in sys.modules:  # else it reads the variable later
+        if opencv == "1" and "cv2" in sys.modules:  # if not imported yet, it reads the variable later
             sys.modules["cv2"].setNumThreads(0)
     finally:  # torch sends an error in place of the first micro-batch
-        report.send((number, os.getpid()))  # in one piece
+        report.send((number, os.getpid()))  # one atomic write

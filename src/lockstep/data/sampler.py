@@ -1,11 +1,12 @@
-"""Orders that are drawn an epoch at a time: torch samplers, and what a task's own `order` gives.
+"""Orders of the training samples: shuffled by arithmetic, or drawn per epoch by a sampler.
 
     order = order_of(task, len(dataset), seed=0)    # Shuffled where the task says nothing
     epochs, samples = order.at(start, stop)
     order.size                                      # samples in an epoch
 
-A sampler's epoch e is what it yields with every generator seeded by (seed, "order", e), so that each rank has the same
-list, and a resume has it without drawing those before. Two epochs are kept in memory.
+`Shuffled` and `Sequential` compute any position at once. `SamplerOrder` lists a torch sampler's epoch e with every
+generator seeded by (seed, "order", e), so that each rank has the same list, and a resume needs no earlier epochs; two
+epochs stay in memory. `CheckedOrder` validates a user's own order.
 """
 
 import operator
@@ -42,19 +43,19 @@ __all__ = [
 Indices: TypeAlias = NDArray[np.int64]
 _Words: TypeAlias = NDArray[np.uint64]
 
-_ROUNDS = 8  # four rounds already pass the tests of uniformity; twice that costs little
-_SMALL = 64  # a Feistel network of so few values has visible structure
-_TRIED = 256  # positions of an order that is tried
+_ROUNDS = 8  # four rounds pass the tests of uniformity; eight cost little more
+_SMALL = 64  # a Feistel network of fewer values has visible structure
+_TRIED = 256  # positions of an order that are checked
 _LARGEST = 2**62  # the halves and the positions stay inside 64 bits
 
 
 @final
 class Shuffled:
-    """A fresh permutation of the samples in every epoch.
+    """A new permutation of the samples in every epoch.
 
     Args:
         size: samples in an epoch, 1 to 2**62.
-        seed: the run's seed; another seed is another order.
+        seed: the run's seed; another seed gives another order.
 
     Raises:
         DataError: there are no samples, or more than 2**62.
@@ -65,10 +66,13 @@ class Shuffled:
         self.seed = seed
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Epochs and samples, two int64 arrays of shape [stop - start], of the positions start .. stop - 1.
+        """Return epochs and samples of the positions start .. stop - 1.
+
+        Returns:
+            Two int64 arrays of shape [stop - start].
 
         Raises:
-            ValueError: start is negative, or stop comes before start.
+            ValueError: start is negative, or stop is before start.
         """
         epochs, places = _places(self.size, start, stop)
         samples = np.empty_like(places)
@@ -83,28 +87,31 @@ class Shuffled:
 
 @final
 class Sequential:
-    """Every epoch in the order of the dataset, as an evaluation reads it. Arguments and errors as in `Shuffled`."""
+    """The dataset's own order in every epoch, for evaluation. Arguments and errors as in `Shuffled`."""
 
     def __init__(self, size: int) -> None:
         self.size = _checked(size)
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Epochs and samples, two int64 arrays of shape [stop - start], of the positions start .. stop - 1.
+        """Return epochs and samples of the positions start .. stop - 1.
+
+        Returns:
+            Two int64 arrays of shape [stop - start].
 
         Raises:
-            ValueError: start is negative, or stop comes before start.
+            ValueError: start is negative, or stop is before start.
         """
         return _places(self.size, start, stop)
 
 
 @final
 class Begun:
-    """Of every epoch of another order the first samples alone, as one endless stream without the rest.
+    """The first samples of each epoch of another order, as one endless stream.
 
     Args:
-        order: the whole one.
+        order: the whole order.
         size: its samples in an epoch.
-        kept: how many of them an epoch has here, 1 to `size`.
+        kept: samples in an epoch here, 1 to `size`.
     """
 
     def __init__(self, order: Order, size: int, kept: int) -> None:
@@ -112,10 +119,13 @@ class Begun:
         self._order, self._whole = order, size
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Epochs and samples, two int64 arrays of shape [stop - start], of the positions start .. stop - 1.
+        """Return epochs and samples of the positions start .. stop - 1.
+
+        Returns:
+            Two int64 arrays of shape [stop - start].
 
         Raises:
-            ValueError: start is negative, or stop comes before start.
+            ValueError: start is negative, or stop is before start.
         """
         _places(1, start, min(start, stop))
         epochs, samples = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
@@ -130,13 +140,13 @@ class Begun:
 
 
 def _check_order(order: Order, samples: int) -> None:
-    """Try an order on its first positions: asked in another way, it must give the same.
+    """Check that an order gives its first positions the same samples in another request.
 
     Args:
-        samples: of an epoch.
+        samples: in an epoch.
 
     Raises:
-        DataError: a position's sample depends on which positions were asked for, or how often.
+        DataError: a position's sample depends on which positions are requested, or how often.
     """
     count = min(samples, _TRIED)
     whole = order.at(0, count)
@@ -149,9 +159,17 @@ def _check_order(order: Order, samples: int) -> None:
 
 
 def permute(indices: Indices, size: int, key: int) -> Indices:
-    """The images (int64, same shape as `indices`) under the permutation of 0 .. size - 1 that the 64-bit `key` picks.
+    """Map indices by the permutation of 0 .. size - 1 that the 64-bit `key` selects.
 
-    Expects every index in 0 .. size - 1. Uses a few temporary arrays of the length of `indices`, whatever the size.
+    Uses a few temporary arrays of the length of `indices`, for any size.
+
+    Args:
+        indices: int64, each in 0 .. size - 1.
+        size: of the permutation.
+        key: 64 bits.
+
+    Returns:
+        int64, the shape of `indices`.
     """
     if size < _SMALL:
         return _table(size, key)[indices]
@@ -167,7 +185,7 @@ def permute(indices: Indices, size: int, key: int) -> Indices:
 
 
 def _feistel(values: _Words, half: int, keys: _Words) -> _Words:
-    """A bijection of the integers of 2 * half bits, one round per key."""
+    """Apply a bijection of the integers of 2 * half bits, one round per key."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
@@ -176,15 +194,15 @@ def _feistel(values: _Words, half: int, keys: _Words) -> _Words:
 
 
 def _table(size: int, key: int) -> Indices:
-    """A whole small permutation: the order of `size` random words, as if cards were sorted by a number drawn for each.
+    """Return a whole small permutation: the argsort of `size` random words.
 
-    The words are distinct, for they are the images of distinct counters under a bijection, so no order is favoured.
+    The words are distinct, being images of distinct counters under a bijection, so no order is favoured.
     """
     return np.argsort(_stream(size, key), kind="stable").astype(np.int64)
 
 
 def _stream(count: int, key: int) -> _Words:
-    """The first `count` words of splitmix64 started at `key`."""
+    """Return the first `count` words of splitmix64 started at `key`."""
     counters = np.arange(1, count + 1, dtype=np.uint64)
     return _mix(counters * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key & (2**64 - 1)))
 
@@ -208,12 +226,12 @@ def _checked(size: int) -> int:
     return size
 
 
-_KEPT = 2  # epochs: a step may lie across two
-_REPEAT = 32  # bits of an epoch's number; above them stands which draw of its sample a position is
+_KEPT = 2  # epochs: a step may span two
+_REPEAT = 32  # bits of an epoch's number; the higher bits count the draws of a sample
 
 
 class SizedOrder(Order, Protocol):
-    """An order that knows how many samples an epoch has."""
+    """An order with a known number of samples in an epoch."""
 
     @property
     def size(self) -> int:
@@ -221,11 +239,11 @@ class SizedOrder(Order, Protocol):
 
 
 class EpochOrder(ABC):
-    """An order whose epochs are lists, drawn when a position in them is asked for.
+    """An order whose epochs are lists, drawn when one of their positions is requested.
 
     Args:
         size: samples in an epoch.
-        samples: of the dataset: an index is below it.
+        samples: of the dataset; indices are below it.
     """
 
     def __init__(self, size: int, samples: int) -> None:
@@ -238,13 +256,16 @@ class EpochOrder(ABC):
         return self._size
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Return epochs and samples, two int64 arrays of shape [stop - start], of the positions start .. stop - 1.
+        """Return epochs and samples of the positions start .. stop - 1.
 
-        Where an epoch has a sample several times, each further one has an epoch number of its own: the random numbers
-        of an augmentation are drawn by (epoch, sample), and are others each time.
+        If an epoch has a sample several times, each further time has its own epoch number: an augmentation's random
+        numbers are drawn by (epoch, sample), and so differ each time.
+
+        Returns:
+            Two int64 arrays of shape [stop - start].
 
         Raises:
-            DataError: an epoch cannot be drawn, or is not what it must be.
+            DataError: an epoch cannot be drawn, or is invalid.
         """
         epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self._size)
         samples = np.empty_like(places)
@@ -272,16 +293,16 @@ class EpochOrder(ABC):
 
 @final
 class SamplerOrder(EpochOrder):
-    """The order of a torch sampler, or of any object that yields indices and has a length.
+    """The order of a torch sampler, or of any sized iterable of indices.
 
     Args:
-        sampler: its `generator` and that of a sampler within it are seeded, its `set_epoch` is called.
+        sampler: its `generator`, and that of a sampler inside it, is seeded; its `set_epoch` is called.
         samples: of the dataset.
         seed: the run's.
 
     Raises:
-        ConfigError: it is no sampler of single indices for one process.
-        DataError: it draws other indices under the same seed.
+        ConfigError: it is not a sampler of single indices for one process.
+        DataError: it draws different indices under the same seed.
     """
 
     def __init__(self, sampler: Any, samples: int, seed: int) -> None:
@@ -294,7 +315,7 @@ class SamplerOrder(EpochOrder):
             )
 
     def draw(self, epoch: int) -> Indices:
-        """Draw an epoch under its seed, and leave all generators as they were."""
+        """Draw an epoch under its seed; restore all generators."""
         generators = [each for each in map(_generator, within(self._sampler)) if each is not None]
         states = [each.get_state() for each in generators]
         key = derive(self._seed, "order", epoch)
@@ -329,10 +350,10 @@ class SamplerOrder(EpochOrder):
 
 @final
 class CheckedOrder:
-    """An order of the user's own, whose every answer is checked.
+    """A user's own order, with every result checked.
 
     Args:
-        inner: has `at(start, stop)`; its length, where it has one, is that of an epoch.
+        inner: has `at(start, stop)`; its length, if any, is that of an epoch.
         samples: of the dataset.
 
     Raises:
@@ -346,10 +367,13 @@ class CheckedOrder:
             raise ConfigError("`order` has the length 0: an epoch has at least one sample")
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Return epochs and samples, two int64 arrays of shape [stop - start], of the positions start .. stop - 1.
+        """Return epochs and samples of the positions start .. stop - 1.
+
+        Returns:
+            Two int64 arrays of shape [stop - start].
 
         Raises:
-            DataError: `at` fails, or gives something else.
+            DataError: the user's `at` fails, or returns something else.
         """
         where = f"the positions {start} to {stop - 1}"
         try:
@@ -368,15 +392,16 @@ class CheckedOrder:
 
 
 def order_of(task: Task, samples: int, seed: int) -> SizedOrder:
-    """Make the order of a task's training set.
+    """Create the order of a task's training set.
 
     Args:
+        task: its `order` is called.
         samples: of the training set.
-        seed: the run's. What `order` itself draws at random is seeded by it, so that all ranks draw the same.
+        seed: the run's; seeds random draws within `order`, so that all ranks draw the same.
 
     Raises:
         ConfigError: `order` returned something else.
-        DataError: it fails, or what it gives is not what it must be.
+        DataError: it fails, or its result is invalid.
     """
     with generators_kept():
         seed_everything(derive(seed, "order"))
@@ -390,7 +415,10 @@ def order_of(task: Task, samples: int, seed: int) -> SizedOrder:
 
 
 def order_from(given: Any, samples: int, seed: int) -> SizedOrder:
-    """Make an order of what a user gave: None, a sampler, or an object with `at(start, stop)`. Raises as `order_of`."""
+    """Convert a user's order: None, a sampler, or an object with `at(start, stop)`.
+
+    Raises the same errors as `order_of`.
+    """
     if given is None:
         return Shuffled(samples, seed)
     if isinstance(given, EpochOrder):
@@ -403,13 +431,13 @@ def order_from(given: Any, samples: int, seed: int) -> SizedOrder:
 
 
 def within(sampler: Any) -> list[Any]:
-    """Return the sampler, and the one inside it where it wraps another."""
+    """Return the sampler, and the one inside it if it wraps another."""
     inner = getattr(sampler, "sampler", None)
     return [sampler] if inner is None else [sampler, inner]
 
 
 def check_indices(indices: Indices, samples: int, where: str) -> None:
-    """Raise DataError, in one line, for an index that is not in the dataset."""
+    """Raise DataError, in one line, for an index outside the dataset."""
     if indices.size and not (indices.min() >= 0 and indices.max() < samples):
         bad = int(indices[(indices < 0) | (indices >= samples)][0])
         raise DataError(
@@ -418,7 +446,11 @@ def check_indices(indices: Indices, samples: int, where: str) -> None:
 
 
 def _length(sampler: Any) -> int:
-    """The indices of an epoch. Raises ConfigError for what is no sampler of single indices for one process."""
+    """Return the length of an epoch.
+
+    Raises:
+        ConfigError: it is not a sampler of single indices for one process.
+    """
     name = _named(sampler)
     start = f"`order` returned {name}"
     if isinstance(sampler, type) or not hasattr(sampler, "__iter__"):
@@ -456,7 +488,7 @@ def _index(given: Any) -> int:
 
 
 def _integers(given: Any, count: int, where: str) -> Indices:
-    """An array of `count` integers. Raises DataError for anything else."""
+    """Convert to an array of `count` integers. Raises DataError for anything else."""
     found = np.asarray(given)
     if found.shape != (count,) or (count and found.dtype.kind not in "iu"):
         raise DataError(
@@ -467,7 +499,7 @@ def _integers(given: Any, count: int, where: str) -> Indices:
 
 
 def _repeats(drawn: Indices, samples: int) -> Indices:
-    """Count how often each place's sample came before in the epoch; empty where each comes once."""
+    """Count each place's earlier occurrences of its sample; empty if there are no repeats."""
     if len(drawn) <= samples and np.bincount(drawn, minlength=1).max(initial=0) <= 1:
         return np.empty(0, np.int64)
     by_sample = np.argsort(drawn, kind="stable")
