@@ -418,8 +418,8 @@ _LOADS = """
 import sys, time
 import torch
 from lockstep.data.batches import Batches, StepPlan, Loading
-from lockstep.data.order import Sequential
-from lockstep.run.folder import RunFolder
+from lockstep.data.sampler import Sequential
+from lockstep.training.run_dir import RunFolder
 from lockstep.distributed.world import World
 
 class Task:
@@ -449,7 +449,7 @@ time.sleep(60)
 
 _SERVED = """
 import multiprocessing, sys, time
-from lockstep.data.worker import end_with_parent
+from lockstep.data.loader import end_with_parent
 
 def load():
     end_with_parent()

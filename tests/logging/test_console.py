@@ -260,7 +260,7 @@ def test_ctrl_c_gives_the_cursor_back():
     code = (
         "import signal, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs start without it
-        "from lockstep.sinks.console import Console\n"
+        "from lockstep.logging.console import Console\n"
         "console = Console(100)\n"
         "console.start({})\n"
         "console.log({'global_step': 7, 'running_loss': 2.0})\n"

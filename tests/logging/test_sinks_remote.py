@@ -86,7 +86,7 @@ def test_tensorboard_events_are_read_back_also_after_a_resume(tmp_path, back):
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from lockstep.sinks.wandb import WandB
+from lockstep.logging.trackers import WandB
 step = int(sys.argv[1])
 sink = WandB(Path("."), "E 1", resume_step=step)
 sink.start(json.loads(sys.argv[2]))

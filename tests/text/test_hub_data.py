@@ -238,9 +238,9 @@ def test_it_is_prepared_once_by_content(tmp_path, monkeypatch):
 SLOW = """
 import sys, time
 from lockstep.text import hub_corpus
-from lockstep.config.config import Config
+from lockstep.config.schema import Config
 from lockstep.config.sections import Data
-from lockstep.tasks.hf import corpus_for
+from lockstep.tasks.language_model import corpus_for
 write = hub_corpus.write_split
 def slow(*arguments, **named):
     count = write(*arguments, **named)

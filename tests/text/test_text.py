@@ -276,9 +276,9 @@ def test_the_default_cache(monkeypatch, chosen, expected):
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from lockstep.text.hub_corpus import Trained, prepare
-from lockstep.text.written import Packing
-from lockstep.text.hub_plain import plain_rows
+from lockstep.text.token_store import TokenizerToTrain as Trained, prepare
+from lockstep.text.token_store import Packing
+from lockstep.text.hub import plain_rows
 
 def say(line):
     print(line, flush=True)

@@ -226,7 +226,7 @@ def test_describing_is_quick():
 
 def test_importing_loads_no_torch():
     code = (
-        "import sys, lockstep.run.environment, lockstep.sinks.console, lockstep.sinks.jsonl, lockstep.sinks.log;"
+        "import sys, lockstep.training.run_dir, lockstep.logging.console, lockstep.logging.jsonl, lockstep.logging.log;"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
