@@ -1,1 +1,1 @@
-"""Starting a run on several processes and nodes, and starting it again: each turns a Config into a command."""
+"""Start a run on several processes and nodes, and restart it after a failure."""

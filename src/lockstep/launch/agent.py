@@ -1,9 +1,11 @@
-"""torchrun's elastic agent, with what it lacks: who failed first, no restart that cannot help, a store that is ours.
+"""Run a job's processes with torchrun's elastic agent, and report the first failure.
 
-    code = run(Job(...))
+    well, asked, code = run(Job(...))
 
-Besides torch's public classes this uses the process handles inside LocalElasticAgent and how they are made, the set of
-those that it waits for, and its counter of restarts left, all under the same names from torch 2.11 on.
+Adds to torch's agent: the rank that failed first, no restart that cannot help, replacement of lost processes, and a
+meeting point that listens on one address. Besides torch's public classes it uses the process handles inside
+LocalElasticAgent and their creation, its set of awaited processes, and its counter of restarts left; all have the same
+names from torch 2.11 on.
 """
 
 import contextlib
@@ -72,12 +74,12 @@ class Child(Protocol):
 
 @contextmanager
 def orphans_adopted() -> Iterator[bool]:
-    """Have the system hand orphans to this process in place of init.
+    """Make this process adopt orphans in place of init.
 
     Yields:
-        Whether it does.
+        Whether the system does so.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, the system drops the codes of all children
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, the system drops the exit codes of all children
     adopted = sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     try:
         yield adopted
@@ -87,17 +89,17 @@ def orphans_adopted() -> Iterator[bool]:
 
 
 def reap_orphans(children: Iterable[Child]) -> None:
-    """Collect orphans that have ended, such as the loader processes of a killed rank.
+    """Reap orphans that have ended, such as the loader processes of a killed rank.
 
     Args:
-        children: processes whose codes somebody asks for, which are left to their own `poll`.
+        children: processes whose codes are still needed, which are left to their own `poll`.
     """
     known = {child.pid: child for child in children if child.returncode is None}
     while (pid := _next_ended()) is not None:
         if pid not in known:
             os.waitpid(pid, os.WNOHANG)
         elif known.pop(pid).poll() is None:
-            return  # somebody else waits for it just now
+            return  # other code is waiting for it
 
 
 def _next_ended() -> int | None:
@@ -108,21 +110,25 @@ def _next_ended() -> int | None:
     return ended.si_pid if ended else None
 
 
-_GRACE = 2.0  # seconds that the others have, once one has failed, to say where they stood
-_KILLED = 0.3  # the same, where one was killed: that is no consequence of another's failure, so it was the first
-_LEAVE = 0.5  # seconds to tell the other nodes that this one goes
+_GRACE = 2.0  # seconds for the others to report their progress, once one has failed
+_KILLED = 0.3  # the same, if one was killed: no other failure causes that, so it was the first
+_LEAVE = 0.5  # seconds to notify the other nodes that this one leaves
 _POLL = 0.05
-_SETTLED = 5.0  # seconds after the start from which on a process is kept ready to be forked; short runs do without
+_SETTLED = 5.0  # seconds after the start before preloading a process to fork from; short runs need none
 
 
 def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
-    """Runs the job to its end: whether all processes ended well, the signal that asked for the end, if one did, and
-    the code of a run that saved itself before its end, else 0.
+    """Run the job to its end.
+
+    Returns:
+        Whether all processes succeeded; the signal that requested the end, or None; the code of a run that saved
+            before
+        its end, else 0.
 
     Raises:
-        LockstepError: it failed; the line names the rank that failed first. Its exit code is that rank's.
+        LockstepError: the job failed; the line names the rank that failed first. Its exit code is that rank's.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says, the last line says better
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the last line reports the same, better
     for name, value in job.environment.items():
         os.environ.setdefault(name, value)
     folder = private_folder()
@@ -154,10 +160,10 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
 
 
 class _Agent(LocalElasticAgent):
-    """Starts the processes, watches them, starts them again.
+    """Starts, watches and restarts the processes.
 
     Attributes:
-        asked: the signal that asked this launcher to end; None: none did.
+        asked: the signal that asked this launcher to end; None: none.
     """
 
     def __init__(self, job: Job, folder: Path, adopts: bool) -> None:
@@ -176,19 +182,22 @@ class _Agent(LocalElasticAgent):
         self.asked: signal.Signals | None = None
         self._hangup = self._forward if heeds_hangup() else signal.SIG_IGN
         self._failure: ProcessFailure | None = None
-        self._earlier: list[ProcessFailure] = []  # that led to restarts
+        self._earlier: list[ProcessFailure] = []  # failures that led to restarts
         self._kills, self._looked = kills(), time.monotonic()
         self._ending = ""  # why a loss ended the others too
-        self._names: dict[int, str] = {}  # of the processes, by local rank
-        self._spared: set[int] = set()  # local ranks of processes that the run does without
-        self._silenced: set[str] = set()  # those that were ended since they said nothing
+        self._names: dict[int, str] = {}  # names of the processes, by local rank
+        self._spared: set[int] = set()  # local ranks of processes that the run continues without
+        self._silenced: set[str] = set()  # names of processes that were killed because they were silent
         self._losses = self._replacing(job)
         self._preloaded: Preloaded | None = None
         self._forks = adopts and Preloaded.serves(job.command)
         self._started = time.monotonic()
 
     def _replacing(self, job: Job) -> Membership | None:
-        """What decides who goes on after a loss, over a meeting point of this launcher's own; None: a loss ends all."""
+        """Open this launcher's own meeting point, to decide who continues after a loss.
+
+        None: a loss ends all processes.
+        """
         os.environ.pop(MEETING_VARIABLE, None)
         if not job.losses:
             return None
@@ -203,7 +212,7 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for place in self._folder.iterdir():
-            place.unlink(missing_ok=True)  # of the processes before a restart
+            place.unlink(missing_ok=True)  # left by processes before a restart
         self._kills, self._ending, self._silenced, self._spared = kills(), "", set(), set()
         self._started = time.monotonic()
         self._names = {worker.local_rank: str(worker.global_rank) for worker in worker_group.workers}
@@ -211,12 +220,15 @@ class _Agent(LocalElasticAgent):
             restart = self._job.restarts - self._remaining_restarts
             self._losses.begin(restart, [self._names[local] for local in sorted(self._names)])
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        for number in STOP_SIGNALS:  # after torch, which would end the processes instead of letting them save
+        for number in STOP_SIGNALS:  # after torch's, which would end the processes before they save
             signal.signal(number, self._hangup if number == signal.SIGHUP else self._forward)
         return pids
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        """The processes save and end; a second Ctrl-C ends them at once. No restart follows."""
+        """Forward a signal: the processes save and end, or end at once on a second Ctrl-C.
+
+        No restart follows.
+        """
         self._remaining_restarts = 0
         if number == signal.SIGHUP:
             leave_terminal()
@@ -263,8 +275,10 @@ class _Agent(LocalElasticAgent):
         return code is not None and (code != 0 or is_under_way(self._folder, slot))
 
     def _go_on(self, losses: Membership, group: WorkerGroup) -> bool:
-        """Looks after processes that ended; whether the others go on. Else torch's own watch looks at them too, which
-        would end all for one that has failed since."""
+        """Handle processes that ended; return whether the others continue.
+
+        If not, torch's own watch must look at them too. It would end all processes for a later failure.
+        """
         if self._forks and self._preloaded is None and time.monotonic() - self._started > _SETTLED:
             self._preloaded = Preloaded()
         codes = {local: process.poll() for local, process in self._processes().items()}
@@ -284,7 +298,7 @@ class _Agent(LocalElasticAgent):
         for name in losses.silent:
             self._processes()[places[name]].kill()
             self._silenced.add(name)
-        self._spare([places[name] for name in losses.refused], kill=False)  # it says why, and ends
+        self._spare([places[name] for name in losses.refused], kill=False)  # it reports why, and ends
         for name in losses.replace:
             if self.asked is None:
                 self._replace(places[name], group)
@@ -294,20 +308,20 @@ class _Agent(LocalElasticAgent):
         return True
 
     def _spare(self, locals_: list[int], *, kill: bool = True) -> None:
-        """The run does without these processes: how they end is no failure."""
+        """Continue without these processes: their end is not a failure."""
         context: Any = self._pcontext
         for local in locals_:
             if kill:
-                context.subprocess_handlers[local].proc.kill()  # not waited for: this may be a signal's handler
+                context.subprocess_handlers[local].proc.kill()  # not waited for: this may run in a signal handler
             context._running_local_ranks.discard(local)
             self._spared.add(local)
 
     def _replace(self, local: int, group: WorkerGroup) -> None:
-        """Starts a process in the place of one that ended; it joins the others when it is ready."""
+        """Start a process in place of one that ended; it joins the others when ready."""
         context: Any = self._pcontext
         slot, _, times = self._names[local].partition(".")
         self._names[local] = name = f"{slot}.{int(times or 0) + 1}"
-        with contextlib.suppress(OSError):  # what the one before noted has been read
+        with contextlib.suppress(OSError):  # its predecessor's note has been read
             Path(context.error_files[local]).unlink(missing_ok=True)
         (self._folder / slot).unlink(missing_ok=True)
         is_under_way(self._folder, slot, forget=True)
@@ -321,16 +335,16 @@ class _Agent(LocalElasticAgent):
             local_rank_id=local,
             numa_options=None,
         )
-        group.workers[local].id = context.subprocess_handlers[local].proc.pid  # what torch's watch compares
+        group.workers[local].id = context.subprocess_handlers[local].proc.pid  # compared by torch's watch
         if self._losses:
             self._losses.started(name)
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # a closed terminal is no reason not to go on
+        with contextlib.suppress(OSError):  # a closed terminal must not end the run
             print(f"lockstep: {line}", file=sys.stderr, flush=True)
 
     def _explain(self, processes: dict[int, "subprocess.Popen[bytes]"], group: WorkerGroup) -> None:
-        """Finds the first failure, after the other processes had time to end by themselves, and says what follows."""
+        """Find the first failure, after giving the other processes time to end; announce a restart."""
         seen: dict[int, tuple[int, float]] = {}  # exit code, and when
         began = time.monotonic()
         while True:
@@ -365,7 +379,10 @@ class _Agent(LocalElasticAgent):
             self._say(f"{self._told()}; restart {number} of {self._job.restarts}")
 
     def _missing(self, silent: list[int], group: WorkerGroup) -> str:
-        """Before the first step no watch names who is missing: it is who did not even notice that the others ended."""
+        """Describe the ranks that did not arrive before the first step.
+
+        No watch names them there: they are those that did not notice the end of the others.
+        """
         ranks = [self._rank_of(local, group) for local in silent]
         shown = " and ".join(
             f"{rank_label(rank, slot)} did not arrive: it stood in "
@@ -382,7 +399,7 @@ class _Agent(LocalElasticAgent):
 
     @property
     def told(self) -> bool:
-        """Whether a process said why it failed, besides that the others were gone."""
+        """Whether a process reported a cause, other than the loss of the others."""
         return bool(self._failure and self._failure.message and not self._failure.follows)
 
     def _failed(self, local: int, code: int, when: float, group: WorkerGroup) -> ProcessFailure:
@@ -416,7 +433,7 @@ class _Agent(LocalElasticAgent):
         return str(failure)
 
     def error(self) -> LockstepError:
-        """The last line on the person's screen."""
+        """Return the error for the last line on the user's screen."""
         failure = self._failure
         again = "" if self.told else "; the same command goes on from the newest checkpoint, if there is one"
         error = LockstepError(self._told() + again)
@@ -424,17 +441,17 @@ class _Agent(LocalElasticAgent):
         return error
 
     def end(self) -> None:
-        """Leaves no process behind and lets other nodes know."""
+        """End all processes and notify other nodes."""
         self._shutdown(signal.SIGKILL)
         leaving = threading.Thread(target=self._worker_group.spec.rdzv_handler.shutdown, daemon=True)
-        leaving.start()  # over a link that was cut it would wait for long
+        leaving.start()  # over a broken link it would wait for long
         leaving.join(_LEAVE)
         if self._preloaded:
             self._preloaded.end()
 
 
 class _Handler(SubprocessHandler):
-    """A process that is forked from one that has loaded everything, where there is one."""
+    """A worker that is forked from the preloaded process if possible, else started."""
 
     def __init__(self, preloaded: Preloaded | None, **named: Any) -> None:
         self._preloaded = preloaded
@@ -446,7 +463,7 @@ class _Handler(SubprocessHandler):
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether the process was stopped by a signal: it will not end by itself, so nobody need wait for it."""
+    """Whether a signal stopped the process: then it will not end by itself."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):

@@ -1,11 +1,11 @@
-"""`lockstep launch --nproc-per-node N [--nnodes ...] --max-restarts R -- train ...`: a run on several processes.
+"""The command `lockstep launch`: start a run on several processes and nodes.
 
-lockstep launch --nproc-per-node 2 -- train --experiment-name a
-lockstep launch --nproc-per-node 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -- train ...     (on the first node)
-lockstep launch --nproc-per-node 8 --max-restarts 3 --dry-run -- train ...                      (prints the command)
+lockstep launch --nproc-per-node 2 -- train --experiment-name a lockstep launch --nproc-per-node 8 --nnodes 2
+--node-rank 0 --master-addr 10.0.0.1 -- train ...     (on the first node) lockstep launch --nproc-per-node 8
+--max-restarts 3 --dry-run -- train ...                      (prints the command)
 
-A script with a `lockstep.Run` of its own is started in the same way: ... -- script.py [arguments]. The flags of `train`
-are parsed here before anything is started, so that a wrong one is one line and not one a process.
+A script with a `lockstep.Run` of its own is started in the same way: ... -- script.py [arguments]. The flags of
+`train` are parsed here before anything starts, so that a wrong flag is reported once, not once per process.
 """
 
 import argparse
@@ -33,12 +33,16 @@ _ELSEWHERE = "it is no flag of launch; those of train stand behind `-- train`"
 
 
 def command(argv: list[str]) -> int:
-    """Runs `lockstep launch` and returns its exit code: 0, 75 where the run saved itself on a signal, 130 on Ctrl-C.
+    """Run `lockstep launch` and return its exit code.
+
+    Returns:
+        0; 75 if the run saved itself on a signal; 130 on Ctrl-C.
 
     Raises:
-        ConfigError: a flag that does not exist or does not hold, of `launch` or of the command behind `--`.
+        ConfigError: an unknown or invalid flag, of `launch` or of the command after `--`.
         LockstepError: the run failed; the line names the rank that failed first. Or a signal ended it before it could
-            save; the exit code is 128 and the signal's number.
+            save;
+            the exit code is 128 plus the signal's number.
     """
     own, rest = _split(argv)
     try:
@@ -67,7 +71,7 @@ def command(argv: list[str]) -> int:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """launch's own flags, and what is behind `--`."""
+    """Split the arguments into launch's own flags and the command after `--`."""
     if "--" in argv:
         at = argv.index("--")
         return argv[:at], argv[at + 1 :]
@@ -77,7 +81,11 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _behind(rest: list[str]) -> bool:
-    """Whether what is behind `--` computes exactly, as far as is seen. Raises ConfigError for what is no program."""
+    """Whether the command after `--` computes exactly, as far as known here.
+
+    Raises:
+        ConfigError: it is not a program that can be started.
+    """
     if rest and rest[0] == "train":
         parser = flags.with_flags(cli.parser_of(rest[1:], "lockstep train"))
         given = vars(parser.read(rest[1:]))
@@ -85,7 +93,7 @@ def _behind(rest: list[str]) -> bool:
         flags.asked(given, told)
         return cli.build(cli.applied(told)).exact
     if rest and rest[0] in ("evaluate", "doctor", "profile"):
-        return "--exact" in rest  # of evaluate its run's configuration says, when it is read
+        return "--exact" in rest  # for evaluate, its run's configuration decides later
     if rest and rest[0].endswith(".py"):
         if not Path(rest[0]).is_file():
             raise ConfigError(f"launch: there is no file {rest[0]}; give a script, or train, behind `--`")
@@ -146,7 +154,7 @@ def _job(given: argparse.Namespace, rest: list[str], exact: bool) -> Job:
         most = given.nproc_per_node * nodes[1]
         raise ConfigError(f"--min-ranks is {given.min_ranks}, and there are {most} processes: it must be at most that")
     host, port = _endpoint(given, nodes)
-    goes_on = rest[0] != "doctor"  # what it finds is no failure that a new start would mend
+    goes_on = rest[0] != "doctor"  # a restart would not fix its findings
     is_host = given.node_rank == 0 and (not given.rdzv_endpoint or own_address(host))
     return Job(
         command=["-u", *rest] if rest[0].endswith(".py") else ["-m", "lockstep", *rest],
@@ -198,11 +206,11 @@ def _settings(text: str) -> dict[str, str]:
 
 
 def _environment(processes: int, nodes: tuple[int, int], exact: bool) -> dict[str, str]:
-    """What torchrun leaves to the user; a variable that is set already stays as it is."""
+    """Return variables that torchrun leaves to the user; those already set are kept."""
     threads = 1 if exact else max(1, cores() // processes)
     found = {
-        "OMP_NUM_THREADS": str(threads),  # all processes taking all cores is the usual slowness
-        OPENCV_THREADS: "1",  # OpenCV takes all cores in each process and heeds no other variable
+        "OMP_NUM_THREADS": str(threads),  # all processes using all cores is a common cause of slowness
+        OPENCV_THREADS: "1",  # OpenCV uses all cores in each process and reads no other variable
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with a shared store most first restarts on gloo fail
         "TORCH_FR_BUFFER_SIZE": "1000",  # the last collectives, for the log of a hang
         **torch_variables(processes, os.environ),
@@ -214,7 +222,7 @@ def _environment(processes: int, nodes: tuple[int, int], exact: bool) -> dict[st
 
 
 def _shown(job: Job) -> str:
-    """The command that plain torchrun would be given, with the variables set here."""
+    """Return the closest command for plain torchrun, with the variables set here."""
     variables = [f"{name}={os.environ.get(name, value)}" for name, value in sorted(job.environment.items())]
     nodes = str(job.nodes[0]) if job.nodes[0] == job.nodes[1] else f"{job.nodes[0]}:{job.nodes[1]}"
     where = [f"--rdzv-endpoint={job.endpoint}", f"--rdzv-backend={job.backend}", f"--rdzv-id={job.run_id}"]

@@ -1,4 +1,8 @@
-"""What a launcher is to start."""
+"""Describe a launcher's job, its log files, and the kernel's out-of-memory kills.
+
+`Job` is what `lockstep launch` starts on this node. `log_folder`, `log_variables` and `made` set up NCCL's logs.
+`kills` counts the kernel's kills, which distinguishes a lack of memory from other causes.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,15 +25,18 @@ _EVENTS = ("memory.events", "memory.oom_control")  # of cgroup v2 and v1; each h
 
 
 def kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Kills for want of memory so far, counted in this process's memory groups and in all of the machine.
+    """Count the kernel's out-of-memory kills so far, in this process's cgroups and machine-wide.
 
-    0 where the system does not say (another than Linux, or a container that hides it).
+    0 if the system does not report it (other than Linux, or a container that hides it).
     """
     return sum(_count(path) for path in _files(root, own)) + _count(Path("/proc/vmstat"))
 
 
 def _files(root: Path, own: Path) -> list[Path]:
-    """The files that count for the groups of this process: v2 has one tree, v1 one for each kind of resource."""
+    """Return the event files of this process's cgroups.
+
+    Version 2 has one tree, version 1 one for each kind of resource.
+    """
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -52,19 +59,19 @@ def _count(path: Path) -> int:
     return 0
 
 
-# What it chose and why; without each collective, which would make the files long.
+# Its choices and their reasons; without each collective, which would make the files long.
 _SUBSYSTEMS = "INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
 
 
 def log_folder(given: str, rest: list[str]) -> Path:
-    """Where the logs go: `given`; else `logs` in the folder of the run that is started.
+    """Return the folder of the logs: `given`, else `logs` in the run's folder.
 
     Args:
-        given: behind the flag, "" for nothing.
-        rest: what `launch` starts.
+        given: the flag's value, "" for none.
+        rest: the command that `launch` starts.
 
     Raises:
-        ConfigError: which run it is stands in none of the flags, and no folder was given.
+        ConfigError: no folder was given, and the command does not name its run.
     """
     if given:
         return Path(given).expanduser().absolute()
@@ -79,7 +86,10 @@ def log_folder(given: str, rest: list[str]) -> Path:
 
 
 def log_variables(folder: Path) -> dict[str, str]:
-    """What NCCL is told. Its file's name has the process's host and number; where there is no GPU it writes none."""
+    """Return the environment variables for NCCL's logs.
+
+    Each file's name has the process's host and number; without a GPU NCCL writes none.
+    """
     return {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": _SUBSYSTEMS,
@@ -89,10 +99,10 @@ def log_variables(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def made(folder: Path | None) -> Iterator[None]:
-    """Within it the folder is there, since NCCL makes none; what is made for it and stays empty is removed.
+    """Create the folder, since NCCL does not; remove new folders that stay empty.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: the folder cannot be created.
     """
     if folder is None:
         yield
@@ -112,17 +122,17 @@ def made(folder: Path | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be started on this node.
+    """The processes to start on this node.
 
     Attributes:
-        command: of each process; `sys.executable` runs it.
-        processes: on this node.
+        command: arguments of `sys.executable` for each process.
+        processes: number on this node.
         nodes: fewest and most.
         backend, endpoint, options, run_id: of the rendezvous; `endpoint` is host:port.
         is_host: whether this node holds the meeting point.
-        restarts: how often the processes are started again after a failure.
-        least, losses: with fewer processes, or after more losses within an hour, a lost one ends the others too.
-        environment: set for the processes where the user has not set it.
+        restarts: how often the processes are restarted after a failure.
+        environment: variables for the processes; those that the user has set are kept.
+        least, losses: with fewer processes, or after more losses within an hour, a loss ends the others too.
     """
 
     command: list[str]

@@ -1,13 +1,13 @@
-"""What the launcher does about a process that ends before its run does: the others go on, and a new one joins them.
+"""Decide how a run continues after losing a process.
 
-    losses = Losses(store, least=1, most=8)
+    losses = Membership(store, least=1, most=8)
     losses.begin(restart=0, members=["0", "1", "2"])
-    reason = losses.look(living, ended)     # as often as the processes are looked at; "" while the run may go on
+    reason = losses.look(living, ended)     # at each poll of the processes; "" while the run may continue
     losses.replace                          # names to start a new process for
 
-Who takes part is decided here, in one place: the members leave their groups and say so, and read the names of those who
-go on (see distributed/membership.py). Nobody is counted as gone but who has ended: one that says nothing in its time is
-ended first, so that a process which was only slow can never come back under its old name.
+The others go on, and a replacement joins them. Membership is decided here only: members leave their groups and report
+it, then read the names of those who continue (see distributed/membership.py). Only a process that has ended counts as
+lost. A silent one is killed first, so a merely slow process can never return under its old name.
 """
 
 import json
@@ -23,17 +23,17 @@ __all__ = ["REPEATED", "Membership", "MembershipStore"]
 REPEATED = "the same line of code failed in the same step again"
 
 _HOUR = 3600.0
-_AGAIN = 3  # times as many may be those in which nobody is lost: on a busy machine groups are formed too slowly
+_AGAIN = 3  # times as many regroupings without a loss are allowed: on a busy machine groups form slowly
 _REFUSED = (
     "this process is not taken in: its configuration, data or code is another than that of the processes that it was "
     "to join, which go on without it"
 )
-_SLACK = 5.0  # seconds beyond `--timeout` for a member that says nothing
-_SHORT = 3.0  # the same where another has waited for a whole `--timeout` already
+_SLACK = 5.0  # seconds beyond `--timeout` for a silent member
+_SHORT = 3.0  # the same, once another has waited for a whole `--timeout`
 
 
 class MembershipStore(Protocol):
-    """What is needed of torch's TCPStore."""
+    """The methods of torch's TCPStore that are used."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -41,21 +41,21 @@ class MembershipStore(Protocol):
 
 
 class Membership:
-    """The members of a run, and what became of them.
+    """The members of a run, and their losses.
 
     Args:
         store: the meeting point.
         least: with fewer members the run ends.
-        most: losses within an hour, above which the run ends.
-        said: a failure in words.
-        now: seconds on a clock that only goes on.
+        most: with more losses within an hour the run ends.
+        said: describes a failure.
+        now: seconds on a monotonic clock.
 
     Attributes:
-        members: names by rank, of the present generation.
+        members: names by rank, of the current generation.
         number: of the generation.
-        replace: names whose process has ended and whose place a new one is to take; the caller empties it.
-        silent: names that are to be ended, since they say nothing; the caller does so.
-        refused: names of new processes that are not taken in: they end, which is no failure of the run's.
+        replace: names of ended processes to be replaced; the caller empties it.
+        silent: names of processes to be killed because they do not report; the caller does so.
+        refused: names of new processes that may not join: they end, which is not a failure of the run.
     """
 
     def __init__(
@@ -73,39 +73,40 @@ class Membership:
         self.replace: list[str] = []
         self.silent: list[str] = []
         self.refused: list[str] = []
-        self._starting: list[str] = []  # new processes that do not take part yet
-        self._down: dict[str, ProcessFailure] = {}  # members whose place nobody has taken yet
+        self._starting: list[str] = []  # new processes that have not joined yet
+        self._down: dict[str, ProcessFailure] = {}  # lost members without a replacement yet
         self._times: list[float] = []  # of losses
-        self._alarms: list[float] = []  # of generations that were called though nobody was lost or came
+        self._alarms: list[float] = []  # times of generations formed without a loss or a new process
         self._causes: list[ProcessFailure] = []
         self._since: float | None = None
         self._keys = ""
 
     def begin(self, restart: int, members: list[str]) -> None:
-        """All processes were started; nothing of an earlier start counts, but for the losses of this hour."""
+        """Begin a new start of all processes; keep only the losses of this hour."""
         self._keys, self.members, self.number = keys_of(restart), members, 0
         self.replace, self.silent, self.refused, self._starting = [], [], [], []
         self._down, self._since = {}, None
 
     def rank_of(self, name: str) -> int | None:
-        """The rank of a member now; None of one that does not take part yet."""
+        """Return a member's current rank; None if it does not take part yet."""
         return self.members.index(name) if name in self.members else None
 
     @property
     def causes(self) -> list[ProcessFailure]:
-        """Why processes ended so far, the first first."""
+        """Failures of processes so far, oldest first."""
         return self._causes
 
     def started(self, name: str) -> None:
-        """A new process was started under this name."""
+        """Record that a new process was started under this name."""
         self._starting.append(name)
 
     def look(self, living: set[str], ended: Mapping[str, ProcessFailure]) -> str:
-        """Takes in who lives and who has ended with a failure; decides what is to be decided.
+        """Process the living and failed processes, and decide whether the run continues.
 
         Returns:
-            why the run cannot go on, in words that follow the failure; "-" for a failure that speaks for itself; ""
-            while it goes on.
+            The reason why the run cannot continue, worded to follow the failure; "-" if the failure says enough; ""
+                while it
+            continues.
         """
         now = self._now()
         for name, failure in ended.items():
@@ -117,7 +118,7 @@ class Membership:
         return self._decide(living, now)
 
     def _lost(self, name: str, failure: ProcessFailure, living: set[str], now: float) -> str:
-        """Why a run that has lost this process cannot go on; "" where it can."""
+        """Return why the run cannot continue after this loss; "" if it can."""
         if name in self.members:
             ready = self._value(f"ready/{name}")
             if ready != "yes":
@@ -127,7 +128,7 @@ class Membership:
         self._causes.append(failure)
         if name in self.members:
             self._down[name] = failure
-        else:  # nobody waits for it
+        else:  # no member waits for it
             self._starting.remove(name)
             self.replace.append(name)
         left = [member for member in self.members if member in living and member not in self._down]
@@ -138,14 +139,17 @@ class Membership:
         return REPEATED if again else ""
 
     def _tell(self, reason: str) -> None:
-        """Members that wait for the next generation end with the reason."""
+        """Send the reason to the members that wait for the next generation.
+
+        They end with it.
+        """
         text = f"the launcher ends the run{'' if reason == '-' else f': {reason}'}"
         self._store.set(f"{self._keys}/members/{self.number + 1}", text)
         for name in self._starting:
             self._store.set(f"{self._keys}/seat/{name}", text)
 
     def _decide(self, living: set[str], now: float) -> str:
-        """Calls the next generation once all who live have left the present one. Returns what `look` does."""
+        """Form the next generation once all survivors have left this one. Returns as `look`."""
         there = [member for member in self.members if member in living and member not in self._down]
         new = {name: report for name in self._starting if name in living and (report := self._report(f"new/{name}"))}
         said = {name: report for name in there if (report := self._report(f"here/{self.number + 1}/{name}"))}
@@ -171,7 +175,7 @@ class Membership:
             self.refused.append(name)
             self._store.set(f"{self._keys}/seat/{name}", _REFUSED)
         lost = [self._said(failure) for failure in self._down.values()]
-        if not lost and not new:  # they lost each other though all live: bounded like losses
+        if not lost and not new:  # they lost contact though all live: limited like losses
             now = self._now()
             self._alarms = [when for when in self._alarms if now - when < _HOUR] + [now]
             if len(self._alarms) > _AGAIN * self._most:

@@ -1,4 +1,7 @@
-"""Where the nodes of a run meet: torch's rendezvous, on an address of ours, patient with a link that was cut."""
+"""Open the rendezvous where the nodes of a run meet.
+
+Torch's own, but its store listens on one address, and a broken link does not block the launcher.
+"""
 
 import contextlib
 import socket
@@ -18,12 +21,12 @@ from lockstep.launch.job import Job
 
 __all__ = ["local_address", "meeting"]
 
-_ANSWERED = 60.0  # seconds for a meeting point to greet
+_ANSWERED = 60.0  # seconds for the meeting point's greeting
 _READ = 5  # seconds to wait for the meeting point to answer
 
 
 def meeting(job: Job) -> RendezvousHandler:
-    """The rendezvous: torch's own kind, but its store listens on the endpoint's address alone."""
+    """Return torch's rendezvous, with a store that listens on the endpoint's address only."""
     host, _, port = job.endpoint.rpartition(":")
     settings = RendezvousParameters(
         backend=job.backend,
@@ -49,10 +52,10 @@ def meeting(job: Job) -> RendezvousHandler:
 
 
 def _patient(handler: RendezvousHandler) -> RendezvousHandler:
-    """A handler that asks for waiting nodes in a thread, every second.
+    """Make a handler count waiting nodes in a thread, every second.
 
-    Over a link that was cut the question takes minutes, and until it was answered nobody would look at the processes,
-    which know better what is wrong.
+    Over a broken link the count takes minutes. The launcher would not look at its processes until then, and they know
+    better what is wrong.
     """
     ask, known = handler.num_nodes_waiting, {"count": 0}
     asking: list[threading.Thread] = []
@@ -74,7 +77,10 @@ def _patient(handler: RendezvousHandler) -> RendezvousHandler:
 
 
 def local_address(job: Job) -> str:
-    """This node's address on the interface that leads to the meeting point; its host name may lead elsewhere."""
+    """Return this node's address on the interface to the meeting point.
+
+    Its host name may resolve to another interface.
+    """
     host, _, port = job.endpoint.rpartition(":")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, int(port) or 1, type=socket.SOCK_DGRAM)[0]

@@ -1,7 +1,10 @@
-"""The launcher's temporary folder, which does not outlive it for ever, and the pipe by which its processes know it.
+"""Start workers for the launcher: fork them from a preloaded process, in a private folder.
 
-folder = private_folder()       held by a lock; those of launchers that are gone are removed
-path = life_pipe(folder)        closed by the system when this process ends
+folder = private_folder()       held by a lock; those of launchers that are gone are removed path = life_pipe(folder)
+closed by the system when this process ends
+
+`Preloaded` is the launcher's handle of a process that has loaded torch and the run's modules, so that a lost rank's
+replacement starts fast. This module is also that process's program (`_serve`).
 """
 
 import contextlib
@@ -35,22 +38,22 @@ __all__ = [
 ]
 
 
-_MODULE = ("-m", "lockstep")  # how a command begins that can be started here
-_LATER = ("lockstep.training.named_task",)  # what a run loads when it needs it
+_MODULE = ("-m", "lockstep")  # the start of a command that can be forked
+_LATER = ("lockstep.training.named_task",)  # modules that a run loads on demand
 _READY, _BEGIN = b"r", b"b"
-_LENGTH = 8  # bytes that give the length of a request
+_LENGTH = 8  # bytes of a request's length
 _BLAS = "OPENBLAS_NUM_THREADS"
-_ANSWER = 2.0  # seconds in which a fork is made
-_PID = 32  # bytes, more than any takes
+_ANSWER = 2.0  # seconds for a fork
+_PID = 32  # bytes, enough for any pid
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # of linux/prctl.h
 _NAME = 15  # bytes of a name
 
 
 class Forked:
-    """A process that was forked: as much of `subprocess.Popen` as the launcher asks for.
+    """A forked process, with the part of `subprocess.Popen` that the launcher uses.
 
     Attributes:
-        pid: its process id; it is the first of a session of its own.
+        pid: its process id; it leads a session of its own.
         returncode: its exit code, or minus the signal that ended it; None while it runs.
     """
 
@@ -59,14 +62,14 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code; None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Wait for its end. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if until is not None and time.monotonic() > until:
@@ -75,31 +78,31 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Sends it a signal, unless it has ended."""
+        """Send a signal, unless it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Sends SIGTERM."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class Preloaded:
-    """The launcher's side; the launcher adopts orphans.
+    """The launcher's handle of the preloaded process. The launcher must adopt orphans.
 
     Attributes:
-        process: the one that is forked.
+        process: the preloaded one, which is forked.
     """
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-m", "lockstep.launch.workers", str(theirs.fileno())]
-        environment = os.environ | {_BLAS: "1"}  # whose threads begin when numpy is loaded
+        environment = os.environ | {_BLAS: "1"}  # OpenBLAS starts its threads when numpy is loaded
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True)
         theirs.close()
         self._socket.settimeout(0.0)
@@ -107,18 +110,22 @@ class Preloaded:
 
     @staticmethod
     def serves(command: Sequence[str]) -> bool:
-        """Whether `python COMMAND` can be started here: a command of lockstep's own, and no script."""
+        """Whether `python COMMAND` can be forked: a command of lockstep's own, not a script."""
         return tuple(command[:2]) == _MODULE
 
     def is_ready(self) -> bool:
-        """Whether it has loaded everything, and lives."""
+        """Whether the process has loaded everything, and lives."""
         if not self._ready:
             with contextlib.suppress(OSError):
                 self._ready = self._socket.recv(1) == _READY
         return self._ready and self.process.poll() is None
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Forked | None:
-        """Start `python COMMAND`; None where it is not served, nothing is loaded yet, or no answer comes in time."""
+        """Start `python COMMAND` by a fork.
+
+        Returns:
+            None if the command is not served, loading has not finished, or no answer comes in time.
+        """
         if not self.serves(command) or not self.is_ready():
             return None
         ours, theirs = socket.socketpair()
@@ -133,24 +140,24 @@ class Preloaded:
                 pid = b""
             if not pid:
                 return None
-            with contextlib.suppress(OSError):  # it is gone already, as its code will say
+            with contextlib.suppress(OSError):  # it has ended already; its exit code will show that
                 ours.sendall(_BEGIN)
             return Forked(int(pid))
 
     def _ask(self, request: Mapping[str, object], answers: int) -> bool:
-        """Send a request and the descriptor that takes the answer; whether all of it was taken."""
+        """Send a request and the descriptor for the answer; return whether that succeeded."""
         text = json.dumps(request).encode()
         self._socket.settimeout(_ANSWER)
         try:
             socket.send_fds(self._socket, [len(text).to_bytes(_LENGTH, "big")], [answers])
             self._socket.sendall(text)
-        except OSError:  # the rest of a request that was cut off would be read as the next one
+        except OSError:  # the rest of a truncated request would be read as the next one
             self.end()
             return False
         return True
 
     def end(self) -> None:
-        """End the process. Those that were forked from it live on."""
+        """End the process. Processes forked from it live on."""
         self._ready = False
         self.process.kill()
         self.process.wait()
@@ -158,20 +165,20 @@ class Preloaded:
 
 
 def _serve(own: socket.socket) -> list[str]:
-    """Load, and fork when asked to.
+    """Load everything, then fork on request.
 
     Returns:
-        What a new process is to run, in that process; [] in one that is of no use.
+        In a new process, its arguments; [] in a process that is not needed.
 
     Raises:
         ConnectionError: the launcher is gone.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # of the launcher; a fork is without it
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # when the launcher dies; forks do not inherit it
     importlib.import_module("lockstep.commands.train").loaded()
     for module in _LATER:
         importlib.import_module(module)
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # a terminal's are not meant for it; the launcher ends it
+        signal.signal(number, signal.SIG_IGN)  # it ignores a terminal's signals; the launcher ends it
     if len(os.listdir("/proc/self/task")) > 1:
         return []  # a fork would not be safe
     own.sendall(_READY)
@@ -188,7 +195,7 @@ def _serve(own: socket.socket) -> list[str]:
                 continue
             middle = os.getpid()
             if os.fork():
-                os._exit(0)  # which makes an orphan of the new process
+                os._exit(0)  # makes the new process an orphan
             own.close()
             while os.getppid() == middle:
                 time.sleep(0.001)
@@ -198,7 +205,7 @@ def _serve(own: socket.socket) -> list[str]:
 
 
 def _be_new(environment: dict[str, str]) -> None:
-    """What a process that was started, and not forked, would find."""
+    """Give a forked process the environment of a newly started one."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.setsid()
@@ -221,22 +228,25 @@ if __name__ == "__main__":
         runpy.run_module("lockstep", run_name="__main__", alter_sys=True)
 
 _PREFIX = "lockstep-launch-"
-_YOUNG = 60.0  # seconds; between its making and its lock a folder is nobody's
+_YOUNG = 60.0  # seconds; between creation and lock a folder has no visible owner
 
 
 def private_folder() -> Path:
-    """A new folder that only this user can look into, locked until this process ends."""
+    """Create a folder readable by this user only, locked until this process ends.
+
+    Also removes the folders of launchers that are gone.
+    """
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # 0700
     fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH)  # no process started here inherits it
     for other in folder.parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or a launcher's that lives
+        with contextlib.suppress(OSError):  # another user's, or a living launcher's
             if other != folder and time.time() - other.lstat().st_mtime > _YOUNG:
                 _remove(other)
     return folder
 
 
 def life_pipe(folder: Path) -> Path:
-    """Make the pipe that `distributed.launcher_watch` waits on; its writing end is open until this process ends.
+    """Create the pipe that `end_with_launcher` waits on, open until this process ends.
 
     Raises:
         LockstepError: the folder's file system has no named pipes.
