@@ -1,6 +1,8 @@
-"""What is done to a model before an engine takes it: each a function Module -> Module, applied in one visible order.
+"""Prepare a model for an engine, one technique after another.
 
 model = prepare(model, precision="bf16", compile_model=True, device=world.device, blocks=task.blocks(model))
+
+Each technique is a function Module -> Module; `prepare` shows their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,14 +43,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Transforms:
-    """Which techniques, by the names of their flags; see `lockstep train --help-all`."""
+    """The techniques to apply, by the names of their flags; see `lockstep train --help-all`."""
 
     batchnorm: str = "replay"
     attention: str = "auto"
     activation_checkpointing: str = "none"
     compile_scope: str = "auto"
     exact: bool = False
-    masked: bool | None = None  # attention gets a mask; None: not known
+    masked: bool | None = None  # attention gets a mask; None: unknown
     weight_copies: str = "forward"
     grad_dtype: str = "float32"
 
@@ -66,20 +68,22 @@ def prepare(
     as_made: Sequence[Tensor] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> nn.Module:
-    """The model, transformed in place in the order below.
+    """Transform the model in place, in the order below.
 
     Args:
+        model: to be transformed.
         precision: a value of --precision.
         compile_model: whether to compile.
-        move: puts it on `device`; False leaves it where it is.
+        device: that the model is for.
+        move: move it to `device`; False leaves it where it is.
         chosen: the techniques; None: the defaults.
-        blocks: the model's repeated blocks, in order; () where none are known.
-        named: the task itself named them. Blocks that were only found are not compiled one by one.
-        as_made: of the model's tensors those that keep their dtype whatever `precision` says.
-        say: takes a line for the person.
+        blocks: the model's repeated blocks, in order; () if unknown.
+        named: the task itself named the blocks. Blocks that were only detected are not compiled one by one.
+        as_made: tensors of the model that keep their dtype in any `precision`.
+        say: reports a line to the user.
 
     Raises:
-        ConfigError: a technique that this model or device cannot have.
+        ConfigError: this model or device does not support a technique.
     """
     chosen = chosen or Transforms()
     _check(chosen, blocks)
@@ -131,7 +135,7 @@ def _check(chosen: Transforms, blocks: Sequence[nn.Module]) -> None:
 
 
 def _check_compiler() -> None:
-    """Raises ConfigError where the compiler was told to choose kernels by speed, which differs from run to run."""
+    """Raise ConfigError if the compiler is set to choose kernels by speed, which varies by run."""
     asked = autotuned()
     if asked:
         raise ConfigError(
@@ -141,7 +145,7 @@ def _check_compiler() -> None:
 
 
 def _to_compile(scope: str, blocks: Sequence[nn.Module], named: bool) -> Sequence[nn.Module]:
-    """The blocks to compile one by one; () for the whole model."""
+    """Return the blocks to compile one by one; () for the whole model."""
     if scope == "blocks" and not blocks:
         raise ConfigError(
             "--compile-scope blocks: the model's blocks are not known; return them from the task's blocks(model), or "

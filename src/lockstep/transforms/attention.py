@@ -1,12 +1,11 @@
-"""Which kernel computes `scaled_dot_product_attention`, and why not another.
+"""Choose the kernel of `scaled_dot_product_attention`, and explain why not another.
 
-order = order_of(facts_of(device), masked=False)             # what "auto" comes to
-model = attention(model, "auto", model.blocks, order)
-line = described(model, "auto", torch.bfloat16, device, order)
-# "attention: flash (12 heads of 64, bfloat16, causal, no mask); not cudnn: ..."
+order = order_of(facts_of(device), masked=False)             # what "auto" comes to model = attention(model, "auto",
+model.blocks, order) line = described(model, "auto", torch.bfloat16, device, order) # "attention: flash (12 heads of
+64, bfloat16, causal, no mask); not cudnn: ..."
 
-What "auto" means is torch's own order but where cuDNN is concerned, whose attention is the fastest on Hopper (1.7 to
-2.3 times, huggingface/transformers#48163) and has had faults: see `order_of`.
+"auto" keeps torch's own order except for cuDNN, whose attention is the fastest on Hopper (1.7 to 2.3 times,
+huggingface/transformers#48163) and has had faults: see `order_of`.
 """
 
 import inspect
@@ -32,17 +31,17 @@ _BACKENDS = {
 _NAMES = {int(backend.value): name for name, backend in _BACKENDS.items()}
 
 
-_PREFERS = 91500  # above this version of cuDNN torch puts it first on Hopper; it read out of bounds (pytorch#171627)
-_MASKS = 92600  # from this one on its backward beside a mask gives no NaN on Hopper (pytorch#196678)
+_PREFERS = 91500  # torch puts cuDNN first on Hopper above this version, after out-of-bounds reads (pytorch#171627)
+_MASKS = 92600  # from this version on its backward with a mask has no NaN on Hopper (pytorch#196678)
 
 
 class AttentionFacts(NamedTuple):
-    """What decides about kernels.
+    """The facts that decide the kernels.
 
     Attributes:
-        capability: of the CUDA device; (0, 0) of any other.
-        cudnn: its version as torch says it, 91500 for 9.15.0; 0 where there is none.
-        deterministic: torch is to use deterministic algorithms.
+        capability: of the CUDA device; (0, 0) for any other device.
+        cudnn: its version in torch's form, 91500 for 9.15.0; 0 without cuDNN.
+        deterministic: torch must use deterministic algorithms.
     """
 
     capability: tuple[int, int]
@@ -51,10 +50,11 @@ class AttentionFacts(NamedTuple):
 
 
 class KernelOrder(NamedTuple):
-    """The kernels that attention may take, the first that can is taken; () as torch has it.
+    """The kernels that attention may use, best first; () for torch's own order.
 
     Attributes:
-        without: kernel -> why it is left out, or why torch does not take it first.
+        names: of the kernels.
+        without: (kernel, why it is left out, or why torch does not try it first).
     """
 
     names: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ AS_TORCH = KernelOrder()
 
 
 def facts_of(device: torch.device) -> AttentionFacts:
-    """Of this process's device."""
+    """Query the facts of a device in this process."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     if device.type != "cuda" or torch.version.hip:
         return AttentionFacts((0, 0), 0, deterministic)
@@ -76,16 +76,17 @@ def facts_of(device: torch.device) -> AttentionFacts:
 def order_of(facts: AttentionFacts, *, masked: bool | None) -> KernelOrder:
     """Choose the kernels of `--attention auto` on a device.
 
-    Without a mask cuDNN is first on Hopper (sm90) from above 9.15.0: torch does so itself, but in builds for older
-    CUDA. It is left out under deterministic algorithms, which refuse it, and on Hopper before 9.26 where there is a
-    mask or may be one, since torch would take it. From 9.26 on, a model that may have masks has torch's own order.
+    Without a mask cuDNN is first on Hopper (sm90) above 9.15.0; torch does so itself, except in builds for older CUDA.
+    It is left out under deterministic algorithms, which refuse it, and on Hopper before 9.26 if there is or may be a
+    mask, since torch would choose it. From 9.26 on, a model that may have masks uses torch's own order.
 
-    No rule is needed for its NaN gradients of a single query (NVIDIA/cudnn-frontend#1072, in 9.26 too): that is one
-    query over many keys, and without a mask lockstep puts cuDNN first for causal language models alone, which in
-    training have as many keys as queries. Generation has one query, and no gradients.
+    Its NaN gradients for a single query (NVIDIA/cudnn-frontend#1072, in 9.26 too) need no rule: they occur with one
+    query over many keys. Without a mask lockstep puts cuDNN first only for causal language models, which in training
+    have as many keys as queries. Generation has one query, but no gradients.
 
     Args:
-        masked: attention gets a mask; None: not known.
+        facts: see `facts_of`.
+        masked: attention gets a mask; None: unknown.
     """
     if facts.capability == (0, 0):
         return AS_TORCH
@@ -107,10 +108,13 @@ def order_of(facts: AttentionFacts, *, masked: bool | None) -> KernelOrder:
 def attention(
     model: nn.Module, choice: str, blocks: Sequence[nn.Module] = (), order: KernelOrder = AS_TORCH
 ) -> nn.Module:
-    """The model whose attention is computed by one kernel alone, or by those of `order` for "auto"; changed in place.
+    """Restrict the model's attention to one kernel, or to those of `order` for "auto". In place.
 
     Args:
-        blocks: those that may be computed again in the backward, outside the model's own forward.
+        model: to be changed.
+        choice: "auto" or the name of a kernel.
+        blocks: those that may be recomputed in the backward, outside the model's own forward.
+        order: the kernels for "auto".
     """
     names = order.names if choice == "auto" else (choice,)
     if not names:
@@ -139,7 +143,7 @@ _TAKES_ORDER = "set_priority" in inspect.signature(sdpa_kernel).parameters
 
 
 class Shape(NamedTuple):
-    """Attention heads of a layer, the size of one, and the dropout of the weights."""
+    """A layer's number of attention heads, their size, and the dropout of the weights."""
 
     heads: int
     size: int
@@ -155,18 +159,23 @@ def described(
     *,
     masked: bool | None = False,
 ) -> str | None:
-    """One line: the kernel that will run and, for each other, why it does not. None for a model without heads.
+    """Describe in one line which kernel will run, and why each other does not.
 
-    It is asked for causal attention, as language models in training have it.
+    Tests causal attention, as in the training of language models.
 
     Args:
+        model: with attention heads.
         choice: "auto" or the name of a kernel.
-        dtype: in which attention is computed.
-        order: what "auto" comes to.
-        masked: attention gets a mask, such as that of packed documents; None: not known, and asked for without.
+        dtype: of the attention.
+        device: of the model.
+        order: the kernels for "auto".
+        masked: attention gets a mask, such as that of packed documents; None: unknown, tested without one.
+
+    Returns:
+        The line; None for a model without heads.
 
     Raises:
-        ConfigError: the kernel that was chosen cannot run this.
+        ConfigError: the chosen kernel cannot run this.
     """
     shape = heads_of(model)
     if shape is None:
@@ -175,7 +184,7 @@ def described(
     mask = torch.ones(16, 16, dtype=torch.bool, device=device).tril().expand(1, 1, 16, 16) if masked else None
     refusals = {name: _refusal(name, query, mask, shape.dropout) for name in _BACKENDS if name != "math"}
     reasons = {name: reason or dict(order.without).get(name, "") for name, reason in refusals.items()}
-    if masked is not None and order.names:  # else it is left out in doubt, or not left out: it may be asked for by name
+    if masked is not None and order.names:  # else left out only in doubt, or not at all: it may be chosen by name
         refusals = reasons
     if refusals.get(choice):
         fits = ", ".join(name for name in (*refusals, "math") if not refusals.get(name))
@@ -195,12 +204,12 @@ def described(
 
 
 def _dotted(version: int) -> str:
-    """91501 -> 9.15.1, as from cuDNN 9 on."""
+    """Format a version, 91501 -> 9.15.1, as from cuDNN 9 on."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def heads_of(model: nn.Module) -> Shape | None:
-    """The heads of the model's attention, from its configuration or its layers; None where neither tells."""
+    """Return the heads of the model's attention, from its configuration or layers; None if unknown."""
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
             return Shape(module.num_heads, module.head_dim, module.dropout)
@@ -219,7 +228,7 @@ def _number(config: Any, *names: str) -> float:
 
 
 def _refusal(name: str, query: Tensor, mask: Tensor | None, dropout: float) -> str:
-    """Why the kernel cannot compute attention over `query`; "" where it can."""
+    """Return why the kernel cannot compute attention over `query`; "" if it can."""
     if query.device.type == "cpu":
         if name != "flash":
             return "it has no CPU kernel"

@@ -1,10 +1,10 @@
-"""BatchNorm layers that record their statistics instead of folding them into the running ones.
+"""BatchNorm layers that record their statistics instead of updating the running ones.
 
     model = recording(model, say)       the same modules, names, parameters and buffers
     model = synchronised(model, ...)    SyncBatchNorm in their place
 
-`lockstep.engines.shared.batchnorm` gathers what was recorded once a step and updates the running statistics. Those that
-normalise a micro-batch are that micro-batch's own, so they do not depend on the world size to begin with.
+`lockstep.engines.buffers` gathers the records once a step and updates the running statistics. Normalisation uses each
+micro-batch's own statistics, so it does not depend on the world size in the first place.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ __all__ = ["Recording", "recorders", "recording", "synchronised"]
 
 
 class Recording(_BatchNorm):
-    """What the three kinds share. Until `bind` was called, and in evaluation, it is torch's own layer.
+    """Common part of the three kinds. Before `bind`, and in evaluation, it is torch's own layer.
 
     Attributes:
-        runs: training forwards since this was last set to 0; 0-dim, int64, None before `bind`.
-        mean, var: what they have added to running statistics of zeros: by the layer's momentum, or, where it has none,
-            as a sum.
+        runs: training forwards since it was last zeroed; 0-dim, int64, None before `bind`.
+        mean, var: what these forwards add to running statistics of zeros: by the layer's momentum, or as a sum without
+            one.
         share: the momentum.
     """
 
@@ -35,7 +35,7 @@ class Recording(_BatchNorm):
     share: float | None = None
 
     def bind(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`mean` and `var`, vectors [channels], and `runs`: zeros that each training forward adds to."""
+        """Create and return the records: `mean` and `var` [channels], and `runs`, all zeros."""
         assert self.running_mean is not None
         assert self.running_var is not None
         self.mean, self.var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
@@ -47,14 +47,14 @@ class Recording(_BatchNorm):
         if not self.training or self.mean is None or self.var is None or self.runs is None:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        self.runs.add_(1)  # a tensor: for each value of a number a compiled forward would be compiled anew
+        self.runs.add_(1)  # a tensor: a compiled forward is recompiled for each value of a Python number
         if self.share is not None and not torch.compiler.is_compiling():
-            # A graph keeps them and does not read them: as `data`, so that what is written later is no error there.
+            # The graph stores but never reads them: as `data`, later writes raise no error there.
             mean, var = self.mean.data, self.var.data
             return F.batch_norm(input, mean, var, self.weight, self.bias, True, self.share, self.eps)
-        # A compiled graph that is computed again must not keep what a second run writes, not even for its shape.
+        # A recomputed compiled graph must not keep tensors that a second run writes, not even for their shape.
         mean, var = (input.new_zeros(self.num_features, dtype=self.mean.dtype) for _ in range(2))
-        share = 1.0 if self.share is None else self.share  # with 1 the kernel leaves the batch's own statistics
+        share = 1.0 if self.share is None else self.share  # with 1 the kernel stores the batch's own statistics
         found = F.batch_norm(input, mean, var, self.weight, self.bias, True, share, self.eps)
         for held, added in ((self.mean, mean), (self.var, var)):
             held.copy_(held + added if self.share is None else held * (1.0 - share) + added)
@@ -77,9 +77,9 @@ _KINDS: dict[type, type] = {nn.BatchNorm1d: _Recording1d, nn.BatchNorm2d: _Recor
 
 
 def recording(model: nn.Module, say: Callable[[str], None]) -> nn.Module:
-    """The model, its BatchNorm layers with running statistics changed in place into ones that record.
+    """Turn the model's BatchNorm layers with running statistics into recording ones, in place.
 
-    A layer of a class derived from BatchNorm has a forward of its own and stays as it is: `say` gets a line.
+    A layer of a derived class has its own forward and is left unchanged; `say` gets a line.
     """
     left = []
     for name, module in model.named_modules():
@@ -101,12 +101,12 @@ def _is_other(module: nn.Module) -> bool:
 
 
 def recorders(model: nn.Module) -> list[Recording]:
-    """The layers of a model that record, in the model's order."""
+    """Return the model's recording layers, in order."""
     return [module for module in model.modules() if isinstance(module, Recording)]
 
 
 def synchronised(model: nn.Module, device: torch.device, say: Callable[[str], None]) -> nn.Module:
-    """The model with SyncBatchNorm layers, which normalise by the statistics of all ranks' present micro-batches.
+    """Convert to SyncBatchNorm layers, which normalise over all ranks' current micro-batches.
 
     Raises:
         ConfigError: `device` is a CPU, for which torch has no such kernel.

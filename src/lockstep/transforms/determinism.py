@@ -1,4 +1,4 @@
-"""The switches of the process that change results: set at the start of each run, before its model is made.
+"""Set the process settings that change results, before a run builds its model.
 
 pin(exact=True, matmul="highest", device=world.device)      # then a plain run: what the caller had comes back
 pin(exact=False, matmul="high", device=world.device)
@@ -22,11 +22,11 @@ _DYNAMO = "torch._dynamo.config"
 
 
 class _ProcessSetting(NamedTuple):
-    """Setting of the whole process.
+    """A setting of the whole process.
 
     Attributes:
         name: key in the tables below.
-        read: its present value.
+        read: returns its current value.
         write: sets it.
     """
 
@@ -36,14 +36,14 @@ class _ProcessSetting(NamedTuple):
 
 
 class _Turned(NamedTuple):
-    """Values of a switch: the caller's, and the one that lockstep set."""
+    """Values of a setting: the caller's, and the one that lockstep set."""
 
     before: Any  # the caller's value
     ours: Any
 
 
 def _variable(name: str) -> _ProcessSetting:
-    """A variable of the environment; None: not set."""
+    """Return the setting of an environment variable; None: not set."""
 
     def write(value: str | None) -> None:
         if value is None:
@@ -55,7 +55,10 @@ def _variable(name: str) -> _ProcessSetting:
 
 
 def _setting(module: str, name: str, unloaded: Callable[[], Any] = lambda: None) -> _ProcessSetting:
-    """A name of a module that is never loaded for this; until it is, the value is what `unloaded` returns."""
+    """Return the setting of a module's name, without loading the module.
+
+    Until the module is loaded, the value is the result of `unloaded`.
+    """
 
     def read() -> Any:
         return getattr(sys.modules[module], name) if module in sys.modules else unloaded()
@@ -68,9 +71,10 @@ def _setting(module: str, name: str, unloaded: Callable[[], Any] = lambda: None)
 
 
 def _default(module: str, name: str, unloaded: Callable[[], Any] = lambda: None) -> _ProcessSetting:
-    """The same setting for all other threads: torch keeps a value for the thread that sets it, and here its default.
+    """Return the same setting for all other threads.
 
-    Autograd has a thread for each device, in which a compiled model's backward is compiled.
+    Torch keeps a value for the thread that sets it, and a default for others. Autograd has a thread for each device,
+    where a compiled model's backward is compiled.
     """
 
     def entry() -> Any:
@@ -96,7 +100,7 @@ _FASTPATH = _ProcessSetting(
     "fast path", torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled
 )
 _BENCHMARK = _setting("torch.backends.cudnn", "benchmark")
-_COMPILER = _variable("TORCHINDUCTOR_DETERMINISTIC")  # for an inductor that is loaded later, and child processes
+_COMPILER = _variable("TORCHINDUCTOR_DETERMINISTIC")  # for an inductor loaded later, and for child processes
 _INDUCTOR, _INDUCTOR_ELSEWHERE = (
     kind("torch._inductor.config", "deterministic", lambda: os.environ.get(_COMPILER.name) == "1")
     for kind in (_setting, _default)
@@ -107,23 +111,23 @@ _DYNAMOS = tuple(
     for name in ("automatic_dynamic_shapes", "optimize_ddp", "recompile_limit", "fail_on_recompile_limit_hit")
 )
 
-_turned: dict[str, _Turned] = {}  # by a switch's name: those that differ from the caller's by lockstep's hand
+_turned: dict[str, _Turned] = {}  # by setting name: those that lockstep has changed from the caller's value
 
 
 def _table(device: torch.device) -> tuple[tuple[_ProcessSetting, Any, Any], ...]:
-    """List (switch, value of an exact run, value of a plain run); None: the caller's value.
+    """List (setting, value of an exact run, value of a plain run); None: the caller's value.
 
     They are written in this order: `torch.use_deterministic_algorithms` changes inductor's setting too.
     """
-    threads = 1 if device.type == "cpu" else None  # sums are split by the number of threads
-    searched = True if device.type == "cuda" else None  # the fastest convolution for each shape is searched for
+    threads = 1 if device.type == "cpu" else None  # sums are split by thread count
+    searched = True if device.type == "cuda" else None  # search the fastest convolution for each shape
     return (
         (_DETERMINISTIC, (True, False), None),
-        (_FILL, False, None),  # which writes NaN into all that is allocated
-        # In evaluation a whole attention layer takes a kernel of its own, and one with hooks or split weights another.
+        (_FILL, False, None),  # it fills new allocations with NaN
+        # In evaluation a whole attention layer uses a special kernel, but not with hooks or sharded weights.
         (_FASTPATH, False, None),
         (_BENCHMARK, False, searched),
-        (_COMPILER, "1", None),  # the compiler must not choose kernels by speed either
+        (_COMPILER, "1", None),  # the compiler must not choose kernels by speed
         (_INDUCTOR, True, None),
         (_INDUCTOR_ELSEWHERE, True, None),
         (_THREADS, threads, None),
@@ -131,17 +135,18 @@ def _table(device: torch.device) -> tuple[tuple[_ProcessSetting, Any, Any], ...]
 
 
 def pin(*, exact: bool, matmul: str, device: torch.device) -> None:
-    """Set the process's switches for a run, and take back what the run before it turned.
+    """Set the process's settings for a run, and restore those of the run before.
 
-    Products of float32, convolutions too, get the precision `matmul` in each run. Exact further means: one thread on a
-    CPU, deterministic kernels, no choice of kernels by speed, and one way through an attention layer, with hooks on it
-    or without. A plain run has every other switch as the caller had it, what they changed since included.
+    Every run sets the precision `matmul` of float32 products, including convolutions. Exact also means: one thread on
+    a CPU, deterministic kernels, no choice of kernels by speed, and one code path through an attention layer with or
+    without hooks. A plain run restores every other setting to the caller's value, including the caller's later
+    changes.
 
     Raises:
-        ConfigError: exact, and cuBLAS was begun without a workspace that makes it deterministic. No switch is turned.
+        ConfigError: exact, but cuBLAS was started without a workspace that makes it deterministic. Nothing is changed.
     """
     torch.set_float32_matmul_precision(matmul)
-    torch.backends.cudnn.allow_tf32 = matmul != "highest"  # convolutions have a switch of their own, which is on
+    torch.backends.cudnn.allow_tf32 = matmul != "highest"  # convolutions have their own setting, on by default
     _turn({switch: pinned if exact else plain for switch, pinned, plain in _table(device)})
     if not exact:
         _unpin_compiler()
@@ -150,15 +155,15 @@ def pin(*, exact: bool, matmul: str, device: torch.device) -> None:
 
 
 def pin_compiler() -> None:
-    """Have a compiled model's kernels follow from a micro-batch's shapes alone, not from those seen before.
+    """Make a compiled model's kernels depend only on a micro-batch's shapes, not on earlier ones.
 
-    So there are no dynamic shapes, and no function falls back to eager for having seen too many: that is an error. It
-    holds until the next plain run.
+    Disables dynamic shapes, and turns a fallback to eager after too many shapes into an error. Holds until the next
+    plain run.
     """
     config: Any = importlib.import_module(_DYNAMO)
     wanted = (
         False,
-        False,  # it cuts a graph where DDP has its buckets, and elsewhere not
+        False,  # it splits a graph at DDP's buckets only
         max(config.recompile_limit, _SHAPES),
         True,
     )
@@ -175,13 +180,13 @@ def _change_compiler(wanted: Mapping[_ProcessSetting, Any]) -> None:
     before = [switch.read() for switch in wanted]
     _turn(wanted)
     if before != [switch.read() for switch in wanted]:
-        # What was compiled so far counts toward the recompile limit, and may have dynamic shapes: it is compiled again.
+        # Earlier compilations count toward the recompile limit, and may have dynamic shapes: compile again.
         importlib.import_module("torch._dynamo").reset()
 
 
 def _turn(wanted: Mapping[_ProcessSetting, Any]) -> None:
-    """Write each value; None: what the caller had, unless they have changed it since."""
-    found = [(switch, value, switch.read()) for switch, value in wanted.items()]  # one switch may change another
+    """Write each value; None restores the caller's, unless the caller has changed it since."""
+    found = [(switch, value, switch.read()) for switch, value in wanted.items()]  # one may change another
     for switch, value, now in found:
         turned = _turned.pop(switch.name, None)
         if turned is not None and turned.ours != now:
@@ -194,9 +199,10 @@ def _turn(wanted: Mapping[_ProcessSetting, Any]) -> None:
 
 
 def _check_cublas(device: torch.device) -> None:
-    """Raise ConfigError where cuBLAS cannot be deterministic any more in this process: a product is tried.
+    """Raise ConfigError if cuBLAS can no longer be deterministic in this process.
 
-    ATen reads CUBLAS_WORKSPACE_CONFIG once, at the first product of a process, so that setting it now may be too late.
+    Tries a product. ATen reads CUBLAS_WORKSPACE_CONFIG once, at the first product of a process, so setting it now may
+    be too late.
     """
     ones = torch.ones(2, 2, device=device)
     try:
@@ -208,7 +214,7 @@ def _check_cublas(device: torch.device) -> None:
     kept = [(switch, switch.read()) for switch in (_DETERMINISTIC, _INDUCTOR)]
     _DETERMINISTIC.write((False, False))
     try:
-        torch.mm(ones, ones)  # raises where the device itself is at fault
+        torch.mm(ones, ones)  # raises if the device itself is at fault
     finally:
         for switch, value in kept:
             switch.write(value)
@@ -219,19 +225,25 @@ def _check_cublas(device: torch.device) -> None:
 
 
 def keep_fastpath_off() -> None:
-    """Turn the fast path of attention layers off for good: no later `pin` turns it on again."""
+    """Disable the fast path of attention layers for good: no later `pin` enables it again."""
     _turned.pop(_FASTPATH.name, None)
     _FASTPATH.write(False)
 
 
 def autotuned() -> list[str]:
-    """The variables that tell the compiler to choose kernels by speed, which differs from run to run."""
+    """Return the set variables that make the compiler choose kernels by speed.
+
+    The choice differs from run to run.
+    """
     return [name for name in _AUTOTUNE if os.environ.get(name) == "1"]
 
 
 def check_graphs() -> None:
-    """Raises ConfigError where the compiler was told to record CUDA graphs: these write each gradient into one place
-    (pytorch#169545), so that accumulating micro-batches would add the last one alone, several times."""
+    """Raise ConfigError if the compiler is set to record CUDA graphs.
+
+    They write each gradient into the same memory (pytorch#169545), so accumulation would add only the last
+    micro-batch, several times.
+    """
     if os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1":
         raise ConfigError(
             "--compile cannot hold with TORCHINDUCTOR_CUDAGRAPHS=1, which overwrites the gradients that a step "
@@ -240,7 +252,7 @@ def check_graphs() -> None:
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Raises ConfigError where the device cannot multiply matrices in the precision's dtype: it is tried."""
+    """Raise ConfigError if the device cannot multiply in the precision's dtype. Tries a product."""
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "bf16-true": torch.bfloat16}.get(precision)
     if dtype is None:
         return

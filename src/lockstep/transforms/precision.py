@@ -1,4 +1,8 @@
-"""In which dtype parameters lie and products are computed, and what is compiled."""
+"""Apply a precision, activation checkpointing and compilation to a model.
+
+`parameters_in` and `autocast` set the dtypes of parameters and products. `checkpointed` recomputes blocks in the
+backward. `compiled`, `uncompiled` and `eager` control torch's compiler.
+"""
 
 import inspect
 import sys
@@ -29,7 +33,7 @@ __all__ = [
 
 
 _ATEN = torch.ops.aten
-# Outputs that `selective` keeps: products, which cost most to compute again for the memory that they take.
+# Outputs that `selective` keeps: products, which cost the most to recompute for their memory.
 _KEPT = [
     operator.default
     for operator in (
@@ -46,7 +50,7 @@ _KEPT = [
 
 
 def check_policy(policy: str) -> int:
-    """N: each N-th block is computed again; 0 for "none". Raises ConfigError for what is no policy."""
+    """Return N, to recompute each N-th block; 0 for "none". Raises ConfigError for an unknown policy."""
     plain = {"none": 0, "full": 1, "selective": 1}
     if policy in plain:
         return plain[policy]
@@ -59,11 +63,13 @@ def check_policy(policy: str) -> int:
 
 
 def checkpointed(model: nn.Module, policy: str, blocks: Sequence[nn.Module]) -> nn.Module:
-    """The model whose `blocks` are computed again in the backward, changed in place; names stay as they are.
+    """Recompute the model's `blocks` in the backward. In place; names stay the same.
 
     Args:
+        model: to be changed.
         policy: "none"; "full": each block; "every:N": the N-th, 2N-th, ...; "selective": each, but the outputs of
-            matrix products and attention are kept.
+            matrix
+            products and attention are kept.
         blocks: the repeated blocks, in order.
 
     Raises:
@@ -101,9 +107,9 @@ def _again_but_products(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Within it nothing is compiled, and no compiled code runs. Where torch's compiler is not even loaded, none can.
+    """Disable compilation and compiled code within the context.
 
-    A torch without `set_stance` compiles as ever.
+    Does nothing if torch's compiler is not loaded. A torch without `set_stance` still compiles.
     """
     stance: Any = getattr(torch.compiler, "set_stance", None)
     if stance is None or "torch._dynamo" not in sys.modules:
@@ -113,7 +119,7 @@ def eager() -> Iterator[None]:
         yield
 
 
-HOW: dict[str, Any] = {}  # what torch.compile is told besides; a test that counts graphs has its backend here
+HOW: dict[str, Any] = {}  # extra arguments of torch.compile; a test that counts graphs sets its backend here
 
 # --precision -> dtype of the parameters; dtype of autocast
 PARAMETERS = {
@@ -124,7 +130,7 @@ PARAMETERS = {
     "float64": torch.float64,
 }
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_DEFAULTS = (torch.float32, torch.complex64)  # what a maker gets without asking: they follow the precision
+_DEFAULTS = (torch.float32, torch.complex64)  # dtypes of tensors created without a dtype: they follow the precision
 
 
 def parameters_in(
@@ -135,17 +141,22 @@ def parameters_in(
     mixes: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> nn.Module:
-    """The model's floating-point parameters and buffers in `dtype`, in place. Three kinds of tensors are no plain case:
+    """Convert the model's floating-point parameters and buffers to `dtype`, in place.
 
-    - complex ones stay complex: complex128 beside float64, complex64 beside every other dtype;
-    - a frozen parameter in another dtype than torch's defaults was put there on purpose, and stays as it is;
-    - beside bfloat16 a floating-point buffer that is no state (persistent=False) stays as it is: it is a table, such as
-      rotary frequencies, which bfloat16 would round to other positions.
+    Three kinds of tensors are special:
+
+    - complex ones stay complex: complex128 with float64, complex64 with every other dtype;
+    - a frozen parameter in a dtype other than torch's defaults got it on purpose, and keeps it;
+    - with bfloat16 a non-persistent floating-point buffer keeps its dtype: it is a table, such as rotary frequencies,
+      which
+      bfloat16 would round to other positions.
 
     Args:
-        as_made: tensors of the model that keep their dtype, whatever they are; nothing is said of these.
-        mixes: autocast will bring the dtypes together, so nothing needs to be said.
-        say: takes a line for the person where the model mixes dtypes that torch may refuse to multiply.
+        model: to be converted.
+        dtype: the parameters' new dtype.
+        as_made: tensors of the model that keep their dtype in any case, without a report.
+        mixes: autocast will reconcile the dtypes, so there is nothing to report.
+        say: reports a line to the user if the model mixes dtypes that torch may refuse to multiply.
     """
     asked = set(as_made)
     frozen = {
@@ -175,7 +186,7 @@ def parameters_in(
 
 
 def _tables(model: nn.Module) -> dict[str, Tensor]:
-    """The floating-point buffers that no checkpoint keeps."""
+    """Return the non-persistent floating-point buffers."""
     return {
         f"{prefix}.{name}".lstrip("."): buffer
         for prefix, module in model.named_modules()
@@ -199,7 +210,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def autocast(model: nn.Module, dtype: torch.dtype, device_type: str) -> nn.Module:
-    """`forward` under autocast; parameters stay as they are. Matrix products run in `dtype`, sums in float32."""
+    """Run `forward` under autocast: matrix products in `dtype`, sums in float32. Parameters are unchanged."""
     plain, forward = model.forward, torch.autocast(device_type, dtype)(model.forward)
     forward.plain = plain
     model.forward = forward
@@ -208,7 +219,7 @@ def autocast(model: nn.Module, dtype: torch.dtype, device_type: str) -> nn.Modul
 
 @contextmanager
 def without_autocast(model: nn.Module) -> Iterator[None]:
-    """Compute within it in the parameters' dtype, wherever `autocast` changed a forward."""
+    """Compute in the parameters' dtype within the context, where `autocast` changed a forward."""
     changed: list[tuple[Any, Any]] = []
     for module in model.modules():
         forward: Any = vars(module).get("forward")
@@ -223,10 +234,11 @@ def without_autocast(model: nn.Module) -> Iterator[None]:
 
 
 def compiled(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> nn.Module:
-    """Each of the `blocks` compiled, or the whole model where there are none; in place, so that names stay plain.
+    """Compile each of the `blocks`, or the whole model without blocks. In place; names stay plain.
 
-    Blocks of one class share their compiled code, so that a deep model starts as fast as a shallow one. What follows
-    them up to the loss is compiled by itself, where the model has that as a function (see `models.chunked`).
+    Blocks of one class share their compiled code, so a deep model starts as fast as a shallow one. The part after
+    them, up to the loss, is compiled on its own if the model has it as a function, its attribute `ending` (see
+    `models.gpt`).
     """
     for module in blocks or [model]:
         if "forward" not in vars(module) and type(module).forward.__module__.startswith("torch."):
@@ -238,7 +250,10 @@ def compiled(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> nn.Module:
 
 
 def _in_a_frame(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiler begins with a function that is none of torch's: without one an nn.Sequential would stay eager."""
+    """Wrap a forward of torch's, since the compiler starts at functions outside torch.
+
+    Without the wrapper an nn.Sequential would stay eager.
+    """
 
     def framed(*inputs: Any, **named: Any) -> Any:
         return forward(*inputs, **named)
@@ -247,7 +262,7 @@ def _in_a_frame(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model as it was before `compiled`."""
+    """Undo `compiled`."""
     for module in model.modules():
         module._compiled_call_impl = None
     for module in _with_ending(model):

@@ -1,4 +1,4 @@
-"""Weights in autocast's dtype beside the float32 ones, written once a step, so that no forward has to cast them.
+"""Write low-precision copies of the weights once a step, so that forwards need no casts.
 
     copies = WeightCopies.of(model, torch.bfloat16, narrow=False, say=print)    # changes the model in place
     copies.write()                                  # before a step's first forward
@@ -6,9 +6,9 @@
         loss(model, batch).backward()
     copies.hand_over()                              # before the update: gradients are the float32 weights' own
 
-llm.c and Megatron-LM train so. The parameters stay float32 under their own names: the optimizer, checkpoints, averages,
-evaluations and exports do not know of the copies. What is computed outside `used()` multiplies by the parameters, cast
-by autocast to the same numbers, so that a copy that was not written anew can do no harm there.
+As in llm.c and Megatron-LM. The parameters stay float32 under their own names: the optimizer, checkpoints, averages,
+evaluations and exports do not know of the copies. Outside `used()` the model multiplies by the parameters, which
+autocast casts to the same numbers, so a stale copy does no harm there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,16 +36,16 @@ class WeightCopies:
     """The copies of a model's weights, and their gradients.
 
     Args:
-        pairs: of each copied parameter its name, itself and its copy.
+        pairs: the name of each copied parameter, the parameter and its copy.
         dtype: of the copies.
-        narrow: a step's gradients are added up in `dtype`, and handed over once; else each is added to the parameter's
-            float32 `.grad` as soon as a backward has it.
+        narrow: add a step's gradients in `dtype`, and hand them over once; else each backward adds its gradient to the
+            parameter's float32 `.grad` at once.
     """
 
     def __init__(self, pairs: Sequence[_WeightCopy], dtype: torch.dtype, narrow: bool) -> None:
         self.narrow, self._pairs, self._dtype = narrow, pairs, dtype
         self._on = False
-        self._versions: list[int] = []  # of the parameters when they were last written; [] between steps
+        self._versions: list[int] = []  # of the parameters at the last `write`; [] between steps
         for _, master, copy in pairs:
             if not narrow:
                 copy.register_post_accumulate_grad_hook(partial(_add, master))  # type: ignore[no-untyped-call]
@@ -55,10 +55,10 @@ class WeightCopies:
     def of(
         cls, model: nn.Module, dtype: torch.dtype, *, narrow: bool, say: Callable[[str], None] = lambda line: None
     ) -> "WeightCopies":
-        """Gives the model copies of the weights and biases that its linear layers multiply by.
+        """Attach copies of the weights and biases that the model's linear layers multiply by.
 
-        These are torch's own nn.Linear, layers that set `takes_copies` since they ask `operands_of`, and what a module
-        names in `multiplies_by`: submodules by whose weight it multiplies without calling them, such as a token table
+        These are torch's own nn.Linear, layers with `takes_copies`, which call `operands_of`, and modules listed in
+        `multiplies_by`: submodules whose weight their parent multiplies by without calling them, such as a token table
         that is the head too.
 
         Raises:
@@ -73,7 +73,7 @@ class WeightCopies:
         for module, attributes in modules.items():
             for master in (module._parameters.get(attribute) for attribute in attributes):
                 if master is not None and master.dtype is torch.float32 and master not in copied:
-                    # A parameter of no module, so that a compiler takes its shape as fixed.
+                    # A parameter outside any module, so that a compiler treats its shape as fixed.
                     copied[master] = nn.Parameter(master.detach().to(dtype))
         if not copied:
             raise ConfigError(
@@ -103,22 +103,25 @@ class WeightCopies:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Gives the copies the parameters' values. Raises ConfigError as `of` does for hooks on gradients."""
+        """Copy the parameters' values into the copies. Raises ConfigError for hooks on gradients, as `of`."""
         self._check_hooks()
         for _, master, copy in self._pairs:
-            if copy.requires_grad != master.requires_grad:  # frozen or thawed on the way
+            if copy.requires_grad != master.requires_grad:  # frozen or unfrozen during the run
                 copy.requires_grad_(master.requires_grad)
         torch._foreach_copy_(self.tensors, [master for _, master, _ in self._pairs])
         self._versions = [master._version for _, master, _ in self._pairs]
 
     def moved(self) -> str:
-        """The name of a parameter that was written since `write` in this step, as torch counts it; "": none."""
+        """Return the name of a parameter written since this step's `write`; "" if none.
+
+        Detected by torch's version counter.
+        """
         pairs = zip(self._pairs, self._versions, strict=False)
         return next((pair.name for pair, version in pairs if pair.master._version != version), "")
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Within it the model multiplies by the copies, where it computes under autocast to their dtype."""
+        """Multiply by the copies within the context, under autocast to their dtype."""
         before, self._on = self._on, True
         try:
             yield
@@ -126,13 +129,13 @@ class WeightCopies:
             self._on = before
 
     def serve(self, input: Tensor) -> bool:
-        """Whether a product with `input` is to take the copies now."""
+        """Whether a product with `input` uses the copies now."""
         kind = input.device.type
         return self._on and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self._dtype
 
     @torch.no_grad()
     def hand_over(self) -> None:
-        """Adds the gradients that the copies have to those of the parameters; a step's micro-batches are over."""
+        """Add the copies' gradients to the parameters', at the end of a step's micro-batches."""
         self._versions = []
         for _, master, copy in self._pairs:
             if copy.grad is not None:
@@ -148,7 +151,7 @@ class WeightCopies:
 
 
 def _add(master: Tensor, copy: Tensor) -> None:
-    """Moves the copy's gradient to the parameter's."""
+    """Move the copy's gradient to the parameter's."""
     gradient, copy.grad = copy.grad, None
     assert gradient is not None
     if master.grad is None:
@@ -158,7 +161,7 @@ def _add(master: Tensor, copy: Tensor) -> None:
 
 
 class CopiedLinear(nn.Linear):
-    """torch's nn.Linear, which multiplies by its copies while these are in use."""
+    """torch's nn.Linear, which multiplies by its copies while they are in use."""
 
     copies: WeightCopies
     weight_copy: Tensor
@@ -171,14 +174,20 @@ class CopiedLinear(nn.Linear):
 
 
 def weight_of(module: Any, input: Tensor) -> Tensor:
-    """What `input` is to be multiplied by: the module's weight, or its copy while that is in use."""
+    """Return the weight for a product with `input`.
+
+    The module's own, or its copy while that is in use.
+    """
     copies = getattr(module, "copies", None)
     found: Tensor = module.weight if copies is None or not copies.serve(input) else module.weight_copy
     return found
 
 
 def operands_of(module: Any, input: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight and the bias that `input` is to meet: the module's, or their copies while those are in use."""
+    """Return the weight and bias for a product with `input`.
+
+    The module's own, or their copies while those are in use.
+    """
     copies = getattr(module, "copies", None)
     if copies is None or not copies.serve(input):
         return module.weight, module.bias
@@ -186,20 +195,20 @@ def operands_of(module: Any, input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def copies_of(model: nn.Module) -> WeightCopies | None:
-    """The copies that a model's layers have; None: they have none."""
+    """Return the copies of a model's weights; None if it has none."""
     found = (vars(module).get("copies") for module in model.modules())
     return next((copies for copies in found if isinstance(copies, WeightCopies)), None)
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Whether its forward is torch's, of parameters: not one that is derived, replaced, or whose weight is computed."""
+    """Whether the layer is torch's nn.Linear with its own forward and a float32 weight parameter."""
     plain = type(module) is nn.Linear and "forward" not in vars(module)
     weight = module._parameters.get("weight")
     return plain and weight is not None and weight.dtype is torch.float32
 
 
 def _attach(module: nn.Module, attributes: Sequence[str], copies: WeightCopies, copied: dict[Tensor, Tensor]) -> None:
-    """Puts copies into a module as plain attributes, which are neither its parameters nor its state."""
+    """Set copies on a module as plain attributes, which are neither parameters nor state."""
     held = vars(module)
     for attribute in attributes:
         master = module._parameters.get(attribute)
