@@ -133,7 +133,7 @@ class Subtotals(Generic[Sum]):
 
 @functools.cache
 def held_at_most(micro_batches: int, ranks: int) -> int:
-    """Return the largest number of sums that any rank holds at once."""
+    """Return the largest number of sums that any rank holds at once, with equal shares."""
     most = 0
     for start, stop in equal_shares(micro_batches, ranks).runs:
         sums: Subtotals[int] = Subtotals(micro_batches, int.__add__)

@@ -277,7 +277,7 @@ class _Agent(LocalElasticAgent):
     def _go_on(self, losses: Membership, group: WorkerGroup) -> bool:
         """Handle processes that ended; return whether the others continue.
 
-        If not, torch's own watch must look at them too. It would end all processes for a later failure.
+        If they do, torch's own watch is skipped: it would end all processes for one that has failed since.
         """
         if self._forks and self._preloaded is None and time.monotonic() - self._started > _SETTLED:
             self._preloaded = Preloaded()

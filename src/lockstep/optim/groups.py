@@ -1,8 +1,8 @@
-"""Parameter groups: what decays, what has a rate of its own, what is frozen.
+"""Group parameters by weight decay and learning rate, and freeze some of them.
 
-rules = Rules(parse("head.*: lr=10x; *.bias: decay=0; tokens.*: freeze"), layer_decay=0.8, blocks=blocks)
-freeze(model, rules)                        # before an engine takes the model
-members = groups(model, weight_decay=0.1, rules=rules, lr=1e-3)     # for a torch optimizer
+rules = Rules(parse("head.*: lr=10x; *.bias: decay=0; tokens.*: freeze"), layer_decay=0.8, blocks=blocks) freeze(model,
+rules)                        # before an engine takes the model members = groups(model, weight_decay=0.1, rules=rules,
+lr=1e-3)     # for a torch optimizer
 """
 
 import difflib
@@ -23,15 +23,15 @@ _KINDS = ("muon", "adamw")
 
 
 class GroupRule(NamedTuple):
-    """What the parameters whose names a pattern matches have.
+    """Settings for the parameters whose names match a pattern.
 
     Attributes:
-        pattern: of the whole name, with `*`, `?` and `[...]` as in a shell; a dot is like any other character.
-        lr: a rate of their own, or None.
-        times: what --lr is multiplied by, where `lr` is None.
-        decay: a weight decay of their own, or None.
+        pattern: for the whole name, with `*`, `?` and `[...]` as in a shell; a dot is an ordinary character.
+        lr: their own rate, or None.
+        times: factor of --lr, if `lr` is None.
+        decay: their own weight decay, or None.
         frozen: they are not trained.
-        by: which part of --optim.name muon updates them, muon or adamw; "": as their shape and place say.
+        by: the part of --optim.name muon that updates them, muon or adamw; "": decided by shape and place.
     """
 
     pattern: str
@@ -43,12 +43,12 @@ class GroupRule(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Which parameters have what; by itself the one rule of decay.
+    """Rules for parameter groups; the default is the general rule of decay alone.
 
     Attributes:
-        patterns: the first that matches a parameter counts.
-        layer_decay: what the rate is multiplied by from each layer to the one before it; 1: all layers have the same.
-        blocks: the model's layers in the order of the forward, for `layer_decay`.
+        patterns: the first match of a parameter counts.
+        layer_decay: factor of the rate from each layer to the one before it; 1: the same rate in all layers.
+        blocks: the model's layers in forward order, for `layer_decay`.
     """
 
     patterns: Sequence[GroupRule] = ()
@@ -60,10 +60,12 @@ NO_RULES = Rules()
 
 
 def parse(text: str) -> list[GroupRule]:
-    """The rules of `--optim.groups`: `PATTERN: lr=1e-4, decay=0; PATTERN: lr=0.1x; PATTERN: freeze; PATTERN: adamw`.
+    """Parse `--optim.groups`: `PATTERN: lr=1e-4, decay=0; PATTERN: lr=0.1x; PATTERN: freeze; ...`.
+
+    A pattern may also be assigned to `muon` or `adamw`.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: the text is not of that form.
     """
     found = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
@@ -100,7 +102,7 @@ def _said(setting: str, part: str) -> dict[str, Any]:
 
 
 def freeze(model: nn.Module, rules: Rules) -> list[str]:
-    """Freezes what the rules say, and returns the names.
+    """Freeze the parameters that the rules name, and return their names.
 
     Raises:
         ConfigError: a pattern matches no parameter.
@@ -122,32 +124,34 @@ def groups(
     apart: Collection[torch.Tensor] = (),
     apart_lr: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """The model's trainable parameters in groups of one rate and decay, those that decay by the general rule first.
+    """Group the model's trainable parameters by rate and weight decay.
 
-    That rule: biases, norms, every parameter of fewer than two dimensions, and embeddings do not decay. A head that is
-    tied to an embedding is that embedding. Parameters with `requires_grad` False are in no group. Without `rules` these
-    are at most two groups. The order is that of `named_parameters()`, so it is the same for the same model on every
-    rank and in every run.
+    Groups with decay under the general rule come first. By that rule biases, norms, all parameters with fewer than two
+    dimensions, and embeddings do not decay. A head tied to an embedding is that embedding. Parameters with
+    `requires_grad` False are in no group. Without `rules` there are at most two groups. The order is that of
+    `named_parameters()`, so it is the same for the same model on every rank and in every run.
 
     With `rules.layer_decay` d and L layers the rate is multiplied by d ** (L + 1 - k), where k is 0 for what comes
     before the first layer and for embeddings, 1 to L for the layers, L + 1 for what comes after (Clark et al.,
-    "ELECTRA", arXiv 2003.10555, appendix A; Bao et al., "BEiT", arXiv 2106.08254): none exceeds `lr`.
+    "ELECTRA", arXiv 2003.10555, appendix A; Bao et al., "BEiT", arXiv 2106.08254). No rate exceeds `lr`.
 
     Args:
-        model: before it is wrapped by an engine, so that names are the plain ones.
-        weight_decay: that of the parameters that decay.
+        model: before an engine wraps it, so that names are the plain ones.
+        weight_decay: of the parameters that decay.
         decay_embeddings: whether embeddings decay too.
-        rules: what differs from that.
-        lr: the base rate; used where a rule says something of the rate.
+        rules: exceptions to the general rule.
+        lr: the base rate; used if a rule changes the rate.
         apart: parameters that share no group with the others, and come after them.
         apart_lr: their base rate.
 
     Returns:
-        Groups for a torch optimizer: "params" (list of parameters), "names" (their names), "weight_decay", and "lr"
-        where it is not the base rate.
+        Groups for a torch optimizer: "params" (list of parameters), "names" (their names), "weight_decay", and "lr" if
+            it
+        is not the base rate.
 
     Raises:
-        ConfigError: nothing in the model is trainable, a pattern matches nothing, or there are no layers for a decay.
+        ConfigError: the model has no trainable parameter, a pattern matches nothing, or there are no layers for a
+            decay.
     """
     undecayed: set[torch.Tensor] = set() if decay_embeddings else embeddings(model)
     chosen, depths = matched(model, rules.patterns), _depths(model, rules)
@@ -176,13 +180,13 @@ def groups(
 
 
 def embeddings(model: nn.Module) -> set[torch.Tensor]:
-    """The weights of the model's embeddings, and so of heads that are tied to one."""
+    """Return the weights of the model's embeddings, which includes tied heads."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {module.weight for module in model.modules() if isinstance(module, kinds)}
 
 
 def matched(model: nn.Module, rules: Sequence[GroupRule]) -> dict[str, GroupRule]:
-    """Name -> the first rule that matches it. Raises ConfigError for a rule that matches none."""
+    """Map each name to its first matching rule. Raises ConfigError for a rule without a match."""
     names = [name for name, _ in model.named_parameters()] if rules else []
     found: dict[str, GroupRule] = {}
     for rule in rules:
@@ -204,7 +208,7 @@ def _unmatched(pattern: str, names: list[str], earlier: str | list[str]) -> str:
 
 
 def _depths(model: nn.Module, rules: Rules) -> dict[str, float]:
-    """Name -> what the layer decay multiplies its rate by; {} without one."""
+    """Map each name to its factor of the rate by layer decay; {} without one."""
     if rules.layer_decay == 1.0:
         return {}
     if len(rules.blocks) < 2:

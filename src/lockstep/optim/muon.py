@@ -1,10 +1,11 @@
 """Muon for hidden matrices and AdamW for the rest, both torch's own, as one optimizer.
 
-    optimizer = MuonAdamW([{"params": matrices, "muon": True, "lr": 1e-3, ...}, {"params": others, "muon": False, ...}])
+    optimizer = MuonAdamW([{"params": matrices, "muon": True, "lr": 1e-3, ...}, {"params": others, "muon": False,
+        ...}])
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is Scalable for LLM
-Training", arXiv 2502.16982. The update of a matrix needs the whole of it. Where an engine splits its rows, one rank
-brings the rows of the momentum together and computes it, with the same kernels as a single process: the bits are those.
+Training", arXiv 2502.16982. The update of a matrix needs all of it. If an engine shards its rows, one rank gathers the
+rows of the momentum and computes the update with the same kernels as a single process, so the bits are the same.
 """
 
 from collections.abc import Sequence
@@ -27,14 +28,14 @@ __all__ = ["MuonAdamW", "hidden_matrices"]
 class MuonAdamW(Optimizer):
     """torch's Muon for groups whose `muon` is True, torch's AdamW for the others.
 
-    The two work on this optimizer's own groups and states, so that whoever holds it sees one optimizer: rates are set
-    in its `param_groups`, `state` has "momentum_buffer" for matrices, and "exp_avg", "exp_avg_sq", "step" for the rest.
+    Both work on this optimizer's own groups and states, so it behaves as one optimizer: rates are set in its
+    `param_groups`; `state` has "momentum_buffer" for matrices, and "exp_avg", "exp_avg_sq", "step" for the rest.
 
     Args:
-        params: groups, each with `muon` and what else torch's Muon or AdamW takes; what is left out is theirs.
+        params: groups, each with `muon` and arguments of torch's Muon or AdamW; their defaults apply to the others.
 
     Raises:
-        ValueError: a number that torch refuses, or a parameter for Muon that is no matrix.
+        ValueError: a number that torch refuses, or a Muon parameter that is not a matrix.
     """
 
     def __init__(self, params: list[dict[str, Any]]) -> None:
@@ -50,7 +51,7 @@ class MuonAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Makes torch's two optimizers, over the very dicts that this one has."""
+        """Build torch's two optimizers over this one's own group dicts."""
         self._parts = []
         for muon in (True, False):
             own = [group for group in self.param_groups if group["muon"] is muon]
@@ -62,7 +63,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of both. Collective where matrices are split. Returns what `closure` does, if there is one."""
+        """Update with both. Collective if matrices are sharded. Returns the result of `closure`, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -74,15 +75,15 @@ class MuonAdamW(Optimizer):
 
 @final
 class _RowsMuon(Muon):
-    """torch's Muon for matrices whose rows are split over the ranks: DTensors, as FSDP2 has them.
+    """torch's Muon for matrices with rows sharded over the ranks, as FSDP2's DTensors.
 
-    The momentum is split as the matrix is. For the update each matrix has one rank, chosen by the work that it makes:
-    one all-to-all brings it the rows, rounded to bfloat16 as Muon does at first, and one takes the result back.
+    The momentum is sharded like the matrix. Each matrix is assigned to a rank, balanced by work. One all-to-all brings
+    it the rows, rounded to bfloat16 as Muon does first, and one returns the result.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update; `closure` is MuonAdamW's to call. Collective, but for rates of 0, which move no parameter."""
+        """Update once; MuonAdamW calls `closure`. Collective, except at rate 0, which moves nothing."""
         moved: list[tuple[Tensor, dict[str, Any]]] = []
         updates: list[Tensor] = []
         for group in self.param_groups:
@@ -97,7 +98,7 @@ class _RowsMuon(Muon):
             self._apply(moved, updates)
 
     def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """This rank's rows of what is to be orthogonalised, in bfloat16."""
+        """Update the momentum; return this rank's rows of the matrix to orthogonalise, in bfloat16."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -128,13 +129,13 @@ class _RowsMuon(Muon):
 
 
 def hidden_matrices(model: nn.Module, blocks: Sequence[nn.Module], rules: Rules) -> set[Tensor]:
-    """The trainable matrices of the hidden layers, which Muon is for.
+    """Return the trainable matrices of the hidden layers, which Muon updates.
 
-    Those within `blocks`; in a model without such, all but the last, which is its head. Embeddings, and heads that are
-    tied to one, are none. What `rules` says of a parameter, `muon` or `adamw`, comes before that.
+    These are the matrices within `blocks`; without blocks, all but the last, which is the head. Embeddings and tied
+    heads are excluded. A rule's `muon` or `adamw` for a parameter takes precedence.
 
     Raises:
-        ConfigError: there is none, or a rule gives Muon what is no matrix.
+        ConfigError: there are none, or a rule assigns to Muon a parameter that is not a real matrix.
     """
     tables, chosen = embeddings(model), matched(model, rules.patterns)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,7 +1,9 @@
-"""The optimizer that the configuration names, over the groups of `optim.groups`.
+"""Build the optimizer that the configuration names, over the groups of `optim.groups`.
 
-optimizer = adamw(model, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-optimizer = make_optimizer(model, config)           # what --optim.name and the section `optim` say
+optimizer = adamw(model, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1) optimizer = make_optimizer(model,
+config)           # what --optim.name and the section `optim` say
+
+`Several` combines several optimizers into one, for tasks that step their own.
 """
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -30,16 +32,16 @@ __all__ = [
 
 @final
 class Several(Optimizer):
-    """An optimizer of optimizers.
+    """An optimizer made of several optimizers.
 
     Attributes:
-        members: in their order.
+        members: the optimizers, in order.
     """
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
-        """Raises ConfigError where two of them have the same parameter."""
+        """Combine the members. Raises ConfigError if two of them share a parameter."""
         self.members = list(members)
-        # As of now: what takes their steps over may put something in its place.
+        # Bound now: other code may later replace the members' `step`.
         self._steps = [_own_step(each) for each in self.members]
         seen: set[Tensor] = set()
         for group in (group for each in self.members for group in each.param_groups):
@@ -57,7 +59,7 @@ class Several(Optimizer):
             self.step_one(place)
 
     def step_one(self, place: int) -> None:
-        """The step of one of them."""
+        """Step one member."""
         self._steps[place]()
 
 
@@ -99,7 +101,11 @@ _FUSED = {"cpu", "cuda"}  # device types whose fused AdamW every supported torch
 
 
 def rules_of(config: Config, blocks: Sequence[nn.Module] = ()) -> Rules:
-    """What `--optim.groups` and `--optim.layer-decay` say. Raises ConfigError for what is not of their form."""
+    """Return the rules of `--optim.groups` and `--optim.layer-decay`.
+
+    Raises:
+        ConfigError: a rule is malformed, or needs another optimizer.
+    """
     found = parse(config.optim.groups)
     kinds = [rule for rule in found if rule.by]
     if kinds and config.optim.name != "muon":
@@ -111,10 +117,12 @@ def rules_of(config: Config, blocks: Sequence[nn.Module] = ()) -> Rules:
 
 
 def make_optimizer(model: nn.Module, config: Config, blocks: Sequence[nn.Module] = ()) -> torch.optim.Optimizer:
-    """The optimizer of `--optim.name` with the numbers of `config`, none of which is left to "auto" any more.
+    """Build the optimizer of `--optim.name` from `config`, in which no number is "auto" any more.
 
     Args:
-        blocks: the model's layers, in the order of the forward.
+        model: before an engine wraps it.
+        config: the run's.
+        blocks: the model's layers, in forward order.
 
     Raises:
         ConfigError: nothing is trainable, or a rule for groups does not fit the model.
@@ -154,14 +162,18 @@ def adamw(
     rules: Rules = NO_RULES,
     fused: bool | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101) over `groups(model)`.
+    """Build AdamW over `groups(model)`.
+
+    Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
 
     Args:
+        model: before an engine wraps it.
         lr: base learning rate; a schedule multiplies it.
         betas, eps: as in torch.optim.AdamW.
         weight_decay, decay_embeddings, rules: see `groups`.
-        fused: None takes the fused kernel where every parameter can have it. False takes the unfused arithmetic, whose
-            result for an element does not depend on where in a tensor it lies: exact mode needs that.
+        fused: None uses the fused kernel if every parameter supports it. False uses the unfused arithmetic, whose
+            result
+            for an element does not depend on its place in a tensor, as exact mode needs.
 
     Raises:
         ConfigError: nothing is trainable.
@@ -183,9 +195,9 @@ def adam(
     rules: Rules = NO_RULES,
     fused: bool | None = None,
 ) -> torch.optim.Adam:
-    """Adam (Kingma & Ba, arXiv 1412.6980) over `groups(model)`, as torch has it: a decay is added to the gradient.
+    """Build Adam over `groups(model)`, with the decay added to the gradient.
 
-    Arguments and errors as for `adamw`.
+    Source: Kingma & Ba, arXiv 1412.6980, as implemented by torch. Arguments and errors as for `adamw`.
     """
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr)
     named: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -195,7 +207,7 @@ def adam(
 def _kernel(members: list[dict[str, Any]], fused: bool | None) -> dict[str, Any]:
     if fused is None:
         fused = all(_fusable(parameter) for group in members for parameter in group["params"])
-    return {"fused": fused, "foreach": None if fused else True}  # foreach has the plain loop's bits, and fewer calls
+    return {"fused": fused, "foreach": None if fused else True}  # foreach gives the plain loop's bits with fewer calls
 
 
 def sgd(
@@ -209,15 +221,20 @@ def sgd(
     rules: Rules = NO_RULES,
     fused: bool | None = None,
 ) -> torch.optim.SGD:
-    """SGD with momentum over `groups(model)`, as torch has it: the decay is added to the gradient.
+    """Build SGD with momentum over `groups(model)`, with the decay added to the gradient.
+
+    As implemented by torch.
 
     Args:
+        model: before an engine wraps it.
         lr: base learning rate; a schedule multiplies it.
-        momentum: 0 keeps none.
-        nesterov: Nesterov's form (Sutskever et al., ICML 2013); it needs a momentum.
+        momentum: 0 for none.
+        nesterov: Nesterov's form (Sutskever et al., ICML 2013); needs a momentum.
         weight_decay, decay_embeddings, rules: see `groups`.
-        fused: None takes the fused kernel where every parameter is whole on a CUDA device: no step waits for it then.
-            Only with an engine of lockstep, since where the device leaves a first step out, it leaves momentum unset.
+        fused: None uses the fused kernel if every parameter is whole on a CUDA device; then no step waits for the
+            device.
+            Use it only with an engine of lockstep: if the device skips the first step, the kernel leaves momentum
+                unset.
 
     Raises:
         ConfigError: nothing is trainable, or `nesterov` without a momentum.
@@ -249,13 +266,17 @@ def muon(
     rules: Rules = NO_RULES,
     fused: bool | None = None,
 ) -> MuonAdamW:
-    """Muon, with Nesterov's momentum, for `hidden_matrices(model)`, and AdamW for the rest, over `groups(model)`.
+    """Build Muon for `hidden_matrices(model)` and AdamW for the rest.
+
+    Muon uses Nesterov's momentum; both work over `groups(model)`.
 
     Args:
+        model: before an engine wraps it.
         lr: AdamW's base rate.
         muon_lr: Muon's base rate.
-        scale: what the rate of a matrix [a, b] is multiplied by. match-rms: 0.2 * sqrt(max(a, b)), with which an update
-            is as large as AdamW's usual ones (arXiv 2502.16982, 2.2); original: sqrt(max(1, a / b)), which is Jordan's.
+        scale: factor of the rate of a matrix [a, b]. match-rms: 0.2 * sqrt(max(a, b)), which makes an update as large
+            as
+            AdamW's usual ones (arXiv 2502.16982, 2.2); original: sqrt(max(1, a / b)), Jordan's.
         momentum: decay of the gradient's running mean.
         ns_steps: Newton-Schulz iterations.
         betas, eps, fused: AdamW's, see `adamw`.

@@ -1,6 +1,9 @@
-"""The learning rate as a pure function of the step: `factor(step, horizon, warmup, floor)` times the base rate.
+"""The learning rate as a pure function of the step: base rate times factor.
 
-Nothing is stepped and nothing is saved: a resume, a skipped step or another world size cannot put it out of place.
+    rate = base * factor(step, horizon, warmup, floor)
+
+Nothing is stepped and nothing is saved, so a resume, a skipped step or another world size cannot shift it.
+`torch_schedule` turns a scheduler of torch into such a function.
 """
 
 import math
@@ -26,24 +29,28 @@ __all__ = [
 
 Make = Callable[[Optimizer, int], Any]
 
-_MOMENTUM_KEYS = 0.9  # of the optimizer of nothing: some schedulers ask for one
+_MOMENTUM_KEYS = 0.9  # momentum of the dummy optimizer: some schedulers need one
 
 
 @final
 class TorchSchedule:
-    """(step, steps) -> what the base rates are multiplied by. See `torch_schedule`."""
+    """A schedule from torch's scheduler: (step, steps) -> factor of the base rates.
+
+    See `torch_schedule`.
+    """
 
     def __init__(self, make: Make, lr: float) -> None:
         self._make, self._lr = make, lr
         self._table, self._steps = array("d"), 0
 
     def __call__(self, step: int, steps: int) -> float:
-        """The factor of `step` (0-based) in a plan of `steps`; after its end that of the last step.
+        """Return the factor of `step` (0-based) in a plan of `steps`.
 
-        The whole plan is tabulated when its number of steps is first asked for: some ten microseconds a step.
+        After the plan's end it is that of the last step. The whole plan is tabulated at the first call for its number
+        of steps, which takes some ten microseconds a step.
 
         Raises:
-            ConfigError: `make` failed, made no scheduler, or one that is more than a function of the step.
+            ConfigError: `make` failed, returned no scheduler, or one that depends on more than the step.
         """
         if steps != self._steps:
             self._table, self._steps = _tabulated(self._make, self._lr, steps), steps
@@ -51,13 +58,15 @@ class TorchSchedule:
 
 
 def torch_schedule(make: Make, lr: float = 1.0) -> TorchSchedule:
-    """A scheduler of `torch.optim.lr_scheduler`, or one that derives from its LRScheduler, for a task's `schedule`.
+    """Wrap a scheduler of `torch.optim.lr_scheduler` for a task's `schedule`.
 
     Args:
-        make: (optimizer, steps) -> the scheduler of that optimizer in a plan of so many steps. The optimizer has one
-            group, of nothing: a factor is of all groups, whose rates keep their ratio.
-        lr: the optimizer's rate, to which rates that the scheduler names itself (`eta_min`, OneCycleLR's `max_lr`) are
-            compared: with 1 they are shares of the base rate, with --lr they are rates.
+        make: (optimizer, steps) -> the optimizer's scheduler, an LRScheduler, for a plan of that many steps. The
+            optimizer
+            is a dummy with one group: the factor applies to all groups, whose rates keep their ratio.
+        lr: the optimizer's rate, to which rates that the scheduler names (`eta_min`, OneCycleLR's `max_lr`) are
+            compared:
+            with 1 they are fractions of the base rate, with --lr they are rates.
 
     Raises:
         ConfigError: `lr` is not above 0.
@@ -73,12 +82,12 @@ def _tabulated(make: Make, lr: float, steps: int) -> "array[float]":
     table = array("d")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # SequentialLR's of torch itself
+            warnings.simplefilter("ignore")  # warnings of torch's own SequentialLR
             scheduler = make(optimizer, steps)
             _check(scheduler, optimizer)
             for step in range(steps):
                 if step:
-                    optimizer.step()  # before the scheduler's, as torch wants it
+                    optimizer.step()  # before the scheduler's, as torch requires
                     scheduler.step()
                 table.append(float(group["lr"]) / lr)
                 if group["momentum"] != _MOMENTUM_KEYS:
@@ -98,7 +107,7 @@ def _tabulated(make: Make, lr: float, steps: int) -> "array[float]":
 
 
 def _check(scheduler: Any, optimizer: Optimizer) -> None:
-    """Raises ConfigError for what is no scheduler of `optimizer` that the step alone decides."""
+    """Raise ConfigError unless it is a scheduler of `optimizer` that depends on the step alone."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError(
             "torch_schedule: ReduceLROnPlateau follows the evaluations, and not the step: use --optim.schedule "
@@ -119,7 +128,7 @@ SHAPES = (
     *("cosine", "cosine-periodic", "linear", "polynomial", "wsd", "constant"),
     *("inverse-sqrt", "step", "one-cycle", "plateau"),
 )
-_CYCLE_START = 0.04  # one-cycle: the first rate, as a share of the peak; torch's div_factor is 25
+_CYCLE_START = 0.04  # one-cycle: the first rate as a fraction of the peak; torch's div_factor is 25
 _MOMENTUM = (0.85, 0.95)  # one-cycle: at the peak of the rate, and at both ends; torch's
 
 
@@ -136,25 +145,28 @@ def factor(
     gamma: float = 0.1,
     fallen: int = 0,
 ) -> float:
-    """What the base learning rate is multiplied by in `step` (0-based).
+    """Return the factor of the base learning rate in `step` (0-based).
 
-    Linear warm-up over `warmup` steps, reaching 1 in step `warmup - 1`'s successor, then `shape`:
+    Linear warm-up over `warmup` steps, reaching 1 at step `warmup`, then `shape`:
 
     - "cosine" to `floor` at `horizon` (Loshchilov & Hutter, "SGDR", arXiv 1608.03983, without restarts);
     - "linear" to `floor` at `horizon` (Devlin et al., "BERT", arXiv 1810.04805; the default of the HF Trainer, to 0);
-    - "polynomial" to `floor` at `horizon` as (1 - x) ** `power`, torch's PolynomialLR where nothing warms up;
-    - "wsd", warm-up, stable, decay (Hu et al., "MiniCPM", arXiv 2404.06395): 1, and over the last `cooldown` share of
+    - "polynomial" to `floor` at `horizon` as (1 - x) ** `power`; torch's PolynomialLR without a warm-up;
+    - "wsd", warm-up, stable, decay (Hu et al., "MiniCPM", arXiv 2404.06395): 1, then over the last `cooldown` fraction
+      of
       `horizon` down to `floor` as 1 - sqrt(x) (Haegele et al., arXiv 2405.18392, section 3);
     - "constant";
     - "inverse-sqrt", 1 / sqrt(step / warmup) (Vaswani et al., arXiv 1706.03762, section 5.3), never below `floor`;
     - "step", times `gamma` after every `period` steps (0: a third of `horizon`), torch's StepLR, never below `floor`;
-    - "plateau", times `gamma` each of the `fallen` times that the evaluations got no better, as torch's
-      ReduceLROnPlateau, and never below `floor`; the step itself has no say, but in the warm-up;
-    - "cosine-periodic", which after `horizon` rises again, the closed form of torch's CosineAnnealingLR;
-    - "one-cycle" (Smith & Topin, "Super-Convergence", arXiv 1708.07120), torch's OneCycleLR: over `warmup` half a
-      cosine from CYCLE_START to 1, then half a cosine down to `floor` in the last step.
+    - "plateau", times `gamma` for each of the `fallen` times that evaluations stopped improving, as torch's
+      ReduceLROnPlateau, never below `floor`; the step itself only matters in the warm-up;
+    - "cosine-periodic", which rises again after `horizon`, the closed form of torch's CosineAnnealingLR;
+    - "one-cycle" (Smith & Topin, "Super-Convergence", arXiv 1708.07120), torch's OneCycleLR: over `warmup` steps half
+      a
+      cosine from 0.04 to 1, then half a cosine down to `floor` in the last step.
 
-    From `horizon` on it is `floor`, but 1 for "constant", and "inverse-sqrt", "step" and "plateau" go on.
+    From `horizon` on the factor is `floor`, except for "constant" (1), for "inverse-sqrt", "step" and "plateau", which
+    continue, and for "cosine-periodic".
     """
     if shape == "one-cycle":
         place, falling = _in_cycle(step, horizon, warmup)
@@ -187,13 +199,19 @@ def factor(
 
 
 def cycled_momentum(step: int, horizon: int, warmup: int) -> float:
-    """The momentum (adamw: beta1) of "one-cycle" in `step`: lowest where the rate is highest, as torch's OneCycleLR."""
+    """Return the momentum (adamw: beta1) of "one-cycle" in `step`.
+
+    Lowest at the highest rate, as in torch's OneCycleLR.
+    """
     low, high = _MOMENTUM
     return high + (low - high) * _in_cycle(step, horizon, warmup)[0]
 
 
 def _in_cycle(step: int, horizon: int, warmup: int) -> tuple[float, bool]:
-    """How far up the cycle a step is, from 0 to 1 and back along half cosines; and whether it comes down."""
+    """Return a step's height in the cycle, and whether it is falling.
+
+    The height goes from 0 to 1 and back along half cosines.
+    """
     peak = warmup - 1  # the step of the highest rate
     if step <= peak:
         return 0.5 * (1.0 - math.cos(math.pi * step / peak)) if peak else 1.0, False
