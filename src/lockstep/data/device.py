@@ -36,7 +36,7 @@ def mover(device: torch.device) -> Move | None:
         return value.to(device, non_blocking=True)
 
     def movable(value: Any) -> Any:
-        held = copy.copy(value)  # some change themselves: the one on the host stays there
+        held = copy.copy(value)  # `to` may change the object: keep the one on the host
         moved = held.to(device)
         return held if moved is None else moved
 
@@ -109,7 +109,7 @@ class SideStream:
 
 def _by_itself(value: Any, device: torch.device) -> Any:
     """Move an object by its own `to`, if possible from pinned memory and without waiting."""
-    held = copy.copy(value)  # some change themselves: the one on the host stays there
+    held = copy.copy(value)  # `to` may change the object: keep the one on the host
     if callable(getattr(held, "pin_memory", None)):
         pinned = held.pin_memory()
         held = held if pinned is None else pinned

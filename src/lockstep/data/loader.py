@@ -316,7 +316,7 @@ def _end_with_parent() -> None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent.pid:
-        os.kill(os.getpid(), signal.SIGKILL)  # it was gone before the system was asked
+        os.kill(os.getpid(), signal.SIGKILL)  # the parent ended before prctl was called
 
 
 def _end_after(sentinel: int) -> None:

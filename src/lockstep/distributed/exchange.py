@@ -131,7 +131,7 @@ RAGGED_SECONDS = 0.02
 # Without items it only serves to agree on stopping.
 STEADY_SECONDS = 0.25
 MOST_STEPS = 16
-_HEADER = 6  # request to stop, seconds per step, the run's last step as this rank sees it, and its busy seconds
+_HEADER = 6  # stop request, seconds per step, the run's last step on this rank, and its busy seconds
 
 
 # Requests in order of urgency: to admit a new process, and to stop.

@@ -166,7 +166,7 @@ def note(error: BaseException) -> bool:
     raised = traceback.extract_tb(error.__traceback__)[-1:]
     origin = " ".join([type(error).__qualname__, *(f"{frame.filename}:{frame.lineno}" for frame in raised)])
     now, code, follows = time.time(), getattr(error, "exit_code", 1), isinstance(error, PeerError)
-    # torchrun calls the earliest the cause, in whole seconds, and of equal ones the lowest rank's
+    # torchrun reports the earliest as the cause, in whole seconds, and of equal ones the lowest rank's
     told = {"py_callstack": text, "timestamp": str(int(now) + follows)}
     content = {
         "message": {"message": line, "extraInfo": told},

@@ -155,7 +155,7 @@ def is_lost_peer(error: BaseException) -> bool:
     innermost = next((name for name in reversed(modules) if name not in _BETWEEN), "")
     if not f"{innermost}.".startswith(_COMMUNICATING):
         return False
-    # Subclasses of RuntimeError have a meaning of their own: out of memory, a kernel that failed.
+    # Subclasses of RuntimeError mean other failures: out of memory, a failed kernel.
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _is_a_link_closed())
 
 

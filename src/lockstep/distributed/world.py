@@ -503,5 +503,5 @@ _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
 _ABANDONED: list[World] = []
 _REGROUPING = 0.75  # seconds for ranks that have just reported to arrive; gloo waits five times as long
 _NCCL_MORE = 30.0  # seconds: its watchdog aborts the process, and lockstep's must first report the missing rank
-_PATIENCE = 5.0  # seconds for the ranks that met the same error to come to the next join
+_PATIENCE = 5.0  # seconds for ranks with the same error to reach the next join
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))

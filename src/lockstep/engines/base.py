@@ -239,7 +239,7 @@ class ScaledBackward:
             return torch.add(factor.to(loss.dtype), loss.detach(), alpha=0)
         found = self._made.get((loss.dtype, factor))
         if found is None:
-            if len(self._made) > 16:  # loss scales that are over
+            if len(self._made) > 16:  # drop old loss scales
                 self._made.clear()
             found = self._made[loss.dtype, factor] = torch.full_like(loss, factor, requires_grad=False).detach()
         return torch.add(found, loss.detach(), alpha=0)  # 0 * inf is NaN; else nothing is added

@@ -139,7 +139,7 @@ def listed(names: list[str], most: int = 4) -> str:
 
 
 # DDP's option for its own exchange of buffers: renamed in torch 2.13, where the old name warns.
-# A size given, be it the default one, loses DDP's smaller first buffer, which is on its way while the backward goes on.
+# Passing any bucket size, even the default, disables DDP's smaller first bucket, whose exchange overlaps the backward.
 _DEFAULT = EngineOptions()
 _KNOWN = signature(DistributedDataParallel).parameters
 _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
@@ -180,7 +180,7 @@ class ReplicatedEngine:
         if settings.exact:
             self._be_exact()
         else:
-            if _BUFFERS == "broadcast_buffers":  # before 2.13 DDP sends no buffers at first where forwards send none
+            if _BUFFERS == "broadcast_buffers":  # before 2.13 DDP sends no buffers at first if forwards send none
                 send_from_rank_0(module.buffers())
             self._wrap(settings.options.find_unused_parameters == "true")
             if settings.options.find_unused_parameters == "auto" and not settings.options.static_graph:
@@ -280,7 +280,7 @@ class ReplicatedEngine:
                 f"--engine {self._name}: {len(names)} parameters are not used by every micro-batch "
                 f"({listed(names)}); turned on --engine.find-unused-parameters, which searches each graph"
             )
-            self._wrap(True)  # the gradients stay
+            self._wrap(True)  # gradients are kept
 
     def _check_exchanged(self) -> None:
         """Raise LockstepError if the last backward missed parameters, so that buckets were not exchanged."""

@@ -257,7 +257,7 @@ class Exchange:
     def __init__(self, parameters: list[Tensor], dtype: torch.dtype, world: World) -> None:
         self._ranks, self._control = world.size, world.control
         self._late = parameters[0].device.type == "cuda" if self.late is None else self.late
-        self._own = [False] * len(parameters)  # which this rank's micro-batches of the present step used
+        self._own = [False] * len(parameters)  # used by this rank's micro-batches of the current step
         self._told: bool | None = None  # whether the ranks exchange their flags; None: before the first step
         sizes = [p.numel() for p in parameters]
         starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]

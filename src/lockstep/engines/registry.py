@@ -391,7 +391,7 @@ class ModelInit(NamedTuple):
 def model_init(name: str, world: World, options: EngineOptions) -> ModelInit:
     """Return how to build the model. Raises ConfigError for an unsupported name or option."""
     name = name_of(name, world)
-    _kind(name, options)  # refuses options that it has not
+    _kind(name, options)  # refuses options that the engine does not have
     return ModelInit(init_context(options, world), not ENGINES[name].places_model)
 
 

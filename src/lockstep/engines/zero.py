@@ -222,8 +222,8 @@ def _split(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     Drops `names`, which would be wrong for a part of a group.
     """
     groups = [{key: value for key, value in group.items() if key != "names"} for group in optimizer.param_groups]
-    # Group by group, each parameter goes to the rank that has least: the group with the largest one first, so that the
-    # others fill up what it leaves uneven.
+    # Group by group, each parameter goes to the least loaded rank. The group with the largest one comes first: the
+    # others even out the loads.
     groups.sort(key=lambda group: -max((p.numel() for p in group["params"]), default=0))
     takes = signature(type(optimizer)).parameters  # AdamW's defaults have a key that AdamW does not take
     defaults = {key: value for key, value in optimizer.defaults.items() if key in takes}

@@ -236,7 +236,7 @@ class _Agent(LocalElasticAgent):
             self._spare([local for local, name in self._names.items() if self._losses.rank_of(name) is None])
         again = self.asked == number == signal.SIGINT
         self.asked = signal.Signals(number)
-        # Each process has a session of its own, so that a Ctrl-C in the terminal does not reach it by itself too.
+        # Each process has its own session, so that a Ctrl-C in the terminal does not reach it directly too.
         sent = signal.SIGKILL if again else self.asked
         for process in self._processes().values():
             if process.poll() is None:
