@@ -1,6 +1,7 @@
 """Move nested batches to a device.
 
-move = mover(device) batch = move(batch) if move else batch
+move = mover(device)
+batch = move(batch) if move else batch
 
 Moves tensors, objects with a method `to` (a PackedSequence, a BatchEncoding), dicts, tuples, named tuples, lists and
 dataclasses. Each container keeps its type, and the original is unchanged. Anything else is passed through.
@@ -47,9 +48,10 @@ def mover(device: torch.device) -> Move | None:
 class SideStream:
     """Copies to a CUDA device on a stream of its own.
 
-    stream = SideStream(device) coming = stream.begin(held)     # the copies are under way data = coming()
-    # what is computed from here on has them; the device waits, the host does not data = stream(held)             #
-    both at once
+    stream = SideStream(device)
+    coming = stream.begin(held)     # the copies are under way
+    data = coming()                 # what is computed from here on has them; the device waits, the host does not
+    data = stream(held)             # both at once
 
     A copy takes memory until the device has computed with it. So the host waits when it is more than `AHEAD` batches
     ahead of the device, as in an evaluation or a step of many micro-batches; the device then still has all of these to

@@ -181,14 +181,11 @@ class StepExchange:
         constant: returns the items of any step over all ranks if known without an exchange; else None.
         last: the step after which this rank has no more work; 0: not known.
         busy: returns the total seconds in which this rank was busy, including waits for others within the data; called
-            at
-            each exchange, which sends the seconds per step.
+            at each exchange, which sends the seconds per step.
         further: (step, stop, seconds waited so far) -> more numbers, the same count on every rank, sent with the items
-            of
-            the steps step .. stop - 1.
+            of the steps step .. stop - 1.
         outlives: the run continues after the loss of a rank. If one is lost during the exchange after a step, that
-            step is
-            finished first.
+            step is finished first.
         measured: returns the number of steps that the busy seconds cover, if a device reports a step late; None: all.
 
     Attributes:

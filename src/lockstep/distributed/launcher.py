@@ -1,7 +1,7 @@
 """Read a launcher's environment variables, and configure the processes that it starts.
 
-rank = number_of("RANK", 0)                 # of the environment; 0 where it is not set check_launched(os.environ)
-# ConfigError under `srun -n8 lockstep train`
+rank = number_of("RANK", 0)                 # of the environment; 0 where it is not set
+check_launched(os.environ)                  # ConfigError under `srun -n8 lockstep train`
 
 `torch_variables` chooses a rank's environment. `listening`, `check_reachable` and `own_address` check addresses of the
 meeting point. `end_with_launcher` ends a worker when its launcher dies.

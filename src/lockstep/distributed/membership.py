@@ -1,7 +1,7 @@
 """Detect lost ranks, and form the group that continues without them.
 
-for number in STOP_SIGNALS: ...     SIGHUP among them, where heeds_hangup() leave_terminal()                    on
-SIGHUP
+for number in STOP_SIGNALS: ...     SIGHUP among them, where heeds_hangup()
+leave_terminal()                    on SIGHUP
 
 `Member` is this process as the launcher's meeting point knows it; `Member.regroup` returns the `Generation` that
 continues after a loss. `is_lost_peer` and `lost_peers` recognise the loss of a rank in torch's errors. `check_store`

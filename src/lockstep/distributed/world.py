@@ -84,9 +84,8 @@ def identity(device: torch.device) -> list[str] | None:
 
     Returns:
         [host, key, name]; None if NCCL allows several ranks on the device. The host is NCCL's notion of one: its name
-            and
-        this boot, or NCCL_HOSTID. The key is the device's UUID, which each MIG instance has; NCCL before 2.30 uses the
-        place on the bus, which a GPU's instances share.
+        and this boot, or NCCL_HOSTID. The key is the device's UUID, which each MIG instance has; NCCL before 2.30 uses
+        the place on the bus, which a GPU's instances share.
     """
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     if version >= _BY_UUID and os.environ.get(_SHARED) == "1":
@@ -176,8 +175,7 @@ class World:
 
         Raises:
             ConfigError: the device does not exist or is shared with another rank, the launcher's variables are
-                invalid, or a
-                scheduler started several processes without a launcher.
+                invalid, or a scheduler started several processes without a launcher.
             PeerError: not all ranks arrived within the timeout.
         """
         check_launched(os.environ)

@@ -164,8 +164,7 @@ class Engine(Protocol):
         Args:
             factor: multiplies each parameter group's base rate; None leaves the groups' `lr` unchanged.
             limit: an update whose norm is not finite, or not below the limit, is skipped: parameters, optimizer states
-                and
-                buffers stay as they were before the step. -inf always skips.
+                and buffers stay as they were before the step. -inf always skips.
             momentum: for every parameter group (Adam's first beta); None: each group's own, from before the first
                 override.
             evaluate: evaluates the loss again, for optimizers with a closure; None: not possible.

@@ -43,8 +43,7 @@ class Closure:
         first: returns the loss of the pass whose gradients are in `.grad`.
         again: repeats the pass, fills `.grad` and returns the loss.
         suspicious: compare the parameters' norms too: torch's version counter misses writes through `.data`. Waits for
-            the
-            device.
+            the device.
 
     Attributes:
         repeated: how many times the pass was repeated.

@@ -63,8 +63,7 @@ class GradientUsage:
 
     Args:
         named: the trained parameters, in the same order on every rank. Each gets its hook before the next is
-            requested, so
-            a generator may gather one at a time.
+            requested, so a generator may gather one at a time.
         world: the ranks.
 
     Attributes:

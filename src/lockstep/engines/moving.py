@@ -201,8 +201,7 @@ class Moving:
 
         Raises:
             ConfigError: in exact mode, a forward writes a tensor in both steps; or a tensor of the task changes its
-                shape, or
-                `state_dict()` returns a copy of it.
+                shape, or `state_dict()` returns a copy of it.
         """
         self._look()
         if self._steps == _CHECKED:

@@ -1,6 +1,7 @@
 """Build an engine by name, check what it supports, and estimate its memory and traffic.
 
-for name, options in variants(size, given): ... gathered, summed = exchanged(name, options, parameters, trained)
+for name, options in variants(size, given): ...
+gathered, summed = exchanged(name, options, parameters, trained)
 
 `engine` builds one. The `check_*` functions refuse settings that it does not support. `variants`, `exchanged` and
 `least_held` serve `lockstep plan`: they calculate what engines hold and send, before any is built.
@@ -106,42 +107,34 @@ def engine(
         name: a key of ENGINES, or "auto": ddp if a launcher started this process, else single.
         model: on `world.device`; fsdp accepts any device, and moves it there block by block.
         optimizer: one over the model's parameters, or a function that builds it from the model as the engine holds it;
-            fsdp
-            needs the function.
+            fsdp needs the function.
         world: see `World.join`.
         clip: largest 2-norm of the gradient; 0 does not clip.
         exact_micro_batches: M, to sum a step's M micro-batches in the fixed tree; 0: as the backend does. Each rank
-            then
-            has ceil(M / world) backwards in every step; those of empty slots have weight 0.
+            then has ceil(M / world) backwards in every step; those of empty slots have weight 0.
         shares: number of a step's micro-batches that each rank computes, consecutive by rank; or a `Sharing`, which
-            gives
-            it for the current step; None: equal shares. For single, ddp and zero.
+            gives it for the current step; None: equal shares. For single, ddp and zero.
         loss_scaling: scales the loss, and skips a step that overflows, for a model under float16 autocast. True uses
-            the
-            defaults of `Config.fp16`.
+            the defaults of `Config.fp16`.
         blocks: the model's repeated blocks, in order; fsdp searches for them if none are given.
         options: options of the engine; None: the defaults.
         say: reports one line to the user, on every rank; None: the log.
         ema: decay of an average of the weights (see `lockstep.engines.ema`); 0: none.
         batchnorm: how running statistics of BatchNorm layers are kept. "local": torch's own, with rank 0's on all
-            ranks
-            after each step. "replay": over all ranks' micro-batches in order, so that they do not depend on the world
-            size; the layers are changed in place, and every rank must make the same number of backwards in a step
-                (except
-            with `shares`). A step of the built-in loop does the same.
+            ranks after each step. "replay": over all ranks' micro-batches in order, so that they do not depend on the
+            world size; the layers are changed in place, and every rank must make the same number of backwards in a
+            step (except with `shares`). A step of the built-in loop does the same.
         hooks: a task's hooks, called after each backward and each update; None: none.
         own_steps: of a task that steps its optimizers itself, with single and ddp; None: the engine steps.
         gradients: takes gradient norms by block, for the built-in loop.
         penalty: returns a term of the loss from the model without the engine's wrapper: a 0-dim tensor that depends on
-            the
-            parameters alone, added once a step for any number of micro-batches and ranks.
+            the parameters alone, added once a step for any number of micro-batches and ranks.
         own: returns a task's own tensors by name; what a forward writes to them is part of the step, as with buffers.
         changes: settings of a run for changes to the trained parameters, see `Changes`; None: none.
 
     Raises:
         ConfigError: an unknown engine, one that this world cannot form, an option or argument that it does not
-            support, or
-            an optimizer that does not work with it.
+            support, or an optimizer that does not work with it.
     """
     name = name_of(name, world)
     if exact_micro_batches:

@@ -1,6 +1,7 @@
 """Name, restore and snapshot the state of a model and its optimizer.
 
-kept = Snapshot(optimizer, parameters) ...                                     # steps, or the half of one
+kept = Snapshot(optimizer, parameters)
+...                                     # steps, or the half of one
 kept.put_back()
 
 `named_state` and `restore_state` map a model and optimizer to tensors by plain name, for checkpoints. `materialise`

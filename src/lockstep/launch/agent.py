@@ -122,8 +122,7 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
 
     Returns:
         Whether all processes succeeded; the signal that requested the end, or None; the code of a run that saved
-            before
-        its end, else 0.
+        before its end, else 0.
 
     Raises:
         LockstepError: the job failed; the line names the rank that failed first. Its exit code is that rank's.

@@ -1,8 +1,8 @@
 """The command `lockstep launch`: start a run on several processes and nodes.
 
-lockstep launch --nproc-per-node 2 -- train --experiment-name a lockstep launch --nproc-per-node 8 --nnodes 2
---node-rank 0 --master-addr 10.0.0.1 -- train ...     (on the first node) lockstep launch --nproc-per-node 8
---max-restarts 3 --dry-run -- train ...                      (prints the command)
+lockstep launch --nproc-per-node 2 -- train --experiment-name a
+lockstep launch --nproc-per-node 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -- train ...     (on the first node)
+lockstep launch --nproc-per-node 8 --max-restarts 3 --dry-run -- train ...                      (prints the command)
 
 A script with a `lockstep.Run` of its own is started in the same way: ... -- script.py [arguments]. The flags of
 `train` are parsed here before anything starts, so that a wrong flag is reported once, not once per process.
@@ -41,8 +41,7 @@ def command(argv: list[str]) -> int:
     Raises:
         ConfigError: an unknown or invalid flag, of `launch` or of the command after `--`.
         LockstepError: the run failed; the line names the rank that failed first. Or a signal ended it before it could
-            save;
-            the exit code is 128 plus the signal's number.
+            save; the exit code is 128 plus the signal's number.
     """
     own, rest = _split(argv)
     try:

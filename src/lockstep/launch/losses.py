@@ -105,8 +105,7 @@ class Membership:
 
         Returns:
             The reason why the run cannot continue, worded to follow the failure; "-" if the failure says enough; ""
-                while it
-            continues.
+            while it continues.
         """
         now = self._now()
         for name, failure in ended.items():

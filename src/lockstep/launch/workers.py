@@ -1,7 +1,7 @@
 """Start workers for the launcher: fork them from a preloaded process, in a private folder.
 
-folder = private_folder()       held by a lock; those of launchers that are gone are removed path = life_pipe(folder)
-closed by the system when this process ends
+folder = private_folder()       held by a lock; those of launchers that are gone are removed
+path = life_pipe(folder)        closed by the system when this process ends
 
 `Preloaded` is the launcher's handle of a process that has loaded torch and the run's modules, so that a lost rank's
 replacement starts fast. This module is also that process's program (`_serve`).

@@ -1,8 +1,8 @@
 """Group parameters by weight decay and learning rate, and freeze some of them.
 
-rules = Rules(parse("head.*: lr=10x; *.bias: decay=0; tokens.*: freeze"), layer_decay=0.8, blocks=blocks) freeze(model,
-rules)                        # before an engine takes the model members = groups(model, weight_decay=0.1, rules=rules,
-lr=1e-3)     # for a torch optimizer
+rules = Rules(parse("head.*: lr=10x; *.bias: decay=0; tokens.*: freeze"), layer_decay=0.8, blocks=blocks)
+freeze(model, rules)                        # before an engine takes the model
+members = groups(model, weight_decay=0.1, rules=rules, lr=1e-3)     # for a torch optimizer
 """
 
 import difflib
@@ -146,8 +146,7 @@ def groups(
 
     Returns:
         Groups for a torch optimizer: "params" (list of parameters), "names" (their names), "weight_decay", and "lr" if
-            it
-        is not the base rate.
+        it is not the base rate.
 
     Raises:
         ConfigError: the model has no trainable parameter, a pattern matches nothing, or there are no layers for a

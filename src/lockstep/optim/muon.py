@@ -1,7 +1,6 @@
 """Muon for hidden matrices and AdamW for the rest, both torch's own, as one optimizer.
 
-    optimizer = MuonAdamW([{"params": matrices, "muon": True, "lr": 1e-3, ...}, {"params": others, "muon": False,
-        ...}])
+    optimizer = MuonAdamW([{"params": matrices, "muon": True, "lr": 1e-3, ...}, {"params": others, "muon": False, ...}])
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is Scalable for LLM
 Training", arXiv 2502.16982. The update of a matrix needs all of it. If an engine shards its rows, one rank gathers the

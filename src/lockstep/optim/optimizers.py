@@ -1,7 +1,7 @@
 """Build the optimizer that the configuration names, over the groups of `optim.groups`.
 
-optimizer = adamw(model, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1) optimizer = make_optimizer(model,
-config)           # what --optim.name and the section `optim` say
+optimizer = adamw(model, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+optimizer = make_optimizer(model, config)           # what --optim.name and the section `optim` say
 
 `Several` combines several optimizers into one, for tasks that step their own.
 """
@@ -172,8 +172,7 @@ def adamw(
         betas, eps: as in torch.optim.AdamW.
         weight_decay, decay_embeddings, rules: see `groups`.
         fused: None uses the fused kernel if every parameter supports it. False uses the unfused arithmetic, whose
-            result
-            for an element does not depend on its place in a tensor, as exact mode needs.
+            result for an element does not depend on its place in a tensor, as exact mode needs.
 
     Raises:
         ConfigError: nothing is trainable.
@@ -232,9 +231,8 @@ def sgd(
         nesterov: Nesterov's form (Sutskever et al., ICML 2013); needs a momentum.
         weight_decay, decay_embeddings, rules: see `groups`.
         fused: None uses the fused kernel if every parameter is whole on a CUDA device; then no step waits for the
-            device.
-            Use it only with an engine of lockstep: if the device skips the first step, the kernel leaves momentum
-                unset.
+            device. Use it only with an engine of lockstep: if the device skips the first step, the kernel leaves
+            momentum unset.
 
     Raises:
         ConfigError: nothing is trainable, or `nesterov` without a momentum.
@@ -275,8 +273,7 @@ def muon(
         lr: AdamW's base rate.
         muon_lr: Muon's base rate.
         scale: factor of the rate of a matrix [a, b]. match-rms: 0.2 * sqrt(max(a, b)), which makes an update as large
-            as
-            AdamW's usual ones (arXiv 2502.16982, 2.2); original: sqrt(max(1, a / b)), Jordan's.
+            as AdamW's usual ones (arXiv 2502.16982, 2.2); original: sqrt(max(1, a / b)), Jordan's.
         momentum: decay of the gradient's running mean.
         ns_steps: Newton-Schulz iterations.
         betas, eps, fused: AdamW's, see `adamw`.

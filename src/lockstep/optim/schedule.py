@@ -62,11 +62,9 @@ def torch_schedule(make: Make, lr: float = 1.0) -> TorchSchedule:
 
     Args:
         make: (optimizer, steps) -> the optimizer's scheduler, an LRScheduler, for a plan of that many steps. The
-            optimizer
-            is a dummy with one group: the factor applies to all groups, whose rates keep their ratio.
+            optimizer is a dummy with one group: the factor applies to all groups, whose rates keep their ratio.
         lr: the optimizer's rate, to which rates that the scheduler names (`eta_min`, OneCycleLR's `max_lr`) are
-            compared:
-            with 1 they are fractions of the base rate, with --lr they are rates.
+            compared: with 1 they are fractions of the base rate, with --lr they are rates.
 
     Raises:
         ConfigError: `lr` is not above 0.
@@ -153,8 +151,7 @@ def factor(
     - "linear" to `floor` at `horizon` (Devlin et al., "BERT", arXiv 1810.04805; the default of the HF Trainer, to 0);
     - "polynomial" to `floor` at `horizon` as (1 - x) ** `power`; torch's PolynomialLR without a warm-up;
     - "wsd", warm-up, stable, decay (Hu et al., "MiniCPM", arXiv 2404.06395): 1, then over the last `cooldown` fraction
-      of
-      `horizon` down to `floor` as 1 - sqrt(x) (Haegele et al., arXiv 2405.18392, section 3);
+      of `horizon` down to `floor` as 1 - sqrt(x) (Haegele et al., arXiv 2405.18392, section 3);
     - "constant";
     - "inverse-sqrt", 1 / sqrt(step / warmup) (Vaswani et al., arXiv 1706.03762, section 5.3), never below `floor`;
     - "step", times `gamma` after every `period` steps (0: a third of `horizon`), torch's StepLR, never below `floor`;
@@ -162,8 +159,7 @@ def factor(
       ReduceLROnPlateau, never below `floor`; the step itself only matters in the warm-up;
     - "cosine-periodic", which rises again after `horizon`, the closed form of torch's CosineAnnealingLR;
     - "one-cycle" (Smith & Topin, "Super-Convergence", arXiv 1708.07120), torch's OneCycleLR: over `warmup` steps half
-      a
-      cosine from 0.04 to 1, then half a cosine down to `floor` in the last step.
+      a cosine from 0.04 to 1, then half a cosine down to `floor` in the last step.
 
     From `horizon` on the factor is `floor`, except for "constant" (1), for "inverse-sqrt", "step" and "plateau", which
     continue, and for "cosine-periodic".

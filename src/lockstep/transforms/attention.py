@@ -1,8 +1,9 @@
 """Choose the kernel of `scaled_dot_product_attention`, and explain why not another.
 
-order = order_of(facts_of(device), masked=False)             # what "auto" comes to model = attention(model, "auto",
-model.blocks, order) line = described(model, "auto", torch.bfloat16, device, order) # "attention: flash (12 heads of
-64, bfloat16, causal, no mask); not cudnn: ..."
+order = order_of(facts_of(device), masked=False)             # what "auto" comes to
+model = attention(model, "auto", model.blocks, order)
+line = described(model, "auto", torch.bfloat16, device, order)
+# "attention: flash (12 heads of 64, bfloat16, causal, no mask); not cudnn: ..."
 
 "auto" keeps torch's own order except for cuDNN, whose attention is the fastest on Hopper (1.7 to 2.3 times,
 huggingface/transformers#48163) and has had faults: see `order_of`.

@@ -68,8 +68,7 @@ def checkpointed(model: nn.Module, policy: str, blocks: Sequence[nn.Module]) -> 
     Args:
         model: to be changed.
         policy: "none"; "full": each block; "every:N": the N-th, 2N-th, ...; "selective": each, but the outputs of
-            matrix
-            products and attention are kept.
+            matrix products and attention are kept.
         blocks: the repeated blocks, in order.
 
     Raises:
@@ -148,8 +147,7 @@ def parameters_in(
     - complex ones stay complex: complex128 with float64, complex64 with every other dtype;
     - a frozen parameter in a dtype other than torch's defaults got it on purpose, and keeps it;
     - with bfloat16 a non-persistent floating-point buffer keeps its dtype: it is a table, such as rotary frequencies,
-      which
-      bfloat16 would round to other positions.
+      which bfloat16 would round to other positions.
 
     Args:
         model: to be converted.

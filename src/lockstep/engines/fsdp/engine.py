@@ -144,8 +144,7 @@ class FSDP:
 
     Raises:
         ConfigError: no launcher; a sharding that the world cannot form; CPU offload without a GPU; an option that
-            cannot be
-            exact, with `--exact`; parameters that cannot be sharded (see `lockstep.engines.fsdp.apply`).
+            cannot be exact, with `--exact`; parameters that cannot be sharded (see `lockstep.engines.fsdp.apply`).
     """
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
