@@ -137,7 +137,7 @@ class StepPlan:
 
     @property
     def steps(self) -> int:
-        """The step at which `total` is used up."""
+        """The run's number of steps, from step 0 until `total` is used up."""
         return self.origin.step + max(0, -(-(self.total - self.origin.position) // self.size))
 
     def start(self, step: int) -> int:

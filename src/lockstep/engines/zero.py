@@ -35,7 +35,8 @@ class Zero:
     """The engine `zero`: gradients as in ddp, each parameter's optimizer states on one rank.
 
     After the update each parameter's owner broadcasts it. States are not split within a parameter, so the largest
-    parameter limits what more ranks can save. In `state_dict()` a state is a DTensor that only its owner holds.
+    parameter limits the memory that more ranks can save. In `state_dict()` a state is a DTensor that only its owner
+    holds.
     """
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
