@@ -134,8 +134,8 @@ class Step:
     def loss(self) -> float:
         """Mean loss over the items of the whole step.
 
-        Read it on every rank, in the body of its own step. Waits for the device. Collective the first time, with more
-        than one rank.
+        Read it on every rank, in the body of its own step. Waits for the device. Collective the first time, with
+        several ranks.
 
         Raises:
             LockstepError: the next step has begun.

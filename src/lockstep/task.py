@@ -229,7 +229,7 @@ class Task(ABC):
         """Return a sampler or other order of samples; None: shuffle in each epoch.
 
         A torch Sampler is iterated again for each epoch, under a seed of that epoch, and its length is that of an
-        epoch. Any other object needs `at`, see `Order`; an iterable of indices works as a sampler.
+        epoch. For an object with `at` see `Order`.
         """
         return None
 

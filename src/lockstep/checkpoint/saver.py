@@ -46,7 +46,7 @@ _Pairs = list[tuple[Tensor, Tensor]]  # (target, source)
 
 
 class Saver:
-    """Saves checkpoints one at a time, in a thread or in the caller.
+    """Writer of one checkpoint at a time, in a thread or in the caller.
 
     Args:
         world: the ranks; every rank makes one at the same time (collective).
@@ -99,7 +99,7 @@ class Saver:
         Args:
             write: called in the thread.
             step: for messages.
-            resting: names of tensors that nobody changes before the next call of `order`.
+            resting: names of tensors that do not change before the next call of `order`.
 
         Raises:
             LockstepError: an earlier save failed, and the policy ends the run.
@@ -163,7 +163,7 @@ class Saver:
             self._own = self._world
 
     def left(self) -> "dist.ProcessGroup | None":
-        """Return the group, to leave it after the loss of a rank; waits for nobody.
+        """Return the group, to leave it after the loss of a rank. Waits for no rank.
 
         See `World.forsake`.
         """

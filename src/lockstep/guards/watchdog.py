@@ -88,7 +88,7 @@ class Heartbeats:
         return self.store.get(full).decode() if self.store.check([full]) else ""
 
     def passed(self, step: int) -> list[int]:
-        """Return the ranks whose position is in a step after `step`, or at the end."""
+        """Return the ranks that are past `step`, or at the end."""
         found = {rank: _STEP.match(self.place_of(rank)) for rank in range(self.size)}
         return [rank for rank, place in found.items() if place and int(place[1]) > step]
 
@@ -210,8 +210,8 @@ class Inquiry:
         folder: of the run; stacks go to its logs.
 
     Attributes:
-        called: another rank is missing someone.
-        told: the store connection for this rank's heartbeats; None if there is nobody to inform.
+        called: another rank asks for missing ranks.
+        told: the store connection for this rank's heartbeats; None in a world of one or without a store.
     """
 
     def __init__(self, world: World, progress: Progress, folder: Path) -> None:

@@ -41,8 +41,8 @@ __all__ = [
 ]
 
 
-# Held while a timer draws, and during a fork: a loader process must not inherit a terminal's locks that are held by a
-# thread which it does not have.
+# Held while a timer draws, and during a fork: a loader process must not inherit a terminal's locks from a thread that
+# it does not have.
 _DRAWING = threading.RLock()
 os.register_at_fork(before=_DRAWING.acquire, after_in_parent=_DRAWING.release, after_in_child=_DRAWING.release)
 

@@ -418,7 +418,7 @@ def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]
 
 
 def _glimpsed(folder: RunFolder) -> dict[str, Any]:
-    """Read the newest checkpoint's state without its tensors: it records where the plan began."""
+    """Read the newest checkpoint's state, which records the plan's start, without its tensors."""
     steps = checkpoint.list_steps(folder.path)
     return checkpoint.read_state(checkpoint.path_of(folder.path, steps[-1])) if steps else {}
 

@@ -202,7 +202,7 @@ def note_change(works: StepComponents, built: Built, done: int) -> None:
 
 def settle(works: StepComponents) -> None:
     """Read and check every step taken so far, and write its record. Collective if a device delays them."""
-    for step in works.guards.rest():  # waits for the device, where steps were not read yet
+    for step in works.guards.rest():  # waits for the device, if steps were not read yet
         works.meter.add(step)
         works.recorder.log(step.record)
 
@@ -228,7 +228,7 @@ def leave_early(session: Session, works: StepComponents, told: Heartbeats | None
 
     Args:
         told: the ranks' heartbeats; None without other processes.
-        now: end at once, without a save, as after Ctrl-C.
+        now: end at once, without a save, as after a second Ctrl-C.
     """
     built, session.status = session.built, "interrupted" if now else session.status_when_left
     if built is None or now or sys.is_finalizing():

@@ -325,7 +325,7 @@ _KEPT = 160
 _WEIGHTS = 12  # bytes per attention score, if scores are kept: before and after softmax, and after dropout
 _COPIES = 5  # copies of the logits: half precision, float32, softmax, their gradient, and the product's gradient
 _LOGITS = 512 << 20  # bytes of float32 logits above which the loss makes them in chunks (see models/fused.py)
-_CONTEXT = 2 << 30  # bytes: CUDA's own, cuBLAS's workspaces, and what the allocator holds back
+_CONTEXT = 2 << 30  # bytes: CUDA's context, cuBLAS's workspaces, and the allocator's reserve
 
 
 def memory_bound(config: Config, micro_batch_size: int) -> float | None:

@@ -167,7 +167,7 @@ class Balancing:
         return list(ShareReport(self._clock.steps, data, forward, alone, self._balancer.check(step, stop)))
 
     def after(self, exchange: StepExchange) -> None:
-        """Process the ranks' last reports. Collective.
+        """Process the ranks' last reports. Collective the first time with `--exact`.
 
         Raises:
             LockstepError: the ranks divide the steps differently.

@@ -37,7 +37,7 @@ def run_script(script: Script, told: Mapping[str, Any]) -> int:
     If a signal ended its run, the code is the run's.
 
     Args:
-        script: see `lockstep.config.hf_script`.
+        script: see `lockstep.adapters.hf_trainer.flags`.
         told: options of the run by dotted name; they win over the Trainer's arguments.
 
     Raises:

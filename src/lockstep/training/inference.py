@@ -130,7 +130,7 @@ class Used:
 
 @contextlib.contextmanager
 def opened(wanted: InferenceRequest) -> Iterator[Used]:
-    """Load a run on every process of the launcher, and leave afterwards.
+    """Load a run on every process of the launcher; leave the world at the end.
 
     Raises:
         CheckpointError: no such run or checkpoint, or the task's model is not the one that it holds.

@@ -248,7 +248,7 @@ class RunRecorder:
             policy=keep.on_failure,
             failed=partial(exchange.stop, SAVE_FAILED),
         )  # collective
-        sinks.flush()  # log lines that waited for the lost ranks
+        sinks.flush()  # records that waited for steps of the lost ranks
         self._began = time.perf_counter()
         self._engine_name = name_of(built.config.engine, built.world)
         self.saved = built.start
@@ -258,7 +258,7 @@ class RunRecorder:
         return (record.step + 1) % self._built.config.log_freq == 0
 
     def expect(self, record: StepRecord) -> None:
-        """Hold back log lines until the step's delayed record is written."""
+        """Hold back further records until the step's delayed record is written."""
         if self._due(record) and self._built.world.is_main:
             self._sinks.expect()
 

@@ -1,5 +1,6 @@
 """Train a task: with `Run` step by step, or with `train` in one call.
 
+    result = train(config, task)
     code = profile(config, steps=10, warmup=5)
 
 `profile` is `lockstep profile`: a short run in its own folder, NAME-profile-TIME, of which traces, verdict and log are

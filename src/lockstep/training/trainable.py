@@ -4,8 +4,8 @@
     train_now(model, state)             # once they are loaded: what is trained now
     note(engine, state)                 # before the state is kept
 
-From the first change on, every checkpoint has `state["trained"]`, see `TrainedSet`. The checkpoint of a step is written
-before the loop's body of that step, which may change the set: `checkpoints/trained.json` records these changes by step.
+From the first change on, every checkpoint has `state["trained"]`, see `TrainedSet`. The loop's body may change the set
+after its step's checkpoint is begun: `checkpoints/trained.json` records these changes by step.
 """
 
 import zlib
