@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.verify import verify  # here, so that the name is the function and not the package, which loads no torch
 
-if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below gives the same
+if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` below imports the same
     from lockstep.adapters.hf_trainer.convert import from_trainer
     from lockstep.adapters.lightning.convert import from_lightning
     from lockstep.config.cli import Config
@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` below g
 
 __version__ = "0.1.0"
 
-# ATen reads it once, at the first cuBLAS call of a process, whether kernels must be deterministic then or not: set any
-# later, an exact run after a plain one would be refused.
+# ATen reads it once, at the first cuBLAS call of a process, even if that call need not be deterministic: set later, an
+# exact run after a plain one would be refused.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # The modules of the public names.

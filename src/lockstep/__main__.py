@@ -1,4 +1,4 @@
-"""`python -m lockstep ...`, and so `torchrun ... -m lockstep ...`."""
+"""Run `python -m lockstep ...`, and so `torchrun ... -m lockstep ...`."""
 
 from lockstep.cli import main
 

@@ -1,6 +1,6 @@
-"""`lockstep COMMAND ...`: finds the command's module, calls it, turns what it raises into one line and an exit code.
+"""Dispatch `lockstep COMMAND ...` and turn errors into one line and an exit code.
 
-Importing this loads neither torch nor anything of lockstep but its errors: `lockstep --help` answers at once.
+Importing this loads neither torch nor any of lockstep except its errors: `lockstep --help` answers at once.
 """
 
 import atexit
@@ -18,7 +18,7 @@ from lockstep.errors import LockstepError, UsageError, user_traceback
 
 __all__ = ["main"]
 
-# command -> (module, function taking the remaining arguments and returning an exit code, one line of help)
+# command -> (module, function: remaining arguments -> exit code, one line of help)
 COMMANDS = {
     "init": (
         "lockstep.commands.setup",
@@ -91,13 +91,17 @@ On several processes: lockstep launch --nproc-per-node 4 -- train [flags]"""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command that `argv` (default: the process's arguments) names, and exits with its code."""
-    atexit.register(gc.freeze)  # or Python looks through all of torch's objects once more, half a second long
+    """Run the command that `argv` names, and exit with its code.
+
+    Args:
+        argv: command and flags; None: the process's arguments.
+    """
+    atexit.register(gc.freeze)  # otherwise Python visits all of torch's objects once more at exit, for half a second
     end_with_launcher()
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
     except LockstepError as error:
-        told = failures.note(error) or error.relayed  # by the launcher, or by the rank that had it
+        told = failures.note(error) or error.relayed  # the launcher prints it, or the rank that had it
         if not told:
             print(f"lockstep: error: {error}", file=sys.stderr)
         code = error.exit_code
@@ -106,18 +110,22 @@ def main(argv: list[str] | None = None) -> None:
         code = 130
     except BrokenPipeError:  # `lockstep ... | head`
         code = 141
-    except Exception as error:  # a bug, of the user's or ours
+    except Exception as error:  # a bug in the user's code or in lockstep
         failures.note(error)
         print(mask(user_traceback(error)), file=sys.stderr)
-        if FOLDER_VARIABLE not in os.environ:  # else the launcher says it
+        if FOLDER_VARIABLE not in os.environ:  # otherwise the launcher prints it
             print(f"lockstep: error: {mask(failures.described(error))}", file=sys.stderr)
         code = 1
     sys.exit(code)
 
 
 def dispatch(argv: list[str]) -> int:
-    """Runs `argv` = [command, *flags] and returns its exit code. Raises UsageError for an unknown command."""
-    if argv and argv[0].startswith("--local_rank="):  # the deepspeed launcher puts it first; LOCAL_RANK says the same
+    """Run `argv` = [command, *flags] and return its exit code.
+
+    Raises:
+        UsageError: the command is unknown.
+    """
+    if argv and argv[0].startswith("--local_rank="):  # the deepspeed launcher adds it; LOCAL_RANK has the same value
         argv = argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
@@ -135,5 +143,5 @@ def dispatch(argv: list[str]) -> int:
 
 
 def usage() -> str:
-    """The text of `lockstep --help`."""
+    """Return the text of `lockstep --help`."""
     return USAGE.format(commands="\n".join(f"  {name:<12} {text}" for name, (_, _, text) in COMMANDS.items()))

@@ -1,4 +1,4 @@
-"""Where a step's time goes, without waiting for the device.
+"""Measure where a step's time goes, without waiting for the device.
 
 clock.start(); ...; clock.lap("data"); ...; clock.lap("forward")
 clock.read()        # {"data": 1.9, "forward": 20.4, ...}: milliseconds per step since the last reading
@@ -22,44 +22,47 @@ _Marks = list[tuple[str, torch.cuda.Event]]
 
 
 class Clock(Protocol):
-    """Adds up the time between `start` or a lap and the next lap, under the lap's name.
+    """Stopwatch of a step: adds up the time of each named lap.
 
-    Laps whose names begin alike, up to a "/", are one in what `read` returns, and apart in `spent`. But where there are
-    other ranks, by which the last backward of a step takes longer than those before it, which are "backward/alone", is
-    "exchange" there, and no backward: told without waiting for anything.
+    Laps whose names are equal up to a "/" are one in `read`, and separate in `spent`. With several ranks, `read` splits
+    the last backward of a step: what it takes longer than those before it ("backward/alone") is "exchange". That needs
+    no synchronisation.
 
     Attributes:
-        steps: those that `spent` knows of, the present one included where it does.
+        steps: number of steps in `spent`, including the current one if that is in it.
     """
 
     @property
     def steps(self) -> int: ...
 
     def start(self) -> None:
-        """Begins a step: what passed since the last lap belongs to nobody."""
+        """Begin a step; time since the last lap is not counted."""
 
     def lap(self, name: str) -> None:
-        """What passed since `start` or the last lap belongs to `name`."""
+        """Add the time since `start` or the last lap to `name`."""
 
     def spent(self) -> dict[str, float]:
-        """Seconds in all by name, as far as they are known: no device is waited for."""
+        """Return total seconds by name, as far as known, without waiting for a device."""
 
     def read(self) -> dict[str, float]:
-        """Milliseconds a step by name, of the steps since the last reading; resets. To be called between two steps."""
+        """Return milliseconds per step by name since the last reading, and reset.
+
+        Call it between two steps.
+        """
 
 
 class HostClock:
     """The host's clock, for a CPU: work is done when the call returns.
 
     Args:
-        ranks: that share the steps.
+        ranks: number of ranks that share the steps.
     """
 
     def __init__(self, ranks: int = 1) -> None:
         self._sums: dict[str, float] = {}
-        self._alone, self._ranks = 0, ranks  # backwards of this window that no exchange was in
+        self._alone, self._ranks = 0, ranks  # backwards of this window without an exchange
         self._before: dict[str, float] = {}  # until the last reading
-        self.steps = self._read = 0  # in all, and up to the last reading
+        self.steps = self._read = 0  # total, and up to the last reading
         self._last = 0.0
 
     def start(self) -> None:
@@ -83,17 +86,18 @@ class HostClock:
 
 
 class DeviceClock:
-    """CUDA events on the current stream: recorded as the step goes by, and read when the device has passed them.
+    """CUDA events on the current stream, read once the device has passed them.
 
-    Nothing here waits for the device. A step is known once its last event has come to pass, mostly in the step after.
+    Nothing here waits for the device. A step's times are known once its last event has completed, usually during the
+    next step.
 
     Args:
-        ranks: that share the steps.
+        ranks: number of ranks that share the steps.
     """
 
     def __init__(self, ranks: int = 1) -> None:
         self._alone, self._ranks = 0, ranks  # as in HostClock
-        self._flying: deque[_Marks] = deque()  # a step's each, its start first; the last is the present one's
+        self._flying: deque[_Marks] = deque()  # one list per step, its start first; the last is the current step's
         self._free: list[torch.cuda.Event] = []
         self._before: dict[str, float] = {}  # until the last reading
         self._sums: dict[str, float] = {}
@@ -102,7 +106,7 @@ class DeviceClock:
 
     def start(self) -> None:
         self._land(len(self._flying))
-        if self._flying and len(self._flying[-1]) == 1:  # it was begun after the last
+        if self._flying and len(self._flying[-1]) == 1:  # a start without laps, after the last step
             self._free.append(self._flying.pop()[0][1])
         self._flying.append([])
         self.lap("")
@@ -117,7 +121,10 @@ class DeviceClock:
         return _added(self._before, self._sums)
 
     def read(self) -> dict[str, float]:
-        """As `Clock.read`, of the steps that came to an end on the device since; if none did, what it said last."""
+        """Return as `Clock.read`, over the steps that completed on the device.
+
+        If none did, it returns the last result again.
+        """
         self._land(len(self._flying))
         if self.steps > self._read:
             self._before = _added(self._before, self._sums)
@@ -126,7 +133,7 @@ class DeviceClock:
         return dict(self._found)
 
     def _land(self, whole: int) -> None:
-        """Adds up the first `whole` steps that are noted, as far as the device has done them."""
+        """Add up the first `whole` pending steps, as far as the device has completed them."""
         while whole > 0 and len(self._flying[0]) > 1:
             if not self._flying[0][-1][1].query():  # type: ignore[no-untyped-call]
                 return
@@ -138,7 +145,7 @@ class DeviceClock:
             self.steps += 1
 
 
-# The part of a step that follows a lap of this name. Where the name is none of these the part goes on.
+# The part of a step that follows a lap of this name; after any other name the part goes on.
 _AFTER = {
     "data": "forward",
     "forward": "backward",
@@ -146,31 +153,31 @@ _AFTER = {
     "backward": "exchange",
     "update": "told",
 }
-_PLAIN = 10  # steps without a trace whose lengths are kept
+_PLAIN = 10  # untraced steps whose durations are kept
 
 
 @final
 class MarkingClock:
-    """A clock whose laps are marks in a trace, while one is made: a step's parts as `lockstep.loop` goes through them.
+    """A clock whose laps also mark the parts of `lockstep.loop` in a trace.
 
-    clock = MarkingClock(make_clock(device))
-    clock.trace(101)    # the next step is the 101st, and marked
-    clock.end()
+        clock = MarkingClock(make_clock(device))
+        clock.trace(101)    # the next step is the 101st, and marked
+        clock.end()
 
     Attributes:
-        computed: seconds by part in which this thread was computing, of the marked steps; the rest it waited.
-        queued: seconds by part in which it wanted to, and had no core: others had them all. On Linux.
-        plain: seconds of each of the last steps that were not marked, what follows a step included.
+        computed: CPU seconds of this thread by part, over the marked steps; the rest it waited.
+        queued: seconds by part that it waited for a core. Linux only.
+        plain: seconds of each of the last unmarked steps, including what follows a step.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._number = 0  # of the step to be marked next; 0: none
+        self._number = 0  # the step to mark next; 0: none
         self._part, self._mark, self._whole = "", _Mark(), _Mark()
         self._ran, self._waited, self._began = 0.0, 0.0, 0.0
         self.computed: dict[str, float] = {}
         self.queued: dict[str, float] = {}
-        self._told: int | None = None  # where the system tells how long this thread was in the queue
+        self._told: int | None = None  # schedstat, if the system has it
         self.plain: deque[float] = deque(maxlen=_PLAIN)
 
     @property
@@ -178,12 +185,16 @@ class MarkingClock:
         return self._clock.steps
 
     def trace(self, number: int) -> None:
-        """From the next step on, which is the one of this number, counted from 1, each is marked."""
+        """Mark steps, beginning with the next one.
+
+        Args:
+            number: of the next step, counted from 1.
+        """
         self._told = self._told if self._told is not None else _open_queue()
         self._number, self._began, self.computed, self.queued = number, 0.0, {}, {}
 
     def end(self) -> None:
-        """The marked step is over, and no other is marked."""
+        """End the marked step, and mark no further ones."""
         self._leave()
         self._whole.end()
         self._number = 0
@@ -210,7 +221,7 @@ class MarkingClock:
             return
         part = self._part
         self._leave()
-        if name == "data" and part in ("exchange", "told"):  # told the others, and heard from them
+        if name == "data" and part in ("exchange", "told"):  # after sending to the other ranks, and receiving from them
             if part == "exchange":
                 self._enter("update")
         else:
@@ -235,7 +246,10 @@ class MarkingClock:
 
 
 def queued() -> float:
-    """Seconds that this thread has wanted a core and had none, since it began; 0 where the system does not tell."""
+    """Return the seconds that this thread has waited for a core.
+
+    0 if the system does not report them.
+    """
     told = _open_queue()
     if told is None:
         return 0.0
@@ -248,7 +262,7 @@ def queued() -> float:
 def _open_queue() -> int | None:
     try:
         return os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # no Linux, or one that does not count it
+    except OSError:  # not Linux, or a kernel without schedstat
         return None
 
 
@@ -279,7 +293,10 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def marked(part: str) -> AbstractContextManager[Any]:
-    """Around one of lockstep's own parts: its mark in a trace where a profiler runs, else nothing."""
+    """Return a context that marks a part of lockstep in a trace.
+
+    It does nothing without a profiler.
+    """
     return record_function(f"lockstep:{part}") if torch._C._autograd._profiler_enabled() else _NOTHING
 
 
@@ -288,7 +305,11 @@ def _added(before: dict[str, float], sums: dict[str, float]) -> dict[str, float]
 
 
 def _by_step(seconds: dict[str, float], steps: int, alone: int) -> dict[str, float]:
-    """Milliseconds a step, by the names' first words; of `alone` backwards it is known what one takes by itself."""
+    """Return milliseconds per step by the first part of the names.
+
+    Args:
+        alone: number of backwards without an exchange, which show what one takes by itself.
+    """
     found: dict[str, float] = {}
     for name, spent in seconds.items():
         first = name.partition("/")[0]
@@ -300,5 +321,5 @@ def _by_step(seconds: dict[str, float], steps: int, alone: int) -> dict[str, flo
 
 
 def make_clock(device: torch.device, ranks: int = 1) -> Clock:
-    """The clock for a device, in a world of so many ranks."""
+    """Make the clock for a device, in a world of `ranks` ranks."""
     return DeviceClock(ranks) if device.type == "cuda" else HostClock(ranks)

@@ -1,12 +1,12 @@
-"""Counts of items: checked as they come, and added up without rounding.
+"""Check the item counts of batches, and add them up without rounding.
 
     items = checked(task.count(batch))              # None: it is no count
     own = total(items of this rank)                 # exact: an int or a Fraction
     row = parts(own)                                # three float64 numbers that travel
     step = number(math.fsum(parts of all ranks))    # the same bits however the ranks share the items out
 
-A count may be any finite number, 0 or more: a sum of class weights. Sums of float64 depend on their grouping, which is
-another at every world size; so nothing is rounded before the step's total, and that once.
+A count may be any finite number of 0 or more, such as a sum of class weights. Sums of float64 depend on their grouping,
+which differs between world sizes; so only the step's total is rounded, once.
 """
 
 import math
@@ -25,18 +25,18 @@ __all__ = ["PARTS", "Exact", "checked", "first_length", "number", "parts", "samp
 
 Exact = int | float | Fraction
 
-PARTS = 3  # float64 numbers that an exact sum travels as: 159 bits, where counts of one step differ by 20 to 30
+PARTS = 3  # float64 numbers per exact sum that is sent: 159 bits; counts of one step differ by 20 to 30
 _MOST = 2.0**53  # above it float64 skips whole numbers
-_DEEP = 6  # a batch nested deeper is not looked into
+_DEEP = 6  # levels of nesting of a batch that are searched
 
 
 def checked(value: Any) -> int | float | None:
-    """Read what `count` returned.
+    """Check what `count` returned.
 
     Returns:
-        the number, an int where it is whole; None where it is no finite number from 0 to 2**53.
+        The number, an int if it is whole; None if it is not a finite number from 0 to 2**53.
     """
-    if type(value) is int:  # in few calls: each micro-batch is counted
+    if type(value) is int:  # the fast path: each micro-batch is counted
         return value if 0 <= value <= _MOST else None
     if isinstance(value, Tensor | np.ndarray | np.generic):
         if math.prod(value.shape) != 1:
@@ -49,7 +49,10 @@ def checked(value: Any) -> int | float | None:
 
 
 def number(value: Exact) -> int | float:
-    """Round an exact sum once: an int where the result is whole, so that records show 123 and not 123.0."""
+    """Round an exact sum once.
+
+    The result is an int if it is whole, so that records show 123 and not 123.0.
+    """
     if isinstance(value, int):
         return value
     rounded = float(value)
@@ -94,16 +97,17 @@ def first_length(batch: Any) -> int | None:
 
 
 def samples_in(batch: Any, samples: Sequence[Any], given: int | None = None) -> int | None:
-    """Count the samples of a batch that a `collate` made of `samples`, of which it may have left some out.
+    """Count the samples in a batch that a `collate` may have shortened.
 
-    Tensors have samples first. Where not all of them do (time first, packed sequences, graphs), but one has as many
-    rows as there are samples, these are all there.
+    Tensors have samples first. If not all of them do (time first, packed sequences, graphs), but one has as many rows
+    as there are samples, no sample was dropped.
 
     Args:
-        given: how many samples were asked for; None: as many as `samples` holds, which may be a batch already.
+        samples: what the batch was made from.
+        given: number of samples requested; None: the length of `samples`, which may be a batch already.
 
     Returns:
-        None where it cannot be said: nothing in it has a length, or the lengths differ and none is that of `samples`.
+        The number; None if nothing in the batch has a length, or lengths differ and none is that of `samples`.
     """
     given = len(samples) if given is None else given
     if first_length(batch) == given:
@@ -115,7 +119,11 @@ def samples_in(batch: Any, samples: Sequence[Any], given: int | None = None) -> 
 
 
 def _lengths(value: Any, own: frozenset[int], deep: int = 0) -> Iterator[int]:
-    """The first dimension of each tensor, and the length of each list of what lay in samples, whose ids are `own`."""
+    """Yield the first dimension of each tensor, and lengths of lists of sample parts.
+
+    Args:
+        own: ids of everything in the samples.
+    """
     shape = getattr(value, "shape", None)
     if shape is not None:
         yield from (int(size) for size in tuple(shape)[:1])
@@ -123,7 +131,7 @@ def _lengths(value: Any, own: frozenset[int], deep: int = 0) -> Iterator[int]:
     if deep > _DEEP:
         return
     if isinstance(value, list | tuple) and value and id(value[0]) in own:
-        yield len(value)  # of samples, or of the same part of each
+        yield len(value)  # a list of samples, or of one part of each
         return
     for each in _fields(value):
         yield from _lengths(each, own, deep + 1)
@@ -138,7 +146,7 @@ def _fields(value: Any) -> Iterable[Any]:
 
 
 def _inside(value: Any, deep: int = 0) -> Iterator[int]:
-    """The ids of what lies in samples: each tensor, text, dict, list and tuple."""
+    """Yield the ids of everything in samples: each tensor, string, dict, list and tuple."""
     if getattr(value, "shape", None) or isinstance(value, str | Mapping | list | tuple):
         yield id(value)
     if isinstance(value, Mapping | list | tuple) and deep < _DEEP:

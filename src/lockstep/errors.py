@@ -1,17 +1,19 @@
-"""Every error that lockstep raises on purpose. The command prints its one line and exits; a traceback is for bugs.
+"""Define every error that lockstep raises on purpose.
+
+The command prints its one line and exits; a traceback means a bug.
 
 LockstepError                   exit 1   a failed run
-├── UsageError                  exit 2   what was asked for cannot be done; nothing was written
+├── UsageError                  exit 2   the request cannot be carried out; nothing was written
 │   ├── ConfigError                      a flag or a config file
 │   ├── DataError                        the data: missing, empty, too short, nothing to learn from
 │   ├── ResumeError                      the run in this folder was started differently
-│   └── CheckpointError                  no checkpoint, or none that is whole
+│   └── CheckpointError                  no checkpoint, or no complete one
 ├── DifferenceError             exit 3   a check found a difference
-├── StorageError                exit 75  a disk or a network file system does not answer: the same command goes on
+├── StorageError                exit 75  a disk or a network file system does not answer: the same command resumes
 └── PeerError                   exit 1   another rank failed or did not answer in time
     └── RankLost                         the same, in a run that goes on with the other ranks
 
-Lines are written with flags, as the command has them. A person who makes the configuration in Python reads fields:
+Messages are written with flags, as the command has them. A user who makes the configuration in Python reads fields:
 
     said("--engine.prefetch 2 is no option of --engine ddp")      # engine_options.prefetch 2 is no option of engine ddp
 """
@@ -44,16 +46,16 @@ __all__ = [
 
 _PACKAGE = str(Path(__file__).parent) + "/"
 _STANDARD = sysconfig.get_paths()["stdlib"] + "/"
-_found = importlib.util.find_spec("torch")  # which does not load it
+_found = importlib.util.find_spec("torch")  # does not import it
 _TORCH = tuple(f"{path}/" for path in (_found.submodule_search_locations or ())) if _found else ()
 
 
 class _SettingNames:
-    """How this process names settings to the person; every line and error of it asks here.
+    """How this process names settings in every message.
 
     Attributes:
-        flags: as flags. A process does so from when it first reads some: under a command, or with `Config.from_args`.
-        fields: each setting's flag -> what it is in Python. Who has settings adds theirs.
+        flags: as flags: once the process parses some, under a command or with `Config.from_args`.
+        fields: each setting's flag -> its name in Python. Modules with settings add theirs.
     """
 
     def __init__(self) -> None:
@@ -66,23 +68,27 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
 
 
 def said(line: str) -> str:
-    """`line`, written with flags, as this process says it; what is no flag of a setting stays."""
+    """Rewrite the flags in `line` as this process names settings.
+
+    Flags that belong to no setting stay.
+    """
     if SETTINGS.flags:
         return line
     return _FLAG.sub(lambda found: SETTINGS.fields.get(found[0], found[0]), line)
 
 
 def raised_in(error: BaseException) -> str:
-    """Name the module and the function that raised `error`: "torch.utils.checkpoint:backward"; "" for none.
+    """Return the module and function that raised `error`: "torch.utils.checkpoint:backward"; "" for none.
 
-    Libraries raise a plain RuntimeError or ValueError for much; the place tells them apart, whatever their words.
+    Libraries raise a plain RuntimeError or ValueError for many things; the place tells them apart, whatever their
+    wording.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return f"{frames[-1].f_globals.get('__name__', '')}:{frames[-1].f_code.co_name}" if frames else ""
 
 
 def error_line(error: BaseException) -> str:
-    """Describe an error in one line: its class, its message and the user's line of code that raised it.
+    """Describe an error in one line: class, message, and the user's line of code.
 
     Returns:
         "ValueError: bad sample 17 (cnn.py:20)".
@@ -100,7 +106,10 @@ def error_line(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Format the traceback of `error` from the user's first frame on; all of it where no frame is the user's."""
+    """Format the traceback of `error` from the user's first frame on.
+
+    It is complete if no frame is the user's.
+    """
     found = traceback.TracebackException.from_exception(error)
     for each in _chain(found):
         files = [frame.filename for frame in each.stack]
@@ -128,7 +137,7 @@ class LockstepError(Exception):
 
     Attributes:
         exit_code: of the command.
-        relayed: another rank had the error and says it; this one only ends.
+        relayed: another rank had the error and reports it; this one only ends.
     """
 
     exit_code = 1
@@ -139,13 +148,13 @@ class LockstepError(Exception):
 
 
 class UsageError(LockstepError):
-    """What was asked for cannot be done. Raised before anything is written."""
+    """The request cannot be carried out. Raised before anything is written."""
 
     exit_code = 2
 
 
 class ConfigError(UsageError):
-    """A flag or a config file that does not hold."""
+    """An invalid flag, field or config file."""
 
 
 class DataError(UsageError):
@@ -153,11 +162,11 @@ class DataError(UsageError):
 
 
 class ResumeError(UsageError):
-    """The run in this folder was started with another model, other data or another plan."""
+    """The run in this folder was started with another model, data or plan."""
 
 
 class CheckpointError(UsageError):
-    """A checkpoint that is missing or not whole."""
+    """A checkpoint that is missing or incomplete."""
 
 
 class DifferenceError(LockstepError):
@@ -167,7 +176,10 @@ class DifferenceError(LockstepError):
 
 
 class StorageError(LockstepError):
-    """A disk or a network file system does not answer. No file is damaged by what is known: start again later."""
+    """A disk or a network file system that does not answer.
+
+    As far as is known no file is damaged: start again later.
+    """
 
     exit_code = 75
 
@@ -176,11 +188,11 @@ class PeerError(LockstepError):
     """Another rank failed, or did not answer within the timeout.
 
     Attributes:
-        names_nobody: it does not say which rank that is.
+        names_nobody: the message does not name that rank.
     """
 
     names_nobody = False
 
 
 class RankLost(PeerError):
-    """Another rank is gone, or one is to be taken in: the ranks that are there form their groups anew and go on."""
+    """A rank was lost or is joining: the survivors rebuild the process group and continue."""

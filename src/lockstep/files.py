@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and that nobody's link leads elsewhere.
+"""Write files atomically, follow no planted links, and retry failing storage.
 
     write_whole(folder / "state.json", "{}\n")              # a reader finds the old content or the new one
     with replacing(folder / "metrics.jsonl") as file:       # the same, for what is written piece by piece
@@ -6,7 +6,7 @@
     sync(folder)                                            # the names in it outlive a power cut
     text = retry_io(lambda: path.read_text())               # again, where the storage fails for a moment
 
-What is left after a kill in between has a name that begins with a point and has `.tmp-` in it: `clean` removes it.
+A kill leaves a file whose name begins with a dot and contains `.tmp-`: `clean` removes it.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def bytes_text(count: float) -> str:
-    """Bytes in units of 1024: 812 MiB, 1.25 GiB."""
+    """Format bytes in units of 1024: 812 MiB, 1.25 GiB."""
     power = 0
     while count >= 999.5 and power < 5:
         count, power = count / 1024, power + 1
@@ -45,13 +45,16 @@ def bytes_text(count: float) -> str:
 
 T = TypeVar("T")
 
-_PAUSES = (0.5, 2.0, 5.0)  # seconds before a file system is asked again
-_TRANSIENT = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT})  # they say nothing of what is in a file
+_PAUSES = (0.5, 2.0, 5.0)  # seconds before each retry
+_TRANSIENT = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT})  # errors of the storage, not of a file's content
 _LEFTOVER = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 
 
 def storage_error(error: OSError) -> StorageError | None:
-    """The error of a storage that does not answer; None for any other, as by its number."""
+    """Make the error for storage that does not answer; None if `error` is any other.
+
+    The errno decides.
+    """
     if error.errno not in _TRANSIENT:
         return None
     where = f"{error.filename}: " if error.filename else ""
@@ -59,14 +62,14 @@ def storage_error(error: OSError) -> StorageError | None:
 
 
 def retry_io(action: Callable[[], T]) -> T:
-    """Read or write, and once more after a pause where the storage does not answer.
+    """Read or write, and retry after a pause if the storage does not answer.
 
     Args:
         action: can be repeated after an error.
 
     Raises:
-        StorageError: it did not answer each time.
-        OSError: any other, at once.
+        StorageError: it did not answer any try.
+        OSError: any other error, at once.
     """
     for pause in (*_PAUSES, None):
         try:
@@ -82,18 +85,18 @@ def retry_io(action: Callable[[], T]) -> T:
 
 
 def clean(folder: Path) -> None:
-    """Remove the files that writes which were killed have left in `folder`. Not while one is going on."""
-    with contextlib.suppress(OSError):  # a leftover does no harm
+    """Remove what killed writes left in `folder`. Not while one is running."""
+    with contextlib.suppress(OSError):  # a leftover is harmless
         for path in [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)]:
             if path.is_symlink() or not path.is_dir():
                 path.unlink()
 
 
 def created(path: Path, buffering: int = -1) -> BinaryIO:
-    """A new file, open for writing; nothing that somebody planted there, a link least of all, is written through.
+    """Create a file and open it for writing, never through an existing file or link.
 
     Raises:
-        FileExistsError: something is there.
+        FileExistsError: the path exists.
         OSError: the file system refuses.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -102,13 +105,13 @@ def created(path: Path, buffering: int = -1) -> BinaryIO:
 
 @contextlib.contextmanager
 def replacing(path: Path, lasting: bool = True) -> Iterator[BinaryIO]:
-    """A file to write in, which is `path` once the block has ended well; else `path` is as it was.
+    """Yield a file to write, which replaces `path` if the block succeeds.
 
-    A file that was there hands its permissions on.
+    Otherwise `path` stays as it was. An existing file's permissions are kept.
 
     Args:
         path: in a folder that exists. A link there is replaced, not followed.
-        lasting: synced before it gets its name, so that a power cut leaves no empty file.
+        lasting: sync before renaming, so that a power cut leaves no empty file.
 
     Raises:
         OSError: with `path` as its `filename`.
@@ -128,18 +131,18 @@ def replacing(path: Path, lasting: bool = True) -> Iterator[BinaryIO]:
     except BaseException as error:
         part.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = str(path)  # a write's own error does not say which file
+            error.filename = str(path)  # a write's error does not name the file
         raise
 
 
 def write_whole(path: Path, content: str | bytes, lasting: bool = True) -> None:
-    """Writes a file in one move; text as UTF-8. See `replacing`."""
+    """Write a file atomically; text as UTF-8. See `replacing`."""
     with replacing(path, lasting) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def sync(path: Path) -> None:
-    """Makes a file's content, or the names in a folder, last through a power cut."""
+    """Make a file's content, or a folder's names, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

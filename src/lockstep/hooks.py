@@ -1,10 +1,10 @@
-"""What a task may have called at named moments of a run, and how one takes its optimizers' steps itself.
+"""Interfaces for tasks with hooks at named moments, or with manual optimization.
 
     class Mine(lockstep.Task):
         hooks = Watching()              # a subclass of Hooks
 
-What can be written as a line in the loop of `lockstep.Run` is better written there: these are for tasks that stand for
-another library's way to say it.
+What fits as a line into the loop of `lockstep.Run` is better written there: hooks are for tasks that adapt another
+library.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ __all__ = ["Clip", "Course", "Hooks", "OwnSteps"]
 
 
 class Course(Protocol):
-    """What a task's hooks may ask of the run that calls them.
+    """What a task's hooks may do with the run that calls them.
 
     Attributes:
-        state: of the hooks, in every checkpoint: plain values that JSON keeps, under names of their own.
+        state: of the hooks, stored in every checkpoint: plain JSON values, under the hooks' own names.
         log_freq: steps between records.
     """
 
@@ -25,72 +25,74 @@ class Course(Protocol):
     log_freq: int
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Puts numbers into every sink, at the present step. Rank 0's are taken."""
+        """Log numbers at the current step to every sink. Only rank 0's are used."""
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gave, by rank; plain values. Collective."""
+        """Return every rank's plain value, by rank. Collective."""
 
     def stop(self) -> None:
-        """Saves and ends the run after the present step; to be asked for on every rank alike."""
+        """Save and end the run after the current step. Every rank must call it."""
 
 
 class Hooks:
-    """What a run calls at named moments, on every rank alike, where a task has `hooks`. Each does nothing by itself.
+    """Callbacks of a task's `hooks`, called on every rank; each does nothing by default.
 
-    Parameters and buffers may be changed in `after_update` alone: it is a part of the step.
+    Only `after_update` may change parameters and buffers: it is part of the step.
     """
 
     def before_batch(self, step: int, index: int, slot: int, slots: int, *, counts: bool) -> None:
-        """Before the forward of micro-batch `index` of `step`, this rank's slot 0 .. slots - 1.
+        """Called before the forward of a micro-batch.
 
         Args:
-            counts: it is no empty slot, which is computed for the collectives in it alone.
+            index: of the micro-batch in `step`.
+            slot: position among this rank's micro-batches, 0 .. slots - 1.
+            counts: False for an empty slot, which is computed only for its collectives.
         """
 
     def after_backward(self) -> None:
-        """Gradients are this rank's so far."""
+        """Called after each backward: gradients hold this rank's sum so far."""
 
     def after_update(self) -> None:
-        """The engine has taken its step, or left it out."""
+        """Called after the engine's update, or after it was skipped."""
 
     def begins(self, course: Course, done: int) -> None:
-        """The run has loaded what it resumes from, and goes on after `done` steps."""
+        """Called when the run has loaded its checkpoint and goes on after `done` steps."""
 
     def after_step(self, course: Course, done: int) -> None:
-        """`done` steps are taken, recorded and, where it was due, evaluated."""
+        """Called when `done` steps are trained, recorded and, if due, evaluated."""
 
     def evaluated(self, course: Course, done: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation was made, and its numbers recorded."""
+        """Called after an evaluation, once its numbers are recorded."""
 
     def saves(self, state: dict[str, Any], done: int) -> None:
-        """A checkpoint is about to be made: what it is to keep goes into `state`, which is `Course.state`."""
+        """Called before a checkpoint: put what it must store into `state` (`Course.state`)."""
 
     def ends(self, course: Course, done: int) -> None:
-        """The run has come to its end, and everything is saved."""
+        """Called at the end of the run, before its last save is complete."""
 
 
 class Clip(NamedTuple):
-    """Gradients are to be clipped: `by` their "norm" together, or each by its "value"."""
+    """Gradient clipping: `by` their common "norm", or each by its "value"."""
 
     limit: float
     by: str
 
 
 class OwnSteps(Protocol):
-    """The steps of a task that takes those of its optimizers itself, in the midst of a micro-batch.
+    """Manual optimization: a task that steps its own optimizers, even within a micro-batch.
 
-    The task's `loss` then computes nothing: it notes the micro-batch, and gives a number that is filled later.
+    The task's `loss` then computes nothing: it records the micro-batch, and returns a number that is filled in later.
     """
 
     def run(self, weights: list[float], engine: Any) -> None:
-        """Computes the micro-batches that were noted; the `engine` makes the updates (see `engines/manual.py`).
+        """Compute the recorded micro-batches; the `engine` makes the updates (see `engines/manual.py`).
 
         Args:
-            weights: by how much each micro-batch's gradient counts: 1 / items of the whole step, 0 for an empty slot.
+            weights: of each micro-batch's gradient: 1 / items of the whole step, 0 for an empty slot.
         """
 
     def forget(self) -> None:
-        """The step is left out: what was noted is dropped."""
+        """Drop the recorded micro-batches: the step is skipped."""
 
     def buffers(self) -> list[Any]:
-        """By micro-batch, what the engine's `kept` gave after its last forward."""
+        """Return, by micro-batch, what the engine's `kept` returned after its last forward."""

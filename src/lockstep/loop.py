@@ -1,4 +1,4 @@
-"""The training loop.
+"""Train: the loop itself.
 
 for record in steps(engine, task, step_loader, exchange, control):
     ...                                             # log, evaluate, save: plain ifs, in the caller's body
@@ -20,9 +20,10 @@ __all__ = ["UNAUDITED", "Audits", "StepControl", "described", "loss_of", "scalar
 def steps(
     engine: Engine, task: Task, step_loader: StepLoader, exchange: StepExchange, control: StepControl
 ) -> Iterator[StepRecord]:
-    """Trains, and yields what each step did. The loss of a step is the sum over its items divided by their number.
+    """Train step by step, and yield the record of each.
 
-    `items` is counted over all ranks and micro-batches, so the gradient does not depend on who computed what.
+    The loss of a step is the sum over its items divided by their number. `items` is counted over all ranks and
+    micro-batches, so the gradient does not depend on who computed what.
     """
     passes = (WholeStepPasses if looks_at_whole_step(task) else Passes)(engine, task, control)
     clock = control.clock
@@ -32,7 +33,7 @@ def steps(
         clock.lap("data")
         losses, numbers = passes.first(step, micro, items), passes.numbers(step)
         control.audit.compare(step)
-        exchange.send(step)  # under way while the optimizer steps; loads the next step where items must be counted
+        exchange.send(step)  # overlaps the optimizer step; loads the next step if items must be counted
         clock.lap("data")
         factor = control.factor(step)
         limit = control.limit(step)
@@ -42,7 +43,7 @@ def steps(
         result = engine.step(factor, limit, control.momentum(step), evaluate)
         exchange.taken = step + 1
         if result.penalty is not None and any(not batch.index and batch.weight for batch in micro):
-            losses.append(result.penalty * items)  # one rank's, so that it counts once
+            losses.append(result.penalty * items)  # on one rank only, so that it counts once
         clock.lap("update")
         stop_agreed = exchange.receive()
         clock.lap("data")

@@ -1,4 +1,4 @@
-"""What a training loop of one's own takes besides an engine: each a function of its own, and none needs another.
+"""Data, checkpoints and gradients for your own training loop, besides an engine.
 
 world = lockstep.World.join()
 engine = lockstep.engine("auto", model, optimizer, world, clip=1.0)
@@ -77,31 +77,33 @@ def loader(
     reduction: Literal["mean", "sum"] = "mean",
     workers: int = 0,
 ) -> "OwnLoopLoader":
-    """The steps of a training, or of an evaluation, each with this rank's micro-batches.
+    """Make an iterator over a training's steps, each with this rank's micro-batches.
 
-    What a micro-batch holds, and the random numbers that loading, collation and forward draw, depend on (seed, step,
-    micro-batch) alone, as in `lockstep.train`: not on the world size, nor on where a run was resumed.
+    What a micro-batch holds, and the random numbers that loading, collation and forward draw, depend only on (seed,
+    step, micro-batch), as in `lockstep.train`: not on the world size, nor on where a run was resumed. It serves an
+    evaluation too.
 
     Args:
         dataset: has `len(dataset)` and `dataset[i]`; the same on every rank.
         world: see `World.join`.
         batch_size: samples in a step, over all ranks.
         micro_batch_size: samples in one forward.
-        epochs: how often each sample comes; counted in samples, so that a step may lie across two.
-        steps: in place of `epochs`, the number of steps; all are full.
-        shuffle: another permutation in each epoch; False: the order of the dataset.
-        order: in place of a shuffle: a torch Sampler, whose length is that of an epoch, or an object with
-            `at(start, stop)`, as a task's `order` returns it.
-        drop_last: leaves out a last step that would be short.
+        epochs: passes over the data; counted in samples, so that a step may span two.
+        steps: number of steps, in place of `epochs`; all are full.
+        shuffle: a new permutation in each epoch; False: the order of the dataset.
+        order: in place of a shuffle: a torch Sampler, whose length is that of an epoch, or an object with `at(start,
+            stop)`, as a task's `order` returns it.
+        seed: of the order and of all random numbers.
+        drop_last: drop a last step that would be short.
         collate: a list of samples -> a batch in host memory; None: torch's `default_collate`.
-        count: a batch in host memory -> its items, what the loss is a mean or a sum over: labelled tokens, or the sum
+        count: a batch in host memory -> its items, over which the loss is a mean or a sum: labelled tokens, or the sum
             of their weights; a finite number, 0 or more. None: its samples.
-        reduction: what the loss is of a micro-batch's items. Their "mean" is weighed by their number, so that each
-            item of a step counts alike however they are spread over micro-batches and ranks.
+        reduction: how the loss combines a micro-batch's items. A "mean" is weighted by their number, so that each item
+            of a step counts the same, however items are spread over micro-batches and ranks.
         workers: loader processes.
 
     Raises:
-        ConfigError: a size that is not positive, a step that is not a whole number of micro-batches, or one of fewer
+        ConfigError: a size that is not positive, a step that is not a whole number of micro-batches, or one with fewer
             than there are ranks.
         DataError: the dataset cannot be indexed, or is empty, or `order` fails or leads out of it.
     """
@@ -134,15 +136,15 @@ def loader(
 
 @dataclass(frozen=True, slots=True)
 class LoaderBatch:
-    """One forward's worth of samples.
+    """A micro-batch: the samples of one forward.
 
     Attributes:
         data: what `collate` returned, on the device.
-        weight: what `engine.backward(loss, weight)` takes: the micro-batch's share of the step's loss, which is the
-            mean over all items of the step. 0 for an empty slot, of a short last step or of ranks that do not divide a
-            step's micro-batches: it repeats another one, only so that collectives line up.
-        items: in it; 0 in an empty slot.
-        last: whether it is this rank's last of the step, as `engine.accumulate(last)` takes it.
+        weight: for `engine.backward(loss, weight)`: the micro-batch's share of the step's loss, which is the mean over
+            all items of the step. 0 for an empty slot, of a short last step or if the ranks do not divide a step's
+            micro-batches: it repeats another one, only to keep collectives aligned.
+        items: number of items; 0 in an empty slot.
+        last: whether it is this rank's last of the step, for `engine.accumulate(last)`.
     """
 
     data: Any
@@ -153,15 +155,18 @@ class LoaderBatch:
 
 @dataclass(frozen=True, slots=True)
 class LoaderStep:
-    """A step: an iterator over this rank's micro-batches, which seeds torch's generators before each.
+    """A step: an iterator over this rank's micro-batches.
+
+    It seeds torch's generators before each.
 
     Attributes:
         number: from 0.
         items: over all ranks.
         world: the ranks.
-        counted: for each of this rank's micro-batches, whether it is none of an empty slot.
+        counted: for each of this rank's micro-batches, whether it counts, so is not an empty slot.
         micro_batches: M, over all ranks.
-        micro: this rank's micro-batches; `seed(number, index)` seeds torch's generators for one of them.
+        micro: this rank's micro-batches.
+        seed: `seed(number, index)` seeds torch's generators for one of them.
     """
 
     number: int
@@ -187,11 +192,11 @@ class LoaderStep:
 
 @final
 class OwnLoopLoader:
-    """The steps from the present one on. An iteration goes on where the one before it ended, up to the last step.
+    """The remaining steps of a training; each iteration continues where the last one ended.
 
     Attributes:
-        micro_batches: M, in every step over all ranks: what `lockstep.engine(..., exact_micro_batches=M)` takes.
-        steps: in all.
+        micro_batches: M, in every step over all ranks, for `lockstep.engine(..., exact_micro_batches=M)`.
+        steps: total number.
     """
 
     def __init__(self, batches: Batches, task: "_LoaderTask", world: World, seed: int, samples: int) -> None:
@@ -207,11 +212,14 @@ class OwnLoopLoader:
         }
 
     def __len__(self) -> int:
-        """Steps that are still to come."""
+        """Return the number of remaining steps."""
         return self.steps - self._done
 
     def __iter__(self) -> Iterator[LoaderStep]:
-        """Collective: every rank takes the same steps. One small exchange a step or less often tells the items."""
+        """Yield the remaining steps. Collective: every rank must take the same ones.
+
+        One small exchange per step, or less often, adds up the items.
+        """
         plan, found = self._batches.step_plan, self._batches.from_step(self._done)
         each = self._each
         constant = (lambda step: each * plan.samples(step)) if each else None
@@ -226,11 +234,11 @@ class OwnLoopLoader:
                 exchange.receive()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands: after the step whose body runs."""
+        """Return the position, after the step whose body runs."""
         return {"done": self._done, **self._plan}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there. Raises ConfigError where the data, the sizes or the seed were others."""
+        """Continue from a position. Raises ConfigError if data, sizes or seed differ."""
         differing = [f"{name} ({state.get(name)} before, {now} now)" for name, now in self._plan.items()]
         differing = [
             line for line, name in zip(differing, self._plan, strict=True) if state.get(name) != self._plan[name]
@@ -243,7 +251,7 @@ class OwnLoopLoader:
 
 
 class _LoaderTask(Task):
-    """What loading asks of a task."""
+    """The parts of a task that loading needs."""
 
     def __init__(
         self,
@@ -268,20 +276,21 @@ class _LoaderTask(Task):
 
 
 def gather_for_metrics(step: LoaderStep, found: Sequence[Any]) -> Any:
-    """The rows of all ranks' micro-batches of a step, as one, on every rank. Collective.
+    """Gather the rows of all micro-batches of a step on every rank. Collective.
 
-    A sample comes once: the repetitions by which a step is filled up for all ranks are left out. The order is that of
-    the data in the step, at any world size.
+    Each sample comes once: the repetitions that fill up a step are dropped. Rows are in the order of the data in the
+    step, at any world size.
 
     Args:
-        found: for each micro-batch of `step`, in its order: a tensor of shape [rows, ...], or a tuple, list or dict of
-            such. Rows may differ in number; all other sizes and the dtypes are the same everywhere.
+        step: of a `lockstep.loader`.
+        found: for each micro-batch of `step`, in order: a tensor of shape [rows, ...], or a tuple, list or dict of
+            such. The number of rows may differ; all other sizes and the dtypes are the same everywhere.
 
     Returns:
-        the same form, with tensors of shape [rows of the step, ...] on the device of what was given.
+        The same structure, with tensors of shape [rows of the step, ...] on the device of the input.
 
     Raises:
-        UsageError: not one for each micro-batch, or forms that differ.
+        UsageError: not one for each micro-batch, or structures that differ.
     """
     if len(found) != len(step):
         raise UsageError(f"gather_for_metrics: {len(found)} were given for the {len(step)} micro-batches of the step")
@@ -303,7 +312,7 @@ def _gathered(mine: Tensor, world: World) -> Tensor:
     lengths = [int(length) for length in world.gather(len(mine))]  # collective
     sent = mine.new_zeros((max(lengths), *mine.shape[1:]))
     sent[: len(mine)] = mine
-    as_bytes = sent.resolve_conj().contiguous().reshape(-1).view(torch.uint8)  # gloo does not know each dtype
+    as_bytes = sent.resolve_conj().contiguous().reshape(-1).view(torch.uint8)  # gloo does not support every dtype
     received = [torch.empty_like(as_bytes) for _ in lengths]
     dist.all_gather(received, as_bytes)  # collective
     parts = [each.view(mine.dtype).view(sent.shape)[:length] for each, length in zip(received, lengths, strict=True)]
@@ -311,9 +320,12 @@ def _gathered(mine: Tensor, world: World) -> Tensor:
 
 
 def autocast(world: World, precision: str) -> AbstractContextManager[Any]:
-    """Around a forward: matrix products in "bf16" or "fp16"; "float32": as they are.
+    """Return an autocast context for a forward.
 
-    Under fp16 make the engine with `loss_scaling=True`, which scales the loss and leaves out steps that overflow.
+    Under fp16 make the engine with `loss_scaling=True`, which scales the loss and skips steps that overflow.
+
+    Args:
+        precision: "bf16" or "fp16" for matrix products; "float32" changes nothing.
 
     Raises:
         UsageError: another precision.
@@ -325,36 +337,39 @@ def autocast(world: World, precision: str) -> AbstractContextManager[Any]:
     return torch.autocast(world.device.type, AUTOCAST[precision])
 
 
-_ENGINE = "engine"  # its names stay plain, as in a run's checkpoints: model/..., optimizer/...
+_ENGINE = "engine"  # its tensors are stored as model/..., optimizer/..., as in a run's checkpoints
 _LOG = logging.getLogger("lockstep")
 
 
 class Stateful(Protocol):
-    """An engine, a loader, a scheduler, a module, a metric."""
+    """An engine, a loader, a scheduler, a module, or a metric."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept: tensors, numbers, strings, and lists and dicts of these."""
+        """Return the state: tensors, numbers, strings, and lists and dicts of these."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Takes it over."""
+        """Restore the state."""
 
 
 def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2, **what: Stateful) -> Path:
-    """Writes a checkpoint of everything that is named into `folder`/checkpoints. Collective.
+    """Write a checkpoint of all named objects to `folder`/checkpoints. Collective.
 
-    It is written under another name and renamed when all of it is on the disk, so a kill leaves the one before.
+    It is written under a temporary name and renamed once everything is on the disk, so a kill leaves the previous one.
 
     Args:
         folder: on a file system that all ranks share.
-        step: how many steps are done.
-        keep: how many of the newest checkpoints stay.
-        what: by a name of your own; `engine` is the one whose tensors keep their plain names, as `lockstep checkpoint`
-            and `lockstep export` know them. All but engines must be the same on every rank.
+        step: number of steps done.
+        keep: number of newest checkpoints to keep.
+        what: objects by names of your own; `engine` is the one whose tensors keep their plain names, which `lockstep
+            checkpoint` and `lockstep export` know. Everything except engines must be the same on every rank.
+
+    Returns:
+        The checkpoint's path.
 
     Raises:
         UsageError: a state that is not made of tensors, numbers, strings, lists and dicts.
         CheckpointError: the file system refused; or a state of the optimizer, or a parameter that has one, is not
-            finite: `load_state` passes over such a checkpoint. On every rank; the older ones are as they were.
+            finite: `load_state` skips such a checkpoint. On every rank; the older ones are unchanged.
     """
     if step < 0 or keep < 1:
         raise UsageError(f"lockstep.save_state: step ({step}) must be at least 0 and keep ({keep}) at least 1")
@@ -380,13 +395,13 @@ def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2,
 
 
 def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
-    """Loads the newest whole checkpoint into everything that is named. Collective.
+    """Load the newest complete checkpoint into all named objects. Collective.
 
     Returns:
-        how many steps were done; 0 where there is no checkpoint, and then nothing was changed.
+        The number of steps done; 0 if there is no checkpoint, and then nothing was changed.
 
     Raises:
-        CheckpointError: none is whole, or the newest is of other things than these.
+        CheckpointError: none is complete, or the newest holds other objects.
     """
     found = checkpoint.find_resume(Path(folder), world, lambda line: _LOG.warning(said(line)))  # collective
     if found is None:
@@ -411,13 +426,16 @@ def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
 
 
 def _updated(names: Iterable[str]) -> set[str]:
-    """Of an engine's tensors the optimizer's states and the parameters that have one."""
+    """Return the engine's optimizer states and the parameters that have one."""
     states = {name for name in names if name.startswith("optimizer/")}
     return states | {f"model/{name.removeprefix('optimizer/').rpartition('/')[0]}" for name in states}
 
 
 def _set_rates(each: Stateful) -> None:
-    """A scheduler's rates lie in the optimizer, which an engine's state does not have; most go on from them."""
+    """Set the optimizer's rates from a scheduler's, which most schedulers continue from.
+
+    An engine's state does not store them.
+    """
     if isinstance(each, LRScheduler):
         for group, rate in zip(each.optimizer.param_groups, each.get_last_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
@@ -427,7 +445,7 @@ def _set_rates(each: Stateful) -> None:
 
 
 def _empty(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """Tensors as the checkpoint has them under these names, to be filled."""
+    """Allocate tensors as the checkpoint has them under these names."""
     stored = contents(path, read_manifest(path))
     return {
         name: torch.empty(each.shape, dtype=getattr(torch, each.dtype))
@@ -437,7 +455,7 @@ def _empty(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def _plain(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON, its tensors put into `tensors` under names that begin with `where`."""
+    """Convert `value` to JSON, and collect its tensors under names that begin with `where`."""
     if isinstance(value, Tensor):
         tensors[where.rstrip("/")] = value
         return {"tensor": where.rstrip("/")}
@@ -478,20 +496,21 @@ def step_backward(
     *,
     step_loss_rows: Callable[[Any, Any, int], Tensor] | None = None,
 ) -> Tensor:
-    """Compute the gradient of a loss over all samples of a step; `engine.step()` follows. Collective.
+    """Compute the gradient of a loss over all samples of a step. Collective.
 
-    Two forwards of each micro-batch, or one where this rank has one micro-batch. The gradient is that of one forward
-    over the whole step, on any number of ranks.
+    `engine.step()` follows. Each micro-batch takes two forwards, or one if this rank has only one micro-batch. The
+    gradient is that of one forward over the whole step, on any number of ranks.
 
     Args:
-        step: of a `lockstep.loader`; its micro-batches are not to be computed besides.
+        step: of a `lockstep.loader`; do not compute its micro-batches yourself.
+        engine: holds the gradient afterwards.
         outputs: (engine.model, a micro-batch's data) -> a tensor of shape [samples, ...], or a tuple or dict of such.
-        step_loss: these outputs of all samples of the step, in their order -> the loss, 0-dim. It uses no parameter.
+        step_loss: these outputs of all samples of the step, in order -> the loss, 0-dim. It uses no parameter.
         step_loss_rows: in its place, (own, whole, first) -> the part of the micro-batch whose outputs are `own`, which
             begin at row `first` of `whole`. The loss is the sum of the parts.
 
     Returns:
-        the step's loss, 0-dim, the same on every rank.
+        The step's loss, 0-dim, the same on every rank.
 
     Raises:
         UsageError: neither `step_loss` nor `step_loss_rows` was given, or both.
@@ -517,7 +536,7 @@ def _control(step: LoaderStep) -> StepControl:
 
 
 class _PassTask(Task):
-    """What the passes ask of a task."""
+    """The parts of a task that the passes need."""
 
     def __init__(self, outputs: Any, step_loss: Any, rows: Any) -> None:
         self.outputs = outputs  # type: ignore[method-assign]

@@ -1,12 +1,12 @@
-"""A pass over a step's micro-batches: forward and backward of each, so that `.grad` holds the step's gradient.
+"""Run forward and backward of each micro-batch of a step.
 
     passes = Passes(engine, task, control)
     losses = passes.first(step, micro, items)
     engine.step(..., evaluate=passes.evaluation(step, micro, items, losses))
 
-A step is one or more passes over the same micro-batches, then one update. Where the loss is a sum over its items one
-pass is enough; a loss over the whole step takes two forwards (see `lockstep.whole_step`), and an optimizer that
-evaluates several times in a step has as many passes.
+Afterwards `.grad` holds the step's gradient. A step is one or more passes over the same micro-batches, then one update.
+One pass is enough if the loss is a sum over its items; a loss over the whole step takes two forwards (see
+`lockstep.whole_step`), and an optimizer that evaluates several times in a step takes as many passes.
 """
 
 import math
@@ -44,20 +44,23 @@ __all__ = [
 
 
 class Audits(Protocol):
-    """What looks at how micro-batches are computed; see `lockstep.guards.audit`."""
+    """Observer of how micro-batches are computed; see `lockstep.guards.audit`."""
 
     def watch(self, step: int, batch: MicroBatch) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
-        """Around forward and backward; what it gives takes the loss between the two, and returns it."""
+        """Return a context around forward and backward of a micro-batch.
+
+        It yields a function that is called with the loss between the two, and returns it.
+        """
 
     def compare(self, step: int) -> None:
-        """After the last micro-batch, before the update. May raise: then the step is not applied."""
+        """Compare after the last micro-batch, before the update. An error prevents the update."""
 
     def close(self) -> None:
-        """No step comes after it."""
+        """End; no step follows."""
 
 
 class _Unaudited:
-    """Looks at nothing."""
+    """Null audit: checks nothing."""
 
     _seen: AbstractContextManager[Callable[[Tensor], Tensor]] = nullcontext(lambda loss: loss)
 
@@ -74,27 +77,28 @@ class _Unaudited:
 UNAUDITED = _Unaudited()
 _ANY: AbstractContextManager[None] = nullcontext()
 _NO_NUMBERS: Mapping[str, Any] = {}
-# The loss of a micro-batch, and the numbers beside it; None: they are told elsewhere.
+# The loss of a micro-batch, and the task's own numbers; None: they are collected elsewhere.
 Measured = Callable[[nn.Module, MicroBatch], tuple[Tensor, Mapping[str, Number] | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class StepControl:
-    """What the loop asks by step.
+    """Settings of the loop, most of them by step.
 
     Attributes:
-        factor: step -> what the base learning rate is multiplied by.
-        momentum: step -> that of every parameter group; None: as it is.
-        audit: sees each micro-batch's loss and backward.
-        before_update: called before what an engine changes in a step is changed.
-        limit: step -> what its gradient's norm must stay below to be applied; -inf leaves the step out.
+        factor: step -> factor of the base learning rate.
         seed: (step, micro-batch) -> None; seeds every generator that the model may draw from.
-        kernels: (step, micro-batch) -> what its forward runs in; see `lockstep.run.kernels`.
-        clock: adds up where the time goes.
+        clock: measures where the time goes.
+        limit: step -> its update is applied if the gradient's norm is below this; -inf skips the step.
+        momentum: step -> momentum of every parameter group; None: unchanged.
+        audit: observes each micro-batch's loss and backward.
+        kernels: (step, micro-batch) -> the context of its forward, compiled or eager; see
+            `training.build_engine.kernels_of`.
+        before_update: called before the engine's update changes anything.
         world: the ranks that take part.
-        micro_batches: M, of each step over all ranks; where the loss looks at the whole step.
-        sharing: which of them each rank computes; None: all as many.
-        gradients: norms of the gradient by block, which the engine takes in the steps whose record is due.
+        micro_batches: M, of each step over all ranks; needed for a loss over the whole step.
+        sharing: which of them each rank computes; None: the same number each.
+        gradients: norms of the gradient by block, which the engine computes in steps with a record.
     """
 
     factor: Callable[[int], float]
@@ -112,7 +116,7 @@ class StepControl:
 
 
 class Passes:
-    """The passes over this rank's micro-batches of a step, for a loss that is a sum over its items."""
+    """Passes over a rank's micro-batches, for a loss that sums over its items."""
 
     def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
         self._engine, self._control, self._hooks = engine, control, task.hooks
@@ -120,7 +124,7 @@ class Passes:
         self._gathered = Gathered(control.world)
 
     def first(self, step: int, micro: list[MicroBatch], items: float) -> list[Tensor]:
-        """Compute forward and backward of each micro-batch, as the step begins.
+        """Compute forward and backward of each micro-batch, at the start of a step.
 
         Args:
             micro: this rank's micro-batches of `step`.
@@ -132,7 +136,9 @@ class Passes:
         return self._pass(step, micro, items, counts=True)
 
     def numbers(self, step: int) -> dict[str, list[Number]]:
-        """What came beside the losses of the first pass, see `StepRecord`. Collective in a start's first step.
+        """Return the task's own numbers of the first pass. Collective in a start's first step.
+
+        See `StepRecord`.
 
         Raises:
             LockstepError: the ranks' numbers have different names.
@@ -140,7 +146,9 @@ class Passes:
         return self._gathered.end(step)
 
     def again(self, step: int, micro: list[MicroBatch], items: float) -> Tensor:
-        """Repeat the pass at the present parameters; what its forwards move in buffers is dropped. Collective.
+        """Repeat the pass at the current parameters. Collective.
+
+        Changes that its forwards make in buffers are dropped.
 
         Returns:
             The step's loss over all ranks, 0-dim: the same on each.
@@ -148,14 +156,18 @@ class Passes:
         return self.total(self._pass(step, micro, items, counts=False), items)
 
     def total(self, losses: list[Tensor], items: float) -> Tensor:
-        """Bring the losses of all ranks together: the step's loss, 0-dim, alike on all. Collective."""
+        """Return the step's loss over all ranks, 0-dim, the same on each. Collective."""
         own = torch.stack(losses).tolist() if losses else []  # waits for the device
         every = [loss for part in self._control.world.gather(own) for loss in part]  # collective
         like = losses[0] if losses else next(p for p in self._engine.model.parameters() if p.is_floating_point())
         return torch.tensor(math.fsum(every) / (items or 1), dtype=like.dtype, device=like.device)
 
     def evaluation(self, step: int, micro: list[MicroBatch], items: float, losses: list[Tensor]) -> "Evaluation":
-        """What an optimizer may evaluate of a step, whose first pass gave this rank's `losses`."""
+        """Return the evaluation that an optimizer may call in this step.
+
+        Args:
+            losses: this rank's, of the first pass.
+        """
         return Evaluation(self, step, micro, items, losses)
 
     def _pass(self, step: int, micro: list[MicroBatch], items: float, *, counts: bool) -> list[Tensor]:
@@ -170,7 +182,15 @@ class Passes:
         *,
         counts: bool,
     ) -> list[Tensor]:
-        """Forward and backward of each micro-batch, whose loss counts `share` times; the losses of those that count."""
+        """Run forward and backward of each micro-batch.
+
+        Args:
+            share: factor of each loss.
+            counts: this is the first pass: it is audited, and its numbers are collected.
+
+        Returns:
+            The losses of the micro-batches that count.
+        """
         control, engine, clock = self._control, self._engine, self._control.clock
         audit = control.audit if counts else UNAUDITED
         losses = []
@@ -185,7 +205,7 @@ class Passes:
                     loss = seen(loss)
                 clock.lap("forward")
                 engine.backward(loss, batch.weight * share)
-                clock.lap("backward" if last else "backward/alone")  # in the last one ranks wait for each other
+                clock.lap("backward" if last else "backward/alone")  # the last backward contains the all-reduce
             if counts and numbers is not None:
                 self._gathered.add(step, batch.index, numbers, counts=bool(batch.weight))
             if batch.weight:
@@ -196,7 +216,7 @@ class Passes:
 @final
 @dataclass(slots=True)
 class Evaluation:
-    """The loss of one step, computed when it is asked for; see `lockstep.engines.base.Evaluate`."""
+    """The loss of one step, on demand; see `lockstep.engines.base.Evaluate`."""
 
     passes: Passes
     step: int
@@ -212,13 +232,16 @@ class Evaluation:
 
 
 def loss_of(task: Task) -> Callable[[nn.Module, MicroBatch], Tensor]:
-    """The task's loss as a sum over the items of a micro-batch, whatever its `reduction`: 0-dim."""
+    """Return the task's loss as a sum over a micro-batch's items, 0-dim.
+
+    It is a sum whatever the task's `reduction`.
+    """
     measured = _measured_of(task)
     return lambda model, batch: measured(model, batch)[0]
 
 
 def _measured_of(task: Task) -> Measured:
-    """As `loss_of`, and beside the loss the numbers that the task's `loss` returns."""
+    """Return the loss as `loss_of`, together with the numbers that the task's `loss` returns."""
     mean = averages(task)
 
     def measured(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Number]]:
@@ -234,10 +257,10 @@ def _measured_of(task: Task) -> Measured:
 
 
 def unpacked(returned: Any, method: str = "loss") -> tuple[Tensor, Mapping[str, Any]]:
-    """What the task's `method` returned, checked: the loss, 0-dim, and the numbers beside it.
+    """Check what a task's method returned, and split it into loss and numbers.
 
     Returns:
-        (loss, name -> a number or (sum, count)); the numbers are {} where the loss came alone.
+        (loss, name -> a number or (sum, count)); the loss is 0-dim, and the numbers are {} if it came alone.
 
     Raises:
         ConfigError: as `scalar`, and as `checked_numbers`.
@@ -248,13 +271,15 @@ def unpacked(returned: Any, method: str = "loss") -> tuple[Tensor, Mapping[str, 
 
 
 def scalar(loss: Any, method: str = "loss") -> Tensor:
-    """A loss as a 0-dim tensor; one of a single number, such as [1], is taken for it.
+    """Check a loss, and return it as a 0-dim tensor.
+
+    A tensor of a single number, such as [1], is accepted.
 
     Args:
         loss: what the task's `method` returned.
 
     Raises:
-        ConfigError: it is no tensor of one floating-point number, or has no graph where a backward is to come.
+        ConfigError: it is not a tensor of one floating-point number, or has no graph although a backward follows.
     """
     if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
         raise ConfigError(
@@ -269,7 +294,10 @@ def scalar(loss: Any, method: str = "loss") -> Tensor:
 
 
 def seeder(seed: int, purpose: str, device: torch.device) -> Callable[[int, int], None]:
-    """(step, micro-batch) -> None: seeds the CPU's generators and the device's, from these numbers alone."""
+    """Return (step, micro-batch) -> None, which seeds the CPU's and the device's generators.
+
+    The seed depends on these numbers only.
+    """
     if device.type != "cuda":
         return lambda step, index: seed_everything(derive(seed, purpose, step, index))
     generator = torch.cuda.default_generators[device.index]

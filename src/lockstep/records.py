@@ -1,4 +1,8 @@
-"""What a step and an evaluation report."""
+"""Records of steps and evaluations, and the exact sums behind their numbers.
+
+`StepRecord` is what the loop yields, `Step` what the user's loop gets, `EvaluationRecord` the result of an evaluation.
+A task's own numbers are checked, collected and averaged here.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,10 +40,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """One micro-batch's part of a number that the task's `loss` returns; tensors are detached and unread, 0-dim.
+    """One micro-batch's part of a number that the task's `loss` returns.
+
+    Tensors are detached and unread, 0-dim.
 
     Attributes:
-        value: times `factor` it is a sum.
+        value: multiplied by `factor` it is a sum.
         count: what that sum is over.
     """
 
@@ -50,21 +56,23 @@ class Number:
 
 @dataclass(slots=True)
 class StepRecord:
-    """One optimizer update, as this rank saw it. Tensors are detached and unread: reading one waits for the device.
+    """Record of one optimizer update, as this rank saw it.
+
+    Tensors are detached and unread: reading one waits for the device.
 
     Attributes:
         step: 0-based.
-        items: what the loss was divided by: the items of the whole step, over all ranks; an int where it is whole.
-        losses: this rank's summed losses, 0-dim float32, one a slot that has weight; they add up over the ranks. Where
-            the task has a penalty, the rank of micro-batch 0 has it, times the items, behind its own.
+        items: divisor of the loss: the items of the whole step, over all ranks; an int if it is whole.
+        losses: this rank's summed losses, 0-dim float32, one per slot that has weight; they add up over the ranks. If
+            the task has a penalty, the rank of micro-batch 0 appends it, times the items.
         norm: 0-dim; the gradient's 2-norm before clipping, over the whole model.
-        factor: what the base learning rate was multiplied by.
-        applied: whether the update was made, on all ranks alike; None where the device alone knows yet.
+        factor: of the base learning rate.
         stop_agreed: what the ranks agreed to do after this step: step_exchange.CONTINUE, or a request to stop.
-        limit: what the norm had to stay below.
-        numbers: of the task's own by name, each with its parts in this rank's micro-batches, which add up over the
-            ranks; every rank has all names, in the same order.
-        gradients: norms of the gradient by block, 0-dim, in a step that asks for them.
+        applied: whether the update was applied, the same on all ranks; None if only the device knows yet.
+        limit: the update is applied if the norm is below it.
+        numbers: the task's own, by name, each with its parts in this rank's micro-batches, which add up over the ranks;
+            every rank has all names, in the same order.
+        gradients: norms of the gradient by block, 0-dim, in steps that measure them.
     """
 
     step: int
@@ -81,15 +89,15 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """One evaluation, the same on every rank and at every world size.
+    """Result of an evaluation, the same on every rank and at every world size.
 
     Attributes:
-        step: steps taken before it.
+        step: number of steps trained before it.
         loss: mean over the items.
-        items: counted once each.
+        items: each counted once.
         metrics: the task's own, each a sum over a count, or what a torchmetrics.Metric computed.
 
-    Of several sets `loss` and `items` are those of the first, and `metrics` has the numbers of each under its name:
+    With several sets, `loss` and `items` are those of the first, and `metrics` has the numbers of each under its name:
     NAME/loss, NAME/items, NAME/METRIC.
     """
 
@@ -100,13 +108,13 @@ class EvaluationRecord:
 
 
 class Step:
-    """One step of a run, in the body of its loop. What is not asked costs nothing.
+    """A step of a run, in the body of its loop. Attributes are lazy.
 
     Attributes:
-        global_step: steps taken, this one included; as in metrics.jsonl and in the names of checkpoints.
+        global_step: steps trained, including this one; as in metrics.jsonl and in the names of checkpoints.
         epoch: passes over the training data so far; 1.25 is a quarter into the second.
         lr: learning rate of the first parameter group in this step.
-        items: what the loss was divided by: the items of the whole step, over all ranks; an int where it is whole.
+        items: divisor of the loss: the items of the whole step, over all ranks; an int if it is whole.
         evaluation: the evaluation that followed this step, or None.
         record: the step as this rank saw it, with tensors that are not read yet.
     """
@@ -124,9 +132,10 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """Mean loss over the items of the whole step. To be read on every rank alike, in the body of its own step.
+        """Mean loss over the items of the whole step.
 
-        Waits for the device. Collective, the first time, on more than one rank.
+        Read it on every rank, in the body of its own step. Waits for the device. Collective the first time, with
+        several ranks.
 
         Raises:
             LockstepError: the next step has begun.
@@ -135,7 +144,10 @@ class Step:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What the task's `loss` returns beside the loss, each averaged over the whole step. Read as `loss` is."""
+        """The task's own numbers that `loss` returns, each averaged over the step.
+
+        Read them as `loss`.
+        """
         return dict(self._numbers()[1])
 
     def _numbers(self) -> tuple[float, dict[str, float]]:
@@ -151,7 +163,7 @@ class Step:
 
     @property
     def applied(self) -> bool:
-        """Whether the update was made; a guard, or the loss scale of float16, may have left it out.
+        """Whether the update was applied, and not skipped by a guard or the loss scale.
 
         Waits for the device.
         """
@@ -167,10 +179,10 @@ class Best:
     """The best evaluation so far, by `--best-metric`.
 
     Attributes:
-        step: after so many steps.
+        step: number of steps trained before it.
         loss: its loss.
-        path: the checkpoint that keeps it; "" where none does (`--checkpoint.mode none`).
-        metric, value: what it was judged by, and that number.
+        path: its checkpoint; "" without one (`--checkpoint.mode none`).
+        metric, value: the metric that judged it, and its value.
     """
 
     step: int
@@ -180,7 +192,7 @@ class Best:
     value: float = math.nan
 
 
-TRAIN = "train/"  # before the name of a number of `loss` in a record
+TRAIN = "train/"  # prefix of the numbers of `loss` in a record
 _OWN = frozenset(
     (
         *("global_step", "epoch", "epoch_progress", "num_batches_remaining", "lr", "loss", "items", "running_loss"),
@@ -194,14 +206,14 @@ Sums = tuple[float, float, float]
 
 
 def described(value: Any) -> str:
-    """What a method returned, in a word or two: `a float`, `a float32 tensor of shape [8, 2]`."""
+    """Describe what a method returned: `a float`, `a float32 tensor of shape [8, 2]`."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one real number; reads no tensor."""
+    """Whether `value` is one real number; reads no tensor."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     if isinstance(value, np.ndarray):
@@ -210,13 +222,14 @@ def _is_number(value: Any) -> bool:
 
 
 def checked_numbers(given: Mapping[Any, Any], method: str = "loss") -> Mapping[str, Any]:
-    """Check the form of what a task's method returned beside its loss.
+    """Check the numbers that a task's method returned with its loss.
 
     Returns:
         `given`: name -> a number, or (sum, count).
 
     Raises:
-        ConfigError: a name is no text or one of the record's own; a value is no number and no pair of numbers.
+        ConfigError: a name is not a string or belongs to the record; or a value is neither a number nor a pair of
+            numbers.
     """
     for name, value in given.items():
         if not isinstance(name, str) or not name:
@@ -236,12 +249,14 @@ def checked_numbers(given: Mapping[Any, Any], method: str = "loss") -> Mapping[s
 
 
 def number_of(value: Any, items: float, factor: float) -> Number:
-    """A checked value as one micro-batch's part of a number; it is copied where it lies, and not read.
+    """Convert a checked value to one micro-batch's part of a number.
+
+    It is copied on its device, and not read.
 
     Args:
         value: a number, or (sum, count).
-        items: what a number without a count of its own is averaged over: those of the micro-batch.
-        factor: what makes such a number a sum over them: 1, or their number where the loss is a mean.
+        items: what a number without its own count is averaged over: the micro-batch's items.
+        factor: turns such a number into a sum over them: 1, or their number if the loss is a mean.
     """
     if isinstance(value, tuple | list):
         return Number(_kept(value[0]), _kept(value[1]))
@@ -249,32 +264,33 @@ def number_of(value: Any, items: float, factor: float) -> Number:
 
 
 def _kept(value: Any) -> Tensor | float:
-    """A copy: the tensor may be written, or its memory used again, before it is read."""
+    """Copy: the tensor may be overwritten, or its memory reused, before it is read."""
     if not isinstance(value, Tensor):
         return float(value)
     held = value.detach().reshape(())
-    return held.clone() if held.is_floating_point() else held.double()  # beside float32 an integer would be rounded
+    return held.clone() if held.is_floating_point() else held.double()  # float32 would round an integer
 
 
 class Gathered:
-    """The numbers of this rank's micro-batches in a step, under the names on which all ranks agree."""
+    """The task's numbers in a step, under names that all ranks agree on."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._names: dict[str, None] | None = None  # in the first rank's order; None: no micro-batch was seen yet
+        self._names: dict[str, None] | None = None  # in the first rank's order; None: before the first micro-batch
         self._agreed = False
         self._parts: dict[str, list[Number]] = {}
 
     def add(self, step: int, micro: int, parts: Mapping[str, Number], *, counts: bool) -> None:
-        """Take the numbers of a micro-batch; where it does not count, its names are compared alone.
+        """Add the numbers of a micro-batch.
 
         Args:
-            micro: which one; below 0: they are of the whole step.
+            micro: its index; below 0: the numbers are of the whole step.
+            counts: False: only compare the names.
 
         Raises:
             LockstepError: it has other names than those before it.
         """
-        if not parts and not self._names:  # the plain case, in few calls
+        if not parts and not self._names:  # the common case, fast
             self._names = {}
             return
         if self._names is None:
@@ -287,10 +303,12 @@ class Gathered:
                 self._parts.setdefault(name, []).append(part)
 
     def end(self, step: int) -> dict[str, list[Number]]:
-        """The step's numbers: every name, with the parts of this rank. Collective in a start's first step.
+        """Return the step's numbers: every name, with this rank's parts.
+
+        Collective in a start's first step.
 
         Raises:
-            LockstepError: ranks have other names, in the first step.
+            LockstepError: ranks have different names, in the first step.
         """
         if not self._agreed:
             self._agree(step)
@@ -321,9 +339,9 @@ def _differ(where: str, names: Iterable[str], other: str, others: Iterable[str])
 
 
 def exact_sum(values: Iterable[float]) -> Sums:
-    """The sum as three floats that add up to it without rounding: the first is the sum, correctly rounded.
+    """Return the sum as three floats that add up to it without rounding.
 
-    What cannot be summed (inf - inf, or beyond a float) is NaN.
+    The first is the sum, correctly rounded. What cannot be summed (inf - inf, or beyond a float) is NaN.
     """
     rest, found = list(values), []
     try:
@@ -338,30 +356,30 @@ def exact_sum(values: Iterable[float]) -> Sums:
 
 
 def expanded(parts: Sequence[tuple[float, float]]) -> list[float]:
-    """(sum, count) of micro-batches as six floats: the exact sums of both."""
+    """Return six floats: the exact sums of the sums, and of the counts, of micro-batches."""
     return [*exact_sum(part[0] for part in parts), *exact_sum(part[1] for part in parts)]
 
 
 def merged_sums(sums: Sequence[Sequence[float]]) -> list[float]:
-    """Add up what `expanded` gave: six floats again."""
+    """Add up results of `expanded`: six floats again."""
     sum_of, count_of = (exact_sum(x for six in sums for x in six[at : at + 3]) for at in (0, 3))
     return [*sum_of, *count_of]
 
 
 def mean_numbers(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Each number: its sum over its count; NaN where nothing was counted."""
+    """Divide each number's sum by its count; NaN if nothing was counted."""
     return {name: six[0] / six[3] if six[3] else math.nan for name, six in sums.items()}
 
 
 def checked_log(values: Any, numbers: Iterable[str] = ()) -> Mapping[str, Any]:
-    """Check what `run.log` was given; reads no tensor.
+    """Check the arguments of `run.log`; reads no tensor.
 
     Args:
         values: name -> a number.
-        numbers: the names of the present step's numbers of `loss`, whose records are the run's own.
+        numbers: names of the current step's numbers of `loss`, which the run itself records.
 
     Raises:
-        UsageError: a name is no text or the record's own, or a value is no number.
+        UsageError: a name is not a string or belongs to the record, or a value is not a number.
     """
     if not isinstance(values, Mapping):
         raise UsageError(f"run.log takes a dict of name -> number, not {described(values)}")
@@ -377,18 +395,25 @@ def checked_log(values: Any, numbers: Iterable[str] = ()) -> Mapping[str, Any]:
 
 
 def flat(numbers: Mapping[str, Sequence[Number]]) -> list[Tensor | float]:
-    """Value and count of each part, one after the other, in the order of names and micro-batches."""
+    """Return value and count of each part, in the order of names and micro-batches."""
     return [each for parts in numbers.values() for part in parts for each in (part.value, part.count)]
 
 
 def filled(numbers: Mapping[str, Sequence[Number]], read: Iterable[float]) -> dict[str, list[tuple[float, float]]]:
-    """(sum, count) of each part by name, once what `flat` gave has been read."""
+    """Return (sum, count) of each part by name, from the values that were read.
+
+    Args:
+        read: what `flat` returned, as floats.
+    """
     told = iter(read)
     return {name: [(next(told) * part.factor, next(told)) for part in parts] for name, parts in numbers.items()}
 
 
 def summed(value: Any, items: float, *, mean: bool) -> tuple[Any, Any]:
-    """(sum, count) of a checked value of one micro-batch in an evaluation; a mean of no items is 0 of 0."""
+    """Return (sum, count) of a checked value of one micro-batch in an evaluation.
+
+    A mean of no items is 0 of 0.
+    """
     part = number_of(value, items, items if mean else 1)
     if not isinstance(value, tuple | list) and mean:
         return (part.value * items, items) if items else (0.0, 0.0)

@@ -1,9 +1,10 @@
-"""Where every random number comes from: a key computed from names and numbers, never from what ran before.
+"""Derive every random number from a key, never from what ran before.
 
     derive(seed, "micro", step, index)      the randomness of micro-batch `index` of step `step`
 
-The same key on any rank, in any worker, after any resume. Keys are mixed with splitmix64 (Steele, Lea & Flood, "Fast
-splittable pseudorandom number generators", OOPSLA 2014), whose finaliser makes neighbouring keys unrelated.
+The key depends only on names and numbers: it is the same on any rank, in any worker, after any resume. Keys are mixed
+with splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), whose finaliser
+makes neighbouring keys unrelated.
 """
 
 from functools import cache
@@ -14,7 +15,11 @@ _MASK = (1 << 64) - 1
 
 
 def derive(seed: int, purpose: str, *path: int) -> int:
-    """A 64-bit key for `purpose` at `path` (step and micro-batch, epoch and sample, ...) of the run's `seed`."""
+    """Return a 64-bit key for `purpose` at `path`, under the run's `seed`.
+
+    Args:
+        path: step and micro-batch, epoch and sample, or similar.
+    """
     state = _root(seed, purpose)
     for number in path:
         state = _mix(state ^ number)

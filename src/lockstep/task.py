@@ -1,4 +1,4 @@
-"""What is trained, as a user writes it: a model, its data, and the loss.
+"""Define what to train, as a user writes it: model, data and loss.
 
     class Digits(lockstep.Task):
         def model(self):
@@ -11,8 +11,8 @@
             images, labels = batch
             return F.cross_entropy(model(images), labels)
 
-Model, dataset and loss must be written (or `outputs` and `step_loss` in the loss's place); all else has a default. An
-object of another class that has these methods will do too: `adapted` gives it the defaults.
+Model, dataset and loss must be written (or `outputs` and `step_loss` in place of the loss); everything else has a
+default. An object of another class with these methods works too: `adapted` gives it the defaults.
 """
 
 import difflib
@@ -54,30 +54,32 @@ _REDUCTIONS = ("auto", "sum", "mean", "micro-batch")
 
 
 class Order(Protocol):
-    """Which sample stands at each position of the run's endless stream. Its length, if any, is that of an epoch."""
+    """The order of samples in the run's endless stream. Its length, if any, is an epoch's."""
 
     def at(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The epochs and the sample indices at the positions start .. stop - 1."""
+        """Return the epochs and the sample indices of positions start .. stop - 1. int64 [stop - start] each"""
 
 
 class Task(ABC):
-    """The base class of what is trained. Every rank makes its own object, and all must be alike.
+    """Base class of what is trained.
+
+    Every rank makes its own object, and all must be equal.
 
     Attributes:
-        reduction: whether `loss` is the "sum" over the items of a batch, or their "mean"; "auto": found before step 1.
-            "micro-batch": it is neither, and the losses of the micro-batches, each by itself, are averaged by their
+        reduction: whether `loss` is the "sum" over the items of a batch, or their "mean"; "auto": detected before step
+            1. "micro-batch": it is neither, and the losses of the micro-batches, each by itself, are averaged by their
             items, as DistributedDataParallel averages those of its ranks.
-        items_per_sample: items of every sample, where all have as many; None: `count` says. The ranks then need not ask
-            each other. Of a task without a `collate` and a `count` of its own it is 1: an item is a sample.
-        item_name: what an item is called where a rate is shown.
-        defaults: which work it is: what suits it is chosen where the configuration says nothing.
+        items_per_sample: items of every sample, if all have the same number; None: `count` decides. The ranks then need
+            not exchange counts. For a task without its own `collate` and `count` it is 1: an item is a sample.
+        item_name: name of an item where a rate is shown.
+        defaults: the kind of work, for which the configuration's "auto" values are chosen.
         fingerprint: of the data; a resume with another one is refused.
-        sources: what came from elsewhere, name -> revision; it is recorded, and must be the same on every rank.
-        hooks: called at named moments of a run; None: there are none.
-        own_steps: takes the steps of several optimizers itself; None: the engine takes one.
-        divisible: whether the loss of half a micro-batch may be tried before the run, to see that losses add up.
-        attention_mask: whether the model gives `scaled_dot_product_attention` a mask; None: not known. Some kernels are
-            faster without one, and wrong beside one, see `lockstep.transforms.attention`.
+        sources: external sources, name -> revision; they are recorded, and must be the same on every rank.
+        hooks: called at named moments of a run; None: no hooks.
+        own_steps: steps several optimizers itself (manual optimization); None: the engine steps one.
+        divisible: whether the loss of half a micro-batch may be tried before the run, to check that losses add up.
+        attention_mask: whether the model passes a mask to `scaled_dot_product_attention`; None: unknown. Some kernels
+            are faster without one, and wrong with one, see `lockstep.transforms.attention`.
     """
 
     reduction: Literal["auto", "sum", "mean", "micro-batch"] = "auto"
@@ -90,31 +92,32 @@ class Task(ABC):
     own_steps: OwnSteps | None = None
     divisible: bool = True
     attention_mask: bool | None = None
-    # Of adapters, and of wrappers around a task; no user sets these.
-    framework = ""  # whose batches are micro-batches
-    gathers = False  # it has collectives in `loss`, for what it logs
-    is_compared = False  # what it trains is compared between numbers of ranks
+    # For adapters and wrappers around a task; users do not set these.
+    framework = ""  # the adapted library, whose batches are micro-batches
+    gathers = False  # `loss` has collectives, for what it logs
+    is_compared = False  # its training is compared between world sizes
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A new model on the default device, drawn from torch's default generators."""
+        """Return a new model on the default device, drawn from torch's default generators."""
 
     @abstractmethod
     def dataset(self, split: str) -> Any:
-        """The samples of "train" or "evaluation": an object with `len(dataset)` and `dataset[i]`.
+        """Return the samples of "train" or "evaluation".
 
-        For "evaluation" alone: a dict, name -> such an object, for several sets; None where there is nothing to
-        evaluate on.
+        Returns:
+            An object with `len(dataset)` and `dataset[i]`. For "evaluation" also a dict, name -> such an object, for
+            several sets; or None without an evaluation.
         """
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        """Compute the loss of a batch: its sum, or its mean, over the items that `count` counts.
+        """Compute the loss of a batch: its sum or mean over the items.
 
-        `model` is what an engine holds: call it, and nothing inside it. Where the loss looks at all samples of a step
-        together, write `outputs` and `step_loss` in place of this.
+        Items are what `count` counts. `model` is the engine's: call it, and nothing inside it. If the loss covers all
+        samples of a step together, write `outputs` and `step_loss` instead.
 
         Returns:
-            a 0-dim tensor; or (that, name -> number) with numbers of your own, see "Numbers of your own" in the
+            A 0-dim tensor; or (that, name -> number) with numbers of your own, see "Numbers of your own" in the
             documentation.
         """
         outputs = self.outputs(model, batch)
@@ -125,48 +128,51 @@ class Task(ABC):
         """Compute what `step_loss` needs of each sample of a batch.
 
         Returns:
-            a tensor of shape [samples, ...], or a tuple or dict of such. A learned number that the loss needs is an
+            A tensor of shape [samples, ...], or a tuple or dict of such. A learned number that the loss needs is an
             output too: `scale.repeat(samples)`.
         """
         raise NotImplementedError
 
     def step_loss(self, outputs: Any) -> Tensor:
-        """Compute the loss of a whole step from the outputs of all of its samples, in the run's order: 0-dim.
+        """Compute the loss of a whole step from the outputs of all its samples: 0-dim.
 
-        Called on every rank alike, with the same values; those of half precision come as float32. It uses no parameter
-        of the model.
+        Called on every rank with the same values, in the run's order; half precision comes as float32. It uses no
+        parameter of the model.
         """
         return self.step_loss_rows(outputs, outputs, 0)
 
     def step_loss_rows(self, own: Any, whole: Any, first: int) -> Tensor:
-        """Compute one micro-batch's part of the step's loss, which is the SUM of these parts: 0-dim.
+        """Compute one micro-batch's part of the step's loss: 0-dim.
 
-        To be written in place of `step_loss` where that is too much work for one device: each rank then computes the
-        parts of its own micro-batches.
+        The loss is the SUM of these parts. Write it in place of `step_loss` if that is too much work for one device:
+        each rank then computes the parts of its own micro-batches.
 
         Args:
             own: the outputs of the micro-batch.
             whole: those of all samples of the step, in the run's order.
-            first: which row of `whole` is the first of `own`.
+            first: the row of `whole` that is the first of `own`.
         """
         raise NotImplementedError
 
     def penalty(self, model: nn.Module) -> Tensor | None:
-        """Compute what is added to the loss once a step, whatever the number of micro-batches and ranks: 0-dim.
+        """Compute a term that is added to the loss once per step: 0-dim.
 
-        It looks at the parameters alone, by `model.parameters()`. Where it is not written nothing is added.
+        It does not depend on the number of micro-batches and ranks, and uses only the parameters, by
+        `model.parameters()`. Unless it is overridden nothing is added.
         """
         return None
 
     def collate(self, samples: list[Any]) -> Any:
-        """A list of samples as one batch, in host memory."""
+        """Combine a list of samples into one batch, in host memory."""
         return default_collate(samples)
 
     def count(self, batch: Any) -> Any:
-        """Count the items of a batch in host memory: labelled tokens, images. Default: its samples (first tensor).
+        """Count the items of a batch in host memory: labelled tokens, images.
+
+        Called for every micro-batch. Default: its samples (the length of the first tensor).
 
         Returns:
-            a finite number, 0 or more, or a tensor of one; also a sum of weights. Called for every micro-batch.
+            A finite number, 0 or more, or a tensor of one; also a sum of weights.
         """
         found = first_length(batch)
         if found is None:
@@ -177,62 +183,87 @@ class Task(ABC):
         return found
 
     def work(self, dataset: Any, samples: Sequence[int]) -> float | None:
-        """What a micro-batch of these samples costs, in any unit, told without loading them: its padded tokens.
+        """Estimate the cost of a micro-batch without loading it, such as its padded tokens.
 
-        With --shares auto each step is cut by it. `dataset` is what `dataset("train")` returned; a number above 0, the
-        same on every rank. To be written where samples differ in length; None: all are alike.
+        With --shares auto each step is divided by it. Write it if samples differ in length.
+
+        Args:
+            dataset: what `dataset("train")` returned.
+            samples: indices of the micro-batch's samples.
+
+        Returns:
+            A number above 0 in any unit, the same on every rank; None: all micro-batches cost the same.
         """
         return None
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        """name -> (sum, count) over a batch of the evaluation set; the metric is the sums over the counts.
+        """Return name -> (sum, count) over a batch of the evaluation set.
 
-        A value may also be a `torchmetrics.Metric` that was updated with this batch alone.
+        The metric is the total of the sums over the total of the counts. A value may also be a `torchmetrics.Metric`
+        that was updated with this batch only.
         """
         return {}
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
-        """(loss, metrics) of a batch of the evaluation set. To be written where one forward can serve both."""
+        """Return (loss, metrics) of a batch of the evaluation set.
+
+        Override it if one forward can serve both.
+        """
         return self.loss(model, batch), self.metrics(model, batch)
 
     def optimizer(self, model: nn.Module, config: Config) -> Optimizer | None:
-        """Any torch optimizer over the parameters of `model`, in any groups; None: the one that --optim says.
+        """Return a torch optimizer over the parameters of `model`; None: the one of --optim.
 
-        `model` is as the engine holds it, perhaps in shards. The groups' `lr` are the base rates.
+        `model` is the engine's, perhaps sharded. Groups are free; their `lr` are the base rates.
         """
         return None
 
     def schedule(self, step: int, steps: int) -> float | None:
-        """What the base rates are multiplied by in `step` (0-based) of `steps`; None: what --optim.schedule says."""
+        """Return the factor of the base rates in `step` (0-based) of `steps`.
+
+        None: the factor of --optim.schedule.
+        """
         return None
 
     def order(self, samples: int, seed: int) -> Order | Iterable[int] | None:
-        """Return a torch Sampler, or an object with `at`; None: another shuffle in each epoch.
+        """Return a sampler or other order of samples; None: shuffle in each epoch.
 
-        A sampler is drawn anew for each epoch, under a seed of that epoch, and its length is that of an epoch.
+        A torch Sampler is iterated again for each epoch, under a seed of that epoch, and its length is that of an
+        epoch. For an object with `at` see `Order`.
         """
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
-        """The repeated blocks of a model that `model` built, in order; None: they are looked for."""
+        """Return the repeated blocks of a model that `model` built, in order.
+
+        None: they are searched for.
+        """
         return None
 
     def untrained(self) -> Sequence[str]:
-        """Modules of the model that `model` built last, by name or pattern, which are new where the rest is trained: a
-        head. With --lora.rank they are trained whole, beside the adapters.
+        """Return the new modules of a pretrained model, such as a head.
+
+        They are named by name or pattern, in the model that `model` built last. With --lora.rank they are trained in
+        full, in addition to the adapters.
         """
         return ()
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
-        """A text that shows what was learnt, at the end of a run; called on every rank alike. "" shows nothing."""
+        """Return a text that shows what was learnt, at the end of a run.
+
+        Called on every rank. "" shows nothing.
+        """
         return ""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The task's own tensors that a checkpoint must keep (an average of the weights, a queue). Not copies."""
+        """Return the task's own tensors to store in checkpoints. Not copies.
+
+        For example an average of the weights, or a queue.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027  nothing to do for most
-        """Called on a resume once the tensors that `state_dict()` gave have been filled in place."""
+        """Called on a resume, once the tensors of `state_dict()` are filled in place."""
 
 
 _MUST = {
@@ -243,7 +274,7 @@ _MUST = {
 METHODS = tuple(name for name, value in vars(Task).items() if callable(value) and not name.startswith("_"))
 VALUES = tuple(Task.__annotations__)
 
-# What other trainers call it.
+# Names of other trainers -> the method here.
 _ELSEWHERE = {
     "training_step": "loss",
     "compute_loss": "loss",
@@ -268,7 +299,7 @@ _ELSEWHERE = {
 
 
 class _Adapted(Task):
-    """A Task of an object of another class: what it has is its own, the rest is the default."""
+    """A Task around an object of another class, with defaults for what it lacks."""
 
     def __init__(self, given: Any) -> None:
         self.given = given
@@ -284,10 +315,12 @@ class _Adapted(Task):
 
 
 def adapted(task: Any) -> Task:
-    """`task` as a Task. Only an object of another class with the same methods needs it.
+    """Check `task`, and return it as a Task.
+
+    Only an object of another class with the same methods is wrapped.
 
     Raises:
-        ConfigError: it lacks a method, has one that is misspelt, or one of its values cannot be.
+        ConfigError: it lacks a method, has a misspelt one, or an invalid value.
     """
     if isinstance(task, type):
         raise ConfigError(f"the task is the class {task.__name__} itself; give an object of it: {task.__name__}()")
@@ -297,7 +330,7 @@ def adapted(task: Any) -> Task:
         if method != "loss" and not callable(getattr(task, method, None)):
             raise ConfigError(f"the task {name} has no method `{method}`: {what}")
     made = task if isinstance(task, Task) else _Adapted(task)
-    if "_reduction_before" in vars(made):  # a run before this one found it, perhaps in another cut
+    if "_reduction_before" in vars(made):  # an earlier run detected it, perhaps with another micro-batch size
         made.reduction = vars(made).pop("_reduction_before")
     _check_loss(made, name)
     if made.reduction not in _REDUCTIONS:
@@ -314,7 +347,7 @@ def adapted(task: Any) -> Task:
 
 
 def _check_loss(task: Task, name: str) -> None:
-    """Raises ConfigError unless the task has a loss, of one kind alone."""
+    """Raise ConfigError unless the task has exactly one kind of loss."""
     forms = [method for method in ("step_loss", "step_loss_rows") if has_own(task, method)]
     if has_own(task, "outputs") and not forms:
         raise ConfigError(
@@ -340,20 +373,22 @@ def _check_loss(task: Task, name: str) -> None:
 
 
 def averages(task: Task) -> bool:
-    """Whether the losses of micro-batches are averaged, weighted by their items, and not added up."""
+    """Whether the losses of micro-batches are averaged by their items, not added up."""
     return task.reduction in ("mean", "micro-batch")
 
 
 def takes_gradients(task: Task) -> bool:
-    """Whether the task's loss takes gradients of its own, so that an evaluation needs a graph."""
+    """Whether the task's loss computes gradients itself, so that an evaluation needs a graph."""
     return bool(getattr(task, "_takes_gradients", False))
 
 
 def set_found(task: Task, reduction: str, gradients: bool) -> None:
-    """Set what was found of a task that does not declare it; the next run finds it for itself.
+    """Set what was detected of a task that does not declare it.
+
+    The next run detects it again.
 
     Args:
-        reduction: "" where it is declared.
+        reduction: "" if it is declared.
         gradients: see `takes_gradients`.
     """
     if reduction:
@@ -363,12 +398,12 @@ def set_found(task: Task, reduction: str, gradients: bool) -> None:
 
 
 def looks_at_whole_step(task: Task) -> bool:
-    """Whether the task's loss is one over all samples of a step (`outputs` and `step_loss`)."""
+    """Whether the loss covers all samples of a step (`outputs` and `step_loss`)."""
     return has_own(task, "outputs")
 
 
 def written(task: Task) -> Any:
-    """The object that the user wrote."""
+    """Return the object that the user wrote."""
     return task.given if isinstance(task, _Adapted) else task
 
 
@@ -378,12 +413,15 @@ def has_own(task: Task, method: str) -> bool:
 
 
 def items_of_a_sample(task: Task) -> int | None:
-    """Items of every sample where that is known; None where each batch must be counted: it may lack samples."""
+    """Return the items of every sample, if known.
+
+    None if each batch must be counted: it may lack samples.
+    """
     return task.items_per_sample or (None if has_own(task, "count") or has_own(task, "collate") else 1)
 
 
 def _check_names(task: Any) -> None:
-    """Raises ConfigError for a method that is meant to be one of a Task's, and is not called as it is named."""
+    """Raise ConfigError for a method that resembles one of a Task's and is never called."""
     own = [name for kind in type(task).__mro__ if kind is not Task for name in vars(kind) if callable(vars(kind)[name])]
     missing = [name for name in METHODS if getattr(type(task), name, None) in (None, getattr(Task, name))]
     for name in own:

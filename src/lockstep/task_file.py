@@ -17,8 +17,15 @@ _MUST = ("model", "dataset")
 
 
 def imported_class(named: str, flag: str, must: Iterable[str] = _MUST) -> Callable[[], Any]:
-    """The class that `FILE.py:Class` names, as `flag` said. Raises ConfigError where there is none, and says which
-    classes of the file have the methods that it must have."""
+    """Import the class that `FILE.py:CLASS` names.
+
+    Args:
+        flag: the flag to name in errors.
+        must: methods of the classes that an error suggests.
+
+    Raises:
+        ConfigError: there is none; the message lists classes of the file with these methods.
+    """
     file, _, name = named.rpartition(":")
     if not file and Path(named).is_file():
         file, name = named, ""
@@ -39,13 +46,13 @@ def imported_class(named: str, flag: str, must: Iterable[str] = _MUST) -> Callab
 
 
 def _imported(named: str, path: Path, flag: str) -> ModuleType:
-    """The file as a module. Raises ConfigError where it is none, or what it runs fails."""
+    """Import the file as a module. Raises ConfigError if that fails."""
     module_name = f"lockstep_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{flag} '{named}' is no Python file; give FILE.py:Class")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # its classes can be pickled, to loader processes
+    sys.modules[module_name] = module  # so that its classes can be pickled for loader processes
     folder = str(path.resolve().parent)
     if folder not in sys.path:  # the file may import its neighbours
         sys.path.insert(0, folder)
@@ -58,6 +65,6 @@ def _imported(named: str, path: Path, flag: str) -> ModuleType:
 
 
 def _has_all(value: Any, module: ModuleType, must: Iterable[str]) -> bool:
-    """Whether `value` is a class of the file's own that has these methods."""
+    """Whether `value` is a class defined in the file, with these methods."""
     own = isinstance(value, type) and value.__module__ == module.__name__ and not inspect.isabstract(value)
     return own and all(callable(getattr(value, method, None)) for method in must)

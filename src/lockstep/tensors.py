@@ -1,4 +1,4 @@
-"""The part of a tensor that lies on this rank, and which tensors have values that are not finite."""
+"""Get a tensor's part on this rank, and find tensors that are not finite."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeGuard
@@ -12,31 +12,31 @@ __all__ = ["is_dtensor", "local_of", "not_finite", "sent"]
 
 
 def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
-    """Whether it is spread over ranks."""
-    # Asked of the tensor, not of its class: to import that costs half a second, too much for runs without DTensors.
+    """Whether the tensor is distributed over ranks."""
+    # Duck-typed: importing the class takes half a second, too much for runs without DTensors.
     return hasattr(tensor, "placements")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor, without gradient, that this rank holds of `tensor`; they share their memory."""
+    """Return this rank's part as a plain tensor without gradient, sharing its memory."""
     local = tensor
     if is_dtensor(tensor):
         with torch.no_grad():
             local = tensor.to_local()
-    return local.detach() if local.requires_grad else local  # asked first: it stands in each step, for each gradient
+    return local.detach() if local.requires_grad else local  # called for each gradient in each step
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device, from pinned memory: a copy from any other would wait for the device."""
+    """Copy a host tensor to a device through pinned memory, without waiting for it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """List the tensors that hold NaN or an infinity, in order of their names.
+    """List the tensors that hold NaN or an infinity, sorted by name.
 
     Args:
-        tensors: this rank's parts, not DTensors; those that are not of numbers with a fraction are passed over.
+        tensors: this rank's parts, not DTensors; integer ones are skipped.
     """
     by_device: dict[torch.device, list[str]] = {}
     for name, each in sorted(tensors.items()):
@@ -46,8 +46,8 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _not_finite_on_one_device(tensors: Mapping[str, torch.Tensor], names: list[str]) -> list[str]:
-    # One call reads them all, at the speed of the memory, and without the interpreter's lock. A norm overflows where
-    # values are large, so what it points out is looked at again.
+    # One call reads them all at memory speed, without the GIL. A norm overflows for large values, so suspects are
+    # checked again.
     values = [_readable(tensors[name].detach()) for name in names]
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(values, 2)])
     suspects = norms.isfinite().logical_not().nonzero().flatten().tolist()  # waits for the device
@@ -55,7 +55,7 @@ def _not_finite_on_one_device(tensors: Mapping[str, torch.Tensor], names: list[s
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in a dtype that has norms."""
+    """Convert to a dtype that has norms."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     return tensor.float() if tensor.itemsize == 1 else tensor

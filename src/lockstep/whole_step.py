@@ -1,16 +1,17 @@
-"""A loss over all samples of a step, exact on any number of ranks: `Task.outputs` and `Task.step_loss`.
+"""Compute a loss over all samples of a step, exactly on any number of ranks.
 
     whole = WholeStep(step_loss=task.step_loss, world=world, micro_batches=8)
-    losses = whole([(0, outputs), (1, outputs)])        # of this rank's micro-batches, detached; collective
+    losses = whole([(0, 1.0, outputs), (1, 1.0, outputs)])     # of this rank's micro-batches, detached; collective
     engine.backward(whole.surrogate(0, task.outputs(model, batch)), 1.0)
 
-Pass 1 is each micro-batch's forward; its outputs are gathered in the order of the micro-batches. Every rank computes
-the loss on the same whole, and its gradient with respect to the outputs. Pass 2 is the same forward in the same seeds,
-and backward of sum(outputs * gradient), whose gradient is the step's ("GradCache", Gao et al., arXiv 2101.06983). A
-rank with one micro-batch keeps the graph of pass 1. The memory that this takes is the outputs of all samples, twice.
+This serves `Task.outputs` and `Task.step_loss`. Pass 1 is each micro-batch's forward; its outputs are gathered in the
+order of the micro-batches. Every rank computes the loss on the same whole, and its gradient with respect to the
+outputs. Pass 2 is the same forward under the same seeds, and the backward of sum(outputs * gradient), whose gradient is
+the step's ("GradCache", Gao et al., arXiv 2101.06983). A rank with one micro-batch keeps the graph of pass 1. This
+takes memory for the outputs of all samples, twice.
 
-Pass 1 makes a graph too, and drops it: kernels that are chosen by whether a gradient is asked for would else give a
-rank that keeps its graph other bits than one that does not.
+Pass 1 makes a graph too, and drops it: kernels that depend on whether a gradient is needed could otherwise give a rank
+that keeps its graph other bits than one that does not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,11 +36,11 @@ from lockstep.task import HALVES, Task, has_own
 
 __all__ = ["WHOLE_LOSS", "WholeStep", "WholeStepPasses", "checked_outputs", "whole_step_of", "zero_of"]
 
-WHOLE_LOSS = -1  # the place of the loss itself among the micro-batches, for its seed
+WHOLE_LOSS = -1  # micro-batch index of the loss itself, for its seed
 
 
 class _OutputForm(NamedTuple):
-    """What the outputs of every micro-batch have in common: their tree, and of each tensor shape and dtype of a row."""
+    """The common form of all outputs: their tree, and each tensor's row shape and dtype."""
 
     tree: Any
     rows: tuple[tuple[torch.Size, torch.dtype], ...]
@@ -53,12 +54,12 @@ class WholeStep:
         rows: in its place, (own, whole, first) -> the part of one micro-batch; see `Task.step_loss_rows`.
         world: the ranks.
         micro_batches: M.
-        sharing: which micro-batches each rank computes; None: all as many.
+        sharing: which micro-batches each rank computes; None: the same number each.
 
     Attributes:
         samples: of the last step, over all ranks.
-        numbers: what the loss of the last step returned beside it: the micro-batch (or WHOLE_LOSS), the numbers by
-            name, and whether this rank is the one that counts them.
+        numbers: what the loss of the last step returned with it: the micro-batch (or WHOLE_LOSS), the numbers by name,
+            and whether this rank counts them.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class WholeStep:
         """Compute the loss of the step. Collective.
 
         Args:
-            gradient: with respect to the outputs too, for `surrogate`.
-            found: (index, weight, outputs) of each of this rank's micro-batches, in their order; an empty slot, of
-                weight 0, gives the form alone.
+            found: (index, weight, outputs) of each of this rank's micro-batches, in order; an empty slot, of weight 0,
+                only shows the form.
+            gradient: compute the gradient with respect to the outputs too, for `surrogate`.
 
         Returns:
             0-dim tensors whose sum over all ranks is the step's loss.
@@ -107,14 +108,17 @@ class WholeStep:
         return losses
 
     def surrogate(self, index: int, outputs: Any) -> Tensor:
-        """Make a 0-dim loss with the gradient of the step's loss, from a micro-batch's outputs and their graph.
+        """Make a 0-dim loss with the step's gradient, from a micro-batch's outputs.
+
+        Args:
+            outputs: with their graph.
 
         Raises:
             ConfigError: the outputs have no graph.
         """
         tensors = self._leaves(index, outputs)
         gradients = self._gradients.get(index)
-        if gradients is None:  # an empty slot: its backward takes place, and counts nothing
+        if gradients is None:  # an empty slot: its backward runs, and counts nothing
             gradients = [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in tensors]
         found = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None and t.requires_grad]
         if not found:
@@ -129,7 +133,7 @@ class WholeStep:
         return len(self._form.rows) if self._form else 0
 
     def _leaves(self, index: int, outputs: Any) -> list[Tensor]:
-        """List the tensors of the outputs, and check that they have the form of the first ones."""
+        """List the outputs' tensors, and check that they have the first ones' form."""
         tensors, tree = pytree.tree_flatten(checked_outputs(outputs))
         form = _OutputForm(tree, tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors))
         self._form = self._form or form
@@ -142,12 +146,16 @@ class WholeStep:
         return tensors
 
     def _gathered(self, columns: list[Tensor]) -> tuple[list[Tensor], int]:
-        """Gather the rows of all ranks in the micro-batches' order; with the place of this rank's first. Collective."""
+        """Gather the rows of all ranks in the micro-batches' order. Collective.
+
+        Returns:
+            The columns, and the index of this rank's first row.
+        """
         if self._world.size == 1:
             return [column.detach() for column in columns], 0
         size, rank = len(columns[0]), self._world.rank
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world.size)]
-        # Bytes, in one collective whatever the dtypes, which a backend need not know.
+        # As bytes: one collective for all dtypes, also those that a backend does not support.
         rows = [column.detach().resolve_conj().contiguous() for column in columns]
         widths = [shape.numel() * dtype.itemsize for shape, dtype in self._known().rows]
         with typed_errors():
@@ -183,7 +191,10 @@ class WholeStep:
     def _in_parts(
         self, inputs: list[Tensor], own: list[tuple[int, list[Tensor]]], first: int
     ) -> tuple[list[Tensor], list[list[Tensor | None]]]:
-        """Compute the parts of this rank's micro-batches; gradients of the whole are summed in the tree. Collective."""
+        """Compute the parts of this rank's micro-batches. Collective.
+
+        Gradients of the whole are summed in the tree.
+        """
         assert self._rows is not None
         gradient = torch.is_grad_enabled()
         losses, mine, sums = list[Tensor](), list[list[Tensor | None]](), list[Tensor]()
@@ -207,12 +218,15 @@ class WholeStep:
         return losses, both
 
     def _keep_numbers(self, index: int, beside: Mapping[str, Any], samples: int, *, counts: bool) -> None:
-        """Keep the numbers beside the loss of the step, or of a part of it; they are weighted by samples."""
+        """Keep the numbers of the loss, or of a part of it, weighted by samples."""
         parts = {name: number_of(value, samples, self.samples) for name, value in beside.items()}
         self.numbers.append((index, parts, counts))
 
     def _summed(self, vectors: list[Tensor], inputs: list[Tensor]) -> Tensor:
-        """Sum over all micro-batches of all ranks in the fixed tree, with the same bits on any of them. Collective."""
+        """Sum over all micro-batches in the fixed tree. Collective.
+
+        The bits are the same on any number of ranks.
+        """
         shares = self._sharing.now if self._sharing else equal_shares(self._micro_batches, self._world.size)
         parts, ranks = Subtrees(self._micro_batches, self._world, shares), self._world.size
         length = sum(tensor.numel() for tensor in inputs if tensor.requires_grad)
@@ -243,7 +257,7 @@ class WholeStep:
 
 
 class WholeStepPasses(Passes):
-    """The passes over a step whose loss looks at all of its samples."""
+    """Passes over a step whose loss covers all of its samples."""
 
     def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
         super().__init__(engine, task, control)
@@ -263,14 +277,14 @@ class WholeStepPasses(Passes):
                 return self._whole.surrogate(batch.index, self._task.outputs(model, batch.data)), None
 
             self._backwards(step, micro, surrogate, 1.0, counts=counts)
-        return [loss.double() * items for loss in losses]  # the record divides by the items
+        return [loss.double() * items for loss in losses]  # since the record divides by the items
 
     def _take_numbers(self, step: int, counts: bool) -> None:
         for index, parts, counted in self._whole.numbers if counts else ():
             self._gathered.add(step, index, parts, counts=counted)
 
     def _forward(self, step: int, batch: MicroBatch) -> Any:
-        """Compute the outputs of a micro-batch, and leave buffers as they are: its forward is made again."""
+        """Compute the outputs of a micro-batch without changing buffers: its forward runs again."""
         control, engine = self._control, self._engine
         control.seed(step, batch.index)
         with engine.accumulate(False, False), control.kernels(step, batch.index):
@@ -279,7 +293,7 @@ class WholeStepPasses(Passes):
         return outputs
 
     def _one(self, step: int, batch: MicroBatch, counts: bool) -> list[Tensor]:
-        """Compute the pass of a rank with one micro-batch, whose graph is kept."""
+        """Run the pass of a rank with one micro-batch, whose graph is kept."""
         control, engine = self._control, self._engine
         if self._hooks:
             self._hooks.before_batch(step, batch.index, 0, 1, counts=bool(batch.weight))
@@ -295,19 +309,23 @@ class WholeStepPasses(Passes):
         return losses
 
     def _losses(self, step: int, found: Sequence[tuple[int, float, Any]]) -> list[Tensor]:
-        self._control.seed(step, WHOLE_LOSS)  # the same on every rank, whatever it computed
+        self._control.seed(step, WHOLE_LOSS)  # the same on every rank, whatever it drew before
         return self._whole(found)
 
 
 def whole_step_of(task: Task, world: World, micro_batches: int, sharing: Sharing | None = None) -> WholeStep:
-    """The loss of a task that looks at the whole step, in the form that the task has."""
+    """Make the WholeStep of a task, with `step_loss` or `step_loss_rows`."""
     rows = task.step_loss_rows if has_own(task, "step_loss_rows") else None
     step_loss = None if rows else task.step_loss
     return WholeStep(step_loss=step_loss, rows=rows, world=world, micro_batches=micro_batches, sharing=sharing)
 
 
 def checked_outputs(outputs: Any) -> Any:
-    """What a task's `outputs` returned. Raises ConfigError unless it is tensors with as many rows each."""
+    """Check what a task's `outputs` returned: tensors with the same number of rows.
+
+    Raises:
+        ConfigError: they are not.
+    """
     tensors = pytree.tree_leaves(outputs)
     odd = [each for each in tensors if not isinstance(each, Tensor) or not each.ndim]
     if odd or not tensors:
@@ -325,12 +343,15 @@ def checked_outputs(outputs: Any) -> Any:
 
 
 def zero_of(outputs: Any) -> Tensor:
-    """Compute 0 from a task's outputs, 0-dim; NaN where one of them is not finite."""
+    """Compute 0 from a task's outputs, 0-dim; NaN if one of them is not finite."""
     return torch.stack([(tensor.detach() * 0).sum().double() for tensor in pytree.tree_leaves(outputs)]).sum()
 
 
 def _leaf(column: Tensor, gradient: bool) -> Tensor:
-    """An output as an input of the loss; half precision as float32, so that its gradient is not rounded."""
+    """Turn an output into an input of the loss.
+
+    Half precision becomes float32, so that its gradient is not rounded.
+    """
     column = column.detach()
     if not (column.is_floating_point() or column.is_complex()):
         return column
@@ -344,7 +365,7 @@ def _gradients(loss: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
 
 
 def _begins(own: list[tuple[int, list[Tensor]]], first: int) -> list[int]:
-    """The first row of each micro-batch."""
+    """Return the first row of each micro-batch."""
     found = []
     for _, tensors in own:
         found.append(first)
@@ -357,7 +378,7 @@ def _rows_of(columns: list[Tensor | None], begin: int, count: int) -> list[Tenso
 
 
 def _flat(gradients: Sequence[Tensor | None], inputs: list[Tensor]) -> Tensor:
-    """The gradients of the inputs that have one, as one vector; a missing one as zeros."""
+    """Concatenate the gradients of inputs that need one into a vector; missing ones are zeros."""
     pairs = [(g, t) for g, t in zip(gradients, inputs, strict=True) if t.requires_grad]
     return torch.cat([(torch.zeros_like(t) if g is None else g).detach().reshape(-1) for g, t in pairs])
 

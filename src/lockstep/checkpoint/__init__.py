@@ -1,4 +1,7 @@
-"""Checkpoints: immutable folders of safetensors and JSON that any world size and engine can read. See store.py."""
+"""Write and read checkpoints: immutable folders of safetensors and JSON.
+
+Any world size and engine can read them. See store.py.
+"""
 
 from lockstep.checkpoint.find import find_newest, find_resume
 from lockstep.checkpoint.layout import check_keepable

@@ -1,4 +1,4 @@
-"""Is a checkpoint whole?
+"""Verify that a checkpoint is complete and undamaged.
 
 problems = verify(path)             [] when it is
 tensors = contents(path, manifest)  what its indexes say, held against the files
@@ -29,12 +29,12 @@ __all__ = [
     "verify",
 ]
 
-_HIDDEN = (".nfs", ".fuse_hidden")  # what a network file system makes of a file that is removed while it is open
+_HIDDEN = (".nfs", ".fuse_hidden")  # names that a network file system gives to open files that are removed
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a checkpoint: dtype name, global shape, and the slices that make it up."""
+    """A tensor in a checkpoint: dtype name, global shape, and its slices."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,10 +42,10 @@ class StoredTensor:
 
 
 def verify(path: Path) -> list[str]:
-    """Everything that is wrong with the checkpoint in the folder `path`, one line each; [] when it is whole.
+    """Return everything that is wrong with a checkpoint, a line each; [] if complete.
 
-    Checked are every file's existence, kind, size and checksum, files that do not belong there, and that the slices in
-    the indexes are in the files and cover every tensor exactly once. All of it is read once; nothing is kept in memory.
+    Checks every file's existence, kind, size and checksum, files that do not belong there, and that the slices in the
+    indexes are in the files and cover every tensor exactly once. Everything is read once; nothing is kept in memory.
     Tensors that are not finite are those that the manifest names.
     """
     try:
@@ -62,14 +62,14 @@ def verify(path: Path) -> list[str]:
 
 
 def unusable(path: Path, manifest: Manifest) -> list[str]:
-    """List what keeps an undamaged checkpoint from being resumed, in one line; [] for nothing."""
+    """Return why an undamaged checkpoint cannot be resumed, as one line; [] if it can."""
     if not manifest.not_finite:
         return []
     return [not_finite_line(manifest.not_finite, f" of {printable(path.name)}")]
 
 
 def is_marked(path: Path) -> bool:
-    """Whether the manifest names tensors that are not finite; False where it cannot be read."""
+    """Whether the manifest names tensors that are not finite; False if it is unreadable."""
     try:
         return bool(read_manifest(path).not_finite)
     except (CheckpointError, StorageError, OSError):
@@ -77,7 +77,7 @@ def is_marked(path: Path) -> bool:
 
 
 def not_finite_line(names: list[str], where: str = "") -> str:
-    """Say of these tensors that they are not finite: the first one's name, and how many more there are."""
+    """Describe tensors that are not finite: the first name, and how many more."""
     more = len(names) - 1
     shown = printable(names[0], 150)
     others = f" and {more} more tensor{'s' * (more > 1)}" if more else ""
@@ -85,7 +85,10 @@ def not_finite_line(names: list[str], where: str = "") -> str:
 
 
 def outline(path: Path, manifest: Manifest) -> list[str]:
-    """What a first look finds: files that are missing, or of another kind or size; files of JSON are read and held."""
+    """Find missing files and wrong kinds or sizes, without reading the tensors.
+
+    JSON files are read, and their checksums checked.
+    """
     found = [
         damage(path / name, each["size"], None if name.endswith(".safetensors") else each["xxh3_64"])
         for name, each in _sorted(manifest)
@@ -94,7 +97,11 @@ def outline(path: Path, manifest: Manifest) -> list[str]:
 
 
 def damaged(path: Path, manifest: Manifest, names: list[str], seen: Seen = lambda count: None) -> list[str]:
-    """What is wrong with the files of these `names`, all of them read; `seen` as in `damage`."""
+    """Read the files of these `names`, and return what is wrong with them.
+
+    Args:
+        seen: as in `damage`.
+    """
     chosen = set(names)
     found = [
         damage(path / name, each["size"], each["xxh3_64"], seen) for name, each in _sorted(manifest) if name in chosen
@@ -107,20 +114,31 @@ def _sorted(manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
 
 
 def data_files(manifest: Manifest, rank: int = 0, size: int = 1) -> list[str]:
-    """Of the names of the data files those whose checksums are the rank's to take, of `size` ranks; all for one."""
+    """Return the data files whose checksums this rank verifies, of `size` ranks.
+
+    The default is all of them.
+    """
     names = [name for name in manifest.files if name.endswith(".safetensors")]
     names.sort(key=lambda name: (-manifest.files[name]["size"], name))
     return names[rank::size]
 
 
 def hold(path: Path, manifest: Manifest) -> None:
-    """Raises CheckpointError unless the state is one, and indexes and headers hold together."""
+    """Check that the state is valid and that indexes and headers agree.
+
+    Raises:
+        CheckpointError: they do not.
+    """
     read_state(path)
     contents(path, manifest)
 
 
 def strangers(path: Path, manifest: Manifest) -> list[str]:
-    """What is in the folder and does not belong there. Raises OSError where it cannot be listed."""
+    """Return what is in the folder and does not belong there.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
     known = {MANIFEST, *manifest.files}
     return [
         f"{printable(path.name)}/{printable(found.name)} does not belong there"
@@ -130,10 +148,12 @@ def strangers(path: Path, manifest: Manifest) -> list[str]:
 
 
 def contents(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint by name, second names included, after all indexes and headers were compared.
+    """Return every tensor of the checkpoint by name, aliases included.
+
+    All indexes and headers are compared first.
 
     Raises:
-        CheckpointError: they do not hold together; the file or the tensor is named.
+        CheckpointError: they contradict each other; the file or the tensor is named.
     """
     found: dict[str, StoredTensor] = {}
     aliases: dict[str, str] = {}
@@ -180,7 +200,10 @@ def _resolved(path: Path, found: dict[str, StoredTensor], aliases: dict[str, str
 
 
 def tiles(blocks: list[TensorBox], shape: tuple[int, ...], dimension: int = 0) -> bool:
-    """Whether the blocks cover `shape` exactly once, cut as sharding cuts: through, dimension by dimension."""
+    """Whether the blocks cover `shape` exactly once.
+
+    They must be cut as sharding cuts: dimension by dimension, each cut going through.
+    """
     if dimension == len(shape):
         return len(blocks) == 1
     bands: dict[tuple[int, int], list[TensorBox]] = {}

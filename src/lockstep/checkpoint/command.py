@@ -1,4 +1,7 @@
-"""What `lockstep checkpoint list | inspect | verify RUN` prints; its flags are in commands/checkpoint.py."""
+"""Print the results of `lockstep checkpoint list | inspect | verify RUN`.
+
+Its flags are in commands/checkpoint.py.
+"""
 
 import json
 import math
@@ -21,11 +24,11 @@ from lockstep.files import bytes_text
 
 __all__ = ["run"]
 
-_SHOWN = 2000  # characters of a row
+_SHOWN = 2000  # characters of a row that are shown
 
 
 def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as_json: bool = False) -> int:
-    """Lists, inspects or verifies, prints what it found and returns the exit code: 0, or 3 for damage.
+    """List, inspect or verify checkpoints, and print the result.
 
     Args:
         action: "list", "inspect" or "verify".
@@ -34,8 +37,11 @@ def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as
         tensors: `inspect` lists every tensor.
         as_json: `list` prints one JSON list.
 
+    Returns:
+        The exit code: 0, or 3 for damage that `verify` finds.
+
     Raises:
-        CheckpointError: there is no such run or no such checkpoint.
+        CheckpointError: there is no such run or checkpoint.
     """
     paths = _checkpoints(Path(folder), step)
     if action == "list":
@@ -46,7 +52,7 @@ def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as
 
 
 def _checkpoints(run: Path, step: int | None) -> list[Path]:
-    """The folders meant by RUN and --step, ascending by step; at least one."""
+    """Return the folders that RUN and --step name, ascending by step; at least one."""
     shown = printable(str(run))
     if step_of(run.resolve().name) is not None and run.is_dir():
         paths = [run.resolve()]
@@ -79,7 +85,7 @@ def _list(paths: list[Path]) -> int:
 
 
 def _list_json(paths: list[Path]) -> int:
-    """The table as JSON, with numbers as numbers; null where a damaged checkpoint does not say."""
+    """Print the table as JSON, with numbers; null if a damaged checkpoint lacks them."""
     found = []
     for path in paths:
         problems = [printable(problem) for problem in verify(path)]
@@ -98,7 +104,7 @@ def _yes(problems: list[str]) -> str:
 
 
 def _row(path: Path) -> tuple[str, ...]:
-    """Epoch, size, time, engine and world size, as far as a damaged checkpoint still says so."""
+    """Return epoch, size, time, engine and world size, as far as readable."""
     try:
         manifest = read_manifest(path)
     except CheckpointError:
@@ -152,12 +158,12 @@ def _inspect(paths: list[Path], tensors: bool) -> int:
 
 
 def _once(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """Each stored tensor once, also where it has two names."""
+    """Return each stored tensor once, even if it has two names."""
     return list({id(each): each for each in tensors}.values())
 
 
 def _newest_whole(paths: list[Path]) -> Path:
-    """The newest whole one; one that was asked for by itself need only be undamaged."""
+    """Return the newest complete checkpoint; a single one need only be undamaged."""
     for path in reversed(paths):
         problems = verify(path)
         if len(paths) == 1 and is_marked(path):

@@ -1,4 +1,10 @@
-"""."""
+"""Export a checkpoint's weights to other formats.
+
+    export(path, Path("model.safetensors"), "safetensors")
+
+The formats are a safetensors file, a torch file, a folder of transformers ("hf"), adapters of peft, and a universal
+checkpoint of DeepSpeed. Each is written under a temporary name, and renamed when it is complete.
+"""
 
 import json
 import os
@@ -35,12 +41,17 @@ __all__ = [
 ]
 
 
-_VERSION = "0.16.0"  # the oldest DeepSpeed whose universal checkpoints are like this
-_GROUPS = 64  # more than an optimizer has; empty, so that each group of the reader keeps its own settings
+# --- DeepSpeed
+
+_VERSION = "0.16.0"  # the oldest DeepSpeed with this form of universal checkpoints
+_GROUPS = 64  # more groups than an optimizer has; empty, so that the reader's groups keep their own settings
 
 
 def _write_universal(tensors: FullTensors, step: int, out: Path) -> None:
-    """Makes the folder `out`. One parameter at a time is in memory, and the module's state once, at the end."""
+    """Write a universal checkpoint of DeepSpeed to the folder `out`.
+
+    One parameter at a time is in memory, and the whole module once, at the end.
+    """
     folder = out / f"global_step{step}_universal"
     (folder / "zero").mkdir(parents=True)
     (out / "latest_universal").write_text(folder.name, encoding="utf-8")
@@ -60,7 +71,7 @@ def _write_universal(tensors: FullTensors, step: int, out: Path) -> None:
 
 
 def _states(tensors: FullTensors) -> dict[str, list[str]]:
-    """{trained parameter: the keys of its optimizer state}."""
+    """Return {trained parameter: the keys of its optimizer state}."""
     found: dict[str, list[str]] = {}
     for full in sorted(tensors.stored):
         group, _, rest = full.partition("/")
@@ -71,7 +82,10 @@ def _states(tensors: FullTensors) -> dict[str, list[str]]:
 
 
 def _wide(tensors: FullTensors, name: str) -> torch.Tensor:
-    """In float32, as DeepSpeed keeps what it updates; a copy, so that no mapped file is saved with it."""
+    """Copy to float32, as DeepSpeed keeps what it updates.
+
+    A copy, so that no mapped file is saved with it.
+    """
     if tensors.stored[name].dtype.startswith("complex"):
         raise CheckpointError(f"--format deepspeed: '{name}' is complex, and DeepSpeed updates real numbers alone")
     return tensors.read(name).to(torch.float32, copy=True)
@@ -104,6 +118,8 @@ def _write_module(tensors: FullTensors, step: int, trained: list[str], folder: P
     torch.save({"module": module, **counters}, folder / "mp_rank_00_model_states.pt")
 
 
+# --- transformers and peft
+
 Shapes = Mapping[str, tuple[int, ...]]
 Renamed = Callable[[str], tuple[str, bool]]
 
@@ -127,19 +143,22 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)", re.ASCII)
 def _write_hub(
     options: Mapping[str, Any], state: Mapping[str, Any], shapes: Shapes, folder: Path, classes: Sequence[str] = ()
 ) -> Renamed:
-    """Writes `folder`/config.json, and returns what gives a tensor's name there and whether it lies transposed.
+    """Write `folder`/config.json, and return the mapping of tensor names.
 
     Args:
         options: the run's configuration, nested as in its config.toml.
-        state: of the checkpoint; of a built-in GPT it says the shape.
+        state: of the checkpoint; it has the shape of a built-in GPT.
         shapes: of the model's tensors by plain name.
-        classes: their names, where the run's task has classes.
+        classes: names of the classes, if the run's task has any.
+
+    Returns:
+        A function: name -> (its name there, whether it is transposed).
 
     Raises:
-        CheckpointError: the run's model is not one that transformers knows.
-        ConfigError: the hub's model is not to be had any more, or transformers is not installed.
+        CheckpointError: transformers does not know the run's model.
+        ConfigError: the hub's model is not available any more, or transformers is not installed.
     """
-    name = str(options.get("model_name", Config().model_name if options else ""))  # what is left out is the default
+    name = str(options.get("model_name", Config().model_name if options else ""))  # a missing option has its default
     if {"tokens.weight", "positions.weight"} <= shapes.keys() and ("gpt" in state or name in PRESETS):
         _write(folder, _gpt2(_heads(name, state, shapes), options, state, shapes))
         return _as_gpt2
@@ -171,10 +190,12 @@ def _write_hub(
 
 
 def _heads(name: str, state: Mapping[str, Any], shapes: Shapes) -> int:
-    """Of a built-in GPT: no tensor's shape says it. A checkpoint from before it was kept has the preset's, if it fits.
+    """Return the number of heads of a built-in GPT, which no tensor's shape shows.
+
+    An older checkpoint does not record it; then it is the preset's, if that fits.
 
     Raises:
-        CheckpointError: the width is another than the preset's.
+        CheckpointError: the width differs from the preset's.
     """
     if "gpt" in state:
         return int(state["gpt"]["heads"])
@@ -193,9 +214,9 @@ def _gpt2(heads: int, options: Mapping[str, Any], state: Mapping[str, Any], shap
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "activation_function": "gelu_pytorch_tanh",  # torch's own kernel, so that logits have the same bits
+        "activation_function": "gelu_pytorch_tanh",  # torch's kernel, so that logits have the same bits
         "layer_norm_epsilon": 1e-5,
-        "vocab_size": rows,  # padded, as the table is
+        "vocab_size": rows,  # padded, as the embedding is
         "n_positions": shapes["positions.weight"][0],
         "n_embd": width,
         "n_layer": 1 + max(int(found[1]) for found in map(_BLOCK.fullmatch, shapes) if found),
@@ -226,7 +247,7 @@ def _write(folder: Path, config: dict[str, Any]) -> None:
 def _write_adapters(
     options: Mapping[str, Any], state: Mapping[str, Any], names: Iterable[str], folder: Path
 ) -> dict[str, str]:
-    """Writes `folder`/adapter_config.json, and returns each tensor's name there.
+    """Write `folder`/adapter_config.json, and return each tensor's name there.
 
     Args:
         options: the run's configuration, nested as in its config.toml.
@@ -234,7 +255,7 @@ def _write_adapters(
         names: of the checkpoint's model tensors.
 
     Raises:
-        CheckpointError: it has no adapters, or tensors beside them, which the format has no place for.
+        CheckpointError: it has no adapters, or has other tensors that the format cannot store.
         ConfigError: peft is not installed.
     """
     known = state.get("lora")
@@ -255,22 +276,24 @@ def _write_adapters(
     return renamed
 
 
-_TYPES = {"": "CAUSAL_LM", "causal-lm": "CAUSAL_LM", "classification": "SEQ_CLS", "images": ""}  # --task: peft's own
+_TYPES = {"": "CAUSAL_LM", "causal-lm": "CAUSAL_LM", "classification": "SEQ_CLS", "images": ""}  # --task -> peft's own
 
+
+# --- all formats
 
 Beside = Callable[[Path], None]
 
 
 class ExportSource(NamedTuple):
-    """What is exported.
+    """A checkpoint to export.
 
     Attributes:
         path: the checkpoint's folder.
         tensors: its tensors.
-        options: the run's config.toml as nested dicts; {} where there is none.
+        options: the run's config.toml as nested dicts; {} without one.
         step: of the checkpoint.
-        state: what it keeps besides tensors.
-        beside: writes what else belongs into the folder of `hf`: a tokenizer.
+        state: everything in it except tensors.
+        beside: writes the other files of an `hf` folder: a tokenizer.
     """
 
     path: Path
@@ -282,10 +305,14 @@ class ExportSource(NamedTuple):
 
 
 def chosen(run: Path, step: int | None) -> Path:
-    """The folder of the checkpoint in `run` of that step, whole; None: the newest whole one.
+    """Return a complete checkpoint of the run: of this step, or the newest.
+
+    Args:
+        run: a run's folder, or a checkpoint's, which is returned as it is.
+        step: None: the newest complete one.
 
     Raises:
-        CheckpointError: no such run, no such step, or none that is whole.
+        CheckpointError: no such run, no such step, or none is complete.
     """
     shown = printable(str(run))
     if run.is_dir() and step_of(run.resolve().name) is not None:
@@ -310,19 +337,21 @@ def export(
     beside: Beside = lambda folder: None,
     ema: bool = False,
 ) -> Path:
-    """Writes the model of the checkpoint in the folder `path` to `out` in the format `form`, and returns `out`.
+    """Export the model of a checkpoint in the format `form`, and return `out`.
 
-    It appears under its name when it is complete.
+    `out` gets its name only when it is complete.
 
     Args:
+        path: the checkpoint's folder.
+        out: the path to write; must not exist.
         form: "safetensors", "torch", "hf", "deepspeed", or "peft" for adapters.
-        weights: in place of the checkpoint's own tensors, by the names that it would have: `model/NAME`.
-        beside: writes what else belongs into the folder of `hf`.
-        ema: the averaged weights of the checkpoint, in their own dtype, with its buffers.
+        weights: replaces the checkpoint's own tensors, by the names it would have: `model/NAME`.
+        beside: writes the other files of an `hf` folder.
+        ema: export the averaged weights, in their own dtype, with the checkpoint's buffers.
 
     Raises:
         CheckpointError: damaged, without a model, not expressible in the format, or the file system refused.
-        ConfigError: something is at `out` already, or the format takes no averaged weights.
+        ConfigError: `out` exists, or the format does not support averaged weights.
     """
     if ema and form == "deepspeed":
         raise ConfigError("--ema with --format deepspeed: such a checkpoint is one to train on from; leave --ema out")
@@ -346,7 +375,7 @@ def export(
 
 
 def _averaged(path: Path, tensors: FullTensors) -> FullTensors:
-    """The tensors, with each weight's average in its place, also under the second names of what is tied."""
+    """Replace each weight by its average, also under the aliases of tied weights."""
     average = {f"model/{name.removeprefix(AVERAGE)}": name for name in averages_of(path, tensors.stored)}
     of = {id(tensors.stored[name]): averaged for name, averaged in average.items()}
     place = {name: of.get(id(stored), name) for name, stored in tensors.stored.items()}
@@ -354,7 +383,7 @@ def _averaged(path: Path, tensors: FullTensors) -> FullTensors:
 
 
 def _options_of(path: Path) -> dict[str, Any]:
-    """The config.toml of the run that the checkpoint lies in; {} where there is none."""
+    """Read the config.toml of the checkpoint's run; {} without one."""
     file = path.parent.parent / "config.toml"
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
@@ -363,7 +392,7 @@ def _options_of(path: Path) -> dict[str, Any]:
 
 
 def _classes_of(path: Path) -> list[str]:
-    """The names of the classes, of a task that has such; they stand in the run's environment.json."""
+    """Read the task's class names from the run's environment.json; [] without them."""
     file = path.parent.parent / "environment.json"
     try:
         found: list[str] = json.loads(json.loads(file.read_text(encoding="utf-8"))["sources"]["classes"])
@@ -373,7 +402,11 @@ def _classes_of(path: Path) -> list[str]:
 
 
 def _weights(tensors: FullTensors) -> tuple[list[str], dict[str, str]]:
-    """(the model's names, each stored tensor once; second names of tied tensors -> the first)."""
+    """Return the model's names, each stored tensor once, and the aliases.
+
+    Returns:
+        (names, alias -> name) of tied tensors.
+    """
     first: dict[int, str] = {}
     seconds: dict[str, str] = {}
     for name in sorted(name for name in tensors.stored if name.startswith("model/")):
@@ -384,7 +417,7 @@ def _weights(tensors: FullTensors) -> tuple[list[str], dict[str, str]]:
 
 
 class Outgoing(NamedTuple):
-    """A tensor to write: its name, dtype name and shape, and how to get it."""
+    """A tensor to write: name, dtype name, shape, and a function that reads it."""
 
     name: str
     dtype: str
@@ -393,10 +426,10 @@ class Outgoing(NamedTuple):
 
 
 def _safetensors_of(tensors: Iterable[Outgoing], notes: dict[str, str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file; each tensor is read when its turn comes, and dropped.
+    """Yield the bytes of a safetensors file; each tensor is read in turn and dropped.
 
     Raises:
-        CheckpointError: a tensor has a dtype that the format, as others read it, does not know.
+        CheckpointError: a tensor has a dtype that readers of the format do not know.
     """
     ordered = sorted(tensors, key=lambda each: (-itemsize(each.dtype), each.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **notes}}
@@ -416,21 +449,21 @@ def _safetensors_of(tensors: Iterable[Outgoing], notes: dict[str, str]) -> Itera
 
 
 def outgoing(source: ExportSource, names: Iterable[str]) -> Iterator[Outgoing]:
-    """The model's tensors of these plain names, as they are stored."""
+    """Yield the model's tensors of these plain names, as they are stored."""
     for name in names:
         stored = source.tensors.stored[f"model/{name}"]
         yield Outgoing(name, stored.dtype, stored.shape, partial(source.tensors.read, f"model/{name}"))
 
 
 def _safetensors(source: ExportSource, out: Path) -> None:
-    """Second names of tied tensors stand in the header, where safetensors.torch.load_model looks for them."""
+    """Write aliases of tied tensors into the header, where safetensors.torch.load_model expects them."""
     names, seconds = _weights(source.tensors)
     write_file(out, _safetensors_of(outgoing(source, names), seconds))
 
 
 def _torch(source: ExportSource, out: Path) -> None:
     names, seconds = _weights(source.tensors)
-    # Copies: a tensor that is a part of a mapped file would be saved with the whole file.
+    # Copies: saving a view of a mapped file would save the whole file.
     held = {name: source.tensors.read(f"model/{name}").clone() for name in names}
     held |= {second: held[name] for second, name in seconds.items()}
     torch.save(held, out)

@@ -1,9 +1,10 @@
-"""Files that are written once, synced, and believed only when their checksum holds.
+"""Write files once and synced, and trust them only if their checksum matches.
 
     written = write_file(folder / "state.json", [b"{}"])      {"size": 2, "xxh3_64": "..."}
     problem = damage(folder / "state.json", written["size"], written["xxh3_64"])
 
-Nothing here knows what a file means. Text that came out of a file goes through `printable` before a person sees it.
+This module does not know what a file means. Text from a file goes through `printable` before a user sees it.
+`on_all_ranks` runs an action on every rank and shares its errors.
 """
 
 import contextlib
@@ -37,14 +38,17 @@ __all__ = [
 
 Seen = Callable[[int], None]
 
-_CHUNK = 4 << 20  # bytes that are read at once: what was just read is still in the cache when it is hashed
-# Bytes that are hashed, and written, at once. Both let other threads run, but a training loop that launches kernels
-# may have to wait each time that this thread comes back for the next chunk.
+_CHUNK = 4 << 20  # bytes per read, few enough to be in the cache when they are hashed
+# Bytes per hash and write. Both release the GIL, but a training loop that launches kernels may have to wait for it
+# each time that this thread takes the next chunk.
 _WRITTEN = 64 << 20
 
 
 def printable(text: str, limit: int = 300) -> str:
-    """`text` on one line with control characters escaped (they could drive a terminal), cut to `limit` characters."""
+    """Escape control characters, which could drive a terminal, and cut to `limit`.
+
+    The result is one line.
+    """
     shown = "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text[: limit + 1]
@@ -53,7 +57,7 @@ def printable(text: str, limit: int = 300) -> str:
 
 
 def refusal_error(error: OSError) -> LockstepError:
-    """Make the error for what the file system refused: file, reason, way out."""
+    """Make the error for a refusal of the file system: file, reason, way out."""
     if silent := storage_error(error):
         return silent
     where = printable(str(error.filename)) if error.filename else "the checkpoint's folder"
@@ -64,10 +68,10 @@ def refusal_error(error: OSError) -> LockstepError:
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Creates `path`, writes `chunks` one after the other and syncs it to the disk.
+    """Create `path`, write `chunks` to it and sync it to the disk.
 
-    The file must not exist: nothing that somebody planted there, a link least of all, is written through. What a
-    write that failed has left of it goes, so that it can be tried again.
+    The file must not exist: nothing is written through an existing file or link. What a failed write leaves is removed,
+    so that it can be retried.
 
     Returns:
         {"size": bytes, "xxh3_64": checksum as 16 hexadecimal digits}.
@@ -89,7 +93,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write's own error does not say which file
+        error.filename = error.filename or str(path)  # a write's error does not name the file
         if exists:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -98,10 +102,10 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file of at most `limit` bytes. Links are not followed.
+    """Read a regular file of at most `limit` bytes. Links are not followed.
 
     Raises:
-        CheckpointError: there is no such file, it is a link or no file, it is larger, or it cannot be read.
+        CheckpointError: it is missing, a link, not a regular file, too large, or unreadable.
         StorageError: the storage does not answer.
     """
     try:
@@ -123,7 +127,7 @@ def _content(path: Path, limit: int) -> bytes:
 
 
 def parse_json(data: bytes, path: Path) -> Any:
-    """What the JSON in `data`, the content of `path`, says. No key twice, no nesting that exhausts the stack.
+    """Parse JSON that came from `path`, refusing repeated keys and deep nesting.
 
     Raises:
         CheckpointError: it is not such JSON.
@@ -144,13 +148,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def damage(path: Path, size: int, checksum: str | None, seen: Seen = lambda count: None) -> str | None:
-    """What is wrong with the file: missing, a link, another size, another xxh3_64 (None: not read). None when whole.
+    """Return what is wrong with a file; None if it is undamaged.
+
+    It may be missing, a link, or have another size or checksum.
 
     Args:
-        seen: called with the number of bytes of each block that was read, for those who wait.
+        checksum: xxh3_64; None: the content is not read.
+        seen: called with the number of bytes of each block read, for progress.
 
     Raises:
-        StorageError: the storage does not answer, which says nothing of the file.
+        StorageError: the storage does not answer, which shows nothing about the file.
     """
     try:
         return retry_io(lambda: _difference(path, size, checksum, seen))
@@ -186,17 +193,22 @@ def _shown(path: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Deletes a folder with all in it, a file, or a link but not what it leads to. What cannot be deleted stays."""
-    with contextlib.suppress(OSError):  # a leftover does no harm; an error here would hide the one that matters
+    """Delete a folder with its contents, a file, or a link but not its target.
+
+    What cannot be deleted stays.
+    """
+    with contextlib.suppress(OSError):  # a leftover is harmless; an error here would hide the one that matters
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
 
 
+# --- all ranks together
+
 T = TypeVar("T")
 
-_SIGN = 5.0  # seconds between two signs of life, or a quarter of the timeout where that is less
+_SIGN = 5.0  # seconds between two signs of life, or a quarter of the timeout if that is less
 
 
 def on_all_ranks(
@@ -206,9 +218,9 @@ def on_all_ranks(
     done: Callable[[], int] = lambda: 0,
     heard: Callable[[list[int]], None] = lambda counts: None,
 ) -> T:
-    """What `action` returns, once it has succeeded on every rank, however long that takes. Collective.
+    """Run `action` on every rank, and return its result once all have succeeded. Collective.
 
-    The group of `world` must not be used by another thread meanwhile.
+    It may take any time. No other thread may use the group of `world` meanwhile.
 
     Args:
         done: how much of the action is done, in any unit; called in another thread.
@@ -216,7 +228,7 @@ def on_all_ranks(
 
     Raises:
         CheckpointError: the file system refused `action` on this rank.
-        StorageError: the same, since the storage does not answer.
+        StorageError: the storage did not answer on this rank.
         PeerError: it failed on another rank, which is named, or a rank was lost.
     """
     signs = _Signs(world, done, heard) if world.size > 1 else None
@@ -229,7 +241,7 @@ def on_all_ranks(
         error.__cause__ = found
     except Exception as found:  # a bug on one rank must not leave the others waiting
         error = found
-    except BaseException:  # Ctrl-C: this rank has left, and the others find that out by the timeout
+    except BaseException:  # Ctrl-C: this rank leaves, and the others notice by the timeout
         if signs:
             signs.leave()
         raise
@@ -240,7 +252,10 @@ def on_all_ranks(
 
 
 class _Signs:
-    """The thread that tells the other ranks that this one is at work, or has ended, until all have."""
+    """Thread that tells the other ranks that this one still works.
+
+    It ends when all have ended.
+    """
 
     def __init__(self, world: World, done: Callable[[], int], heard: Callable[[list[int]], None]) -> None:
         self._world, self._done, self._heard = world, done, heard
@@ -251,13 +266,17 @@ class _Signs:
         self._thread.start()
 
     def wait(self) -> LockstepError | None:
-        """Returns when every rank has ended: None, or what went wrong with the exchange itself."""
+        """Wait until every rank has ended.
+
+        Returns:
+            None, or the error of the exchange itself.
+        """
         self._ended.set()
         self._thread.join()
         return self._lost
 
     def leave(self) -> None:
-        """Says nothing more."""
+        """Stop reporting."""
         self._left = True
         self._ended.set()
 

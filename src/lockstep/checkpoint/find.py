@@ -1,12 +1,12 @@
-"""The checkpoint to go on from, found by all ranks together.
+"""Find the checkpoint to resume from, on all ranks together.
 
     found = find_resume(folder, world, say)         (its folder, its state), or None in a run that has none yet
     path = find_newest(folder, world, say)          the newest whole one, or None
     load(path, tensors, world, verified=True)       its checksums were held a moment ago
 
-Rank 0 looks at the names, sizes and small files; the data is read by all ranks, each its share of the files, with signs
-of life meanwhile: no timeout ends that, as long as every process lives. What is damaged, or holds a
-tensor that is not finite, is left for the next older one, by all ranks alike.
+Rank 0 checks the names, sizes and small files. All ranks read the data, each its share of the files, with signs of life
+meanwhile: no timeout ends that as long as every process lives. If a checkpoint is damaged, or holds a tensor that is
+not finite, all ranks try the next older one.
 """
 
 import time
@@ -25,27 +25,28 @@ from lockstep.files import bytes_text
 
 __all__ = ["find_newest", "find_resume"]
 
-_TELL = 30.0  # seconds between two lines about a reading that takes long
+_TELL = 30.0  # seconds between two lines about a long read
 
 Say = Callable[[str], None]
 
 
 def find_resume(folder: Path, world: World, say: Say) -> tuple[Path, dict[str, Any]] | None:
-    """The newest whole checkpoint of the run in `folder`, and its state as rank 0 read it. Collective.
+    """Find the newest complete checkpoint of the run, and its state. Collective.
 
     Args:
-        say: called on rank 0 with one line for each newer one that is damaged, and for a reading that takes long.
+        folder: the run's.
+        say: called on rank 0 with a line for each newer one that is damaged, and for a long read.
 
     Returns:
-        None where the run has no checkpoint, alike on every rank.
+        Its folder, and its state as rank 0 read it. None if the run has no checkpoint, the same on every rank.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is whole.
+        CheckpointError: there are checkpoints, and none is complete.
         PeerError: another rank found so, or was lost.
     """
     steps = _steps(folder, world)
     path = _newest(folder, steps, world, say)
-    if path is None and steps:  # to begin again would write over them
+    if path is None and steps:  # a new start would overwrite them
         error = CheckpointError(
             f"{folder}: none of its {len(steps)} checkpoints is whole (the lines above say why); repair "
             "one, move checkpoints/ away to begin again from step 0, or use another --experiment-name"
@@ -58,7 +59,7 @@ def find_resume(folder: Path, world: World, say: Say) -> tuple[Path, dict[str, A
 
 
 def find_newest(folder: Path, world: World, say: Say) -> Path | None:
-    """The folder of the newest whole checkpoint of the run in `folder`, None without one. Collective; see above."""
+    """Find the newest complete checkpoint of the run; None without one. Collective."""
     return _newest(folder, _steps(folder, world), world, say)
 
 
@@ -81,7 +82,7 @@ def _newest(folder: Path, steps: list[int], world: World, say: Say) -> Path | No
 
 
 def _problems(path: Path, world: World, say: Say) -> list[str]:
-    """What is wrong with the checkpoint, the same on every rank; [] when it is whole."""
+    """Return what is wrong with the checkpoint, the same on every rank; [] for nothing."""
     problems, checksum = world.gather(on_all_ranks(world, lambda: _seen(path, world)))[0]  # collective
     if problems:
         return list(problems)
@@ -94,7 +95,7 @@ def _problems(path: Path, world: World, say: Say) -> list[str]:
 
 
 def _seen(path: Path, world: World) -> tuple[list[str], str]:
-    """On rank 0: what a first look finds, and the manifest's checksum."""
+    """On rank 0, return what a quick check finds, and the manifest's checksum."""
     if not world.is_main:
         return [], ""
     try:
@@ -107,7 +108,7 @@ def _seen(path: Path, world: World) -> tuple[list[str], str]:
 
 
 def _read(path: Path, checksum: str, world: World, reading: "_ReadProgress") -> list[str]:
-    """What is wrong with this rank's share of the data files."""
+    """Read this rank's share of the data files, and return what is wrong."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -119,7 +120,7 @@ def _read(path: Path, checksum: str, world: World, reading: "_ReadProgress") -> 
 
 
 def _held(path: Path, world: World) -> list[str]:
-    """On rank 0, once all checksums held: what is wrong with what the files say."""
+    """On rank 0, check the contents of the files, once all checksums match."""
     try:
         if world.is_main:
             hold(path, read_manifest(path))
@@ -129,7 +130,7 @@ def _held(path: Path, world: World) -> list[str]:
 
 
 class _ReadProgress:
-    """How far the reading of a checkpoint's data is; rank 0 says so from time to time.
+    """Progress of reading a checkpoint's data; rank 0 reports it from time to time.
 
     Attributes:
         bytes: read on this rank.
@@ -147,7 +148,7 @@ class _ReadProgress:
         self.bytes += count
 
     def heard(self, counts: list[int]) -> None:
-        """Takes the bytes read by every rank."""
+        """Report the bytes read by every rank, if it is time."""
         if time.monotonic() - self._told > _TELL:
             self._told = time.monotonic()
             self._say(f"checking checkpoint {self._name}: {bytes_text(sum(counts))} of {bytes_text(self._whole)} read")

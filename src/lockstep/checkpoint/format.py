@@ -1,14 +1,14 @@
-"""What stands in a checkpoint's folder, and the reading of it that believes nothing.
+"""Define a checkpoint's files, and read them without trusting them.
 
     checkpoints/step-00000500/
         rank-00000.safetensors   the tensors, or slices of them, that rank 0 wrote
-        rank-00000.json          its index: [{name, dtype, shape, offsets, local, file, key}], and the second names
+        rank-00000.json          its index: [{name, dtype, shape, offsets, local, file, key}], and the aliases
         state.json               plain numbers and strings of the run
         manifest.json            format, step, world size, engine, size and xxh3_64 of every other file; written last.
-                                 `not_finite`, only where there are such: the tensors that no run can go on from
+                                 `not_finite`, only if there are any: the tensors that prevent a resume
 
-Sizes and shapes are held against the files' real sizes before any memory is taken for them; names cannot leave the
-folder; a link in it is refused. Every function raises CheckpointError, in one line that names the file.
+Sizes and shapes are compared with the real sizes of the files before any memory is allocated for them; names cannot
+leave the folder; links in it are refused. Every function raises CheckpointError, in one line that names the file.
 """
 
 import json
@@ -64,28 +64,28 @@ CODES = {
     "bool": "BOOL",
 }
 
-# torch dtype name -> that of its real and imaginary part, which stand beside each other in a last dimension of 2
+# torch dtype name -> dtype of its real and imaginary part, stored as a last dimension of 2
 PAIRS = {"complex128": "float64"}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name without its package: "float32"."""
+    """Return the dtype's name without its package: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_known(dtype: str) -> bool:
-    """Whether a checkpoint can keep tensors of the dtype of this name."""
+    """Whether a checkpoint can store tensors of this dtype name."""
     return dtype in CODES or dtype in PAIRS
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element of the dtype of this name."""
+    """Return the bytes of one element of this dtype name."""
     size: int = getattr(torch, dtype).itemsize
     return size
 
 
 def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """The code and the shape that a tensor of the dtype of this name has in a safetensors file."""
+    """Return the code and shape of a tensor in a safetensors file."""
     if dtype in PAIRS:
         return CODES[PAIRS[dtype]], (*shape, 2)
     return CODES[dtype], shape
@@ -98,17 +98,18 @@ STATE = "state.json"
 _FILE = re.compile(r"rank-\d{5,9}\.(safetensors|json)|state\.json", re.ASCII)
 _STEP = re.compile(r"step-\d{8,18}", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]{16}", re.ASCII)
-JSON_LIMIT = 64 << 20  # bytes: an index of some 300,000 slices; what Python makes of it fits into memory
+JSON_LIMIT = 64 << 20  # bytes: an index of about 300,000 slices, whose parsed form fits into memory
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The list of files, and how they came to be.
+    """The list of a checkpoint's files, and how they were written.
 
     Attributes:
+        world: number of ranks.
         written: seconds since 1970.
         files: name -> {size, xxh3_64}.
-        not_finite: the tensors, finite in a sound run, that hold NaN or an infinity.
+        not_finite: tensors that hold NaN or an infinity and should not.
     """
 
     step: int
@@ -121,20 +122,23 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files that it lists."""
+        """Bytes of all listed files."""
         return sum(file["size"] for file in self.files.values())
 
     @property
     def checksum(self) -> str:
-        """xxh3_64 over all that it says."""
+        """xxh3_64 of all its fields."""
         return xxhash.xxh3_64_hexdigest(dump(self._fields()))
 
     def dump(self) -> bytes:
-        """The file's content. Its own checksum is in it, so that no byte of it can change unseen."""
+        """Return the file's content.
+
+        It contains its own checksum, so that any changed byte is noticed.
+        """
         return dump({**self._fields(), "xxh3_64": self.checksum})
 
     def _fields(self) -> dict[str, Any]:
-        """Give the fields as the file has them; `not_finite` only where there are such."""
+        """Return the fields as the file has them; `not_finite` only if there are any."""
         fields = asdict(self)
         if not self.not_finite:
             del fields["not_finite"]
@@ -142,12 +146,12 @@ class Manifest:
 
 
 def step_name(step: int) -> str:
-    """The name of the folder of this step's checkpoint: "step-00000500" for 500."""
+    """Return the folder name of this step's checkpoint: "step-00000500" for 500."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """500 for "step-00000500"; None for what is not a checkpoint's name."""
+    """Return 500 for "step-00000500"; None if `name` is not a checkpoint's."""
     if not _STEP.fullmatch(name):
         return None
     step = int(name.removeprefix("step-"))
@@ -155,7 +159,7 @@ def step_of(name: str) -> int | None:
 
 
 def dump(value: Any, indent: int | None = 1) -> bytes:
-    """`value` as JSON, always the same bytes for the same value.
+    """Encode `value` as JSON, always the same bytes for the same value.
 
     Raises:
         CheckpointError: it takes more bytes than a reader accepts.
@@ -167,10 +171,10 @@ def dump(value: Any, indent: int | None = 1) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint folder `path`, its own checksum held.
+    """Read the manifest of the checkpoint folder `path`, and check its checksum.
 
     Raises:
-        CheckpointError: missing, damaged, of a newer format, or of another step than the folder's name says.
+        CheckpointError: missing, damaged, of a newer format, or of another step than the folder's name.
     """
     file = path / MANIFEST
     data = read_file(file, JSON_LIMIT)
@@ -221,12 +225,12 @@ def _manifest_problem(fields: dict[str, Any]) -> str | None:
 
 
 def is_size(value: Any) -> bool:
-    """Whether `value` is a number of bytes or of elements that can be true."""
+    """Whether `value` is a possible number of bytes or elements."""
     return type(value) is int and 0 <= value < 1 << 62
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The plain numbers and strings that were saved with the checkpoint in the folder `path`.
+    """Read the plain numbers and strings that were saved with a checkpoint.
 
     Raises:
         CheckpointError: missing or not a JSON object.

@@ -1,9 +1,10 @@
-"""Which rank writes which part of which tensor.
+"""Decide which rank writes which part of which tensor, and read the indexes.
 
     share = share_out(tensors, world)       share.pieces: what this rank writes; share.aliases: second names
     block_of(tensor)                        which part of the full tensor this rank holds
 
-A plain tensor is the same on every rank and is written by one; a DTensor's slices are written by those who hold them.
+A plain tensor is the same on every rank, and one rank writes it; a DTensor's slices are written by the ranks that hold
+them.
 """
 
 import heapq
@@ -42,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorBox:
-    """A box in a tensor: where it begins and how far it goes, one number a dimension. A scalar's are both ()."""
+    """A box in a tensor: start and extent in each dimension. A scalar's are both ()."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -50,7 +51,7 @@ class TensorBox:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A part of the tensor `name` of global `shape`: this rank's `local` tensor, which lies at `offsets`."""
+    """A part of the tensor `name` of global `shape`: this rank's `local`, at `offsets`."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,7 +61,13 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank writes: its pieces, second names of tied tensors (alias -> name), and what all ranks agree on."""
+    """What one rank writes.
+
+    Attributes:
+        pieces: its parts of tensors.
+        aliases: second names of tied tensors, alias -> name.
+        summary: what must be equal on all ranks.
+    """
 
     pieces: list[TensorPiece]
     aliases: dict[str, str]
@@ -68,13 +75,15 @@ class Share:
 
 
 def _kind(placement: object) -> str:
-    # By name, since to import the classes costs half a second, and exactly: a strided shard is a kind of Shard but
-    # lies elsewhere.
+    # By name, since importing the classes takes half a second, and exactly: a strided shard is a subclass of Shard with
+    # another layout.
     return type(placement).__name__
 
 
 def block_of(tensor: torch.Tensor) -> TensorBox | None:
-    """The part of the full tensor that this rank holds; None for a DTensor whose mesh leaves this rank out.
+    """Return the part of the full tensor that this rank holds.
+
+    None for a DTensor whose mesh does not contain this rank.
 
     Raises:
         CheckpointError: a placement that is neither Shard nor Replicate.
@@ -89,7 +98,7 @@ def block_of(tensor: torch.Tensor) -> TensorBox | None:
     placements: Sequence[Any] = tensor.placements
     for placement, ranks, index in zip(placements, tensor.device_mesh.shape, coordinate, strict=True):
         if _kind(placement) == "Shard":
-            # As torch.chunk cuts: equal rows of ceil(n / ranks), the last ones shorter or empty.
+            # As torch.chunk: ceil(n / ranks) rows each, the last ones shorter or empty.
             rows = math.ceil(shape[placement.dim] / ranks)
             start = min(index * rows, shape[placement.dim])
             offsets[placement.dim] += start
@@ -100,10 +109,15 @@ def block_of(tensor: torch.Tensor) -> TensorBox | None:
 
 
 def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
-    """What this rank writes of `tensors` (the same names on every rank), so that all is written once and in parallel.
+    """Return what this rank writes of `tensors`.
+
+    Everything is written once, and in parallel.
+
+    Args:
+        tensors: with the same names on every rank.
 
     Raises:
-        CheckpointError: a tensor that cannot be kept (its dtype, layout or placement), which is named.
+        CheckpointError: a tensor that cannot be stored (its dtype, layout or placement), which is named.
     """
     for name, tensor in tensors.items():
         _check(name, tensor)
@@ -123,26 +137,26 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
 
 
 def in_file_order(pieces: list[TensorPiece]) -> list[TensorPiece]:
-    """The pieces with the widest elements first, so that every tensor lies aligned in the file."""
+    """Sort the pieces by element size, largest first, so that every tensor is aligned."""
     return sorted(pieces, key=lambda piece: (-piece.local.itemsize, piece.name))
 
 
 def _piece(name: str, tensor: torch.Tensor, block: TensorBox) -> TensorPiece:
     shape = tuple(tensor.shape)
-    if tensor.numel() == 0:  # there is nothing to cut: kept as one
+    if tensor.numel() == 0:  # nothing to cut: stored as one
         return TensorPiece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype))
     return TensorPiece(name, shape, block.offsets, local_of(tensor))
 
 
 def check_keepable(tensors: Mapping[str, Any]) -> None:
-    """Finds out whether a checkpoint can keep `tensors`, before there is anything to keep. Not collective.
+    """Check that a checkpoint can store `tensors`, before there are values. Not collective.
 
     Args:
-        tensors: a model's `state_dict()`, or an engine's state; tensors on the meta device are judged as what they
-            will be.
+        tensors: a model's `state_dict()`, or an engine's state; tensors on the meta device are judged as what they will
+            be.
 
     Raises:
-        CheckpointError: the first that cannot be kept (no tensor, its dtype, layout or name); its module is named.
+        CheckpointError: names the first that cannot be stored (no tensor, its dtype, layout or name) and its module.
     """
     for name, value in tensors.items():
         problem = _problem(name, value)
@@ -159,7 +173,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 
 
 def _problem(name: str, value: Any) -> str | None:
-    """One line for why a checkpoint cannot keep this; None: it can."""
+    """Return why a checkpoint cannot store this, in one line; None: it can."""
     if not isinstance(name, str) or not 0 < len(name) <= 1000 or name == "__metadata__":
         reason = "its name must be a text of 1 to 1000 characters other than '__metadata__'"
     elif not isinstance(value, torch.Tensor):
@@ -189,14 +203,17 @@ def _no_tensor(name: str, value: Any) -> str:
 
 
 def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
-    """{second name: first name} of tensors that share all their memory. A rank with an empty shard sees no tie."""
+    """Return {alias: first name} of tensors that share all their memory.
+
+    A rank with an empty shard sees no tie.
+    """
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
     for name in names:
         tensor, local = tensors[name], local_of(tensors[name])
         if local.numel():
             placed = tensor.placements if is_dtensor(tensor) else None
-            lazily = local.is_conj(), local.is_neg()  # the same memory, and other values
+            lazily = local.is_conj(), local.is_neg()  # the same memory, but other values
             identity = (local.data_ptr(), local.device, tensor.dtype, tensor.shape, local.stride(), placed, lazily)
             kept = first.setdefault(identity, name)
             if kept != name:
@@ -205,26 +222,35 @@ def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
 
 
 def _is_whole(tensor: torch.Tensor, world: World) -> bool:
-    """Whether every rank of the world holds all of it, so that any of them may write it."""
+    """Whether every rank of the world holds all of it: any may write it."""
     if not is_dtensor(tensor):
         return True
     return tensor.device_mesh.size() == world.size and all(_kind(place) == "Replicate" for place in tensor.placements)
 
 
 def _is_writer(tensor: torch.Tensor) -> bool:
-    """Whether this rank holds a part of the DTensor that is not empty and of which it has the first copy."""
+    """Whether this rank holds the first copy of a non-empty part of the DTensor."""
     assert is_dtensor(tensor)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return False
-    if tensor.numel() == 0:  # no rank has a part; one of them must keep the name
+    if tensor.numel() == 0:  # no rank has a part; one of them must write the name
         return not any(coordinate)
     copies = [at for at, place in zip(coordinate, tensor.placements, strict=True) if _kind(place) == "Replicate"]
     return not any(copies) and local_of(tensor).numel() > 0
 
 
 def owners_of(sizes: list[tuple[int, str]], ranks: int) -> dict[str, int]:
-    """{name: rank} for (size, name) of `sizes`: the largest first, each to the rank with the least so far."""
+    """Assign tensors to ranks by size.
+
+    The largest come first, each to the rank with the least so far.
+
+    Args:
+        sizes: (size, name) of each.
+
+    Returns:
+        {name: rank}.
+    """
     loads = [(0, rank) for rank in range(ranks)]
     owners = {}
     for size, name in sorted(sizes, reverse=True):
@@ -245,6 +271,8 @@ def _summary(tensors: dict[str, torch.Tensor], names: list[str], whole: list[str
     }
 
 
+# --- indexes and headers
+
 _HEADER_LIMIT = 100_000_000  # bytes: the safetensors format's own limit
 _DIMENSIONS = 64  # torch's own limit
 
@@ -253,7 +281,13 @@ Header = dict[str, tuple[str, tuple[int, ...]]]  # key -> dtype code, shape
 
 @dataclass(frozen=True, slots=True)
 class SliceEntry:
-    """One slice: the box `local` at `offsets` of the tensor `name` of the full `shape`; it is `key` in `file`."""
+    """A slice in an index: a box of a tensor, stored under `key` in `file`.
+
+    Attributes:
+        shape: of the full tensor.
+        offsets: of the box.
+        local: shape of the box.
+    """
 
     name: str
     dtype: str
@@ -265,14 +299,16 @@ class SliceEntry:
 
     @property
     def block(self) -> TensorBox:
-        """Where in the full tensor it lies."""
+        """The slice's box in the full tensor."""
         return TensorBox(self.offsets, self.local)
 
 
 def read_index(path: Path, name: str, files: dict[str, dict[str, Any]]) -> tuple[list[SliceEntry], dict[str, str]]:
-    """The slices and the second names (alias -> name) of the index `name` in the folder `path`.
+    """Read the slices and the aliases (alias -> name) of an index file.
 
     Args:
+        path: the checkpoint's folder.
+        name: of the index.
         files: the manifest's; an entry must name a data file that it lists.
     """
     where = f"{printable(path.name)}/{name}"
@@ -314,7 +350,10 @@ def _entry_problem(fields: Any, files: dict[str, dict[str, Any]]) -> str | None:
 
 
 def read_header(path: Path) -> Header:
-    """{key: (dtype code, shape)} of a safetensors file, whose tensors fill it without a gap and without an overlap."""
+    """Return {key: (dtype code, shape)} of a safetensors file.
+
+    Its tensors must fill it without gaps or overlaps.
+    """
     where = f"{printable(path.parent.name)}/{path.name}"
     size, length, text = retry_io(lambda: _header_text(path, where))
     header = parse_json(text, path)
@@ -339,11 +378,11 @@ def read_header(path: Path) -> Header:
 
 
 def _header_text(path: Path, where: str) -> tuple[int, int, bytes]:
-    """The file's size, the header's length and what it says."""
+    """Return the file's size, the header's length and its text."""
     size = path.lstat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > min(_HEADER_LIMIT, size - 8):  # also of a file that is too short to say it
+        if length > min(_HEADER_LIMIT, size - 8):  # also if the file is shorter than 8 bytes
             raise CheckpointError(f"{where} is damaged: its header claims {length} bytes of a file of {size}")
         return size, length, file.read(length)
 

@@ -1,10 +1,10 @@
-"""`load`: every rank reads just the slices that it needs, whatever world wrote them.
+"""Load checkpoints: every rank reads only the slices that it needs.
 
     load(path, {"model/weight": tensor, ...}, world)    fills the tensors in place
     fingerprint(path)                                   "sha256:..." of the full model state
 
-Nothing is read before the manifest, the sizes and the checksums hold, and nothing is written into a tensor before all
-names, dtypes and shapes agree on every rank.
+Any world size and engine may have written them. Nothing is read before the manifest, the sizes and the checksums match,
+and nothing is written into a tensor before all names, dtypes and shapes agree on every rank.
 """
 
 import hashlib
@@ -31,22 +31,23 @@ from lockstep.tensors import local_of
 
 __all__ = ["AVERAGE", "FullTensors", "averages_of", "fingerprint", "fingerprint_of", "load", "opened"]
 
-AVERAGE = "average/"  # what the names of averaged weights begin with
+AVERAGE = "average/"  # prefix of the names of averaged weights
 
 
 def load(path: Path, wanted: dict[str, torch.Tensor], world: World | None, *, verified: bool = False) -> None:
-    """Fills `wanted` in place from the checkpoint folder `path`. Collective over the ranks of `world`.
+    """Fill `wanted` in place from the checkpoint folder `path`. Collective.
 
-    Names up to the first "/" are groups; of each group that occurs in `wanted` all of the checkpoint's tensors must be
-    wanted. So {"model/..."} alone starts from weights alone, and a forgotten weight is still an error.
+    A name up to its first "/" is a group; for each group in `wanted`, all of the checkpoint's tensors must be wanted.
+    So {"model/..."} alone loads only weights, and a forgotten weight is still an error.
 
-    Only an optimizer's state of a parameter may be absent as a whole, where that of others is there: the parameter had
-    no gradient yet (it is frozen, or no loss used it). Then `wanted` loses these names, as `load_state_dict` expects.
+    Only an optimizer's state of a parameter may be missing altogether, if others are there: the parameter had no
+    gradient yet (it is frozen, or no loss used it). Then these names are removed from `wanted`, as `load_state_dict`
+    expects.
 
     Args:
         wanted: by global name; plain tensors (the full shape) or DTensors of any mesh; CPU or device.
-        world: its ranks share out the checking of the files; None: this process is alone and checks what it reads.
-        verified: `find_newest` or `find_resume` has just held the data's checksums: they are not read again.
+        world: its ranks divide the checking of the files; None: this process is alone and checks what it reads.
+        verified: `find_newest` or `find_resume` has just checked the data's checksums: they are not read again.
 
     Raises:
         CheckpointError: damaged files; names, dtypes or shapes that differ (up to three are named). Nothing was filled.
@@ -81,7 +82,7 @@ def _raise(problems: list[str]) -> None:
 
 
 def _unstepped(wanted: dict[str, torch.Tensor], stored: dict[str, StoredTensor]) -> list[str]:
-    """The optimizer's state in `wanted` of the parameters that it had not stepped when this was stored."""
+    """Return the names of optimizer states that did not exist when this was stored."""
     stepped = {name.rpartition("/")[0] for name in stored if name.startswith("optimizer/")}
     theirs = [name for name in wanted if name.startswith("optimizer/")]
     return [name for name in theirs if stepped and name.rpartition("/")[0] not in stepped]
@@ -122,7 +123,10 @@ Read = Callable[[SliceEntry, tuple[slice, ...]], torch.Tensor]
 
 
 def _reader(path: Path, stack: ExitStack) -> Read:
-    """A function that reads a part of a slice through a memory map. Each file is opened once, until `stack` closes."""
+    """Return a function that reads a part of a slice through a memory map.
+
+    Each file is opened once, until `stack` closes.
+    """
 
     @cache
     def opened(file: str) -> Any:
@@ -138,14 +142,14 @@ def _reader(path: Path, stack: ExitStack) -> Read:
 
 
 def _joined(pairs: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The complex numbers of real `pairs`. A copy: in a mapped file they need not be aligned."""
+    """Combine real pairs to complex numbers. A copy: mapped ones need not be aligned."""
     tensor = torch.empty(pairs.shape[:-1], dtype=getattr(torch, dtype))
     torch.view_as_real(tensor).copy_(pairs)
     return tensor
 
 
 def _fill(target: torch.Tensor, block: TensorBox, stored: StoredTensor, read: Read) -> None:
-    """Copies into `target`, which is the `block` of the full tensor, whatever of it the slices hold."""
+    """Copy the slices' overlap with `block` of the full tensor into `target`."""
     for entry in stored.entries:
         low = [max(pair) for pair in zip(block.offsets, entry.offsets, strict=True)]
         ends = [_ends(each) for each in (block, entry.block)]
@@ -164,7 +168,12 @@ def _cut(low: list[int], high: list[int], origin: tuple[int, ...]) -> tuple[slic
 
 @dataclass(frozen=True, slots=True)
 class FullTensors:
-    """The full tensors of a checkpoint. `stored`: name -> what is kept; `read`: name -> the tensor, read now."""
+    """The full tensors of a checkpoint.
+
+    Attributes:
+        stored: name -> dtype, shape and slices.
+        read: name -> the tensor, read on each call.
+    """
 
     stored: dict[str, StoredTensor]
     read: Callable[[str], torch.Tensor]
@@ -172,7 +181,9 @@ class FullTensors:
 
 @contextmanager
 def opened(path: Path) -> Iterator[FullTensors]:
-    """The full tensors of the checkpoint in the folder `path`, its files checked first. Nothing read is kept.
+    """Check the files of a checkpoint, and yield its full tensors.
+
+    No tensor is kept in memory.
 
     Raises:
         CheckpointError: damaged.
@@ -186,7 +197,7 @@ def opened(path: Path) -> Iterator[FullTensors]:
 
 
 def averages_of(path: Path, stored: Iterable[str]) -> list[str]:
-    """The names of averaged weights among those of the checkpoint `path`. Raises CheckpointError where it has none."""
+    """Return the names of averaged weights. Raises CheckpointError if there are none."""
     names = sorted(name for name in stored if name.startswith(AVERAGE))
     if not names:
         raise CheckpointError(
@@ -197,9 +208,10 @@ def averages_of(path: Path, stored: Iterable[str]) -> list[str]:
 
 
 def fingerprint(path: Path, prefix: str = "model/") -> str:
-    """The sha256 over the full tensors whose names begin with `prefix`, whatever world or engine wrote them.
+    """Hash the full tensors whose names begin with `prefix`, with sha256.
 
-    The files are checked first. One full tensor is in memory at a time. A tied tensor counts under each of its names.
+    It does not depend on the world or engine that wrote them. The files are checked first. One full tensor is in memory
+    at a time. A tied tensor counts under each of its names.
 
     Raises:
         CheckpointError: damaged, or without such tensors.
@@ -214,7 +226,7 @@ def fingerprint(path: Path, prefix: str = "model/") -> str:
 
 
 def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
-    """The same digest of full, plain tensors in memory, by name without a prefix."""
+    """Hash full, plain tensors in memory as `fingerprint` does, by name without a prefix."""
     return _digest((name, tensors[name]) for name in sorted(tensors))
 
 
@@ -229,7 +241,7 @@ def _full(stored: StoredTensor, read: Read) -> torch.Tensor:
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in tensors:
-        # A line of JSON says how many bytes follow, so that no two states have the same stream.
+        # A line of JSON gives the number of bytes that follow, so that no two states have the same stream.
         digest.update(json.dumps([name, dtype_name(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
         digest.update(bytes_of(tensor))
     return f"sha256:{digest.hexdigest()}"

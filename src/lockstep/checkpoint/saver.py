@@ -1,4 +1,4 @@
-"""Checkpoints beside the training: copied to host memory at once, written by a thread while the steps go on.
+"""Save checkpoints in the background: copy to host memory, and write in a thread.
 
     saver = Saver(world, background=True, policy="continue")
     saver.prepare(tensors)              # once they are there: the first save then need not wait for host memory
@@ -6,15 +6,14 @@
     saver.order()                       # before an update: a device makes it after the copies; the host does not wait
     saver.settle()                      # waits for the save before; raises what the policy says
 
-The thread talks over a gloo group of its own, so that it never stands between two collectives of the training. What is
-copied is this rank's share alone, in buffers that are kept, and the next save waits for the one before: there are never
-two.
+The thread has its own gloo group, so that it never comes between two collectives of the training. Only this rank's
+share is copied, into buffers that are reused, and a save waits for the one before: there are never two.
 
-A device makes a snapshot in its own memory, in milliseconds, of as much as it has room for, and a second stream copies
-that to the host while the steps go on. Room goes first to what a forward may write (parameters, buffers): what is left
-of it the stream that computes copies to the host itself, and the loop waits. What an update alone changes comes next
-(an optimizer's states): what is left of it the second stream copies, before the snapshots, during the next step's
-forward and backward. Whoever is about to change it calls `order` first, so that no later step can be in it.
+A device takes a snapshot in its own memory, in milliseconds, of as much as it has room for, and a second stream copies
+it to the host while training goes on. Room goes first to what a forward may write (parameters, buffers): what does not
+fit is copied to the host by the compute stream itself, and the loop waits. Next comes what only an update changes (an
+optimizer's states): what does not fit is copied by the second stream, before the snapshots, during the next step's
+forward and backward. Whoever changes it calls `order` first, so that no later step can get into the copy.
 """
 
 import dataclasses
@@ -40,25 +39,25 @@ __all__ = [
 
 _LOG = logging.getLogger("lockstep")
 _SPARE = 2**30  # bytes that snapshots leave free on the device
-_PART = 2**30  # bytes of a snapshot that are allocated, and copied to the host, at once
+_PART = 2**30  # bytes of a snapshot per allocation and per copy to the host
 
 Write = Callable[[Share, World], None]
-_Pairs = list[tuple[Tensor, Tensor]]  # where to, what
+_Pairs = list[tuple[Tensor, Tensor]]  # (target, source)
 
 
 class Saver:
-    """One save at a time, in a thread or, with `background` False, in the caller.
+    """Writer of one checkpoint at a time, in a thread or in the caller.
 
     Args:
         world: the ranks; every rank makes one at the same time (collective).
         background: write in a thread.
         policy: "stop": the first save that fails ends the run; "continue": the `limit`-th in a row does.
-        limit: saves that may fail in a row, less one.
-        failed: called in the thread as soon as the policy says that the run must end.
+        limit: number of failures in a row that end the run.
+        failed: called in the thread as soon as the policy ends the run.
 
     Attributes:
-        blocked: seconds for which callers were kept, in all.
-        writing: seconds spent in writing, in all.
+        blocked: seconds that callers were blocked, in total.
+        writing: seconds spent writing, in total.
     """
 
     def __init__(
@@ -75,9 +74,9 @@ class Saver:
         self._background = background
         if background and world.size > 1:
             self._own = dataclasses.replace(world, control=world.new_group())  # collective
-        # Apart: what a task keeps on the host may change its shape from save to save, and to lock memory takes seconds.
+        # Separate: host tensors of a task may change shape between saves, and locking memory takes seconds.
         self._pinned, self._pageable = Pinned(), Pinned()
-        self._peak = self._snapshot_bytes = 0  # of the device: what steps needed, what the last save's snapshots took
+        self._peak = self._snapshot_bytes = 0  # bytes of the device: peak of the steps, and the last save's snapshots
         self._beside: torch.cuda.Stream | None = None
         self._copying: torch.cuda.Event | None = None
         self._thread: threading.Thread | None = None
@@ -87,7 +86,7 @@ class Saver:
         self.blocked = self.writing = 0.0
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
-        """Make the host memory for a coming save of such tensors, in a thread: the first save then finds it there."""
+        """Allocate the host memory of a coming save of such tensors, in a thread."""
         if self._background:
             pieces = in_file_order(share_out(tensors, self._world).pieces)
             self._pinned.prepare([piece.local for piece in pieces if piece.local.is_cuda], self._world.device)
@@ -95,12 +94,12 @@ class Saver:
     def begin(
         self, tensors: dict[str, Tensor], write: Write, step: int = 0, resting: Container[str] = frozenset()
     ) -> None:
-        """Copies this rank's share of `tensors` and has `write` called with it. Collective.
+        """Copy this rank's share of `tensors`, and call `write` with it. Collective.
 
         Args:
             write: called in the thread.
             step: for messages.
-            resting: names of tensors that nobody changes before the next call of `order`.
+            resting: names of tensors that do not change before the next call of `order`.
 
         Raises:
             LockstepError: an earlier save failed, and the policy ends the run.
@@ -112,7 +111,7 @@ class Saver:
         if self._background:
             share, ready = self._copied(share, resting)
             self._thread = threading.Thread(target=self._work, args=(share, ready, write), name="lockstep-save")
-            self._thread.daemon = True  # a process that must end does not wait for a disk
+            self._thread.daemon = True  # a process that must exit does not wait for a disk
             self._pending = True
             self._thread.start()
         else:
@@ -121,13 +120,13 @@ class Saver:
         self.blocked += time.perf_counter() - began
 
     def settle(self, *, last: bool = False) -> None:
-        """Waits until the save before is done, on all ranks. Collective where there was one.
+        """Wait until the last save is done on all ranks. Collective if there was one.
 
         Args:
-            last: no save comes after it that could make good for it: it fails the run whatever the policy.
+            last: no later save can make up for it: a failure ends the run whatever the policy.
 
         Raises:
-            LockstepError: it failed, and the policy ends the run; alike on every rank.
+            LockstepError: it failed, and the policy ends the run; the same on every rank.
             StorageError: the same, since the storage does not answer.
         """
         began = time.perf_counter()
@@ -145,17 +144,17 @@ class Saver:
         self._row = self._row + 1 if found else 0
         if found and (last or self._row >= self._limit):
             many = f"{self._row} saves in a row failed, the last" if self._row > 1 else "the save"
-            _, rank, why, code = found[0]  # what a rank saw itself comes before what it heard of another
+            _, rank, why, code = found[0]  # a rank's own error comes before one relayed from another
             where = f"after step {self._step} " + ("failed " if self._row == 1 else "") + f"on {rank_label(rank)}"
             again = "start again when that is repaired: it goes on from the checkpoint before, if there is one"
             kind = StorageError if code == StorageError.exit_code else LockstepError
             raise kind(f"{many} {where}: {why}; {again}")
 
     def abandon(self, seconds: float, *, leave: bool = True) -> None:
-        """Gives a save that is going on `seconds` to end; for a run that has failed. Not collective.
+        """Give a running save `seconds` to finish, in a run that has failed. Not collective.
 
         Args:
-            leave: the group too, where the save has ended; False: `left` is to hand it out.
+            leave: destroy the group too, if the save has finished; False: `left` will return it.
         """
         if self._thread:
             self._thread.join(seconds)
@@ -164,21 +163,31 @@ class Saver:
             self._own = self._world
 
     def left(self) -> "dist.ProcessGroup | None":
-        """Hands out the group, to be left after the loss of a rank (see `World.forsake`); waits for nobody."""
+        """Return the group, to leave it after the loss of a rank. Waits for no rank.
+
+        See `World.forsake`.
+        """
         group = self._own.control if self._own is not self._world else None
         self._own, self._left = self._world, True
         return group
 
     def order(self) -> None:
-        """What the device is given from now on comes after the copies of the save before. The host does not wait."""
+        """Order later work of the device after the copies of the last save.
+
+        The host does not wait.
+        """
         if self._copying is not None:
             torch.cuda.current_stream(self._world.device).wait_event(self._copying)
             self._copying = None
 
     def _copied(self, share: Share, resting: Container[str] = frozenset()) -> tuple[Share, "torch.cuda.Event | None"]:
-        """The share in host memory, and what to wait for before it is there; None: it is there."""
+        """Copy the share to host memory.
+
+        Returns:
+            The copy, and the event after which it is complete; None: it is.
+        """
         self.order()
-        pieces = in_file_order(share.pieces)  # so that the writer finds long runs of it in one piece of memory
+        pieces = in_file_order(share.pieces)  # so that the writer finds long contiguous runs
         pinned = iter(self._pinned.places([piece.local for piece in pieces if piece.local.is_cuda]))
         pageable = iter(self._pageable.places([piece.local for piece in pieces if not piece.local.is_cuda]))
         copies: list[TensorPiece] = []
@@ -196,7 +205,9 @@ class Saver:
         return Share(copies, share.aliases, share.summary), ready
 
     def _copied_beside(self, resting: _Pairs, others: _Pairs) -> "torch.cuda.Event":
-        """Copy the second tensor of each pair into the first, by a stream of its own where nobody writes it meanwhile.
+        """Copy each pair's source to its target, on a second stream if possible.
+
+        That is if nobody writes the source meanwhile.
 
         Returns:
             The event after the last copy. An update need not wait for the copies of snapshots (`order`).
@@ -207,7 +218,7 @@ class Saver:
         more, resting = self._snapshot(resting, room - self._snapshot_bytes)
         snapshots += more
         for place, local in others:
-            place.copy_(local, non_blocking=True)  # in the order of the stream: before what changes it
+            place.copy_(local, non_blocking=True)  # on the compute stream: before anything changes it
         beside = self._beside = self._beside or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(beside):
@@ -218,21 +229,24 @@ class Saver:
             return _copied(snapshots, beside)
 
     def _room(self) -> int:
-        """Bytes of the device that no step needs: the next one runs while snapshots are there."""
+        """Return the bytes of the device that no step needs.
+
+        The next step runs while snapshots exist.
+        """
         device = self._world.device
         free, _ = torch.cuda.mem_get_info(device)
-        # The peak since the last save has its snapshots in it, whose memory the allocator has again by now.
+        # The peak since the last save includes its snapshots, whose memory the allocator has back by now.
         self._peak = max(self._peak, torch.cuda.max_memory_allocated(device) - self._snapshot_bytes)
         return free + torch.cuda.memory_reserved(device) - self._peak - _SPARE
 
     def _snapshot(self, pairs: _Pairs, room: int) -> tuple[_Pairs, _Pairs]:
-        """Copy tensors on the device, in the stream that computes, for as long as `room` bytes last.
+        """Copy tensors on the device, in the compute stream, while `room` bytes last.
 
-        Nobody holds the copies longer than until their own copies are ordered: the allocator has their memory again
-        once the second stream is done with it, and waits for that where a step lacks memory.
+        The copies are referenced only until their own copies are ordered: the allocator gets their memory back once the
+        second stream is done with it, and waits for that if a step lacks memory.
 
         Returns:
-            What to copy to the host: pairs of bytes for the copies that were made, and those of `pairs` for the rest.
+            What to copy to the host: pairs of bytes for the snapshots, and the pairs that did not fit.
         """
         made: _Pairs = []
         left: _Pairs = []
@@ -254,10 +268,10 @@ class Saver:
         return made, left
 
     def _allocated(self, nbytes: int) -> Tensor | None:
-        """Memory of the device; None where it has none in one piece."""
+        """Allocate device memory; None if there is none in one piece."""
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._world.device)
-        except torch.cuda.OutOfMemoryError:  # in pieces too small, or another process was quicker
+        except torch.cuda.OutOfMemoryError:  # fragmented, or another process was faster
             return None
 
     def _work(self, share: Share, ready: "torch.cuda.Event | None", write: Write) -> None:
@@ -265,14 +279,14 @@ class Saver:
         self._error = None
         try:
             if ready:
-                torch.cuda.set_device(self._world.device)  # a thread begins on device 0, and would take memory there
+                torch.cuda.set_device(self._world.device)  # a thread starts on device 0, and would use memory there
                 ready.synchronize()  # waits for the device, in this thread
             write(share, self._own)
         except Exception as error:
             self._error = error
             last = self._row + 1 >= self._limit
             after = "the run ends" if last else "the run goes on; the checkpoints before are as they were"
-            once = {"only_file": self._left or isinstance(error, PeerError)}  # the loop meets the same, and says it
+            once = {"only_file": self._left or isinstance(error, PeerError)}  # the loop reports the same error
             _LOG.warning("the save after step %d failed: %s; %s", self._step, error, after, extra=once)
             if last:
                 self._failed()
@@ -281,10 +295,10 @@ class Saver:
 
 
 def _copied(pairs: _Pairs, stream: "torch.cuda.Stream") -> "torch.cuda.Event":
-    """Order the copies on `stream`, the current one; the event after them."""
+    """Queue the copies on `stream`, the current one, and return the event after them."""
     for place, local in pairs:
         place.copy_(local, non_blocking=True)
-        local.record_stream(stream)  # whose memory may be given back meanwhile
+        local.record_stream(stream)  # its memory may be freed meanwhile
     done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the thread sleeps till then
     done.record(stream)
     return done

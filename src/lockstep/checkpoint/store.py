@@ -1,4 +1,4 @@
-"""The checkpoints of one run: written once, found again, thinned out.
+"""Manage the checkpoints of a run: write, find and prune them.
 
     path = save(folder, step, tensors, state, world, engine="ddp")
     path = newest(folder, say=print)            the newest whole one, or None
@@ -6,7 +6,7 @@
     retain(folder, last=3, best=400, every=0)
 
 `folder` is the run's folder; the checkpoints are in its `checkpoints/`. `save` and `load` are collective; the others
-are for one process, rank 0, that has the run to itself.
+are for one process, rank 0, with the run to itself.
 """
 
 import os
@@ -44,12 +44,12 @@ _LEFTOVER = re.compile(r"\.step-\d{8,18}\.(tmp|old)-[0-9a-f]{16}", re.ASCII)
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """The folder of the checkpoint of `step`, whether it exists or not."""
+    """Return the folder of the checkpoint of `step`, which need not exist."""
     return folder / "checkpoints" / step_name(step)
 
 
 def list_steps(folder: Path) -> list[int]:
-    """The steps that the run has a checkpoint of, whole or not, ascending. [] for a run without any."""
+    """Return the steps of the run's checkpoints, complete or not, ascending."""
     found = [step_of(path.name) for path in _inside(folder) if _is_folder(path)]
     return sorted(step for step in found if step is not None)
 
@@ -66,15 +66,15 @@ def _inside(folder: Path) -> list[Path]:
 def _is_folder(path: Path) -> bool:
     try:
         return stat.S_ISDIR(retry_io(path.stat).st_mode)
-    except OSError:  # it is gone by now, or a link that leads nowhere
+    except OSError:  # removed meanwhile, or a broken link
         return False
 
 
 def newest(folder: Path, *, say: Callable[[str], None]) -> Path | None:
-    """The folder of the newest whole checkpoint; None when there is none.
+    """Return the folder of the newest complete checkpoint; None without one.
 
-    Reads every byte of it. Each newer one that is damaged is passed to `say` with the file and the reason, one line
-    each. Where several ranks resume, rank 0 chooses and tells the others.
+    Reads every byte of it. Each newer one that is damaged is passed to `say`, with the file and the reason, a line
+    each. If several ranks resume, use `find_newest`.
     """
     for step in reversed(list_steps(folder)):
         path = path_of(folder, step)
@@ -87,18 +87,18 @@ def newest(folder: Path, *, say: Callable[[str], None]) -> Path | None:
 
 
 def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> list[int]:
-    """Removes all checkpoints but the `last` newest, the `best` and those whose step is a multiple of `every`.
+    """Remove all checkpoints except the newest, the best and every n-th.
 
-    A removed one loses its name first, so that a kill half-way leaves no damaged checkpoint behind. One with a tensor
-    that is not finite counts for nothing; it stays while it is the newest of all.
+    A checkpoint is renamed before it is removed, so that a kill half-way leaves no damaged one behind. One with a
+    tensor that is not finite does not count; it stays while it is the newest of all.
 
     Args:
-        last: how many of the newest stay, >= 1.
+        last: number of newest ones to keep, >= 1.
         best: a step or a checkpoint's folder; None: there is none.
-        every: 0: none stay for their number.
+        every: keep steps that are a multiple; 0: none.
 
     Returns:
-        the steps removed, ascending.
+        The removed steps, ascending.
 
     Raises:
         ValueError: `last` < 1 or `every` < 0.
@@ -119,7 +119,7 @@ def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> l
 
 
 def discard(folder: Path, removed: list[int]) -> None:
-    """Removes the checkpoints of these steps; each loses its name first, see `retain`.
+    """Remove the checkpoints of these steps; each is renamed first, see `retain`.
 
     Raises:
         CheckpointError: the file system refused.
@@ -141,7 +141,10 @@ def _put_aside(path: Path) -> Path:
 
 
 def clean(folder: Path) -> list[str]:
-    """Removes what interrupted saves and removals left behind; returns its names. Not while a save is going on."""
+    """Remove what interrupted saves and removals left, and return its names.
+
+    Not while a save is running.
+    """
     found = [path for path in _inside(folder) if _LEFTOVER.fullmatch(path.name)]
     for path in found:
         remove(path)

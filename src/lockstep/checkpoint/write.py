@@ -1,9 +1,10 @@
-"""`save`: all ranks write their share at once, into a folder that gets its name only when everything is on the disk.
+"""Write checkpoints: all ranks write their share at once, into a temporary folder.
 
     path = save(run_folder, 500, {"model/weight": tensor, ...}, {"epoch": 1}, world, engine="ddp")
 
-The safetensors files are written here, not by that package's writer: tensor by tensor (one of them in host memory at a
-time), with the checksum taken on the way, and with an error, not a bus error, when the disk is full.
+The folder gets its name only when everything is on the disk. The safetensors files are written here, not by that
+package's writer: tensor by tensor (one of them in host memory at a time), with the checksum computed on the way, and
+with an error, not a bus error, when the disk is full. The pinned host buffers of background saves are here too.
 """
 
 import contextlib
@@ -47,19 +48,21 @@ __all__ = [
 ]
 
 
+# --- host buffers
+
 _LOG = logging.getLogger("lockstep")
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
-_SEGMENT = 512 * 2**20  # bytes that are locked at once: launches of kernels wait for the driver meanwhile
-_THREADS = 4  # that touch pages: one alone reaches a fraction of the memory's rate
+_SEGMENT = 512 * 2**20  # bytes per lock: kernel launches wait for the driver meanwhile
+_THREADS = 4  # threads that touch pages: one alone reaches a fraction of the memory's bandwidth
 
-_Form = list[tuple[torch.dtype, torch.Size, bool]]  # whether it comes from a CUDA device
+_Form = list[tuple[torch.dtype, torch.Size, bool]]  # dtype, shape, whether it comes from a CUDA device
 
 
 class Pinned:
-    """One buffer, which is kept for as long as the same shapes and dtypes are asked for.
+    """A host buffer that is reused as long as shapes and dtypes stay the same.
 
-    It is locked where one of the tensors lies on a CUDA device. Where the driver refuses, it is used as it is, and
-    copies from a device hold up whoever orders them.
+    It is locked if one of the tensors is on a CUDA device. If the driver refuses, it is used unlocked, and copies from
+    a device block their caller.
 
     Attributes:
         nbytes: of the buffer.
@@ -73,10 +76,10 @@ class Pinned:
         self._thread: threading.Thread | None = None
 
     def prepare(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        """Make the buffer for such tensors in a thread; `places` waits for it.
+        """Allocate the buffer for such tensors in a thread; `places` waits for it.
 
         Args:
-            device: the CUDA device of this process, which a new thread does not know.
+            device: the CUDA device of this process, which a new thread does not have.
         """
         form = _form_of(tensors)
         if self._thread or form == self._form:
@@ -92,7 +95,10 @@ class Pinned:
         self._thread.start()
 
     def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """A place for each. No copy into places that were given before may be under way where shapes have changed."""
+        """Return a host tensor for each of `tensors`.
+
+        If shapes have changed, no copy into earlier ones may be running.
+        """
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -104,7 +110,7 @@ class Pinned:
         return self._places
 
     def _drop(self, form: _Form) -> None:
-        """Give the buffer back before the next one is made: never two."""
+        """Free the buffer before the next one is made: never two."""
         self._form, self._places = form, None
         if self._release:
             self._release()
@@ -114,7 +120,7 @@ class Pinned:
         starts, segments, end = [], [0], 0
         for dtype, shape, _ in self._form:
             end = _up(end, dtype.itemsize)
-            if end - segments[-1] >= _SEGMENT:  # a copy must not go across two of them, nor a run: there is a gap
+            if end - segments[-1] >= _SEGMENT:  # a gap, since neither a copy nor a run may span two segments
                 end = _up(end + 1, mmap.PAGESIZE)
                 segments.append(end)
             starts.append(end)
@@ -125,7 +131,7 @@ class Pinned:
         locked: list[Tensor] = []
         runtime: Any = torch.cuda.cudart() if lock else None  # type: ignore[no-untyped-call]
         self._release = weakref.finalize(self, _unlock, runtime, locked)
-        self._release.atexit = False  # the driver is gone by then, or takes it back itself
+        self._release.atexit = False  # at exit the driver is gone, or frees it itself
         for part in (part for part in parts if part.nbytes and lock):
             _touch(part)
             if not _lock(runtime, part):
@@ -139,16 +145,16 @@ class Pinned:
 
 
 def runs(tensors: Sequence[Tensor], most: int = sys.maxsize) -> list[range]:
-    """Group tensors of host memory that follow each other in it without a gap.
+    """Group host tensors that follow each other in memory without a gap.
 
     Args:
-        most: bytes that a run of more than one tensor may have.
+        most: maximum bytes of a run of more than one tensor.
 
     Returns:
         Ranges of indices of `tensors`, all of them in order. One that is not dense host memory is a run by itself.
     """
     begins, size = list[int](), 0
-    after: tuple[int, int] | None = None  # where the run goes on: the storage, and the byte in it
+    after: tuple[int, int] | None = None  # where the run would continue: the storage, and the byte in it
     for index, tensor in enumerate(tensors):
         storage, start = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.itemsize
         dense = tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
@@ -160,7 +166,7 @@ def runs(tensors: Sequence[Tensor], most: int = sys.maxsize) -> list[range]:
 
 
 def span(run: Sequence[Tensor]) -> Tensor:
-    """View the memory of a run as one tensor of bytes."""
+    """Return the memory of a run as one tensor of bytes."""
     first = run[0]
     start, size = first.storage_offset() * first.itemsize, sum(tensor.nbytes for tensor in run)
     return torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), start, (size,), (1,))
@@ -179,21 +185,22 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _memory(nbytes: int) -> Tensor:
-    """Map anonymous memory, in large pages where the system has them, that no forked process inherits.
+    """Map anonymous memory that forked processes do not inherit.
 
-    A fork would copy its page tables, and before Linux 5.11 its pages too, while the device writes into them.
+    It has huge pages if the system supports them. A fork would copy its page tables, and before Linux 5.11 its pages
+    too, while the device writes into them.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with contextlib.suppress(AttributeError, OSError):  # not of this system: the memory is as good without
+        with contextlib.suppress(AttributeError, OSError):  # not on this system: the memory works without
             mapped.madvise(getattr(mmap, advice))
-    return torch.frombuffer(mapped, dtype=torch.uint8)  # which keeps it
+    return torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping alive
 
 
 def _touch(part: Tensor) -> None:
-    """Have the system give the memory's pages, by several threads at once, without the interpreter's lock."""
+    """Fault in the memory's pages, in several threads without the GIL."""
     step = _up(math.ceil(part.nbytes / _THREADS), 2**21)
     begin = part.data_ptr()
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
@@ -202,12 +209,12 @@ def _touch(part: Tensor) -> None:
 
 
 def _lock(runtime: Any, part: Tensor) -> bool:
-    """Whether the driver locked the memory's pages."""
+    """Lock the memory's pages; whether the driver did so."""
     code = int(runtime.cudaHostRegister(part.data_ptr(), part.nbytes, _PORTABLE))
     if not code:
         return True
     with contextlib.suppress(RuntimeError, AssertionError):
-        torch.zeros(1, device="cuda")  # takes the error, which the next kernel would raise in its place
+        torch.zeros(1, device="cuda")  # clears the error, which the next kernel would raise instead
     _LOG.warning("the driver does not lock %d bytes of memory (error %d): a save holds the loop up", part.nbytes, code)
     return False
 
@@ -216,6 +223,9 @@ def _unlock(runtime: Any, locked: list[Tensor]) -> None:
     for part in locked:
         runtime.cudaHostUnregister(part.data_ptr())
     locked.clear()
+
+
+# --- checkpoint
 
 
 def save(
@@ -228,23 +238,27 @@ def save(
     engine: str,
     exempt: Collection[str] = (),
 ) -> Path:
-    """Writes the checkpoint of `step` into `folder`/checkpoints and returns its folder. Collective over all ranks.
+    """Write the checkpoint of `step` to `folder`/checkpoints. Collective.
 
-    A whole checkpoint of this step that is already there is left as it is; a damaged one is replaced.
+    A complete checkpoint of this step is left as it is; a damaged one is replaced.
 
     Args:
         folder: the run's folder, on a file system that all ranks share.
         step: number of optimizer steps done, >= 0.
         tensors: by global name ("model/blocks.0.weight"), the same names on every rank; plain tensors, equal on all
-            ranks, or DTensors; any shape, also (); on the CPU or a device. Those that share their memory are kept once.
-        state: JSON values (numbers, strings, lists, dicts); rank 0's are kept.
-        engine: its name, for the reader of the manifest.
+            ranks, or DTensors; any shape, also (); on the CPU or a device. Those that share their memory are stored
+            once.
+        state: JSON values (numbers, strings, lists, dicts); rank 0's are stored.
+        engine: its name, recorded in the manifest.
         exempt: names of tensors that may have values that are not finite.
 
+    Returns:
+        The checkpoint's folder.
+
     Raises:
-        CheckpointError: a tensor or state that cannot be kept, or the file system refused. On every rank; what was
-            written is gone and the older checkpoints are as they were. Or a tensor is not finite: the checkpoint is
-            there to be looked at, and its manifest says that it is no use to a resume.
+        CheckpointError: a tensor or state that cannot be stored, or the file system refused. On every rank; what was
+            written is removed and the older checkpoints are unchanged. Or a tensor is not finite: the checkpoint is
+            kept for inspection, and its manifest marks it as useless for a resume.
         PeerError: the same, on a rank other than this one.
     """
     share = on_all_ranks(world, lambda: share_out(tensors, world))  # collective
@@ -261,7 +275,7 @@ def write_share(
     engine: str,
     exempt: Collection[str] = (),
 ) -> Path:
-    """`save` of what was shared out already; each rank gives its own part. See `save`. Collective."""
+    """Write a checkpoint whose shares are decided already, as `save`. Collective."""
     world.check_same("set of tensors to save", {**share.summary, "step": step})  # collective
     final = folder / "checkpoints" / step_name(step)
     size = sum(piece.local.nbytes for piece in share.pieces)
@@ -290,21 +304,21 @@ def _write_anew(
     engine: str,
     bad: list[str],
 ) -> None:
-    """Write the temporary folder `begun` and give it its name. Collective."""
+    """Write to the temporary folder `begun`, and rename it. Collective."""
     temporary = final.parent / begun
     try:
         mine = on_all_ranks(world, lambda: _write_share(temporary, share, world.rank))  # collective
         files = {name: entry for each in world.gather(mine) for name, entry in each.items()}  # collective
         manifest = Manifest(step, world.size, engine, int(time.time()), files, not_finite=bad)
         on_all_ranks(world, lambda: _finish(temporary, final, manifest, state) if world.is_main else None)  # collective
-    except BaseException:  # also Ctrl-C: half a checkpoint is of no use to anybody
+    except BaseException:  # also Ctrl-C: half a checkpoint is useless
         if world.is_main:
             remove(temporary)
         raise
 
 
 def _begin(final: Path, state: dict[str, Any], size: int) -> str | None:
-    """The name of the temporary folder, made; None when the checkpoint is there and whole."""
+    """Create the temporary folder, and return its name; None if a complete checkpoint exists."""
     try:
         dump(state)
     except (TypeError, ValueError, RecursionError) as error:
@@ -320,12 +334,16 @@ def _begin(final: Path, state: dict[str, Any], size: int) -> str | None:
             f"{final.parent.parent} has {bytes_text(free)} free and a checkpoint takes {bytes_text(size)}; make room"
         )
     name = f".{final.name}.tmp-{secrets.token_hex(8)}"
-    (final.parent / name).mkdir(mode=0o700)  # exclusive: fails on anything that is there, also on a planted link
+    (final.parent / name).mkdir(mode=0o700)  # exclusive: fails on anything that exists, also on a planted link
     return name
 
 
 def _write_share(temporary: Path, share: Share, rank: int) -> dict[str, dict[str, Any]]:
-    """Writes this rank's data and index files. Returns {file name: {size, xxh3_64}}, {} when there is nothing."""
+    """Write this rank's data and index files.
+
+    Returns:
+        {file name: {size, xxh3_64}}, {} if there is nothing.
+    """
     if not share.pieces:
         return {}
     pieces = in_file_order(share.pieces)
@@ -350,7 +368,7 @@ def _entry(piece: TensorPiece, file: str) -> dict[str, Any]:
 
 
 def _safetensors(pieces: list[TensorPiece]) -> Iterator[bytes | memoryview]:
-    """The bytes of the file: the header's length (8 bytes, little-endian), the header (JSON), the tensors."""
+    """Yield the bytes of the file: header length (8 bytes, little-endian), header (JSON), tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for piece in pieces:
@@ -362,26 +380,32 @@ def _safetensors(pieces: list[TensorPiece]) -> Iterator[bytes | memoryview]:
     yield len(text).to_bytes(8, "little")
     yield text
     tensors = [piece.local for piece in pieces]
-    for run in runs(tensors):  # a Saver's are a few: each piece by itself would take the interpreter's lock many times
+    for run in runs(tensors):  # a Saver's buffers form few runs: single pieces would take the GIL many times
         part = tensors[run.start : run.stop]
         yield bytes_of(part[0] if len(part) == 1 else span(part))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The elements of a plain tensor in row-major order, little-endian; copied only from a device or out of strides."""
+    """Return the elements of a plain tensor in row-major order, little-endian.
+
+    Copied only from a device, or if it is strided.
+    """
     plain = tensor.detach().resolve_conj().resolve_neg()
     flat = plain.cpu().contiguous().reshape(-1)  # waits for the device
     return flat.view(torch.uint8).numpy().data
 
 
 def _finish(temporary: Path, final: Path, manifest: Manifest, state: dict[str, Any]) -> None:
-    """Rank 0: state and manifest, then the name. Once renamed, the checkpoint is never changed again."""
+    """Write state and manifest on rank 0, and rename the folder.
+
+    Once renamed, the checkpoint is never changed again.
+    """
     manifest.files[STATE] = retry_io(lambda: write_file(temporary / STATE, [dump(state)]))
     for name, file in manifest.files.items():
         if (temporary / name).stat().st_size != file["size"]:
             raise CheckpointError(f"{name}: rank 0 sees another size than its writer; all nodes must share --save-dir")
     retry_io(lambda: write_file(temporary / MANIFEST, [manifest.dump()]))
-    os.chmod(temporary, final.parent.stat().st_mode & 0o2777)  # until here nobody else could look in
+    os.chmod(temporary, final.parent.stat().st_mode & 0o2777)  # readable by others only now
     sync(temporary)
     aside = None
     if final.is_symlink() or final.exists():  # a damaged one

@@ -1,1 +1,1 @@
-"""What watches a run and stops, skips or repairs: one guard a file."""
+"""Guards that watch a run and stop, skip or repair: one per file."""

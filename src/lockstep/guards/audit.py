@@ -1,15 +1,15 @@
-"""Proof while it runs: now and then a rank computes another rank's micro-batch again, and compares bit for bit.
+"""Audit devices during training: recompute micro-batches elsewhere, and compare bit for bit.
 
     audit = Audit(share, seed, first, world, batches, model, again, clock, kept)
     with audit.watch(step, batch) as seen:          # around each micro-batch's forward and backward
         engine.backward(seen(loss), weight)
     audit.compare(step)                             # before the update: raises where a device computes wrongly
 
-Which micro-batches, and who computes them again, follows from (seed, step) and the ranks' runs, alike on every rank. In
-an audited step each rank computes one micro-batch of another rank, so that none waits for the others; alone in its
-world it computes its own again. What was watched and what is computed again are compared only where they begin alike:
-with the same data, buffers and state of the task. The first step of each start is audited, which shows at once a model
-whose gradient is not the same bits when it is computed twice.
+Which micro-batches are recomputed, and by whom, follows from (seed, step) and the ranks' shares, the same on every
+rank. In an audited step each rank recomputes a micro-batch of another rank, so that none waits; alone in its world it
+recomputes its own. Results are compared only if they start from the same data, buffers and task state. A difference is
+settled by a majority vote over further recomputations. The first step of each start is audited, so that a model with a
+nondeterministic gradient shows at once.
 """
 
 import logging
@@ -52,16 +52,19 @@ __all__ = [
 ]
 
 
-_LOSS = ""  # the loss's name among those of the parameters
-_SILENT = nn.modules.batchnorm._NormBase  # their statistics do not decide what they do in training
+# --- recomputation
+
+_LOSS = ""  # name of the loss among those of the parameters
+_SILENT = nn.modules.batchnorm._NormBase  # running statistics do not affect the output in training
 
 
 class Recomputation(NamedTuple):
-    """What a rank says of a micro-batch that it computed, in plain values.
+    """A rank's result for a micro-batch, in plain values.
 
     Attributes:
-        root: what its backward began with; NaN where the loss was not finite.
-        data, state: digests of the batch, and of the buffers and the task's own tensors, before the forward.
+        root: gradient that its backward started from; NaN if the loss was not finite.
+        data: digest of the batch.
+        state: digest of the buffers and the task's own tensors before the forward.
         names: digest of the names of the parameters that had a gradient.
         bits: digest of loss and gradients.
     """
@@ -74,7 +77,7 @@ class Recomputation(NamedTuple):
 
 
 class _Watched(NamedTuple):
-    """The same, on a device not yet read."""
+    """The same, not read from the device yet."""
 
     data: str
     state: Digests
@@ -83,12 +86,12 @@ class _Watched(NamedTuple):
 
 
 class Again:
-    """Sees micro-batches of this rank, and computes those of any rank.
+    """Recorder of this rank's micro-batches, and recomputer of any rank's.
 
     Args:
-        model: the plain module: its forward takes no other rank.
+        model: the plain module: its forward needs no other rank.
         loss: the loss of a micro-batch, a sum over its items.
-        seed: as in the loop, so that dropout falls as it did.
+        seed: as in the loop, so that dropout is the same.
         kernels: as in the loop.
     """
 
@@ -109,25 +112,29 @@ class Again:
 
     @property
     def names(self) -> list[str]:
-        """The loss's, then those of the trained parameters in the model's order."""
+        """The loss's name, then those of the trained parameters in the model's order."""
         return [_LOSS, *self._trained]
 
     def begin(self) -> None:
-        """A step begins whose micro-batches are computed again: keeps what its forwards may move."""
+        """Begin an audited step: copy what its forwards may change."""
         self._watched = {}
-        self._trained = _trained(self._model)  # which may have changed since the last step
+        self._trained = _trained(self._model)  # may have changed since the last step
         self._begun, self._state = _Moment(self._model, self._task), _state(self._model, self._task)
 
     @contextmanager
     def watched(self, batch: MicroBatch) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Around forward and backward; what it gives takes the loss between the two, and returns it."""
+        """Record a micro-batch's loss and gradients, around forward and backward.
+
+        Yields:
+            A function that is called with the loss between the two, and returns it.
+        """
         found = _Watched(of_batch(batch.held), _state(self._model, self._task), Digests(), [])
         handles = []
 
         def seen(loss: Tensor) -> Tensor:
             found.bits.add(_LOSS, loss)
             handles.append(loss.register_hook(found.roots.append))  # type: ignore[no-untyped-call]
-            for name, parameter in self._trained.items():  # each sees its gradient before it is added to the others'
+            for name, parameter in self._trained.items():  # called before this gradient is added to the others'
                 handles.append(parameter.register_hook(partial(found.bits.add, name)))  # type: ignore[no-untyped-call]
             return loss
 
@@ -139,30 +146,36 @@ class Again:
         self._watched[batch.index] = found
 
     def told(self) -> dict[int, Recomputation]:
-        """What there is to say of each micro-batch that was watched since `begin`."""
+        """Return the result of each micro-batch recorded since `begin`."""
         return {index: _read(found) for index, found in self._watched.items()}
 
     def own(self, index: int) -> dict[str, str]:
-        """The digests of a micro-batch that was watched; {} where it was not."""
+        """Return the digests of a recorded micro-batch; {} if it was not recorded."""
         return self._watched[index].bits.read() if index in self._watched else {}
 
     def moved(self) -> bool:
-        """Whether forwards have moved, since `begin`, what may decide what a forward does."""
+        """Whether forwards have changed, since `begin`, state that affects a forward."""
         return _state(self._model, self._task).read() != self._state.read()  # waits for the device
 
     def unlike(self, batch: MicroBatch, told: Recomputation) -> str:
-        """What keeps this rank from computing the same: a word or two; "" where nothing does."""
+        """Return what prevents this rank from recomputing a result, in a word; "" for nothing."""
         if of_batch(batch.held) != told.data:
             return "data"
         return "" if of_digests(self._state.read()) == told.state else "buffers"  # waits for the device
 
     def bits(self, step: int, batch: MicroBatch, told: Recomputation) -> dict[str, str]:
-        """The digests of loss and gradients by name, computed from what was there at the step's begin.
+        """Recompute a micro-batch from the state at the step's start, without side effects.
 
-        Gradients, buffers, the task's own tensors and the generators are then as they were.
+        Gradients, buffers, the task's own tensors and the generators are restored.
+
+        Args:
+            told: the result to compare with.
+
+        Returns:
+            The digests of loss and gradients by name.
 
         Raises:
-            ConfigError: the model's gradient can be computed in a whole backward alone.
+            ConfigError: the model's gradient can only be computed in a full backward.
         """
         now, found = _Moment(self._model, self._task), Digests()
         with _drawn_as_before(self._device):
@@ -183,7 +196,7 @@ class Again:
         return bits
 
     def _gradients(self, loss: Tensor, root: float) -> tuple[Tensor | None, ...]:
-        """Beside `.grad`, and beside whatever an engine has hung up where gradients are added."""
+        """Compute gradients without touching `.grad` or the engine's accumulation hooks."""
         parameters = list(self._trained.values())
         try:
             return torch.autograd.grad(loss, parameters, torch.full_like(loss, root).detach(), allow_unused=True)
@@ -193,7 +206,7 @@ class Again:
             raise ConfigError(_REENTRANT) from error
 
 
-_REFUSES = "torch.utils.checkpoint:backward"  # of use_reentrant=True; what is computed again there has deeper frames
+_REFUSES = "torch.utils.checkpoint:backward"  # for use_reentrant=True; errors in its recomputation are deeper
 _REENTRANT = (
     "--guards.audit: computed again, other parameters have a gradient: give the model's checkpoint() of activations "
     "use_reentrant=False, or leave --guards.audit out"
@@ -201,7 +214,7 @@ _REENTRANT = (
 
 
 def _read(found: _Watched) -> Recomputation:
-    """Waits for the device."""
+    """Read a record. Waits for the device."""
     bits = found.bits.read()
     return Recomputation(
         float(found.roots[0]), found.data, of_digests(found.state.read()), _names(bits), of_digests(bits)
@@ -213,7 +226,7 @@ def _names(bits: dict[str, str]) -> str:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """(name, the module that has it, its name there, the buffer)."""
+    """Yield (name, owning module, its name there, buffer)."""
     for prefix, owner in model.named_modules():
         for key, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -221,7 +234,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
 
 
 def _state(model: nn.Module, task: Task) -> Digests:
-    """Of all that may decide what a forward does, besides parameters."""
+    """Digest everything except parameters that affects a forward."""
     found = Digests()
     for name, owner, _, buffer in _buffers(model):
         if not isinstance(owner, _SILENT):
@@ -232,7 +245,7 @@ def _state(model: nn.Module, task: Task) -> Digests:
 
 
 class _Moment:
-    """The values of a model's buffers and of a task's own tensors at one moment."""
+    """Copies of a model's buffers and a task's own tensors at one moment."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
         self._task = task
@@ -241,7 +254,10 @@ class _Moment:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Gives all of it its values again; what has them already is not written, nor counted as written."""
+        """Restore all values; a tensor that has its value already is not written.
+
+        So its version counter does not change.
+        """
         for owner, key, tensor, value in self._buffers:
             owner._buffers[key] = tensor
             _give(tensor, value)
@@ -258,7 +274,7 @@ def _give(tensor: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def _drawn_as_before(device: torch.device) -> Iterator[None]:
-    """Afterwards all generators go on where they were."""
+    """Restore all generators at the end."""
     numpy, python = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
@@ -267,7 +283,10 @@ def _drawn_as_before(device: torch.device) -> Iterator[None]:
 
 
 def named(names: list[str]) -> str:
-    """`the loss and the gradients of first.weight and 3 more parameters`; "" for none."""
+    """Describe the differing tensors; "" for none.
+
+    `the loss and the gradients of first.weight and 3 more parameters`.
+    """
     parameters = [name for name in names if name != _LOSS]
     more = f" and {len(parameters) - 1} more parameters" if len(parameters) > 1 else ""
     gradient = f"the gradient{'s' * (len(parameters) > 1)} of {parameters[0]}{more}" if parameters else ""
@@ -278,24 +297,26 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-BY_ITSELF = "itself"  # it contradicts itself
-BY_OTHERS = "others"  # most others contradict it
-ONE_OF_TWO = "two"  # there is no third
-EVERYBODY = "everybody"  # most contradict themselves, or all each other: no fault of a device
+# --- majority vote
+
+BY_ITSELF = "itself"  # a rank's own results differ
+BY_OTHERS = "others"  # a minority: most others have another result
+ONE_OF_TWO = "two"  # two ranks differ, and there is no third
+EVERYBODY = "everybody"  # no majority, or most ranks' own results differ: nondeterministic, not a device
 
 
 class VoteVerdict(NamedTuple):
-    """Which ranks are wrong, and what says so."""
+    """Result of the vote: which ranks are wrong, and on what evidence."""
 
     ranks: list[int]
     why: str
 
 
 def judged(found: Sequence[Sequence[str]]) -> VoteVerdict:
-    """What the ranks' results say.
+    """Vote over the ranks' results.
 
     Args:
-        found: by rank, what it found each time; empty where it took no part.
+        found: by rank, its result each time; empty if it took no part.
     """
     took_part = [rank for rank, results in enumerate(found) if results]
     unsteady = [rank for rank in took_part if len(set(found[rank])) > 1]
@@ -311,8 +332,10 @@ def judged(found: Sequence[Sequence[str]]) -> VoteVerdict:
     return VoteVerdict(unsteady, BY_ITSELF)
 
 
+# --- audit of a run
+
 _LOG = logging.getLogger("lockstep")
-_TRIES = 3  # times that each rank computes a micro-batch again of which two ranks found other bits
+_TRIES = 3  # recomputations by each rank of a micro-batch with differing results
 _UNLIKE = {
     "data": "its data are not the same when they are loaded again; make each sample depend on its index alone",
     "buffers": "the model's buffers, or the task's own tensors, are not the same on the rank that computes it again",
@@ -320,14 +343,14 @@ _UNLIKE = {
 
 
 class Audited(NamedTuple):
-    """A micro-batch that is computed again, and the rank that does so."""
+    """A micro-batch to recompute, and the rank that does so."""
 
     auditor: int
     micro: int
 
 
 class _Recomputed(NamedTuple):
-    """What a rank found of the micro-batches that it computed again: by their numbers, and why not compared."""
+    """A rank's results, by micro-batch: equal, different, and not comparable with the reason."""
 
     alike: list[int]
     wrong: list[int]
@@ -337,16 +360,17 @@ class _Recomputed(NamedTuple):
 def audited(
     seed: int, step: int, share: float, runs: tuple[tuple[int, int], ...], *, first_only: bool = False, least: int = 0
 ) -> list[Audited]:
-    """Which of a step's micro-batches are computed again, and by whom: of each rank's run by one other rank.
+    """Choose the micro-batches of a step to recompute, and the rank for each.
 
-    Each micro-batch is with probability `share`; where ranks have equally many, they are audited in the same steps.
+    Each rank's share is recomputed by one other rank. Each micro-batch is chosen with probability `share`; ranks with
+    equal shares are audited in the same steps.
 
     Args:
-        runs: by rank, the first and the past-the-last of its micro-batches.
-        first_only: of each run only the first one, once at most.
-        least: of each run so many at least.
+        runs: by rank, the first of its micro-batches and the one after the last.
+        first_only: choose at most the first of each rank.
+        least: minimum number per rank.
     """
-    drawn = (derive(seed, "audit", step) >> 11) * 2.0**-53  # from 0 to below 1
+    drawn = (derive(seed, "audit", step) >> 11) * 2.0**-53  # in [0, 1)
     if not least and share * max(stop - start for start, stop in runs) + drawn < 1.0:
         return []
     shift = 1 + derive(seed, "audit", step, len(runs)) % (len(runs) - 1) if len(runs) > 1 else 0
@@ -361,13 +385,13 @@ def audited(
 
 
 class Audit:
-    """Watches and computes again. Every rank calls each method at the same steps.
+    """The audit of a run. Every rank calls each method at the same steps.
 
     Args:
-        share: of the micro-batches that are computed again.
+        share: of the micro-batches that are recomputed.
         first: the first step of this start.
-        again: sees and computes this rank's part.
-        kept: the steps of the checkpoints; asked of rank 0 alone.
+        again: records and recomputes this rank's part.
+        kept: returns the steps of the checkpoints; called on rank 0 only.
     """
 
     def __init__(
@@ -384,15 +408,18 @@ class Audit:
     ) -> None:
         self._share, self._seed, self._first, self._world, self._batches = share, seed, first, world, batches
         self._model, self._again, self._clock, self._kept = model, again, clock, kept
-        self._first_only = False  # forwards move what decides the next one: known at a step's begin alone
+        self._first_only = False  # forwards change state that affects the next one: only the start of a step is known
         self._step, self._plan = -1, list[Audited]()
         self._stream: Generator[tuple[int, MicroBatch], None, None] | None = None
-        self._odd: dict[int, dict[str, str]] = {}  # what this rank found otherwise
-        self._held: dict[int, int] = {}  # rank -> the step of its last micro-batch that was found alike
+        self._odd: dict[int, dict[str, str]] = {}  # this rank's results that differ
+        self._held: dict[int, int] = {}  # rank -> step of its last micro-batch that matched
         self._warned: set[str] = set()
 
     def watch(self, step: int, batch: MicroBatch) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
-        """Around forward and backward of each micro-batch; what it gives takes the loss between the two."""
+        """Return a context around a micro-batch's forward and backward.
+
+        It yields a function that is called with the loss between the two.
+        """
         if step != self._step:
             self._step, self._plan = step, self._planned(step)
             if self._plan:
@@ -402,11 +429,13 @@ class Audit:
         return _UNWATCHED
 
     def compare(self, step: int) -> None:
-        """After the step's last micro-batch, before its update. Collective in audited steps: two small exchanges.
+        """Compare results after the step's last micro-batch, before its update.
+
+        Collective in audited steps: two small exchanges.
 
         Raises:
             LockstepError: a device computes wrongly: rank, host and device are named, on every rank.
-            DifferenceError: it does not, but the ranks' parameters differ.
+            DifferenceError: the ranks' parameters differ.
         """
         if not self._plan:
             return
@@ -430,7 +459,7 @@ class Audit:
         self._clock.lap("audit")
 
     def close(self) -> None:
-        """Ends the loader process, where there is one."""
+        """End the loader process, if there is one."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -444,11 +473,11 @@ class Audit:
         return [each for each in found if each.micro < present]
 
     def _computed(self, step: int, told: dict[int, Recomputation]) -> "_Recomputed":
-        """What this rank finds of the micro-batches that it computes again."""
+        """Recompute this rank's part, and compare it."""
         found, self._odd = _Recomputed([], [], []), {}
         for _, micro in [each for each in self._plan if each.auditor == self._world.rank]:
             batch, of = self._load(step, micro), told.get(micro)
-            if of is None or not math.isfinite(of.root):  # an empty slot, without items, or left out anyway
+            if of is None or not math.isfinite(of.root):  # an empty slot, without items, or a skipped step
                 continue
             reason = self._again.unlike(batch, of)
             if reason:
@@ -463,10 +492,10 @@ class Audit:
         return found
 
     def _load(self, step: int, micro: int) -> MicroBatch:
-        """The next micro-batch that this rank computes again.
+        """Return the next micro-batch that this rank recomputes.
 
-        It is loaded ahead. Where the steps are shared out otherwise since then (`--shares auto`), another may come:
-        then the loading begins anew.
+        It is prefetched. If the shares changed since then (`--shares auto`), another one may come: then prefetching
+        starts again.
         """
         for _ in range(2):
             self._stream = self._stream or self._batches.again(self._places(step, micro))
@@ -477,7 +506,7 @@ class Audit:
         raise LockstepError(f"--guards.audit: micro-batch {micro} of step {step} did not come from the loading")
 
     def _places(self, start: int, first: int) -> Iterator[tuple[int, int]]:
-        """What this rank computes again, from the micro-batch `first` of the step `start` on."""
+        """Yield what this rank recomputes, from micro-batch `first` of step `start` on."""
         for step in range(start, self._batches.step_plan.steps):
             mine = [each.micro for each in self._planned(step) if each.auditor == self._world.rank]
             yield from ((step, micro) for micro in (mine[mine.index(first) :] if step == start else mine))
@@ -491,12 +520,12 @@ class Audit:
             self._warned.add(reason)
 
     def _named(self, step: int, disputed: Audited, owner: int, told: Recomputation) -> str:
-        """What is known of the device that is wrong, in one line. Collective; every rank computes the micro-batch."""
+        """Describe the faulty device in one line. Collective: every rank recomputes the micro-batch."""
         parameters = {f"model/{name}": p.detach() for name, p in self._model.named_parameters()}
         desync.check(parameters, self._world, step)  # collective
         before = (self._again.own(disputed.micro), self._odd.get(disputed.micro))
         mine = [bits for bits in before if bits]
-        with suppress(DataError):  # who cannot load it has no voice
+        with suppress(DataError):  # a rank that cannot load it does not vote
             for _ in range(_TRIES):
                 batch = self._batches.alone(step, disputed.micro)
                 if self._again.unlike(batch, told):
@@ -533,7 +562,10 @@ class Audit:
         )
 
     def _differing(self, results: list[list[dict[str, str]]], ranks: list[int]) -> str:
-        """What first differs between the results of these ranks and those that most found, in the model's order."""
+        """Name what differs between these ranks' results and the most common ones.
+
+        The names are in the model's order.
+        """
         every = [each for found in results for each in found]
         usual = max(every, key=lambda each: sum(each == other for other in every))
         odd = next((each for rank in ranks for each in results[rank] if each != usual), usual)

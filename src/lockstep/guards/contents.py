@@ -1,11 +1,11 @@
-"""What samples contain, in a form that ranks can compare: the content of a few of them, and never their names alone.
+"""Digest samples, so that ranks can compare the content of a few of them.
 
     found = Contents({"training set": dataset}, seed=0)[KEY][0]     # on each rank, in a loader process or not
     check_contents(world, found)                                    # DifferenceError: the sample and the ranks
 
-A digest has two parts: a hash of what must be equal (shapes, whole numbers, texts), and weighted sums of what was
-measured or drawn (floats, the bytes of a picture). Two kinds of processor may round the latter differently, so the sums
-may differ in the fifth place.
+A digest has two parts: a hash of what must be equal (shapes, integers, strings), and weighted sums of what was measured
+or drawn (floats, the bytes of a picture). Two kinds of processor may round the latter differently, so the sums may
+differ in the fifth place.
 """
 
 import dataclasses
@@ -31,31 +31,36 @@ from lockstep.trace.record.sums import mixed
 
 __all__ = ["KEY", "Contents", "alike", "check_contents", "digest"]
 
-KEY: Final = Key(step=0, micro=0, weight=1.0, epochs=[], samples=[])  # of all that is asked
-_ENOUGH = 1.0  # seconds after the first sample; then no further one is asked for
-_DEEP = 12  # containers within containers
-_LONGEST = 1 << 22  # elements; of a longer tensor evenly spread ones count
-_ROUNDING = 1e-4  # of a tensor's norm
+KEY: Final = Key(step=0, micro=0, weight=1.0, epochs=[], samples=[])  # one key for everything
+_ENOUGH = 1.0  # seconds after the first sample in which further ones are read
+_DEEP = 12  # levels of nested containers
+_LONGEST = 1 << 22  # elements; of a longer tensor evenly spaced ones count
+_ROUNDING = 1e-4  # relative to a tensor's norm
 _FAILED = "cannot be loaded"
-_MOST_SUMS = 256  # tensors of a sample
+_MOST_SUMS = 256  # tensors of a sample that have sums
 
-Digest = list[Any]  # [hash, [norm, weighted sum, norm, weighted sum, ...], types that are left out], as JSON has it
+Digest = list[Any]  # [hash, [norm, weighted sum, norm, weighted sum, ...], types not compared], as JSON
 
 
 @final
 class Contents:
-    """Datasets -> digests of the first, the middle and the last sample of each.
+    """Datasets whose only item is the digests of a few samples of each.
+
+    These are the first, the middle and the last sample.
 
     Args:
-        sets: what it is called -> the dataset, as it is loaded.
-        seed: the run's, by which a sample is seeded as the training seeds it in the first epoch.
+        sets: name for messages -> the dataset, as it is loaded.
+        seed: the run's; a sample is seeded as in the first epoch of training.
     """
 
     def __init__(self, sets: Mapping[str, RetryingDataset], seed: int) -> None:
         self._sets, self._seed = sets, seed
 
     def __getitem__(self, key: Key) -> tuple[dict[str, Digest | None], float]:
-        """({the sample in words: its digest; None where two readings differ}, 0)."""
+        """Return ({sample in words: its digest}, 0).
+
+        The digest is None if two readings differ.
+        """
         found: dict[str, Digest | None] = {}
         ends = math.inf
         for place in (0.0, 0.5, 1.0):
@@ -70,7 +75,7 @@ class Contents:
         return found, 0
 
     def _read(self, dataset: RetryingDataset, index: int) -> Digest:
-        """The digest of a sample, or of the error that it cannot be loaded for."""
+        """Digest a sample, or the error of loading it."""
         try:
             if not dataset.draws_random:
                 return digest(dataset[index])
@@ -83,7 +88,10 @@ class Contents:
 
 
 def check_contents(world: World, found: Mapping[str, Digest | None]) -> list[str]:
-    """Compare what the ranks found, and return a line on what could not be compared. Collective.
+    """Compare the ranks' digests. Collective.
+
+    Returns:
+        A line for each thing that could not be compared.
 
     Raises:
         DifferenceError: on every rank, naming the sample and the ranks that differ from rank 0.
@@ -110,7 +118,7 @@ def check_contents(world: World, found: Mapping[str, Digest | None]) -> list[str
 
 
 def alike(one: Digest | None, other: Digest | None) -> bool:
-    """Whether two digests are of the same content, but for rounding; or one is missing."""
+    """Whether two digests are equal up to rounding, or one is missing."""
     if one is None or other is None:
         return True
     if one[0] != other[0] or len(one[1]) != len(other[1]):
@@ -120,14 +128,14 @@ def alike(one: Digest | None, other: Digest | None) -> bool:
 
 
 def digest(sample: Any) -> Digest:
-    """Digest a sample: tensors, arrays, numbers, texts and pictures, however nested."""
+    """Digest a sample: tensors, arrays, numbers, strings and pictures, however nested."""
     reader = _ContentReader()
     reader.add(sample)
     return [reader.hash.hexdigest(), reader.sums, sorted(reader.left_out)]
 
 
 class _ContentReader:
-    """Goes through a sample."""
+    """Visitor that digests a sample."""
 
     def __init__(self) -> None:
         self.hash = xxhash.xxh3_64()
@@ -135,7 +143,7 @@ class _ContentReader:
         self.left_out: set[str] = set()
 
     def add(self, value: Any, depth: int = 0) -> None:
-        """Take what `value` holds; what cannot be digested is noted by its type."""
+        """Digest `value`; a type that cannot be digested is recorded."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         try:
             known = depth <= _DEEP and self._take(value, depth)
@@ -155,7 +163,7 @@ class _ContentReader:
             return self._array(np.asarray(value), depth)
         if isinstance(value, float):
             return self._measured("float", torch.tensor([value], dtype=torch.float64))
-        if isinstance(value, str | PurePath):  # where a node keeps its files is its own affair
+        if isinstance(value, str | PurePath):  # nodes may keep their files in different folders
             self._mark("text", os.path.basename(value) if os.path.isabs(value) else str(value))
         elif isinstance(value, bytes | bytearray):
             self._mark("bytes", len(value))
@@ -219,7 +227,7 @@ class _ContentReader:
         return True
 
     def _measured(self, name: str, values: Tensor) -> bool:
-        """Take numbers that another machine may round differently."""
+        """Add numbers that another machine may round differently."""
         flat = values.reshape(-1)
         flat = flat[:: max(1, math.ceil(flat.numel() / _LONGEST))].to(torch.float64)
         strange = ~flat.isfinite()

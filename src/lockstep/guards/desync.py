@@ -1,10 +1,10 @@
-"""Do replicas still hold the same bits?
+"""Check that replicas hold the same bits.
 
     check(engine.state_dict(), world, step)          # raises DifferenceError: rank 2, model/blocks.0.weight
 
-A fingerprint of every tensor (xxh3 over its bytes, so that order counts) is compared between the ranks that hold the
-same part of it: all ranks for what is replicated, be it one buffer beside sharded parameters; the copies of a shard
-under hybrid sharding. What one rank alone holds is not read.
+A fingerprint of every tensor (xxh3 over its bytes, so order matters) is compared between the ranks that hold the same
+part of it: all ranks for replicated tensors, even a single buffer next to sharded parameters; the copies of a shard
+under hybrid sharding. What only one rank holds is not read.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,17 +35,22 @@ __all__ = [
 ]
 
 
+# --- digests
+
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
-_CHUNK = 1 << 24  # words at a time: their places take 128 MiB
-_NAN = 3.25e-4  # in the place of each NaN, whose sign and payload no kernel promises
-_ALIGNED = 64  # bytes: kernels of small products on a CPU choose their order by where the memory begins
+_CHUNK = 1 << 24  # words per chunk: their indices take 128 MiB
+_NAN = 3.25e-4  # replaces each NaN, whose sign and payload are unspecified
+_ALIGNED = 64  # bytes: CPU kernels of small products choose their order by the alignment
 
 
 def word_sum(local: Tensor) -> Tensor:
-    """Sum of each word times an odd number that depends on its place, modulo 2**64. 0-dim int64.
+    """Sum each word times an odd number that depends on its index, modulo 2**64.
 
-    A chunk of words at a time, so that it needs no more memory than two int64 vectors of a chunk.
+    It works in chunks, so that it needs no more memory than two int64 vectors of a chunk.
+
+    Returns:
+        0-dim int64.
     """
     flat = local.detach().contiguous().reshape(-1)
     if flat.is_complex():
@@ -60,19 +65,22 @@ def word_sum(local: Tensor) -> Tensor:
 
 
 class Digests:
-    """Digests by name. All NaN count as one, and a sparse tensor as the dense one that it stands for."""
+    """Digests of tensors by name.
+
+    All NaN are equal, and a sparse tensor equals its dense form.
+    """
 
     def __init__(self) -> None:
         self._found: dict[str, str | Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes the tensor as it is now."""
+        """Digest the tensor's current value."""
         plain = _plain(tensor)
         on_host = plain.device.type == "cpu"
         self._found[name] = xxhash.xxh3_64_hexdigest(bytes_of(plain)) if on_host else word_sum(plain)
 
     def read(self) -> dict[str, str]:
-        """name -> 16 hexadecimal digits, in the order of `add`."""
+        """Return name -> 16 hexadecimal digits, in the order of `add`."""
         waiting = [found for found in self._found.values() if isinstance(found, Tensor)]
         numbers = iter(torch.stack(waiting).tolist() if waiting else ())  # waits for the device, once
         return {
@@ -82,12 +90,15 @@ class Digests:
 
 
 def of_digests(found: dict[str, str]) -> str:
-    """One digest of all, whatever their order."""
+    """Combine digests to one that does not depend on their order."""
     return xxhash.xxh3_64_hexdigest(repr(sorted(found.items())).encode())
 
 
 def of_batch(data: Any) -> str:
-    """A nested batch in host memory: its tensors, numbers and texts, and how the tensors' memory is aligned."""
+    """Digest a nested batch in host memory.
+
+    It covers tensors, numbers, strings, and the alignment of the tensors' memory.
+    """
     total = xxhash.xxh3_64()
     for path, leaf in leaves(data):
         total.update(path.encode())
@@ -98,7 +109,7 @@ def of_batch(data: Any) -> str:
 
 
 def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Tensor | bytes]]:
-    """(path, tensor or bytes) of every leaf of a nested batch."""
+    """Yield (path, tensor or bytes) of every leaf of a nested batch."""
     if isinstance(data, Tensor):
         yield path, data
     elif isinstance(data, np.ndarray):
@@ -120,7 +131,7 @@ def _numbered(values: Iterable[Any], path: str) -> Iterator[tuple[str, Tensor | 
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """A dense tensor of real numbers with the same bits, but for NaN."""
+    """Convert to a dense real tensor with the same bits, except for NaN."""
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
@@ -132,7 +143,10 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
-    """name -> [the part that this rank holds, its fingerprint]. On a device one number a tensor crosses to the host."""
+    """Return name -> [this rank's part, its fingerprint].
+
+    From a device one number per tensor is copied to the host.
+    """
     found: dict[str, list[Any]] = {}
     waiting: list[tuple[str, Tensor]] = []
     for name, tensor in sorted(state.items()):
@@ -151,16 +165,20 @@ def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
     return found
 
 
+# --- replicas
+
+
 def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[], Mapping[str, str]] = dict) -> None:
-    """Compares the replicas' states after `step` steps. Every rank calls it. Collective: one exchange of a digest for
-    each set of ranks that hold the same parts, and one of the fingerprints where digests differ.
+    """Compare the replicas' states after `step` steps. Collective.
+
+    One exchange of a digest for each set of ranks that hold the same parts; if digests differ, one of the fingerprints.
 
     Args:
-        kinds: gives what is known of tensors that change besides by updates: name -> in words.
+        kinds: returns descriptions of tensors that change other than by updates, by name.
 
     Raises:
-        DifferenceError: on every rank, naming the tensor that explains the difference, else the first that differs, and
-            the rank where most ranks agree.
+        DifferenceError: on every rank, naming the tensor that explains the difference, or the first that differs, and
+            the odd rank if most ranks agree.
     """
     if world.size == 1:
         return
@@ -168,7 +186,7 @@ def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[],
     holders = {name: _holders(tensor, world, known) for name, tensor in state.items()}
     mine = fingerprints({name: tensor for name, tensor in state.items() if len(holders[name]) > 1})
     digests: dict[str, Any] = {}
-    for name, value in mine.items():  # in the order of names, on every rank
+    for name, value in mine.items():  # sorted by name, the same on every rank
         digests.setdefault(_key(holders[name]), xxhash.xxh3_64()).update(repr((name, value)).encode())
     gathered = world.gather({ranks: digest.hexdigest() for ranks, digest in digests.items()})  # collective
     found = {ranks: [gathered[int(rank)].get(ranks) for rank in ranks.split()] for each in gathered for ranks in each}
@@ -179,10 +197,12 @@ def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[],
 
 
 def _holders(tensor: Tensor, world: World, known: dict[Any, list[int]]) -> list[int]:
-    """The ranks that hold the same part of a tensor as this rank; [] where it holds none.
+    """Return the ranks that hold the same part of a tensor.
+
+    [] if this rank has none.
 
     Args:
-        known: what was found before, by mesh and placement.
+        known: cache, by mesh and placement.
     """
     mesh: Any = getattr(tensor, "device_mesh", None)
     placements: Any = tuple(getattr(tensor, "placements", ()))
@@ -196,7 +216,7 @@ def _holders(tensor: Tensor, world: World, known: dict[Any, list[int]]) -> list[
 
 
 def _copies(ranks: Tensor, placements: Any, at: list[int]) -> list[int]:
-    """Of a mesh's ranks those that differ from the one at `at` in replicated dimensions alone."""
+    """Return the mesh's ranks that differ from `at` only in replicated dimensions."""
     same = [slice(None) if type(kind).__name__ == "Replicate" else i for kind, i in zip(placements, at, strict=True)]
     return sorted(ranks[tuple(same)].reshape(-1).tolist())
 
@@ -225,7 +245,10 @@ _UNFROZEN = "go back to a checkpoint, and change what is trained on every rank, 
 
 
 def _cause(odd: list[str], kinds: Mapping[str, str]) -> tuple[str, str]:
-    """The tensor that explains why these differ, and the way out: what updates do not write comes first."""
+    """Return the tensor that explains the difference, and the way out.
+
+    Tensors that updates do not write come first.
+    """
     written = [n for n in odd if n in kinds and not n.startswith("model/")] or [n for n in odd if _is_own(n)]
     written = written or [n for n in odd if n in kinds and UNFROZEN not in kinds[n]]
     if written:
@@ -252,7 +275,7 @@ def _shown(name: str, kinds: Mapping[str, str]) -> str:
 
 
 def _differing(ranks: list[dict[str, list[Any]]], name: str) -> dict[int, str]:
-    """rank -> fingerprint, of the ranks that hold the same part of a tensor with different bits; {} for none such."""
+    """Return rank -> fingerprint of a tensor part with different bits, or {}."""
     by_part: dict[str, dict[int, str]] = {}
     for rank, each in enumerate(ranks):
         if name in each:
@@ -261,7 +284,7 @@ def _differing(ranks: list[dict[str, list[Any]]], name: str) -> dict[int, str]:
 
 
 def _odd(values: dict[int, str]) -> str:
-    """Who differs: those outside the majority, or both of two, of whom nobody can tell which is right."""
+    """Describe the ranks outside the majority, or both of two."""
     kept = list(values.values())
     common = max(set(kept), key=kept.count)
     if 2 * kept.count(common) > len(kept):

@@ -1,10 +1,10 @@
-"""A loss or gradient that is not finite: where it comes from.
+"""Read steps' numbers late, and trace a loss or gradient that is not finite.
 
     found = origin(...)     # "micro-batch 3 (samples 17, 4) on rank 1: the first output that is not finite is ..."
 
-The engine has left the step out already, on the device and in the same step. Here the micro-batches are run again,
-without gradients and without the compiler, which hooks would break up, to find the first module whose output is not
-finite; the model's buffers are left as they are.
+The engine has skipped the step already, on the device and in the same step. Here the micro-batches run again, without
+gradients and without the compiler, which hooks would break up, to find the first module whose output is not finite; the
+model's buffers are restored. Skipped steps are recorded in a file, so that a rollback skips them again.
 """
 
 import contextlib
@@ -39,13 +39,17 @@ __all__ = [
 ]
 
 
+# --- deferred reading
+
+
 class ReadStep(NamedTuple):
     """A step whose numbers are on the host.
 
     Attributes:
-        norm: of the gradient; `gradients`: of its blocks, where the step took them.
+        norm: of the gradient.
         losses: of this rank's micro-batches.
-        numbers: of the task's own by name: (sum, count) of each of them.
+        numbers: the task's own, by name: (sum, count) of each micro-batch.
+        gradients: norms by block, if the step measured them.
     """
 
     record: StepRecord
@@ -57,7 +61,11 @@ class ReadStep(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """Numbers on their way to the host; `host` has those that were there, and None for each of the others."""
+    """Numbers on their way to the host.
+
+    Attributes:
+        host: numbers that were on the host already, None for each of the others.
+    """
 
     record: StepRecord
     micro: list[Any]
@@ -67,13 +75,13 @@ class _Copy(NamedTuple):
 
 
 class DeferredReader:
-    """Reads norms and losses: at once where that costs nothing, else one step later, when the copy has arrived.
+    """Reader of norms and losses: immediate on a CPU, one step late on a device.
 
-    On a device a step costs one launch, one copy into pinned memory and an event, and its host is never more than a
-    step ahead. What the guards and the records need of a step is read here alone.
+    On a device a step costs a launch, a copy into pinned memory and an event, and its host is at most a step ahead.
+    Guards and records read a step's numbers only through this.
 
     Attributes:
-        lag: steps by which it is late; None: 1 on a CUDA device, else 0. Whoever asks it must work with any.
+        lag: steps of delay; None: 1 on a CUDA device, otherwise 0. Callers must work with any value.
     """
 
     lag: ClassVar[int | None] = None
@@ -82,7 +90,7 @@ class DeferredReader:
         self._cuda = device.type == "cuda"
         self._lag = int(self._cuda) if self.lag is None else self.lag
         self._flying: deque[_Copy] = deque()
-        self._free: list[Any] = []  # events that have come to pass
+        self._free: list[Any] = []  # completed events, for reuse
 
     @property
     def late(self) -> bool:
@@ -90,7 +98,10 @@ class DeferredReader:
         return self._lag > 0
 
     def add(self, record: StepRecord, micro: list[Any]) -> list[ReadStep]:
-        """Takes a step, and returns those that can be read by now: how many depends on the number of steps alone."""
+        """Add a step, and return those that can be read now.
+
+        Their number depends only on the number of steps.
+        """
         every = _values(record)
         if not self._lag and not self._cuda:
             return [_read(record, micro, [float(value) for value in every])]
@@ -98,34 +109,34 @@ class DeferredReader:
         values = torch.stack([tensor.reshape(()) for tensor in tensors]) if tensors else torch.empty(0)
         event = None
         if self._cuda:
-            values = values.to("cpu", non_blocking=True)  # from a device that is into pinned memory
+            values = values.to("cpu", non_blocking=True)  # from a device this goes into pinned memory
             event = self._free.pop() if self._free else torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._flying.append(_Copy(record, micro, values, host, event))
         return [self._landed()] if len(self._flying) > self._lag else []
 
     def rest(self) -> Iterator[ReadStep]:
-        """All steps that were not returned yet, one by one."""
+        """Yield all steps that were not returned yet."""
         while self._flying:
             yield self._landed()
 
     def _landed(self) -> ReadStep:
         record, micro, values, host, event = self._flying.popleft()
         if event:
-            event.synchronize()  # waits for the device, one step behind: it has the next one to do
+            event.synchronize()  # waits for the device, one step behind: it is busy with the next one
             self._free.append(event)
         return _read(record, micro, _joined(host, values.tolist()))
 
 
 def floats(values: Sequence[Tensor | float]) -> list[float]:
-    """The values on the host. Waits for the device, once."""
+    """Return the values on the host. Waits for the device, once."""
     kind = next((v.device.type for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), "")
     host, tensors = _split(values, kind)
     return _joined(host, torch.stack([t.reshape(()) for t in tensors]).tolist() if tensors else [])
 
 
 def _values(record: StepRecord) -> list[Tensor | float]:
-    """All that is to be read of a step, in the order of `_read`."""
+    """Return everything to read of a step, in the order of `_read`."""
     norm: list[Tensor | float] = [] if record.norm is None else [record.norm]
     values = [*norm, *record.losses]
     if record.gradients or record.numbers:
@@ -145,7 +156,7 @@ def _read(record: StepRecord, micro: list[Any], values: list[float]) -> ReadStep
 
 
 def _split(values: Sequence[Tensor | float], device: str) -> tuple[list[float | None], list[Tensor]]:
-    """Each value that lies on the host, or None; and those on a device of this type, in order."""
+    """Split values into those on the host, None for others, and those on a device."""
     there = [isinstance(value, Tensor) and value.device.type == device for value in values]
     host = [None if away else float(value) for value, away in zip(values, there, strict=True)]
     return host, [value for value, away in zip(values, there, strict=True) if away and isinstance(value, Tensor)]
@@ -156,18 +167,21 @@ def _joined(host: list[float | None], read: list[float]) -> list[float]:
     return [next(told) if value is None else value for value in host]
 
 
+# --- skipped steps
+
+
 class Rollback(LockstepError):
-    """The run goes back to its newest checkpoint, and will leave out the step that is named."""
+    """The run goes back to its newest checkpoint, and will skip the named step."""
 
 
 class Skips:
-    """The steps that are left out of a run. Rank 0 reads and writes the file, and tells the others.
+    """The skipped steps of a run. Rank 0 reads and writes the file, and shares it.
 
     Args:
-        path: of the file; what is in it is taken over where it was written for the same plan.
-        limit: how many steps may be left out in all.
+        path: of the file; its content is used if it was written for the same plan.
+        limit: maximum number of skipped steps.
         world: its ranks make one together, and call `add` together.
-        plan: what the steps' numbers mean: a run with another one has other steps.
+        plan: gives the steps' numbers their meaning: under another plan they are other steps.
 
     Attributes:
         steps: in the order in which they were found.
@@ -179,10 +193,10 @@ class Skips:
         self.steps: list[int] = world.gather(self._read() if world.is_main else [])[0]  # collective
 
     def add(self, step: int, why: str) -> None:
-        """Leaves `step` out from now on. Collective.
+        """Skip `step` from now on. Collective.
 
         Raises:
-            LockstepError: that would be one too many, or the file cannot be written.
+            LockstepError: the limit is reached, or the file cannot be written.
         """
         if step in self.steps:
             return
@@ -202,11 +216,14 @@ class Skips:
         return []
 
     def _write(self) -> LockstepError | None:
-        try:  # whole or not at all: without it a rollback would meet the step again
+        try:  # atomic: without it a rollback would run the step again
             write_whole(self._path, json.dumps({"steps": self.steps, "plan": self._plan}) + "\n")
         except OSError as error:
             return refusal_error(error)
         return None
+
+
+# --- origin of a value that is not finite
 
 
 def origin(
@@ -219,19 +236,19 @@ def origin(
     *,
     whole: bool = False,
 ) -> str:
-    """What is known of the first micro-batch with a value that is not finite. Every rank calls it. Collective.
+    """Describe the first micro-batch with a value that is not finite. Collective.
 
     Args:
-        plain: the model without what an engine put around it; its modules are watched.
-        loss_of: the loss of a micro-batch, or what is finite where its outputs are, through the engine's model.
-        seed: as in the loop, so that dropout falls as it did.
-        samples: of (step, micro-batch).
-        whole: the loss is that of the whole step, so that no micro-batch has one of its own.
+        plain: the model inside the engine's wrapper; its modules are watched.
+        loss_of: the loss of a micro-batch through the engine's model, or something that is finite if its outputs are.
+        seed: as in the loop, so that dropout is the same.
+        samples: (step, micro-batch) -> its sample indices.
+        whole: the loss covers the whole step, so that no micro-batch has its own.
     """
     mine: list[Any] | None = None
     losses = iter(step.losses)
     with unmoved(plain.buffers()):
-        for batch in step.micro:  # all of them, on every rank: their forwards may have collectives
+        for batch in step.micro:  # all, on every rank: their forwards may have collectives
             seed(step.record.step, batch.index)
             module, finite = _first(plain, loss_of, batch)
             before = whole or not batch.weight or math.isfinite(next(losses))
@@ -254,7 +271,7 @@ def origin(
 
 
 def _first(plain: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any) -> tuple[str, bool]:
-    """The first module whose output is not finite, and whether the loss is finite."""
+    """Return the first module whose output is not finite, and whether the loss is finite."""
     found: list[str] = []
 
     def hook(name: str) -> Callable[..., None]:
@@ -267,7 +284,7 @@ def _first(plain: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any) -> tu
     handles = [module.register_forward_hook(hook(name or type(module).__name__)) for name, module in _named(plain)]
     try:
         with torch.no_grad(), eager():
-            loss = float(loss_of(batch))  # waits for the device: the run is stopping or losing a step anyway
+            loss = float(loss_of(batch))  # waits for the device: the run stops or skips a step anyway
     finally:
         for handle in handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Signals -> a request in the step exchange: the ranks agree on the step after which they save and end.
+"""Turn signals into stop requests, so that all ranks save and end after one step.
 
 with Preemption(exchange): ...
 """
@@ -16,21 +16,21 @@ __all__ = ["Preemption"]
 
 
 class StopListener(Protocol):
-    """Who is told what a signal asks for: the exchange."""
+    """Receiver of stop requests, such as the exchange."""
 
     def stop(self, stop_request: int) -> None:
-        """As `StepExchange.stop`."""
+        """Request a stop, as `StepExchange.stop`."""
 
 
 class _Interrupted(KeyboardInterrupt):
-    """The second Ctrl-C."""
+    """Raised by the second Ctrl-C."""
 
 
 class Preemption:
-    """Within it a scheduler's signals and Ctrl-C ask all ranks to save and end; a second Ctrl-C ends now.
+    """Context in which signals and Ctrl-C ask all ranks to save and end.
 
-    So does the end of the terminal, but under nohup. Outside the main thread, where Python allows no handlers, it does
-    nothing.
+    A second Ctrl-C ends at once. A closed terminal counts as a signal too, except under nohup. Outside the main thread,
+    where Python allows no handlers, it does nothing.
     """
 
     def __init__(self, exchange: StopListener) -> None:
@@ -46,7 +46,7 @@ class Preemption:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Raise LockstepError for a KeyboardInterrupt that no Ctrl-C raised: it is an error of the user's code."""
+        """Turn a KeyboardInterrupt without a Ctrl-C into a LockstepError: the user's code raised it."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before and isinstance(error, KeyboardInterrupt) and not isinstance(error, _Interrupted):
@@ -54,7 +54,7 @@ class Preemption:
 
     @property
     def ends_now(self) -> bool:
-        """Whether a second Ctrl-C came, which waits for nothing."""
+        """Whether a second Ctrl-C came: end without waiting."""
         return self._again
 
     def _stop_request(self, number: int, _: FrameType | None) -> None:

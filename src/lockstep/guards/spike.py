@@ -1,4 +1,4 @@
-"""A gradient's norm far above what is usual for the run.
+"""Detect gradient norms far above what is usual for the run.
 
 spike = Spike()
 limit = spike.limit(step)           # what the step's norm must stay below; infinite while too little is known
@@ -15,35 +15,35 @@ _WINDOW, _LEAST, _EVERY = 128, 32, 16
 _DEVIATIONS, _TIMES = 8.0, 3.0
 _LATELY, _RISEN = 8, 2.5
 _NORMAL = 1.4826  # median absolute deviation -> standard deviation of a normal distribution
-_LATE = 2  # steps after which an estimate holds: a device tells a step's norm when the next step has begun
+_LATE = 2  # steps until an estimate applies: a device delivers a step's norm during the next step
 
 
 class Spike:
-    """A running estimate that one value cannot move: the median and the median deviation of the last 128 norms.
+    """Robust running estimate of the usual norm: median and median deviation.
 
-    Where norms rise, as they do in healthy runs when the rate has warmed up, that median is of a time that is over. So
-    a spike is above two and a half times the median of the last 8 norms too, which counts where these have risen by a
-    fifth.
+    It covers the last 128 norms, so that one value cannot move it. If norms rise, as in healthy runs after the warm-up
+    of the rate, that median is out of date. So a spike must also exceed two and a half times the median of the last 8
+    norms, which matters if these have risen by a fifth.
 
-    What limits a step depends on the norms up to the last but one alone, so that it is the same whether norms are read
-    at once or a step late. The state belongs into checkpoints: it decides which steps are applied.
+    A step's limit depends only on the norms up to the last but one, so that it is the same whether norms are read at
+    once or a step late. The state belongs into checkpoints: it decides which steps are applied.
     """
 
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._count = 0
-        self._usual = math.inf  # of the last 128 norms, as it was estimated last
-        self._limits: deque[tuple[int, float]] = deque(maxlen=2)  # (first step, limit): the present one, and the next
-        self._first = 0  # the first step that is learnt from
+        self._usual = math.inf  # limit by the last 128 norms, as last estimated
+        self._limits: deque[tuple[int, float]] = deque(maxlen=2)  # (first step, limit): the current and the next
+        self._first = 0  # the first step to learn from
 
     def limit(self, step: int) -> float:
-        """Above it the norm of `step` is a spike."""
+        """Return the norm above which `step` is a spike."""
         return next((limit for first, limit in reversed(self._limits) if step >= first), math.inf)
 
     def sees(self, step: int, norm: float) -> bool:
-        """Whether the norm of `step` is a spike; only what is not is learnt from. Steps come in order.
+        """Return whether the norm of `step` is a spike, and learn from it if not.
 
-        Costs two microseconds; every 16th step ten.
+        Steps come in order. Takes two microseconds; every 16th step ten.
         """
         if not norm < self.limit(step):
             return True
@@ -57,7 +57,7 @@ class Spike:
         return False
 
     def forget(self, step: int) -> None:
-        """Learn anew from `step` on, because what the norm is taken over changed: another set is trained.
+        """Start learning again at `step`, because another set of parameters is trained.
 
         Earlier steps, whose norms may still come, keep their limit.
         """
@@ -68,7 +68,10 @@ class Spike:
         self._count, self._usual, self._first = 0, math.inf, step
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, which JSON keeps to the last bit. Every step before it was seen."""
+        """Return the state as plain numbers, which JSON stores exactly.
+
+        Every step before it must have been seen.
+        """
         limits: list[list[float]] = []
         for first, limit in self._limits:
             limits = [*limits, [first, limit]] if math.isfinite(limit) else []
@@ -76,7 +79,7 @@ class Spike:
         return known if math.isinf(self._usual) else known | {"usual": self._usual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._norms.clear()
         self._norms.extend(state["norms"])
         self._count = state["count"]
@@ -85,7 +88,7 @@ class Spike:
         self._usual = state.get("usual", self._limits[-1][1] if self._limits else math.inf)
 
     def _lately(self) -> float:
-        """The median of the last 8 norms."""
+        """Return the median of the last 8 norms."""
         lately = sorted(list(self._norms)[-_LATELY:])
         return lately[len(lately) // 2]
 

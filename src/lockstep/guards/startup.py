@@ -1,6 +1,9 @@
-"""What must be equal on all ranks before the first step, besides configuration and plan: programs, data order, weights.
+"""Check that all ranks start equal: programs, data order, weights.
 
-check_start(world, task, batches, model)        # LockstepError: the differing key and the rank
+    check_programs(world, task, order)          # LockstepError: the differing key and the rank
+    check_weights(world, model)                 # DifferenceError: the tensor and the rank
+
+Configuration and plan are compared elsewhere.
 """
 
 import hashlib
@@ -26,7 +29,10 @@ __all__ = [
 
 
 def check_programs(world: World, task: Task, order: list[int]) -> None:
-    """Compares versions, code and the first samples of the data's order. Collective.
+    """Compare versions, code and the order of the first samples. Collective.
+
+    Args:
+        order: indices of the first samples.
 
     Raises:
         LockstepError: they differ; key, values and rank are named.
@@ -36,7 +42,7 @@ def check_programs(world: World, task: Task, order: list[int]) -> None:
 
 
 def program(task: Task) -> dict[str, str]:
-    """What computes: versions, and digests of lockstep's code and of the task's."""
+    """Return versions, and digests of lockstep's code and of the task's."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -48,14 +54,14 @@ def program(task: Task) -> dict[str, str]:
 
 
 def check_weights(world: World, model: nn.Module) -> None:
-    """Compares the weights that each rank begins with. Collective.
+    """Compare the ranks' initial weights. Collective.
 
     Raises:
-        LockstepError: they differ; tensor and rank are named.
+        DifferenceError: they differ; tensor and rank are named.
     """
     held = {f"model/{name}": tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     metas = world.gather(any(tensor.is_meta for tensor in held.values()))  # collective
-    if any(metas):  # drawn by rank 0 alone and handed out
+    if any(metas):  # only rank 0 drew them; they are broadcast
         return
     try:
         desync.check(held, world, 0)

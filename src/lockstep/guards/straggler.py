@@ -1,11 +1,11 @@
-"""Which rank is slow, and at what.
+"""Find the rank that is slow, and at what.
 
     straggler = Straggler(ratio=1.2)
     line = straggler.after(step, exchange)      # "rank 3 is slow: 41 ms per step of computing, the others 31 ms", or ""
 
-A rank's own busy seconds travel in the step exchange: loading data, computing (the forward, which under ddp waits for
-nobody; under fsdp it gathers weights, so there a slow rank hides), and writing. A rank is called slow when it is so in
-three windows in a row of five steps or more.
+Each rank's busy seconds are sent in the step exchange: loading data, computing (the forward, which under ddp waits for
+nobody; under fsdp it gathers weights, which hides a slow rank), and writing. A rank is reported if it is slow in three
+windows in a row of five steps or more.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,17 @@ __all__ = ["Straggler"]
 
 _STEPS, _STRIKES = 5, 3
 _LEAST = 2e-3  # seconds per step; a smaller difference is noise, whatever the ratio
-_SHARED = ("data", "computing")  # grow with a rank's share
+_SHARED = ("data", "computing")  # these grow with a rank's share
 _KINDS = {"data": "loading data", "computing": "computing", "writing": "writing"}
 
 
 class Straggler:
-    """Compares the ranks' busy seconds. The same on every rank, since all hear the same.
+    """Detector of slow ranks, by busy seconds. All ranks reach the same result.
 
     Args:
-        ratio: how many times the others' median counts as slow; 0 never speaks.
-        relieved: (rank, step) -> whether its share of the work is about to be cut to its speed (--shares auto): that it
-            loads or computes for longer is then no news.
+        ratio: how many times the others' median counts as slow; 0 disables it.
+        relieved: (rank, step) -> whether --shares auto is about to reduce its share: slow loading or computing is then
+            not reported.
     """
 
     def __init__(self, ratio: float, relieved: Callable[[int, int], bool] = lambda rank, step: False) -> None:
@@ -40,7 +40,10 @@ class Straggler:
         self._told: set[tuple[int, str]] = set()
 
     def after(self, step: int, exchange: StepExchange) -> str:
-        """One line when a rank has been found slow, once for each rank and kind; else ""."""
+        """Return a line when a rank is found slow, once per rank and kind.
+
+        "" otherwise.
+        """
         if exchange.count == self._count or not self._ratio:
             return ""
         self._count = exchange.count

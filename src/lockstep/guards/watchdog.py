@@ -1,9 +1,11 @@
-"""A sample that cannot be loaded: named, tried again, and counted. (A loader process that dies: `data/loader.py`.)
+"""Watch for hangs, lost ranks and samples that cannot be loaded.
 
     dataset = RetryingDataset(dataset, retries=2, skips=0, rank=0)
 
-A skipped sample's place is taken by the sample after it, on whatever rank and in whatever process loads it, so that the
-same run skips alike. Each try, and the sample that takes a place, is seeded as it would be in a run without an error.
+`HangWatchdog` ends a process that makes no progress, with an error that names the rank to blame; ranks publish
+heartbeats in their rendezvous store, without a collective. `RetryingDataset` retries and counts failing samples: a
+skipped sample is replaced by the one after it, on any rank and in any process, so that the same run skips the same way.
+Each try is seeded as it would be without an error. (For a loader process that dies see `data/loader.py`.)
 """
 
 import contextlib
@@ -59,55 +61,57 @@ __all__ = [
 ]
 
 
+# --- heartbeats and stacks
+
 _STEP = re.compile(r"step (\d+) ")
-_HEARTBEAT_LOOK = 0.005  # seconds between two looks for the others
-_PLACES = 0.5  # seconds between two looks at where they stand
+_HEARTBEAT_LOOK = 0.005  # seconds between two looks for the others' answers
+_PLACES = 0.5  # seconds between two looks at the others' heartbeats
 
 
 class Heartbeats:
-    """The ranks' words in their meeting point, under names that begin with `keys`."""
+    """Each rank's current position, in the rendezvous store under `keys`."""
 
     def __init__(self, store: TCPStore, keys: str, size: int) -> None:
         self.store, self.keys, self.size = store, keys, size
 
     def tell(self, rank: int, place: str) -> None:
-        """Says where `rank` stands. Raises RuntimeError where the meeting point is gone."""
+        """Publish the position of `rank`. Raises RuntimeError if the store is gone."""
         self.store.set(f"{self.keys}/at/{rank}", place)
 
     def place_of(self, rank: int) -> str:
-        """What `rank` said last; "" for nothing."""
+        """Return the last position of `rank`; "" for none."""
         return self.value(f"at/{rank}")
 
     def value(self, key: str) -> str:
-        """What stands under `key`; "" for nothing."""
+        """Return the value of `key`; "" for none."""
         full = f"{self.keys}/{key}"
         return self.store.get(full).decode() if self.store.check([full]) else ""
 
     def passed(self, step: int) -> list[int]:
-        """The ranks that said they are in a step after `step`, or at the end."""
+        """Return the ranks that are past `step`, or at the end."""
         found = {rank: _STEP.match(self.place_of(rank)) for rank in range(self.size)}
         return [rank for rank, place in found.items() if place and int(place[1]) > step]
 
 
 def all_do(told: Heartbeats | None, rank: int, what: str, step: int, patience: Callable[[], float]) -> bool:
-    """Whether every rank comes to say `what` in the body of its loop after `step`, or goes on without.
+    """Agree on an action in the body of a step: whether every rank requests `what`.
 
-    No collective: a rank that does not say it is somewhere else in the step after, waiting for this one. It is found
-    out by the place that it tells every second.
+    No collective: a rank that does not request it is somewhere in the next step, waiting for this one. Its heartbeat
+    shows that.
 
     Args:
         told: None in a world of one.
-        patience: seconds to wait for ranks that say nothing, asked again and again.
+        patience: seconds to wait for silent ranks, called again and again.
 
     Returns:
-        True where all have said it; False where one is beyond the step, or after `patience`.
+        True if all requested it; False if one is past the step, or after `patience`.
     """
     if told is None:
         return True
     mine = f"{what}-{step}"
     began = looked = time.monotonic()
     keys = [f"{told.keys}/{mine}/{other}" for other in range(told.size)]
-    with suppress(RuntimeError):  # the meeting point is gone, and the others with it
+    with suppress(RuntimeError):  # the store is gone, and the others with it
         told.store.set(keys[rank], "1")
         while not told.store.check(keys):
             now = time.monotonic()
@@ -123,9 +127,9 @@ def all_do(told: Heartbeats | None, rank: int, what: str, step: int, patience: C
 
 
 def waited_for(told: Heartbeats, step: int, patience: float = 2.5) -> list[int]:
-    """The ranks that turn out to be beyond `step` within `patience` seconds; [] for none."""
+    """Return the ranks that are found past `step` within `patience` seconds."""
     end = time.monotonic() + patience
-    with suppress(RuntimeError):  # the meeting point is gone
+    with suppress(RuntimeError):  # the store is gone
         while time.monotonic() < end:
             if others := told.passed(step):
                 return others
@@ -134,7 +138,7 @@ def waited_for(told: Heartbeats, step: int, patience: float = 2.5) -> list[int]:
 
 
 def read_alone(rank: int, global_step: int, others: list[int]) -> str:
-    """The one line about a loss that `rank` read while `others` went on."""
+    """Make the message for a loss that only `rank` read while `others` went on."""
     shown = " and ".join(f"rank {other}" for other in others[:8])
     return (
         f"rank {rank}: the loss was read after step {global_step}, and not on {shown}: read it on every rank, and "
@@ -142,14 +146,18 @@ def read_alone(rank: int, global_step: int, others: list[int]) -> str:
     )
 
 
-_COLLECTIVES = 20  # the last ones of the flight recorder
-_OURS = (__file__, *(str(module.__file__) for module in (exchange, world)))  # what waits for the other ranks
+_COLLECTIVES = 20  # entries of the flight recorder to show
+_OURS = (__file__, *(str(module.__file__) for module in (exchange, world)))  # code that waits for the other ranks
 _WAITS = ("torch/distributed/", "torch/autograd/graph.py", "torch/cuda/", *_OURS)
 _OUTSIDE = ("/threading.py", "/torch/nn/modules/module.py", "/torch/_tensor.py")
 
 
 def dump(logs: Path, rank: int, reason: str) -> Path:
-    """Appends the stacks of all threads and the last collectives to `logs`/hang-00000.txt, and returns its path."""
+    """Append all threads' stacks and the last collectives to a hang file.
+
+    Returns:
+        Its path, `logs`/hang-00000.txt with the rank's number.
+    """
     path = logs / f"hang-{rank:05d}.txt"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     with contextlib.suppress(OSError), open(os.open(path, flags, 0o644), "a", encoding="utf-8") as file:
@@ -161,7 +169,7 @@ def dump(logs: Path, rank: int, reason: str) -> Path:
 
 
 def _collectives() -> list[str]:
-    """The flight recorder's last entries, oldest first; what there is where torch records nothing is one line."""
+    """Return the flight recorder's last entries, oldest first, or why there are none."""
     recorder: Any = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # from torch 2.13 for gloo
     if recorder is None or os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
         return ["no record of collectives: set TORCH_FR_BUFFER_SIZE=1000 (lockstep launch does)"]
@@ -177,7 +185,7 @@ def _collectives() -> list[str]:
 
 
 def where_main() -> tuple[str, bool]:
-    """The line at which the main thread stands, and whether it only waits there for other ranks or the device."""
+    """Return the main thread's line, and whether it waits for other ranks or the device."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     waits = frame is not None and any(part in frame.f_code.co_filename for part in _WAITS)
     while frame and frame.f_back and any(frame.f_code.co_filename.endswith(part) for part in _OUTSIDE):
@@ -189,21 +197,21 @@ def where_main() -> tuple[str, bool]:
 
 _LOG = logging.getLogger("lockstep")
 
-_CALL = 0.6  # seconds that the ranks have to answer
+_CALL = 0.6  # seconds in which the ranks must answer
 _STORE = timedelta(seconds=1.0)
 
 
 class Inquiry:
-    """One rank's part in it.
+    """A poll of all ranks for their position, after one made no progress.
 
     Args:
         world: the ranks.
-        progress: where this process stands.
-        folder: of the run; its logs take the stacks.
+        progress: position of this process.
+        folder: of the run; stacks go to its logs.
 
     Attributes:
-        called: another rank misses one of us.
-        told: the connection over which this rank tells where it stands; None where there is nobody to tell.
+        called: another rank asks for missing ranks.
+        told: the store connection for this rank's heartbeats; None in a world of one or without a store.
     """
 
     def __init__(self, world: World, progress: Progress, folder: Path) -> None:
@@ -216,13 +224,13 @@ class Inquiry:
         self._heard: dict[int, str] = {}
 
     def tell(self, told: Heartbeats) -> None:
-        """Tells the others where this rank stands, and hears whether one of them misses somebody."""
+        """Publish this rank's position, and check whether another rank has called."""
         with contextlib.suppress(RuntimeError):
             told.tell(self._world.rank, str(self._progress.place))
             self.called = self.called or bool(told.value("call"))
 
     def verdict(self, reason: str) -> str:
-        """Asks all ranks where they stand, says where this one does, and returns who is missing. Once a process."""
+        """Poll all ranks, and return who is missing. Once per process."""
         with self._calling:
             if not self._verdict:
                 self._verdict = self._asked(reason)
@@ -246,8 +254,8 @@ class Inquiry:
         return self._judged({rank: json.loads(text) if text else None for rank, text in answers.items()})
 
     def _ask(self, mine: str, answers: dict[int, str]) -> None:
-        """Says where this rank stands, gives the others time to do so, and collects what they said."""
-        told = self.connect()  # the first one may be waiting for an answer for ever
+        """Publish this rank's position, wait for the others, and collect their answers."""
+        told = self.connect()  # the first one may block for ever
         if told is None:
             return
         with contextlib.suppress(RuntimeError):
@@ -273,7 +281,10 @@ class Inquiry:
         return " and ".join(shown)
 
     def _last(self, rank: int) -> str:
-        """Where a silent rank stood: from the launcher's folder on this machine, else what it last told."""
+        """Describe the last position of a silent rank.
+
+        It comes from the launcher's folder on this machine, or from its last heartbeat.
+        """
         folder = os.environ.get(FOLDER_VARIABLE) if self._world.is_first else None
         place = RankProgress.read(Path(folder) / str(rank)) if folder else None
         if place:
@@ -282,9 +293,9 @@ class Inquiry:
         return f": it stood in {found} when last heard" if found else ""
 
     def connect(self, wait: timedelta = _STORE) -> Heartbeats | None:
-        """A connection of one's own to the ranks' meeting point: another thread may sit in the first one.
+        """Open another connection to the store, since a thread may be blocked in the first.
 
-        None in a world of one, and where the ranks met in another way: they end by their timeouts, without names.
+        None in a world of one, or if the ranks met in another way: they end by their timeouts, without names.
         """
         if self._world.size == 1 or self._world.control is None:
             return None
@@ -297,27 +308,30 @@ class Inquiry:
         return Heartbeats(store, self._keys, self._world.size)
 
 
-_LOOK = 0.25  # seconds between two looks at the progress
-_WISH = 0.25  # seconds between two looks for a process that waits to be taken in
-_STOP = 1.0  # seconds between two looks for the file STOP
-_TELL = 1.0  # seconds between two words to the others, in a small world
-_GIVE = 1.0  # seconds that the main thread has to find out by itself
-_HEARING = 5.0  # seconds beyond `--timeout` until a wait for a rank that is lost must have ended
-_ORPHAN = 1.0  # seconds beyond two of its longest phases that a rank without a launcher may stand still
+# --- watchdog
+
+_LOOK = 0.25  # seconds between two checks of the progress
+_WISH = 0.25  # seconds between two checks for a replacement process
+_STOP = 1.0  # seconds between two checks for the file STOP
+_TELL = 1.0  # seconds between two heartbeats, in a small world
+_GIVE = 1.0  # seconds in which the main thread may find out by itself
+_HEARING = 5.0  # seconds after `--timeout` in which a wait for a lost rank must have ended
+_ORPHAN = 1.0  # seconds after twice its longest phase that a rank without a launcher may block
 _MISSED = "another rank misses one of us"
-_ALONE = 1.0  # seconds after which a rank that reads the loss looks whether the others went on
+_ALONE = 1.0  # seconds after which a rank that reads the loss checks whether the others went on
 _ORPHANED = "the launcher is gone, and this rank waits for something that does not come; start the command again"
 
 
 class HangWatchdog:
-    """Within it hangs end, and the loss of a rank is told by name.
+    """Context that ends hangs, and reports lost ranks by name.
 
     Args:
-        world, beat: the ranks and their exchange.
-        folder: of the run; its logs take the stacks, and its file STOP is a wish to save and end.
-        note: called with the error before the process is ended from here.
-        member: of a run that goes on after the loss of a rank. An error that says that one is gone then leaves as it
-            is, at once, and a main thread that waits for a lost rank is left time to hear of it.
+        world: the ranks.
+        exchange: their exchange.
+        folder: of the run; stacks go to its logs, and its file STOP is a request to save and end.
+        note: called with the error before this object ends the process.
+        member: of a run that survives lost ranks. Then an error about a lost rank passes unchanged, at once, and a main
+            thread that waits for a lost rank gets time to notice.
     """
 
     def __init__(
@@ -328,18 +342,18 @@ class HangWatchdog:
         self._ended = threading.Event()
         self._inquiry = Inquiry(world, exchange.progress, folder)
         self._failed_since, self._warned = 0.0, False
-        self._present, self._longest = (0.0, 0.0), 0.0  # when the present phase began and how long it lasts; of others
+        self._present, self._longest = (0.0, 0.0), 0.0  # start and duration of this phase; longest of others
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
 
     def __enter__(self) -> Self:
         self._exchange.progress.at(self._exchange.progress.step, COMPUTING)
         self._thread.start()
-        if self._world.is_main:  # a thread of its own: a file system may answer late, or never
+        if self._world.is_main:  # its own thread: a file system may answer late, or never
             threading.Thread(target=self._heed_file, name="lockstep-stop", daemon=True).start()
         if self._member and self._world.is_main:
             threading.Thread(target=self._heed_wish, args=(self._member,), name="lockstep-wish", daemon=True).start()
         told = self._inquiry.told
-        if told is not None:  # a thread of its own: a meeting point that is gone may never answer
+        if told is not None:  # its own thread: a store that is gone may never answer
             threading.Thread(target=self._tell, args=(told,), name="lockstep-tell", daemon=True).start()
         return self
 
@@ -351,7 +365,10 @@ class HangWatchdog:
             raise named from error
 
     def _named(self, error: PeerError) -> PeerError | None:
-        """The error that names the lost rank; None where `error` does, or another way is taken."""
+        """Return an error that names the lost rank.
+
+        None if `error` names it, or if the run handles the loss differently.
+        """
         if self._world.size == 1 or self._member or error.relayed:
             return None
         verdict = self._inquiry.verdict(f"lost the other ranks: {error}")
@@ -364,20 +381,20 @@ class HangWatchdog:
                 self._leave(reason)
 
     def _heed_file(self) -> None:
-        """Rank 0 looks for the file STOP; the others hear of the wish from it."""
+        """Watch for the file STOP on rank 0, and pass the request to the others."""
         while not self._ended.wait(_STOP):
-            with contextlib.suppress(OSError):  # not there, or a file system that fails now
+            with contextlib.suppress(OSError):  # missing, or the file system fails
                 os.lstat(self._folder / "STOP")
                 self._exchange.stop(SAVE_AND_END)
 
     def _reason(self) -> str | LockstepError:
-        """Return why this process has to end, or the error itself; "" while all is well."""
+        """Return why this process must end, or the error itself; "" if all is well."""
         progress, now = self._exchange.progress, time.monotonic()
         stands, limit = now - progress.since, self._world.timeout + (_HEARING if self._member else 0.0)
         if progress.since != self._present[0]:
             self._longest = max(self._longest, self._present[1])
         self._present = progress.since, stands
-        if launcher_is_gone():  # who hangs in a collective does not hear of the signal
+        if launcher_is_gone():  # a process blocked in a collective does not see the signal
             limit = min(limit, _ORPHAN + 2 * self._longest)
         watched = (WAITING, COMPUTING, READING) if self._world.size == 1 else (WAITING, COMPUTING, READING, IN_BODY)
         if progress.phase == IN_BODY and IN_BODY in watched and stands > limit / 2 and not self._warned:
@@ -406,7 +423,7 @@ class HangWatchdog:
             self._inquiry.tell(told)
 
     def _heed_wish(self, member: Member) -> None:
-        """Rank 0 hears from the launcher of a process that waits to be taken in; the others hear of it from rank 0."""
+        """Watch on rank 0 for a replacement process, and pass the request to the others."""
         with contextlib.suppress(RuntimeError):  # the launcher is gone
             store = member.connection()
             while not self._ended.wait(_WISH):
@@ -414,7 +431,7 @@ class HangWatchdog:
                     self._exchange.stop(REGROUP)
 
     def _leave(self, reason: str | LockstepError) -> None:
-        """Ends this process, whatever its main thread does."""
+        """End this process, whatever its main thread does."""
         if isinstance(reason, LockstepError):
             error = reason
         else:
@@ -432,28 +449,32 @@ class HangWatchdog:
             for handler in _LOG.handlers:
                 handler.flush()
             sys.stderr.flush()
-        finally:  # a full disk is no reason to hang on
+        finally:  # also with a full disk
             os._exit(1)
 
     def connect(self) -> Heartbeats | None:
-        """A connection of one's own to the ranks' meeting point; None where there is none."""
+        """Open another connection to the store; None if there is none."""
         return self._inquiry.connect()
 
 
-_PAUSE = 0.05  # seconds before a sample is tried again; a network disk may need them
+# --- samples that cannot be loaded
+
+_PAUSE = 0.05  # seconds before a retry; a network disk may need them
 
 
 class RetryingDataset(Dataset[Any]):
-    """A dataset whose failures name the sample. Of the inner one it offers what the loading asks for, and no more.
+    """A dataset that retries, and names the sample that fails.
+
+    It offers only what loading needs of the inner dataset.
 
     Args:
         inner: map-style.
-        retries: how often a sample is tried again.
-        skips: how many samples each rank may leave out in a start of the run.
+        retries: number of retries of a sample.
+        skips: number of samples that each rank may skip in a start of the run.
         rank: for messages.
 
     Attributes:
-        counts: [retries, skips] so far on this rank, loader processes included.
+        counts: [retries, skips] so far on this rank, including loader processes.
         draws_random: whether a sample must be seeded.
     """
 
@@ -471,10 +492,13 @@ class RetryingDataset(Dataset[Any]):
         return self.load_seeded(index, _nothing)
 
     def load_seeded(self, index: int, seed: Callable[[int], None]) -> Any:
-        """The sample, or the one that takes its place; `seed(index)` comes before each try of a sample.
+        """Load a sample, or the one that replaces it.
+
+        Args:
+            seed: called with the index before each try.
 
         Raises:
-            DataError: it cannot be loaded, and no more samples may be left out.
+            DataError: it cannot be loaded, and no more samples may be skipped.
         """
         while True:
             for tried in range(self._retries + 1):
@@ -492,7 +516,7 @@ class RetryingDataset(Dataset[Any]):
     def _many(self, indices: list[int]) -> Any:
         try:
             return self._inner.__getitems__(indices)
-        except Exception:  # which one it is, is found one by one
+        except Exception:  # find the failing one, one by one
             return [self[index] for index in indices]
 
     def _leave_out(self, index: int, error: Exception) -> None:
@@ -508,7 +532,7 @@ class RetryingDataset(Dataset[Any]):
 
 
 def loading_failures(loading: Sequence[RetryingDataset | Loader]) -> list[float]:
-    """[samples tried again, samples left out, loader processes started again] on this rank so far."""
+    """Return [retries, skipped samples, restarts of loader processes] on this rank so far."""
     found = [0.0, 0.0, 0.0]
     for each in loading:
         if isinstance(each, RetryingDataset):
@@ -519,4 +543,4 @@ def loading_failures(loading: Sequence[RetryingDataset | Loader]) -> list[float]
 
 
 def _nothing(_: int) -> None:
-    """The seeding of a sample that draws nothing."""
+    """Null seeding, for a sample that draws nothing."""

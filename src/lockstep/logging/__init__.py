@@ -1,4 +1,4 @@
-"""Where records go: the terminal, metrics.jsonl, log files.
+"""Send records to sinks: the terminal, metrics.jsonl, trackers.
 
     sinks = Sinks([Console(steps=1000), JsonLines(folder / "metrics.jsonl")])
     sinks.start(info)
@@ -7,9 +7,9 @@
 
 A record is a flat dict of names and numbers. A training record has global_step, epoch, epoch_progress,
 num_batches_remaining, lr, running_loss, grad_norm, items_per_second, memory (bytes) and time/data, time/forward,
-time/backward, time/update, time/total (milliseconds, averages), train/NAME for each number of the task's own, and
-gradients/NAME with --log-gradients; an evaluation record has global_step, evaluation/loss,
-evaluation/items and further evaluation/NAME.
+time/backward, time/update, time/total (milliseconds, averages), train/NAME for each of the task's own numbers, and
+gradients/NAME with --log-gradients; an evaluation record has global_step, evaluation/loss, evaluation/items and further
+evaluation/NAME.
 """
 
 import logging
@@ -26,75 +26,84 @@ __all__ = [
 
 
 class Sink(Protocol):
-    """One place where records go. Called on rank 0 alone, between steps."""
+    """A destination of records. Called only on rank 0, between steps."""
 
     def start(self, info: dict[str, Any]) -> None:
-        """The run begins; `info` says which."""
+        """Begin a run; `info` describes it."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Takes a record. It must not change it, nor keep the loop waiting."""
+        """Write a record, without changing it or delaying the loop."""
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """The run ended; None where it failed. Called once, also after an error of `start` or `log`."""
+        """End the run; `summary` is None if it failed.
+
+        Called once, also after an error of `start` or `log`.
+        """
 
 
 @runtime_checkable
 class Showing(Protocol):
-    """A sink that shows how far the run is, also between records."""
+    """A sink that shows the run's progress between records."""
 
     def progress(self, step: int, evaluated: tuple[int, int] | None) -> None:
-        """As of `Sinks.progress`."""
+        """Show progress, as `Sinks.progress`."""
 
     def best(self, text: str) -> None:
-        """As of `Sinks.best`."""
+        """Show the best evaluation, as `Sinks.best`."""
 
 
 class Sinks:
-    """Several sinks as one. One that fails is reported once, as a warning, and never stops the run.
+    """Several sinks as one. A failing sink never stops the run.
 
-    A sink whose `start` failed gets no records; one whose `log` failed gets the next record all the same, as a full
-    disk or a lost network may come back.
+    Its first failure is reported as a warning. A sink whose `start` failed gets no records; one whose `log` failed
+    still gets the next record, since a full disk or a lost network may recover.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
         self._shows: list[Any] = []
-        self._waiting: deque[dict[str, Any] | None] = deque()  # None: one that is expected
+        self._waiting: deque[dict[str, Any] | None] = deque()  # None: an expected record
         self._reported: set[int] = set()
 
     def start(self, info: dict[str, Any]) -> None:
-        """Starts each sink; those that fail are left out from here on."""
+        """Start each sink, and drop those that fail."""
         self._sinks = [sink for sink in self._sinks if self._holds(sink, partial(sink.start, info))]
         self._shows = [sink for sink in self._sinks if isinstance(sink, Showing)]
 
     def progress(self, step: int, evaluated: tuple[int, int] | None = None) -> None:
-        """Tells those that show it how far the run is. To be called at every step: it waits for nothing.
+        """Show the progress. Call it at every step: it waits for nothing.
 
         Args:
-            step: steps taken.
-            evaluated: within an evaluation, how many of how many micro-batches this rank has done.
+            step: steps trained.
+            evaluated: (done, total) micro-batches of this rank in a running evaluation.
         """
         for sink in self._shows:
             self._holds(sink, partial(sink.progress, step, evaluated))
 
     def best(self, text: str) -> None:
-        """Tells the same ones the best evaluation so far, in a few words; "" for none."""
+        """Show the best evaluation so far, in a few words; "" for none."""
         for sink in self._shows:
             self._holds(sink, partial(sink.best, text))
 
     def log(self, record: dict[str, Any]) -> None:
-        """Gives the record to each sink, after those that are expected."""
+        """Write a record to each sink, after those that are expected."""
         if self._waiting:
             self._waiting.append(record)
         else:
             self._give(record)
 
     def expect(self) -> None:
-        """A record is on its way from a device: what is logged until it has come stands behind it."""
+        """Reserve a place for a record that is still on a device.
+
+        Records logged in the meantime come after it.
+        """
         self._waiting.append(None)
 
     def arrived(self, record: dict[str, Any]) -> None:
-        """Gives the record that was expected first, and what waited for it; where none was, as `log`."""
+        """Write the record that was expected first, and those waiting for it.
+
+        If none was expected, it works as `log`.
+        """
         if None not in self._waiting:
             self.log(record)
             return
@@ -104,7 +113,7 @@ class Sinks:
             self._give(first)
 
     def flush(self) -> None:
-        """Expects nothing any more, and gives what waited."""
+        """Drop expected records, and write those that waited for them."""
         waiting, self._waiting = self._waiting, deque()
         for record in waiting:
             if record is not None:
@@ -115,7 +124,7 @@ class Sinks:
             self._holds(sink, partial(sink.log, record))
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Closes each sink, in the order in which they were given."""
+        """Close each sink, in order."""
         self.flush()
         for sink in self._sinks:
             self._holds(sink, partial(sink.close, summary))
@@ -123,7 +132,7 @@ class Sinks:
     def _holds(self, sink: Sink, call: Callable[[], None]) -> bool:
         try:
             call()
-        except Exception as error:  # whatever a third party's service throws; Ctrl-C passes
+        except Exception as error:  # any error of a third party's service; Ctrl-C passes
             if id(sink) not in self._reported:
                 self._reported.add(id(sink))
                 logging.getLogger("lockstep").warning(

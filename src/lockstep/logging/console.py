@@ -1,7 +1,10 @@
-"""A bar for a person who waits, on stderr where that is a terminal; it is gone when the work is done.
+"""Show a run on the terminal: progress bar, records as lines, summary.
 
-with waiting("evaluating", shown=world.is_main) as progress:
-    progress(120, 339)                  # how much is done, and of how much
+    with waiting("evaluating", shown=world.is_main) as progress:
+        progress(120, 339)                  # how much is done, and of how much
+
+`Console` is the sink of a run: a bar that is redrawn on a terminal, plain lines elsewhere. `waiting` is a bar on stderr
+for other long work; it is gone when the work is done.
 """
 
 import atexit
@@ -38,17 +41,19 @@ __all__ = [
 ]
 
 
-# Held while a timer draws, and while this process is forked: a loader process must not begin with a half-drawn
-# terminal's locks held by a thread that it has not.
+# Held while a timer draws, and during a fork: a loader process must not inherit a terminal's locks from a thread that
+# it does not have.
 _DRAWING = threading.RLock()
 os.register_at_fork(before=_DRAWING.acquire, after_in_parent=_DRAWING.release, after_in_child=_DRAWING.release)
 
 
 class Ticker:
-    """Calls `tick` every so often, in a thread of its own, until `stop`. The first error ends it silently.
+    """Timer that calls `tick` in its own thread until `stop`.
+
+    The first error ends it silently.
 
     Args:
-        tick: what to call; it must not wait for the thread that made the ticker.
+        tick: must not wait for the thread that made the ticker.
         seconds: between two calls.
     """
 
@@ -58,13 +63,13 @@ class Ticker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns once no call goes on any more, but for one that a blocked terminal holds up."""
+        """Stop, and wait for a running call, unless a blocked terminal delays it."""
         self._over.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):  # a terminal that is gone: the run goes on without its progress
+        with contextlib.suppress(Exception):  # the terminal is gone: the run goes on without a bar
             while not self._over.wait(self._seconds):
                 with _DRAWING:
                     if not self._over.is_set():
@@ -72,21 +77,24 @@ class Ticker:
 
 
 class _Screen(Terminal):
-    """rich's console, which for itself would end the process when whoever reads its output is gone (`| head`)."""
+    """rich's console that survives a closed pipe (`| head`).
+
+    rich itself would end the process.
+    """
 
     def on_broken_pipe(self) -> None:
         self.quiet = True  # the run goes on; its records and its log are in its folder
-        with contextlib.suppress(OSError, ValueError):  # what is still in the stream must not fail at the exit
+        with contextlib.suppress(OSError, ValueError):  # buffered output must not fail at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
 def _terminal(stream: TextIO, interactive: bool | None = None) -> Terminal:
-    """rich's console on `stream`, which takes text literally.
+    """Make rich's console on `stream`, without markup.
 
     Args:
-        interactive: whether to redraw in place; None means where the stream is a terminal that can.
+        interactive: redraw in place; None: if the stream is a terminal that can.
     """
-    # Not rich's own guess: FORCE_COLOR, which CI services set, would put control sequences into a log.
+    # Not rich's own detection: FORCE_COLOR, which CI services set, would put control sequences into a log.
     able = stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
     wanted = able if interactive is None else interactive
     return _Screen(
@@ -100,11 +108,13 @@ def _terminal(stream: TextIO, interactive: bool | None = None) -> Terminal:
     )
 
 
-_OWN_SHOWN = 3  # numbers of the task's own in a line
+# --- texts
+
+_OWN_SHOWN = 3  # number of the task's own numbers in a line
 
 
 def count_text(count: float) -> str:
-    """A count or rate in at most five characters: 950, 12.3k, 4.56M."""
+    """Format a count or rate in at most five characters: 950, 12.3k, 4.56M."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= 0.9995 * size:
             return f"{count / size:#.3g}".rstrip(".") + unit
@@ -112,7 +122,7 @@ def count_text(count: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds as a clock: 0:07, 1:02:03, 3 d 04:00:00."""
+    """Format seconds as a clock: 0:07, 1:02:03, 3 d 04:00:00."""
     if not math.isfinite(seconds):
         return "?"
     minutes, second = divmod(round(seconds), 60)
@@ -124,12 +134,15 @@ def duration_text(seconds: float) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """A loss with four decimals where it is of usual size, else in five digits."""
+    """Format a loss with four decimals, or five digits if very large or small."""
     return f"{loss:.4f}" if 0.001 <= abs(loss) < 10000 else f"{loss:.5g}"
 
 
 def _numbers_of(seen: Mapping[str, Any], items: str) -> list[str]:
-    """The record's main numbers with their names, most wanted first; those that are missing are left out."""
+    """Format the record's main numbers with names, most important first.
+
+    Missing ones are left out.
+    """
     shown = (
         ("running_loss", lambda value: f"loss {loss_text(value)}"),
         ("evaluation/loss", lambda value: f"evaluation {_losses(seen, value)}"),
@@ -142,23 +155,24 @@ def _numbers_of(seen: Mapping[str, Any], items: str) -> list[str]:
 
 
 def _losses(seen: Mapping[str, Any], loss: float) -> str:
-    """The evaluation's loss; of several sets that of each, with its name."""
+    """Format the evaluation's loss; with several sets each one's, with its name."""
     named = [f"{name} {loss_text(seen[f'evaluation/{name}/loss'])}" for name in _sets(seen)]
     return "  ".join(named) or loss_text(loss)
 
 
 def line_of(record: Mapping[str, Any], steps: int, items: str, left: float | None) -> str:
-    """A record as one plain line of ASCII (but for names of the user's).
+    """Format a record as one plain line of ASCII, except for the user's names.
 
     Args:
         steps: the last step.
-        left: seconds until then, where known.
+        items: name of the items, in the plural.
+        left: seconds until the last step, if known.
     """
     parts = [f"step {record.get('global_step', '?')}/{steps}"]
     if "evaluation/loss" in record:
         numbers = _evaluated(record, items)
         return "  ".join([*parts, "evaluation " + "  ".join(f"{name} {text}" for name, text in numbers)])
-    if "running_loss" not in record:  # numbers of the caller's own, whatever their names
+    if "running_loss" not in record:  # the caller's own numbers, by any name
         own = {name: value for name, value in record.items() if name != "global_step"}
         return "  ".join([*parts, *(f"{name} {value:.5g}" for name, value in own.items())])
     epochs = _epochs(record)
@@ -172,14 +186,14 @@ def line_of(record: Mapping[str, Any], steps: int, items: str, left: float | Non
 
 
 def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tuple[str, str]]:
-    """The summary's rows, name and text; what is not known has no row.
+    """Return the summary's rows, (name, text); unknown values have no row.
 
     Args:
         values: the names of the records and of `Console.close`.
         steps: the last step planned.
-        items: what a batch counts.
+        items: name of the items, in the plural.
     """
-    memory = values.get("memory") or None  # 0 where nobody measured it
+    memory = values.get("memory") or None  # 0: not measured
     evaluated = [
         (name if name == "perplexity" else f"evaluation {name}", text) for name, text in _evaluated(values, items)
     ]
@@ -200,7 +214,10 @@ def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tupl
 
 
 def _evaluated(record: Mapping[str, Any], items: str) -> list[tuple[str, str]]:
-    """An evaluation's numbers, name and text: loss, perplexity of tokens, metrics; of several sets those of each."""
+    """Return an evaluation's numbers as (name, text): loss, perplexity of tokens, metrics.
+
+    With several sets, those of each.
+    """
     found: list[tuple[str, str]] = []
     for prefix in [f"{name}/" for name in _sets(record)] or [""]:
         loss = record.get(f"evaluation/{prefix}loss")
@@ -214,38 +231,40 @@ def _evaluated(record: Mapping[str, Any], items: str) -> list[tuple[str, str]]:
 
 
 def _sets(record: Mapping[str, Any]) -> list[str]:
-    """The names of the evaluation's sets, where they have names."""
+    """Return the names of the evaluation's sets, if they have names."""
     counted = [name.removesuffix("/items") for name in record if name.endswith("/items") and name != "evaluation/items"]
     return [name.removeprefix("evaluation/") for name in counted if f"{name}/loss" in record]
 
 
 def _epochs(record: Mapping[str, Any]) -> float | None:
-    """Epochs so far: the whole ones and the part of the one that runs."""
+    """Return the epochs so far, with the fraction of the current one."""
     return record["epoch"] + record.get("epoch_progress", 0) if "epoch" in record else None
 
 
 def _perplexity(loss: float) -> str:
-    """exp(loss), for a loss that is a mean over tokens in nats."""
+    """Format exp(loss), for a loss that is a mean over tokens in nats."""
     return f"{math.exp(loss):.4g}" if loss < 700 else str(math.inf if loss > 0 else math.nan)
 
 
-_REDRAW = 0.2  # seconds between two drawings of the progress
-_MOVE = 0.5  # and where no record has come
-_TICK = 1.0  # and where nothing has: the clock goes on
-_RECENT = 20  # records over which the time left is reckoned
-_WIDEST = 100  # columns; a longer bar or curve says no more
+# --- sink
+
+_REDRAW = 0.2  # seconds between two drawings after a record
+_MOVE = 0.5  # the same without a new record
+_TICK = 1.0  # the same without any change: the clock goes on
+_RECENT = 20  # records over which the time left is estimated
+_WIDEST = 100  # columns; a longer bar or curve shows no more
 
 
 class Console:
-    """The sink that people look at.
+    """The sink for the terminal.
 
     Args:
         steps: the step at which training ends.
         start: the step from which this process goes on.
-        items: what a batch counts, in the plural ("tokens", "images"); of tokens the perplexity is shown too.
+        items: name of the items, in the plural ("tokens", "images"); for tokens the perplexity is shown too.
         earlier: records from before `start`, for the curve.
-        stream: where to write; None means standard output.
-        interactive: whether to redraw in place; None means where the stream is a terminal that can.
+        stream: where to write; None: standard output.
+        interactive: redraw in place; None: if the stream is a terminal that can.
     """
 
     def __init__(
@@ -261,22 +280,22 @@ class Console:
         self._page = _Page(sys.stdout if stream is None else stream, interactive)
         self._bar: _Bar | None = None
         self._doing: list[str] = []
-        self._seen: dict[str, Any] = {}  # the latest value of each name
+        self._seen: dict[str, Any] = {}  # latest value by name
         self._losses: list[tuple[float, float]] = []
         self._recent: deque[tuple[int, float]] = deque([(start, time.monotonic())], _RECENT)
         for record in earlier:
             self._remember(record)
-        self._seen.pop("memory", None)  # the peak is this process's
+        self._seen.pop("memory", None)  # the peak is per process
 
     def start(self, info: dict[str, Any]) -> None:
-        """Shows an empty bar, on a terminal. `info` is not shown: the log says it."""
+        """Show an empty bar, on a terminal. `info` is in the log."""
         self._recent[0] = (self._step, time.monotonic())
         if self._page.terminal.is_terminal:
             self._bar = _Bar(self._page.terminal, self._tick)
             self._bar.draw(self._step, self._steps, None, [])
 
     def log(self, record: dict[str, Any]) -> None:
-        """Takes the record into the progress, or prints it as a line of its own."""
+        """Update the bar with the record, or print it as a line."""
         self._remember(record)
         self._doing = []
         if "running_loss" in record:
@@ -288,23 +307,25 @@ class Console:
             self._draw()
 
     def progress(self, step: int, evaluated: tuple[int, int] | None = None) -> None:
-        """Moves the bar, now and then; of an evaluation (micro-batches done, of how many) it shows the part."""
+        """Move the bar, now and then; during an evaluation show (done, total)."""
         self._step, self._doing = step, [f"evaluating {evaluated[0]}/{evaluated[1]}"] if evaluated else []
         if self._bar is not None and self._bar.is_due(_MOVE):
             self._draw()
 
     def best(self, text: str) -> None:
-        """Has the bar show the best evaluation so far."""
+        """Show the best evaluation so far in the bar."""
         self._seen = {**self._seen, "best": text or None}
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Closes the bar; then, unless the run failed, shows the summary, the curve, a sample, the files, the way on.
+        """Close the bar, and show the summary unless the run failed.
+
+        After it come the curve, a sample, the files and the last line.
 
         Args:
             summary: any of experiment, global_step, epoch_progress, running_loss, evaluation/loss, items_per_second and
-                memory (what is missing is taken from the records), seconds, world_size, engine; `sample`, generated
-                text; `files`, paths or {what: path}; `waits`, where time was lost; `next`, the last line. None where
-                the run failed.
+                memory (missing ones are taken from the records), seconds, world_size, engine; `sample`, generated text;
+                `files`, paths or {name: path}; `waits`, where time was lost; `next`, the last line. None if the run
+                failed.
         """
         if self._bar is not None:
             self._doing = []
@@ -321,19 +342,19 @@ class Console:
 
     def _remember(self, record: Mapping[str, Any]) -> None:
         peak = max(self._seen.get("memory") or 0, record.get("memory") or 0)
-        self._seen = {**self._seen, **record, **({"memory": peak} if peak else {})}  # as a whole: the timer reads it
+        self._seen = {**self._seen, **record, **({"memory": peak} if peak else {})}  # a new dict: the timer reads it
         if "running_loss" in record:
             self._losses.append((float(record["global_step"]), float(record["running_loss"])))
 
     def _time_left(self) -> float | None:
-        """Seconds until the last step at the pace of the recent records; None before there is one."""
+        """Return the seconds until the last step at the recent pace; None if unknown."""
         (first, since), (last, until) = self._recent[0], self._recent[-1]
         if first == last:  # no record yet
             last, until = self._step, time.monotonic()
         return (until - since) / (last - first) * (self._steps - self._step) if last > first else None
 
     def _tick(self) -> None:
-        """Called by the timer."""
+        """Redraw; called by the timer."""
         bar = self._bar
         if bar is not None and bar.is_due(_TICK):
             self._draw()
@@ -345,7 +366,7 @@ class Console:
 
     def _table(self, summary: Mapping[str, Any]) -> None:
         if "epoch" in summary:
-            self._seen.pop("epoch_progress", None)  # a part of the epoch that was, not of the summary's
+            self._seen.pop("epoch_progress", None)  # belongs to the last record's epoch, not the summary's
         rows = summary_rows({**self._seen, **summary}, self._steps, self._items)
         margin = max((len(name) for name, _ in rows), default=0)
         self._page.line("")
@@ -391,17 +412,17 @@ class _Page:
         return min(self.terminal.width, _WIDEST)
 
     def paragraph(self, line: str, style: str = "") -> None:
-        """An empty line, then this one; nothing if it is empty."""
+        """Write an empty line, then this one; nothing if it is empty."""
         if line:
             self.line("")
             self.line(line, style)
 
     def line(self, line: str, style: str = "") -> None:
-        """One line of text from outside."""
+        """Write a line of external text: masked and printable."""
         self.show(Text(printable(mask(line)), style))
 
     def show(self, line: Text) -> None:
-        """One line, which only the terminal wraps, so that a path can be copied whole."""
+        """Write a line that only the terminal wraps, so that a path can be copied."""
         encoding = self.terminal.encoding
         if not self.unicode:
             line.plain = line.plain.encode(encoding, "backslashreplace").decode(encoding)
@@ -409,13 +430,13 @@ class _Page:
 
 
 class _Bar:
-    """Two lines at the bottom of the terminal, redrawn in place: the progress, and the latest numbers.
+    """Two lines at the bottom of the terminal: progress and latest numbers.
 
-    What others print to stdout or stderr meanwhile is put above them. The cursor is hidden until `stop`, which also
-    runs at the end of a process that nobody closed.
+    They are redrawn in place. What others print to stdout or stderr appears above them. The cursor is hidden until
+    `stop`, which also runs at the exit of a process that did not close the bar.
 
     Args:
-        tick: called now and then by a thread of its own, until `stop`.
+        tick: called periodically in its own thread, until `stop`.
     """
 
     def __init__(self, terminal: Terminal, tick: Callable[[], None]) -> None:
@@ -454,16 +475,21 @@ class _Bar:
         atexit.unregister(self.stop)
 
 
+# --- bar for other work
+
 _WAIT_TICK = 0.25  # seconds between two drawings
 
 
 @contextlib.contextmanager
 def waiting(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """What to call with how much is done and of how much; it draws nothing itself.
+    """Show a progress bar on stderr, and yield a function to update it.
+
+    Yields:
+        A function of (done, total); it draws nothing itself.
 
     Args:
-        what: is done, in a word.
-        shown: False, and where stderr is no terminal, shows nothing.
+        what: name of the work, in a word.
+        shown: False, or stderr that is no terminal, shows nothing.
     """
     screen = _terminal(sys.stderr)
     if not (shown and screen.is_terminal):

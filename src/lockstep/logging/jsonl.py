@@ -1,12 +1,12 @@
-"""metrics.jsonl: one JSON object a line, one line a record.
+"""Write and read metrics.jsonl: one JSON object per line, one line per record.
 
     sink = JsonLines(folder / "metrics.jsonl", resume_step=500)    # forgets what came after step 500
     sink.log({"global_step": 510, "running_loss": 2.5})
     records = read(folder / "metrics.jsonl")
     newest = tail(folder / "metrics.jsonl")                        # the last few hundred, of a file of any size
 
-Every line is valid JSON. JSON has no NaN or infinity and null would lose which it was, so they are written as the
-strings "nan", "inf" and "-inf"; `read` gives them back as numbers.
+Every line is valid JSON. JSON has no NaN or infinity, and null would not distinguish them, so they are written as the
+strings "nan", "inf" and "-inf"; `read` converts them back to numbers.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class JsonLines:
-    """Appends records to a file, each in the operating system's hands before `log` returns.
+    """Sink that appends records to a file, unbuffered.
 
     Opening it removes a last line that a crash cut short and, on a resume, the records of steps that will run again.
 
     Args:
-        path: the file; made where it is missing, in a folder that exists.
+        path: the file; created if missing, in a folder that exists.
         resume_step: the checkpoint's step; records with a later global_step are removed. None keeps all records.
-        evaluated: False removes the record of that step's own evaluation too, which will be made again.
+        evaluated: False removes the record of that step's own evaluation too, which will run again.
 
     Raises:
         OSError: the file cannot be read or written. Any error of a later write comes from `log`.
@@ -50,41 +50,47 @@ class JsonLines:
         if path.exists():
             _trim(path, resume_step, evaluated)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
-        self._end, self._torn = os.fstat(self._file.fileno()).st_size, False  # bytes of whole lines
+        self._end, self._torn = os.fstat(self._file.fileno()).st_size, False  # bytes of complete lines
 
     def start(self, info: dict[str, Any]) -> None:
-        """Nothing: what a run is lies in its other files."""
+        """Do nothing: other files describe the run."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Appends the record; numbers of numpy and torch become plain ones (a tensor on a device is waited for)."""
+        """Append the record; numpy and torch numbers become plain ones.
+
+        A tensor on a device is waited for.
+        """
         line = json.dumps({name: plain(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
         self._mend()
         end, self._torn = self._end + len(line), True
         try:
             while line:
                 line = line[self._file.write(line) or 0 :]
-        except OSError:  # a full disk, perhaps half-way
+        except OSError:  # a full disk, perhaps in the middle of a line
             with contextlib.suppress(OSError):
                 self._mend()
             raise
         self._end, self._torn = end, False
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Closes the file, its contents on the disk."""
+        """Sync the file to the disk and close it."""
         if not self._file.closed:
             with self._file:
                 self._mend()
                 os.fsync(self._file.fileno())
 
     def _mend(self) -> None:
-        """Cuts off what a write that failed has left of its line."""
+        """Cut off the rest of a line that failed."""
         if self._torn:
             os.ftruncate(self._file.fileno(), self._end)
             self._torn = False
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The file's records in order; [] where there is no file. Lines that are no JSON object are passed over."""
+    """Read the file's records in order; [] without a file.
+
+    Lines that are not JSON objects are skipped.
+    """
     if not path.exists():
         return []
     with open(path, "rb") as lines:
@@ -92,7 +98,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def tail(path: Path, most: int = 1 << 18) -> list[dict[str, Any]]:
-    """The records in the last `most` bytes of the file, in order; [] where there is no such file. Raises OSError."""
+    """Read the records in the last `most` bytes of the file; [] without a file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     if not path.is_file():
         return []
     with open(path, "rb") as file:
@@ -103,7 +113,11 @@ def tail(path: Path, most: int = 1 << 18) -> list[dict[str, Any]]:
 
 
 def each(path: Path, having: str) -> Iterator[dict[str, Any]]:
-    """The records that have the name `having`, one after the other, of a file of any size. Raises OSError."""
+    """Yield the records that have the name `having`, from a file of any size.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     wanted = json.dumps(having).encode()
     with open(path, "rb") as lines:
         for line in lines:
@@ -117,14 +131,17 @@ def _records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """A value as a line of JSON has it: a number of numpy or torch as a plain one, one that is not finite as a word."""
+    """Convert a value for JSON: numpy and torch numbers to plain ones.
+
+    One that is not finite becomes a string.
+    """
     if isinstance(value, str):
         return mask(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if value is None or isinstance(value, bool | int):
         return value
-    return plain(value.item())  # a number of numpy or torch; anything else is a mistake of the caller
+    return plain(value.item())  # a numpy or torch number; anything else is the caller's mistake
 
 
 def _number(value: Any) -> Any:
@@ -134,7 +151,7 @@ def _number(value: Any) -> Any:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):  # torn, or not UTF-8
+    except (ValueError, RecursionError):  # cut short, or not UTF-8
         return None
     return record if isinstance(record, dict) else None
 
@@ -150,7 +167,7 @@ def _keeps(line: bytes, last_step: int | None, evaluated: bool) -> bool:
 
 
 def _trim(path: Path, last_step: int | None, evaluated: bool) -> None:
-    """Keeps whole records up to `last_step`. The file is replaced in one move: a crash leaves it old or new."""
+    """Keep complete records up to `last_step`. The file is replaced atomically."""
     with open(path, "rb") as old:
         if all(_keeps(line, last_step, evaluated) for line in old):
             return

@@ -1,11 +1,11 @@
-"""The log: one file a rank, in the run's folder, and what a person should see on stderr.
+"""Set up the log: a file per rank in the run's folder, and stderr.
 
     logger = open_log(folder, rank=0, stderr=True)
     logger.info("training starts")    # 2026-03-01T12:00:00.000+00:00 rank 0 INFO training starts
     close_log()
 
-Everything goes to the logger named "lockstep" and its children; the root logger, which belongs to the program that
-calls lockstep, is left alone. Secrets are masked in the finished text, so that no argument or traceback goes around it.
+Everything goes to the logger named "lockstep" and its children; the root logger, which belongs to the calling program,
+is left alone. Secrets are masked in the formatted text, so that no argument or traceback bypasses it.
 """
 
 import logging
@@ -24,15 +24,15 @@ __all__ = [
 
 
 def open_log(folder: Path, rank: int, stderr: bool = True) -> logging.Logger:
-    """Sends the logger "lockstep" to `folder`/logs/rank-00000.log (appended) and, where asked, to stderr.
+    """Log to `folder`/logs/rank-00000.log (appended) and, if asked, to stderr.
 
     On stderr rank 0 shows INFO and above, other ranks WARNING and above with their rank; a record with
-    `extra={"only_file": True}` is not shown there. Called again, it closes what
-    it opened before.
+    `extra={"only_file": True}` is not shown there. A second call closes what the first opened.
 
     Args:
         folder: the run's folder.
         rank: this process's rank.
+        stderr: log to stderr too.
 
     Raises:
         OSError: the file cannot be opened.
@@ -50,7 +50,7 @@ def open_log(folder: Path, rank: int, stderr: bool = True) -> logging.Logger:
 
 
 def close_log() -> None:
-    """Undoes `open_log`: files closed, the logger as it was. Does nothing where nothing is open."""
+    """Undo `open_log`: close the files and restore the logger. Safe to call twice."""
     logger = logging.getLogger("lockstep")
     ours = [handler for handler in logger.handlers if isinstance(handler, _File | _Stderr)]
     for handler in ours:
@@ -62,7 +62,7 @@ def close_log() -> None:
 
 
 class _FileLines(logging.Formatter):
-    """Date and time with UTC offset, rank and level in front of every line, those of a traceback too."""
+    """Format with date and UTC offset, rank and level before every line, tracebacks included."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _FileLines(logging.Formatter):
 
 
 class _PersonLine(logging.Formatter):
-    """One line a record for a person: no date, the level only where something is wrong, the rank only if not 0."""
+    """Format for the terminal: level only for warnings, rank only if not 0."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _PersonLine(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """Appends to the rank's file. The first write that fails is reported on stderr; training goes on."""
+    """Handler of the rank's file. The first failed write is reported on stderr."""
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
@@ -106,7 +106,7 @@ class _File(logging.FileHandler):
     def close(self) -> None:
         try:
             super().close()
-        except OSError as error:  # lines that a full disk still refuses
+        except OSError as error:  # a full disk may still refuse lines
             self._report(error)
 
     def _report(self, error: BaseException | None) -> None:
@@ -116,7 +116,7 @@ class _File(logging.FileHandler):
 
 
 class _Stderr(logging.Handler):
-    """Prints to whatever sys.stderr is when the record comes: a progress bar puts its own in place."""
+    """Handler that prints to the current sys.stderr, which a progress bar replaces."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(logging.WARNING if rank else logging.INFO)
@@ -130,4 +130,4 @@ class _Stderr(logging.Handler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing: with stderr gone there is nowhere to say so."""
+        """Do nothing: with stderr gone there is nowhere to report it."""

@@ -1,9 +1,9 @@
-"""A small curve in characters, for a terminal or a log.
+"""Draw curves: in characters for a terminal or a log, or as a picture.
 
     print("\\n".join(curve([(10, 5.1), (20, 3.9), (30, 3.2)])))
 
-Drawn here in a page instead of by a package: it needs no compiler to install and has a form for terminals without
-Unicode.
+The terminal curve uses no package: it needs no compiler to install and has a form for terminals without Unicode. The
+picture of `find_lr` uses matplotlib.
 """
 
 import math
@@ -21,10 +21,12 @@ __all__ = [
 def rates_picture(
     path: Path, rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], lr: float | None
 ) -> None:
-    """Losses by rate, on a logarithmic axis, with the rate that was chosen; as what the path's name ends with.
+    """Plot losses by rate, on a logarithmic axis, with the chosen rate.
+
+    The suffix of the path decides the format.
 
     Raises:
-        ConfigError: matplotlib is missing, or knows no such kind of picture.
+        ConfigError: matplotlib is missing, or does not know the format.
         OSError: the file cannot be written.
     """
     try:
@@ -47,7 +49,7 @@ def rates_picture(
 
 Point = tuple[float, float]
 
-# The bit of each of a braille character's 2 x 4 dots, by column and row.
+# The bits of a braille character's 2 x 4 dots, by column and row.
 _BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
@@ -58,14 +60,16 @@ def curve(
     unicode: bool = True,
     label: Callable[[float], str] = "{:g}".format,
 ) -> list[str]:
-    """The points (x, y), x rising, as lines of at most `width` characters: `height` of them and two for the x axis.
+    """Draw points as lines of text: `height` of them, and two for the x axis.
 
-    Points that are not finite are left out; where none is left, so is the curve: []. Several points that fall on one
-    column are averaged.
+    Points that are not finite are dropped; if none is left, the result is []. Points that fall on one column are
+    averaged.
 
     Args:
-        unicode: draw with braille dots; otherwise with ASCII alone.
-        label: what stands at an x of the axis.
+        points: (x, y), x rising.
+        width: maximum characters of a line.
+        unicode: draw with braille dots; otherwise with ASCII only.
+        label: formats an x of the axis.
     """
     kept = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     if not kept:
@@ -95,7 +99,10 @@ def _range(values: list[float]) -> tuple[float, float]:
 
 
 def _pixels(points: list[Point], span: Point, width: int, height: int) -> set[tuple[int, int]]:
-    """The (column, row) of each dot that is lit, row 0 on top; neighbouring columns are joined by a line."""
+    """Return the (column, row) of each lit dot, row 0 on top.
+
+    Neighbouring columns are joined by a line.
+    """
     (left, _), (right, _) = points[0], points[-1]
     low, high = span
     columns: dict[int, list[float]] = {}

@@ -1,4 +1,4 @@
-"""The sinks of optional packages that the flags ask for: `--tensorboard`, `--wandb`, or both.
+"""Sinks of optional packages: `--tensorboard`, `--wandb`, or both.
 
 check(config)                                       # before anything is written
 sinks = remote_sinks(config, folder, start=500)
@@ -27,11 +27,11 @@ __all__ = [
 
 @final
 class TensorBoard:
-    """Writes each number of a record as a scalar at its global_step.
+    """Sink that writes each number of a record as a scalar at its global_step.
 
     Args:
-        folder: where the event files lie; made by `start`.
-        resume_step: steps taken before. Readers then hide the events of later steps, which will run again.
+        folder: of the event files; created by `start`.
+        resume_step: steps trained before. Readers then hide the events of later steps, which will run again.
     """
 
     def __init__(self, folder: Path, resume_step: int = 0) -> None:
@@ -39,7 +39,9 @@ class TensorBoard:
         self._writer: Any = None
 
     def start(self, info: dict[str, Any]) -> None:
-        """Opens a new event file, beside those of earlier starts, and writes `info` as text.
+        """Open a new event file, and write `info` as text.
+
+        Those of earlier starts are kept.
 
         Raises:
             ImportError: the package is missing.
@@ -47,39 +49,39 @@ class TensorBoard:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = self._resume_step + 1 if self._resume_step else 0  # where a run begins again, all that was before
+        purge = self._resume_step + 1 if self._resume_step else 0  # 0 purges all, for a run that starts over
         self._writer = SummaryWriter(self._folder, purge_step=purge)
         text = mask(json.dumps(info, indent=1, default=str))
         self._writer.add_text("run", f"```\n{text}\n```", self._resume_step)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Writes the record's numbers; the writer's own thread brings them to the disk."""
+        """Queue the record's numbers; the writer's own thread writes them."""
         step = int(record["global_step"])
         for name, value in record.items():
             if name != "global_step" and not isinstance(value, str | None):
                 self._writer.add_scalar(name, value, step)
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Flushes and closes the file."""
+        """Flush and close the file."""
         if self._writer is not None:
             self._writer.close()
 
 
-_START, _END = 60.0, 120.0  # seconds to wait for the service when a run begins and ends
+_START, _END = 60.0, 120.0  # seconds to wait for the service at the start and the end of a run
 
 
 @final
 class WandB:
-    """One W&B run with the experiment's name as its name and id, so that a resumed run goes on in the same curves.
+    """Sink for a W&B run with the experiment's name as its name and id.
 
-    A resumed run that W&B never saw starts anew there. Records of steps that run again after a resume are dropped by
-    W&B, which takes each step once; they hold the same numbers.
+    So a resumed run continues the same curves. A resumed run that W&B never saw starts over there. W&B drops records of
+    steps that run again after a resume, since it takes each step once; they hold the same numbers.
 
     Args:
-        folder: the run's; W&B makes its own, `wandb`, in it.
+        folder: the run's; W&B creates its own, `wandb`, in it.
         experiment: the run's name.
-        project: "" takes $WANDB_PROJECT, else "lockstep".
-        resume_step: steps taken before; above 0 the run of this id is resumed where there is one.
+        project: "": $WANDB_PROJECT, or "lockstep".
+        resume_step: steps trained before; above 0 the run of this id is resumed if it exists.
     """
 
     def __init__(self, folder: Path, experiment: str, project: str = "", resume_step: int = 0) -> None:
@@ -88,7 +90,7 @@ class WandB:
         self._run: Any = None
 
     def start(self, info: dict[str, Any]) -> None:
-        """Begins or resumes the run, with the program's code and `info` as its configuration.
+        """Start or resume the run, with the program's code and `info` as its configuration.
 
         Raises:
             ImportError: the package is missing.
@@ -96,8 +98,8 @@ class WandB:
         """
         import wandb
 
-        # W&B's own description of the process holds its command line as it is, and the console may hold anything:
-        # neither is taken. What a run was told is in `info`, masked.
+        # W&B's own description of the process has the unmasked command line, and the console may have anything: neither
+        # is sent. The run's arguments are in `info`, masked.
         settings = wandb.Settings(
             x_disable_meta=True, console="off", silent=True, init_timeout=_START, finish_timeout=_END
         )
@@ -113,25 +115,30 @@ class WandB:
         )
 
     def log(self, record: dict[str, Any]) -> None:
-        """Hands the record over; the package sends it from a process of its own."""
+        """Hand over the record; the package sends it from its own process."""
         masked = {name: mask(value) if isinstance(value, str) else value for name, value in record.items()}
         self._run.log(masked, step=int(record["global_step"]))
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Ends the run, as failed where there is no summary. Waits two minutes at most for what is not yet sent."""
+        """End the run, as failed without a summary. Waits two minutes at most."""
         if self._run is not None:
             self._run.finish(exit_code=1 if summary is None else 0)
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError, with the pip line, where a package that a flag needs is not installed."""
+    """Raise ConfigError, with the pip line, if a package that a flag needs is missing."""
     for name, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
         if wanted and find_spec(name) is None:
             raise ConfigError(f"--{name} needs the package {name}: pip install 'torch-lockstep[{name}]'")
 
 
 def remote_sinks(config: Config, folder: Path, start: int) -> list[Sink]:
-    """The sinks that `config` asks for, not yet started, of the run in `folder` that has taken `start` steps."""
+    """Make the sinks that `config` asks for, not started yet.
+
+    Args:
+        folder: the run's.
+        start: steps trained before.
+    """
     chosen: list[Sink] = []
     if config.tensorboard:
         chosen.append(TensorBoard(folder / "tensorboard", start))
@@ -141,7 +148,7 @@ def remote_sinks(config: Config, folder: Path, start: int) -> list[Sink]:
 
 
 def masked(values: dict[str, Any]) -> dict[str, Any]:
-    """Names and plain values, nested or not, in which no secret is left."""
+    """Mask secrets in names and plain values, nested or not."""
     return {mask(name): _masked(name, value) for name, value in values.items()}
 
 

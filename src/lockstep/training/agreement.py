@@ -1,6 +1,8 @@
-"""Whether all ranks see one folder, before anything is read from it or written into it.
+"""Check that all ranks start from the same folder, data and weights.
 
-check_shared(RunFolder("outputs", "a"), world)          # ConfigError: the rank, its host and its path
+    check_shared(RunFolder("outputs", "a"), world)          # ConfigError: the rank, its host and its path
+
+Also logs where each rank computes, and gives every rank rank 0's values of a model that was made before the run.
 """
 
 import functools
@@ -46,7 +48,10 @@ __all__ = [
 
 
 def datasets_of(task: Task, world: World) -> tuple[Any, dict[str, Any], int]:
-    """Make the training set and the evaluation's sets, and count the samples of the first. Collective.
+    """Make the training set and the evaluation sets. Collective.
+
+    Returns:
+        The training set, what the task returned for the evaluation, and the number of training samples.
 
     Raises:
         DataError: one is no dataset, or the training set is empty.
@@ -56,18 +61,21 @@ def datasets_of(task: Task, world: World) -> tuple[Any, dict[str, Any], int]:
 
 
 def guarded(config: Config, dataset: Any, world: World) -> RetryingDataset:
-    """Wrap a dataset as `--guards.retries` and `--guards.bad-samples` say."""
+    """Wrap a dataset with the retries and skips of `--guards.retries` and `--guards.bad-samples`."""
     guards = config.guards
     return RetryingDataset(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
 
 
 def check_samples(config: Config, training: Any, evaluation: Mapping[str, Any], world: World) -> list[str]:
-    """Compare a few samples of each set between the ranks, and return lines on what cannot be compared. Collective.
+    """Compare a few samples of each set between the ranks. Collective.
 
-    They are loaded where the training loads them: in a loader process, if there are any.
+    The samples are loaded where training loads them: in a loader process, if there are any.
+
+    Returns:
+        A line for the log for each thing that cannot be compared.
 
     Raises:
-        DifferenceError: a rank has other samples.
+        DifferenceError: a rank has different samples.
     """
     if world.size == 1:
         return []
@@ -76,7 +84,7 @@ def check_samples(config: Config, training: Any, evaluation: Mapping[str, Any], 
     retries = config.guards.retries
     sets = {
         name: RetryingDataset(each, retries=retries, skips=0, rank=world.rank) for name, each in named.items()
-    }  # whose counts are not the run's
+    }  # separate wrappers: their retries and skips do not count as the run's
 
     def read() -> dict[str, Any]:
         loading = Loading(min(config.data.workers, 1), 1, retries)
@@ -99,22 +107,24 @@ def _size(dataset: Any) -> int:
     return len(dataset)
 
 
+# --- log
+
 _FEW = 16  # ranks that have a line each
 _LOG = logging.getLogger("lockstep")
 
 
 def log_ranks(world: World) -> None:
-    """Log host and device of every rank, into rank 0's file. Collective."""
+    """Write the host and device of every rank to rank 0's log file. Collective."""
     found = world.gather([platform.node(), str(world.device)])  # collective
     for line in lines_of(found) if world.is_main else ():
         _LOG.info(line, extra={"only_file": True})
 
 
 def lines_of(places: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Describe a line a rank, or one a host where there are many.
+    """Yield a line for each rank, or for each host where there are many.
 
     Args:
-        places: by rank, its host and its device.
+        places: [host, device] by rank.
     """
     if len(places) <= _FEW:
         yield from (f"{rank_label(rank)}: {host}, {device}" for rank, (host, device) in enumerate(places))
@@ -129,7 +139,7 @@ def _span(word: str, numbers: Sequence[int]) -> str:
 
 
 def _joined(devices: Sequence[str]) -> str:
-    """Shorten to `cpu` where all are alike, and to `cuda:0 to cuda:7` where they are numbered in turn."""
+    """Shorten to `cpu` if all are equal, or to a range if numbered in order."""
     if len(set(devices)) == 1:
         return devices[0]
     kind, _, first = devices[0].partition(":")
@@ -138,9 +148,12 @@ def _joined(devices: Sequence[str]) -> str:
     return ", ".join(devices)
 
 
+# --- initial weights
+
+
 @contextmanager
 def watch_new_modules() -> Iterator[list[nn.Module]]:
-    """Collect the modules that are made within it."""
+    """Collect every module that is constructed inside the context."""
     new: list[nn.Module] = []
     init = nn.Module.__init__
 
@@ -158,13 +171,16 @@ def watch_new_modules() -> Iterator[list[nn.Module]]:
 
 @torch.no_grad()
 def align(model: nn.Module, new: list[nn.Module], world: World) -> int:
-    """Give the parameters and buffers of modules that are not new rank 0's values. Collective.
+    """Copy rank 0's parameters and buffers of modules that are not new. Collective.
 
-    What the task draws in `model()` is drawn under the run's seed, and is left to the comparison of all weights (see
-    lockstep.guards.start), as are tensors whose shapes differ.
+    Modules that `task.model()` constructs draw their weights under the run's seed. They are left to the comparison of
+    all weights (see lockstep.guards.startup), and so are tensors whose shapes or dtypes differ.
+
+    Args:
+        new: the modules that `task.model()` constructed.
 
     Returns:
-        How many tensors differed on some rank.
+        The number of tensors that differed on some rank.
     """
     if world.size == 1:
         return 0
@@ -184,7 +200,7 @@ def align(model: nn.Module, new: list[nn.Module], world: World) -> int:
 
 
 def _held(model: nn.Module, new: set[int]) -> dict[str, Tensor]:
-    """The tensors of modules that were there before, each once, but for those that have no memory yet."""
+    """Collect the tensors of modules that existed before, each once, except those without memory."""
     found: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in model.named_modules():
         if id(module) not in new:
@@ -196,7 +212,7 @@ def _held(model: nn.Module, new: set[int]) -> dict[str, Tensor]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A tensor's bytes in host memory, row by row. uint8 [n]"""
+    """Copy a tensor's bytes to host memory, row by row. uint8 [n]"""
     return tensor.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8)  # waits for the device
 
 
@@ -204,17 +220,20 @@ def _hash(tensor: Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(_bytes(tensor).numpy().data)
 
 
+# --- shared run folder
+
 _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.2)  # seconds; a network file system may show a new file late
 
 
 def check_shared(folder: RunFolder, world: World) -> None:
-    """Have rank 0 write a token into the run's folder, and every rank read it. Collective.
+    """Check that every rank sees rank 0's run folder. Collective.
 
-    Device and inode are not compared: a folder that two nodes share may have another of each, and one that they do not
-    share the same. The token is there for a moment only, above the folder where that is not made yet.
+    Rank 0 writes a token that every rank reads. Device and inode numbers are not compared: two nodes may see different
+    numbers for one shared folder, and equal numbers for two folders. The token exists for a moment only; if the folder
+    does not exist yet, it is written into the nearest parent.
 
     Raises:
-        ConfigError: on every rank, where rank 0 cannot write there or a rank does not see what it wrote.
+        ConfigError: on every rank, if rank 0 cannot write there or a rank does not see what it wrote.
     """
     if world.size == 1:
         return
@@ -235,7 +254,11 @@ def check_shared(folder: RunFolder, world: World) -> None:
 
 @contextmanager
 def _token(folder: RunFolder) -> Iterator[tuple[str, int]]:
-    """Write a file into the folder, or above it, and remove it at the end: its name, and how many levels above."""
+    """Write a temporary file into the folder, or its nearest parent.
+
+    Yields:
+        Its name, and the number of levels above the folder.
+    """
     token, where = f".lockstep.tmp-{secrets.token_hex(8)}", folder.nearest().absolute()
     path = where / token
     try:
@@ -251,7 +274,7 @@ def _token(folder: RunFolder) -> Iterator[tuple[str, int]]:
 
 
 def _sees(path: Path, token: str, above: int) -> bool:
-    """Whether the token lies so many levels above `path` here too."""
+    """Whether the token is visible here, this many levels above `path`."""
     if above > len(path.parents):
         return False
     file = (path / "x").parents[above] / token

@@ -1,6 +1,10 @@
-"""`lockstep train --show-groups`: the optimizer's groups as a table, and nothing trained or written.
+"""Build all parts of a run from its configuration and task, and announce it.
 
-group  tensors  parameters  lr     weight decay  names
+    lockstep train --show-groups        # trains and writes nothing; prints a table of the optimizer's groups:
+    group  tensors  parameters  lr     weight decay  names
+
+`build` resolves every "auto" of the configuration, compares it between the ranks, looks for a checkpoint, and makes
+data, model and engine. It returns `Built`, which everything that trains uses.
 """
 
 import dataclasses
@@ -79,7 +83,7 @@ __all__ = [
 
 
 class TrainingSet(NamedTuple):
-    """The training set: as the task made it, as it is loaded, and its order."""
+    """The training set as the task made it, wrapped for loading, and its order."""
 
     plain: Any
     loaded: Any
@@ -89,7 +93,7 @@ class TrainingSet(NamedTuple):
 def stream_of(
     config: Config, task: Task, training: TrainingSet, run_plan: RunPlan, world: World, state: dict[str, Any]
 ) -> tuple[Batches, Balancer | None]:
-    """Make the training stream, and what balances it."""
+    """Make the training batches, and the balancer of `--shares auto`. Collective."""
     plain, dataset, whole = training
     order: Order = Begun(whole, whole.size, run_plan.samples) if run_plan.samples < whole.size else whole
     works = MicroBatchCosts(task, plain, order, run_plan.step_plan)
@@ -106,21 +110,24 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass
 class Built:
-    """What a run is made of.
+    """The parts of a run, as `build` makes them.
 
     Attributes:
-        own_task: `task` is the user's own, and not one of the built-in ones that the configuration names.
-        model: the plain module that `engine` holds.
-        batches, evaluation: the training stream, and the evaluation's sets by name (see evaluation_sets.py).
+        own_task: `task` is the user's own, not a built-in one that the configuration names.
+        model: the plain module that `engine` wraps.
+        batches: the training stream.
+        evaluation: the evaluation sets by name (see training/evaluation.py).
         plan: what a resume must find unchanged.
-        source: the checkpoint to resume from, if there is one, and `state`, what it said besides tensors.
+        source: the checkpoint to resume from, if there is one.
+        state: everything in that checkpoint except tensors.
         kept: the caller's own objects that have tensors, by name.
-        base: what the checkpoints of adapters do without, by name; see `lockstep.run.adapters`.
+        base: names of the tensors that checkpoints of adapters leave out; see `lockstep.adapters`.
         balancer: decides who computes what, with --shares auto.
-        loading: what counts retries and skips of the loading (see guards/watchdog.py); the first is the training set.
-        groups: the optimizer's; `sets`: the evaluation's datasets; `training`: the training set and its order. Of
-            these engine and batches are made anew where the ranks change.
-        notes: lines for the log, once it is open.
+        loading: counts retries and skips of data loading (see guards/watchdog.py); the first is the training set's.
+        groups: the optimizer's groups.
+        sets: the evaluation's datasets.
+        training: the training set and its order. If the ranks change, engine and batches are rebuilt from these.
+        notes: lines for the log, written once it is open.
     """
 
     config: Config
@@ -146,7 +153,11 @@ class Built:
     notes: list[str] = field(default_factory=list)
 
     def keep(self, name: str, what: Any) -> None:
-        """Keeps the caller's own object in the checkpoints. Raises UsageError for what cannot be kept."""
+        """Store the caller's own object in the checkpoints.
+
+        Raises:
+            UsageError: the name or the object cannot be stored.
+        """
         if not _NAME.fullmatch(name):
             raise UsageError(f"run.keep: the name '{name}' must be of letters, digits, '-' and '_'")
         if not (hasattr(what, "state_dict") and hasattr(what, "load_state_dict")):
@@ -161,19 +172,20 @@ class Built:
         checkpoint.check_keepable(self.own_of(name))
 
     def own_of(self, name: str) -> dict[str, Tensor]:
-        """The tensors of what is kept as `name`."""
+        """Return the tensors of the object that is stored as `name`, as `kept.NAME/KEY`."""
         return {f"kept.{name}/{key}": tensor for key, tensor in self.kept[name].state_dict().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: the engine's state but for the base of adapters, and the task's own as `task/NAME`.
+        """Return the tensors that a checkpoint stores.
 
-        The task's tensors are the same on every rank, and not copies: a resume fills them in place and then calls its
-        `load_state_dict` with them.
+        These are the engine's state without the base of adapters, the task's own tensors as `task/NAME` and the
+        caller's as `kept.NAME/KEY`. The task's are the same on every rank, and not copies: a resume fills them in place
+        and then calls its `load_state_dict` with them.
         """
         return {name: tensor for name, tensor in self.all_tensors().items() if name not in self.base}
 
     def all_tensors(self) -> dict[str, Tensor]:
-        """The same, with the base of adapters."""
+        """Return the tensors of `tensors()` and those of the adapters' base."""
         return self.engine.state_dict() | self.own
 
     @property
@@ -185,7 +197,7 @@ class Built:
         return found
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over what `tensors` gave and a checkpoint filled."""
+        """Load tensors that `tensors()` returned and a checkpoint filled."""
         owners = {"task": self.task} | {f"kept.{name}": what for name, what in self.kept.items()}
         engine, own = {}, dict[str, dict[str, Tensor]]()
         for name, tensor in tensors.items():
@@ -195,7 +207,7 @@ class Built:
             else:
                 engine[name] = tensor
         if engine:
-            if self.base:  # which is in place
+            if self.base:  # the base's tensors are loaded already
                 engine |= {name: tensor for name, tensor in self.engine.state_dict().items() if name in self.base}
             self.engine.load_state_dict(engine)
         for group, state in own.items():
@@ -203,7 +215,7 @@ class Built:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The configuration as it is shown and kept, by dotted name."""
+        """The configuration by dotted name, as it is shown and stored."""
         return cli.flat(self.config, own_task=self.own_task)
 
     @property
@@ -213,18 +225,18 @@ class Built:
 
     @property
     def start(self) -> int:
-        """Steps that were taken before."""
+        """Number of steps trained before this start."""
         return int(self.state.get("global_step", 0))
 
     @property
     def last(self) -> int:
-        """Steps after which this start of the run ends."""
+        """Step after which this start of the run ends."""
         whole = self.run_plan.step_plan.steps
         return min(whole, self.config.stop_at or whole)
 
     @property
     def rate(self) -> Callable[[int], float]:
-        """step -> what the base learning rate is multiplied by."""
+        """The schedule: step -> factor of the base learning rate."""
         optim, whole = self.config.optim, self.run_plan.step_plan.steps
         horizon = (optim.schedule == "cosine-periodic" and optim.period) or whole
         said = lambda step: factor(  # noqa: E731
@@ -243,7 +255,10 @@ class Built:
 
     @property
     def momentum(self) -> Callable[[int], float | None]:
-        """step -> the momentum of every parameter group where the schedule cycles it too; None: as it is."""
+        """The momentum's schedule: step -> momentum of every parameter group.
+
+        None leaves the groups' own momentum; only a one-cycle schedule changes it.
+        """
         optim, whole = self.config.optim, self.run_plan.step_plan.steps
         if optim.schedule != "one-cycle":
             return lambda step: None
@@ -262,17 +277,18 @@ def build(
     joins: bool = False,
     least: int = 0,
 ) -> Built:
-    """The parts of a run that trains the task `given`; None: the one that the config names.
+    """Build the parts of a run. Collective.
 
     Args:
-        kept: what `Built.kept` is.
-        resume: look for a checkpoint to resume from; False: a new run, whatever lies in its folder.
-        steps: of the plan, in place of those that the config says; 0: as it says.
-        least: steps that the plan has at least, by going on through further epochs.
-        joins: this process alone makes what it is to take part with in a run that goes on already (see recovery.py).
+        given: the task to train, or an object that can be adapted to one; None: the task that the configuration names.
+        kept: the caller's own objects to store in checkpoints, see `Built.kept`.
+        resume: look for a checkpoint to resume from; False starts a new run, whatever the folder holds.
+        steps: length of the plan, in place of the configuration's; 0: the configuration's.
+        joins: this process alone builds its parts, to join a run that is going on (see training/recovery.py).
+        least: minimum length of the plan in steps; further epochs are added to reach it.
 
     Raises:
-        UsageError: what was asked for cannot be done; the same on every rank.
+        UsageError: the configuration cannot be run; the same on every rank.
     """
     asked = config = _agreed(config, world)
     if steps:
@@ -288,13 +304,13 @@ def build(
     same_kernels = config.exact or bool(config.guards.audit)
     pin(exact=same_kernels, matmul=config.matmul_precision, device=world.device)
     check_precision(config.precision, world.device)
-    cut_known = bool(config.micro_batch_size)  # else it depends on the model
+    cut_known = bool(config.micro_batch_size)  # "auto" depends on the model: checked once that is made
     if cut_known:
         check_cut(config, world, notify(world))
     on_all_ranks(world, lambda: check(config))
     task = on_all_ranks(world, lambda: named_task(config, notify(world)) if given is None else adapted(given))
     check_auditable_loss(config, task)
-    if state.get("reduction") != "micro-batch":  # which was found in one cut, and is looked for again
+    if state.get("reduction") != "micro-batch":  # "micro-batch" depends on how a step is cut: detect it again
         recall(task, state)
     world.check_same("source", dict(task.sources))
     plain, evaluation, samples = datasets_of(task, world)  # collective
@@ -308,7 +324,7 @@ def build(
         run_plan = settled(longer, task, model, samples, origin_of(state, config), order.size)
     config = run_plan.config
     file = on_all_ranks(world, lambda: read_json(config.engine_options.config))
-    # The length of the plan as it was asked for: that of an extended one, or of `steps`, contradicts nobody.
+    # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
     hold(file, lambda name: lookup(asked if name == "max_steps" else config, name), world.size)
     state["origin"] = list(run_plan.origin)
     check_longer(config, state, run_plan.step_plan.steps)
@@ -330,7 +346,7 @@ def build(
     with explained(made, world):  # the first forward is where most runs that do not fit end
         on_all_ranks(world, lambda: check_held(made.model, groups.optimizer, unfrozen))
         held_out = batches_of(config, task, evaluation, world)
-        # A resume may bring other metrics, and the checkpoint may be older than what is found in the trial.
+        # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
         if not joins and (source is None or judges(config) or task.reduction == "auto"):
             trial = Trial(made, model, task, world, config, notify(world))
             check_evaluated(config, check_task(trial, stream, held_out, state))  # collective
@@ -367,12 +383,15 @@ def build(
     )
     on_all_ranks(
         world, lambda: [built.rate(step) for step in (0, run_plan.step_plan.steps - 1)]
-    )  # an own schedule's mistakes
+    )  # errors of the task's own schedule show before step 1
     return built
 
 
 def _agreed(config: Config, world: World) -> Config:
-    """The config with rank 0's experiment name (a name with the time in it differs by rank); the rest must be equal."""
+    """Replace the experiment name by rank 0's, and require the rest to be equal. Collective.
+
+    A name that contains the time differs between ranks.
+    """
     name = world.gather(config.experiment_name)[0]
     config = dataclasses.replace(config, experiment_name=name)
     world.check_same("configuration", cli.flat(config))
@@ -384,13 +403,13 @@ def _new_state() -> dict[str, Any]:
 
 
 def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]]:
-    """The newest whole checkpoint and its state; (None, the state of a new run) without one. Collective."""
+    """Find the newest complete checkpoint and its state; (None, a new run's state) without one. Collective."""
     found = checkpoint.find_resume(folder.path, world, notify(world))
     if found is None:
         return None, _new_state()
     source, state = found
     overlay(folder, state, world)  # collective
-    if state.get("evaluation_due"):  # the checkpoint is older than its evaluation, if that was made
+    if state.get("evaluation_due"):  # the checkpoint was written before its evaluation, which may have finished
         noted = world.gather(folder.read_evaluated() if world.is_main else {})[0]  # collective
         if noted.get("step") == state["global_step"]:
             state |= {name: noted[name] for name in JUDGED if name in noted}
@@ -399,18 +418,21 @@ def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]
 
 
 def _glimpsed(folder: RunFolder) -> dict[str, Any]:
-    """The state in the newest checkpoint, whose tensors are not read: it says where the run's plan began."""
+    """Read the newest checkpoint's state, which records the plan's start, without its tensors."""
     steps = checkpoint.list_steps(folder.path)
     return checkpoint.read_state(checkpoint.path_of(folder.path, steps[-1])) if steps else {}
 
 
 def _own(task: Task) -> dict[str, Tensor]:
-    """What the task's `state_dict()` names, as `task/NAME`."""
+    """Return the task's `state_dict()`, its names prefixed by `task/`."""
     return {f"task/{name}": tensor for name, tensor in task.state_dict().items()}
 
 
 def notify(world: World) -> Callable[[str], None]:
-    """Rank 0's word to the person, before the log is open. It can be sent to another process, as a task's part."""
+    """Return a function that prints a line to stderr on rank 0 only.
+
+    It is for messages before the log is open, and can be pickled, so that a task may use it in another process.
+    """
     return partial(_tell, world.is_main and not world.quiet)
 
 
@@ -419,11 +441,13 @@ def _tell(is_main: bool, line: str) -> None:
         print(said(line), file=sys.stderr, flush=True)
 
 
+# --- log
+
 _LOG = logging.getLogger("lockstep")
 
 
 def announce(built: Built) -> None:
-    """Log where each rank computes, what a step is and what is worth a warning. Collective."""
+    """Log each rank's device, the size of a step, and warnings. Collective."""
     log_ranks(built.world)  # collective
     _LOG.info(described_step(built.run_plan, built.world.size))
     if line := described_loss(built.run_plan, built.task):
@@ -440,14 +464,16 @@ def announce(built: Built) -> None:
         _LOG.warning(line)
 
 
-_WIDE = 120  # columns at least, so that names stay whole
+# --- lockstep train --show-groups
+
+_WIDE = 120  # minimum columns, so that names are not cut
 
 
 def show_groups(config: Config) -> None:
-    """Prints the groups of the run that `config` asks for. Raises what `build` raises."""
+    """Print the optimizer's groups of the configured run. Raises what `build` raises."""
     world = World.join(config.device, config.timeout)
     try:
-        built = build(config, None, world, resume=False)  # a run that lies there has no say
+        built = build(config, None, world, resume=False)  # an existing run in the folder does not matter
         made = optimizer_of(built.config, built.task, built.model)
         table = Table("group", "tensors", "parameters", "lr", "weight decay", box=None, pad_edge=False)
         table.add_column("names", overflow="fold")
@@ -462,7 +488,11 @@ def show_groups(config: Config) -> None:
 
 
 def groups_of(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, ...]]:
-    """A row for each group, and one for what is in none: number, tensors, parameters, rate, decay, names."""
+    """Return a table row for each group, and one for the frozen parameters.
+
+    Returns:
+        (number, tensors, parameters, learning rate, weight decay, names) of each.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
     rows: list[tuple[str, ...]] = []
     left = dict(names)

@@ -1,7 +1,10 @@
-"""The engine of a run, which is made anew where the ranks change: around the same model and optimizer.
+"""Build the model, the optimizer and the engine of a run.
 
-groups = Groups()
-made = engine_of(config, task, model, world, groups, stream, say, state)
+    groups = Groups()
+    made = engine_of(config, task, model, world, groups, stream, say, state)
+
+If the ranks change, the engine is rebuilt around the same model and optimizer. The trial of `--compile` and the calls
+of a task's own `optimizer` and `schedule` are here too.
 """
 
 import dataclasses
@@ -61,9 +64,10 @@ _ANY: AbstractContextManager[None] = nullcontext()
 
 
 def kernels_of(compiled: bool, step_plan: StepPlan) -> Kernels:
-    """(step, micro-batch) -> what its forward runs in: a micro-batch short of samples, at a run's end, is left eager.
+    """Return (step, micro-batch) -> the context manager of its forward: compiled or eager.
 
-    It would be compiled for that one forward. Decided by the plan alone, so alike on every rank and after a resume.
+    A micro-batch that is short of samples, at the end of a run, runs eager: it would be compiled for that one forward.
+    The plan alone decides, so that every rank and every resume chooses the same.
     """
 
     def chosen(step: int, index: int) -> AbstractContextManager[Any]:
@@ -73,23 +77,26 @@ def kernels_of(compiled: bool, step_plan: StepPlan) -> Kernels:
     return chosen if compiled else lambda step, index: _ANY
 
 
-_LONGEST = 300  # characters of a reason
+# --- compile
+
+_LONGEST = 300  # characters of a reason that is shown
 
 
 def compiled_or_not(
     config: Config, task: Task, plain: nn.Module, engine: Engine, batches: Batches, world: World, *, may_fail: bool
 ) -> str:
-    """Computes the loss of this rank's first micro-batch by compiled code, which step 1 then finds made. Collective.
+    """Try to compile the model on this rank's first micro-batch. Collective.
 
-    Where a rank cannot, and it may fail, the model is as it was before it was compiled, on every rank.
+    Step 1 then finds the compiled code ready. If a rank cannot compile and `may_fail` is set, every rank gets back the
+    model that it had before.
 
     Returns:
-        The reason why it does not compile; "".
+        The reason why it does not compile; "" if it does.
 
     Raises:
-        ConfigError: it does not, and must. An error of the task's own is raised as it is.
+        ConfigError: it does not compile, and `may_fail` is False. An error of the task's own is raised unchanged.
     """
-    if config.engine_options.static_graph:  # whose first forward must be the step's
+    if config.engine_options.static_graph:  # a static graph is recorded in the first forward, which must be a step's
         return ""
 
     def attempt() -> str:
@@ -102,7 +109,7 @@ def compiled_or_not(
         except _failures() as error:
             return _reason(error)
         finally:
-            undo_step(engine)  # else step 1 would go on from what this forward has left
+            undo_step(engine)  # so that step 1 does not continue from this forward's state
         return ""
 
     with as_it_was(engine.model, task, world.device, training=True):
@@ -119,7 +126,7 @@ def compiled_or_not(
 
 
 def _failures() -> tuple[type[BaseException], ...]:
-    """What torch raises where it cannot compile."""
+    """Return the exceptions that torch raises if it cannot compile."""
     dynamo: Any = importlib.import_module("torch._dynamo.exc")
     names = ("TorchDynamoException", "FailOnRecompileLimitHit")
     return tuple(getattr(dynamo, name) for name in names if hasattr(dynamo, name))
@@ -132,15 +139,17 @@ def _reason(error: BaseException) -> str:
 
 
 def _quiet() -> Any:
-    """Without the compiler's own warnings, which are about itself."""
+    """Silence the compiler's warnings about itself."""
     return warnings.catch_warnings(action="ignore")
 
 
 def _whole_backwards() -> Any:
-    """Has a backward that cannot be compiled fail with its forward, and not in step 1."""
+    """Compile the backward with its forward, so that it fails in the trial, not later."""
     config: Any = importlib.import_module("torch._functorch.config")
     return config.patch(force_non_lazy_backward_lowering=True)
 
+
+# --- model
 
 Say = Callable[[str], None]
 
@@ -148,15 +157,16 @@ Say = Callable[[str], None]
 def model_of(
     config: Config, task: Task, world: World, state: dict[str, Any], say: Say, planned: bool = False
 ) -> nn.Module:
-    """The model, its weights drawn under a seed of their own, and so the same on every rank of any world. Collective.
+    """Make the model and prepare it for training. Collective.
 
-    Those of a model that was made before the run are rank 0's.
+    Its weights are drawn under a seed of their own, so they are the same on every rank of any world. If the task made
+    the model before the run, every rank gets rank 0's weights.
 
     Args:
-        state: of the checkpoint whose weights it is to take; of adapters it says for which base, see `adapt`. What
-            the coming ones are to say of the model is put in.
-        say: takes a line for the person.
-        planned: its weights are of no account, see `lockstep.diagnose.plan`: none is read.
+        state: of the checkpoint whose weights it will load; for adapters it names their base, see `adapt`. What later
+            checkpoints must record of the model is added to it.
+        say: called with a line for the user.
+        planned: only sizes matter, as in `lockstep plan` (see `lockstep.diagnose`); no weights are read.
     """
     if config.weight_copies == "step":
         _check_copies(config, task, world)
@@ -178,7 +188,7 @@ def model_of(
         more = f"{differed} tensors differ" if differed > 1 else "a tensor differs"
         say(f"the model was made before the run and {more} between the ranks: all begin with rank 0's values")
     if isinstance(model, GPT):
-        state["gpt"] = dataclasses.asdict(model.config)  # the shapes of its tensors do not say how many heads it has
+        state["gpt"] = dataclasses.asdict(model.config)  # the shapes of its tensors do not give the number of heads
     _check_residual(config, model)
     _fuse(config, model, world.device, planned)
     has_base = injected(config, task, model) if planned else adapt(config, task, model, world, state, say)
@@ -208,7 +218,11 @@ def model_of(
 
 
 def check_initialised(model: nn.Module) -> None:
-    """Raises ConfigError for a lazy module whose shapes no forward has settled yet."""
+    """Refuse a lazy module whose shapes no forward has set yet.
+
+    Raises:
+        ConfigError: names the first such parameter or buffer.
+    """
     lazy = next((name for name, p in [*model.named_parameters(), *model.named_buffers()] if is_lazy(p)), None)
     if lazy is not None:
         raise ConfigError(
@@ -218,7 +232,7 @@ def check_initialised(model: nn.Module) -> None:
 
 
 def check_valued(model: nn.Module) -> None:
-    """Refuse a parameter or buffer on the meta device, which has a shape and no values.
+    """Refuse a parameter or buffer on the meta device, which has no values.
 
     Raises:
         ConfigError: names the first one.
@@ -233,7 +247,7 @@ def check_valued(model: nn.Module) -> None:
 
 
 def _check_copies(config: Config, task: Task, world: World) -> None:
-    """Raises ConfigError where --weight-copies step does not go with the precision, the engine or the task."""
+    """Raise ConfigError if --weight-copies step does not fit the precision, engine or task."""
     if config.precision != "bf16":
         raise ConfigError(f"--weight-copies step needs --precision bf16, and it is {config.precision}: leave it out")
     check_copies(
@@ -246,7 +260,7 @@ def _check_copies(config: Config, task: Task, world: World) -> None:
 
 
 def _check_residual(config: Config, model: nn.Module) -> None:
-    """Has the built-in GPT keep its residual stream as --residual-dtype says; ConfigError for any other model."""
+    """Set the built-in GPT's residual dtype; ConfigError for any other model."""
     if config.residual_dtype == "float32":
         return
     if not isinstance(model, GPT) or config.precision != "bf16":
@@ -258,7 +272,7 @@ def _check_residual(config: Config, model: nn.Module) -> None:
 
 
 def _fuse(config: Config, model: nn.Module, device: torch.device, planned: bool) -> None:
-    """Replace layers of the built-in GPT as --fused-kernels says.
+    """Replace layers of the built-in GPT, by --fused-kernels.
 
     Args:
         planned: the model is only traced, on any device.
@@ -279,11 +293,14 @@ def _fuse(config: Config, model: nn.Module, device: torch.device, planned: bool)
     model.fuse(epilogue=config.fused_kernels == "all")
 
 
+# --- schedule, optimizer and engine
+
+
 def own_factor(task: Task, step: int, steps: int, otherwise: Callable[[int], float]) -> float:
-    """What the task's `schedule` says, or `otherwise` where that is None.
+    """Return the task's own schedule factor, or `otherwise(step)` if that is None.
 
     Raises:
-        ConfigError: it is no finite number from 0.
+        ConfigError: the factor is not a finite number of 0 or more.
         DataError: the method failed.
     """
     said = _said(task, step, steps)
@@ -302,7 +319,9 @@ def own_factor(task: Task, step: int, steps: int, otherwise: Callable[[int], flo
 
 
 def own_momentum(task: Task, step: int, steps: int, otherwise: Callable[[int], float | None]) -> float | None:
-    """`otherwise` in the steps that the task's `schedule` leaves to it; None, which is the groups' own, in its own.
+    """Return `otherwise(step)` if the task's `schedule` returns None for the step, else None.
+
+    None leaves the momentum of the groups as it is.
 
     Raises:
         DataError: the method failed.
@@ -320,14 +339,14 @@ def _said(task: Task, step: int, steps: int) -> Any:
 
 
 def optimizer_of(config: Config, task: Task, model: nn.Module) -> Optimizer:
-    """The task's own optimizer, else that of the configuration, over the model as an engine holds it."""
+    """Make the task's own optimizer, or else the configured one, over the engine's model."""
     named = task.blocks(model)
     layers = repeated_layers(model) if named is None else list(named)
     return _own_optimizer(config, task, model) or make_optimizer(model, config, layers)
 
 
 def _own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:
-    """What the task's `optimizer` returns. Raises ConfigError for what is none, or not one of this model's."""
+    """Call the task's `optimizer`. Raises ConfigError if the result does not fit this model."""
     try:
         made = task.optimizer(model, config)
     except LockstepError:
@@ -362,26 +381,26 @@ _OF_THE_BASE = (
 
 @dataclass
 class Groups:
-    """The optimizer that an engine was made with, the base rates of its groups, and what takes norms of gradients."""
+    """An engine's optimizer, the base learning rates of its groups, and its gradient norms."""
 
     optimizer: Optimizer | None = None
     rates: list[float] = field(default_factory=list)
     gradients: GradientNorms = NO_NORMS
 
     def begun(self, optimizer: Optimizer) -> Optimizer:
-        """Takes a new optimizer, whose rates are the base ones."""
+        """Record a new optimizer and its rates as the base rates."""
         self.optimizer, self.rates = optimizer, [float(group["lr"]) for group in optimizer.param_groups]
         return optimizer
 
     def again(self, optimizer: Optimizer) -> Optimizer:
-        """The same optimizer for another engine, which takes the rates that it finds as the base ones."""
+        """Restore the base rates of the same optimizer, for a new engine that reads them."""
         self.rates += [float(group["lr"]) for group in optimizer.param_groups[len(self.rates) :]]
         for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate
         return optimizer
 
     def renewed(self, optimizer: Optimizer) -> None:
-        """Takes another optimizer over the same model, with the states of the one before."""
+        """Replace the optimizer by another over the same model, and copy its states."""
         before = self.optimizer
         self.begun(optimizer)
         if before is not None:
@@ -389,8 +408,13 @@ class Groups:
 
 
 def check_own_steps(config: Config) -> None:
-    """Raises ConfigError for what cannot be where a task takes its optimizers' steps itself: they are taken already
-    when the whole step is known, and each has gradients of its own."""
+    """Refuse settings that need the whole step, for a task with manual optimization.
+
+    Such a task's steps are applied before the whole step is known, and each has its own gradients.
+
+    Raises:
+        ConfigError: names the flag and the way out.
+    """
     for asked, flag, out in (
         (config.optim.clip, "--optim.clip", "clip in the task's own steps, as by clip_gradients, and set it to 0"),
         (config.optim.ema, "--optim.ema", "average the weights in the loop of lockstep.Run"),
@@ -411,10 +435,11 @@ def engine_of(
     say: Callable[[str], None],
     state: dict[str, Any],
 ) -> Engine:
-    """The engine around the model. Where `groups` has an optimizer already, that is kept, with its states.
+    """Make the engine around the model. An optimizer in `groups` is reused with its states.
 
     Args:
-        state: the run's; what is trained is noted there where it changes.
+        say: called with a line for the user.
+        state: the run's; it is updated when the set of trained parameters changes.
     """
 
     if task.own_steps:

@@ -1,8 +1,11 @@
-"""What goes on beside a run's steps, and what follows each of them.
+"""The objects that work alongside a run's steps, and what follows each step.
 
-ongoing = works(session, built)
-step = recorded(session, built, ongoing, record)
-saves = saved_and_evaluated(session, built, ongoing, step, ending)
+    ongoing = works(session, built)
+    step = recorded(session, built, ongoing, record)
+    saves = saved_and_evaluated(session, built, ongoing, step, ending)
+
+Records, guards, checkpoints and evaluations of a step are ordered here, the same on every rank; so are the early exit
+from a caller's loop and the end of a run.
 """
 
 import logging
@@ -58,11 +61,11 @@ __all__ = [
 _LOG = logging.getLogger("lockstep")
 _EXIT_CODES = {INTERRUPT: EXIT_INTERRUPTED, SAVE_AND_END: EXIT_SAVED}
 _STATUS = {INTERRUPT: "interrupted", SAVE_AND_END: "preempted"}
-_PATIENCE = 10.0  # seconds for the others to leave the loop too
+_PATIENCE = 10.0  # seconds to wait for the other ranks to leave the loop
 
 
 class StepComponents(NamedTuple):
-    """What goes on beside the steps."""
+    """The objects that work alongside a run's steps."""
 
     step_loader: StepLoader
     exchange: StepExchange
@@ -73,8 +76,8 @@ class StepComponents(NamedTuple):
     control: StepControl
     profiling: Profiling
     step_plan: StepPlan
-    whole: int  # steps of the plan
-    last: int  # of this start
+    whole: int  # length of the plan, in steps
+    last: int  # last step of this start
 
 
 def works(session: Session, built: Built) -> StepComponents:
@@ -128,7 +131,7 @@ def works(session: Session, built: Built) -> StepComponents:
 
 
 def recorded(session: Session, built: Built, works: StepComponents, record: StepRecord) -> Step:
-    """The step as the caller gets it, once it has been recorded and looked at."""
+    """Record a step, run the guards, and return it as the caller gets it."""
     done, late = record.step + 1, works.guards.late
     session.sinks.progress(done)
     works.balancing.after(works.exchange)
@@ -136,7 +139,7 @@ def recorded(session: Session, built: Built, works: StepComponents, record: Step
         works.recorder.expect(record)
     for step in works.guards.read(record):
         works.meter.add(step)
-        if late:  # on every rank in the same step, whenever its device has told the numbers
+        if late:  # logged in the same step on every rank, whenever its device delivers the numbers
             works.recorder.log(step.record)
     works.guards.after(record)
     if not late:
@@ -147,16 +150,21 @@ def recorded(session: Session, built: Built, works: StepComponents, record: Step
 
 
 def saved_and_evaluated(session: Session, built: Built, works: StepComponents, step: Step, ending: bool) -> bool:
-    """The checkpoint, then the evaluation, where they are due. Whether a save is, perhaps after the caller's body."""
+    """Save and evaluate where they are due.
+
+    Returns:
+        Whether a save is due. If the caller keeps objects of their own or the task has hooks, it is left to after the
+        body.
+    """
     config, state, done = built.config, built.state, step.global_step
     due = done == works.whole or bool(config.eval_freq and done % config.eval_freq == 0)
     saves = ending or works.recorder.save_due(done)
-    late = bool(session.kept or built.task.hooks)  # which have yet to be brought up to this step
+    late = bool(session.kept or built.task.hooks)  # their state is updated after this step, so the save waits
     if due and built.evaluation:
         state["evaluation_due"] = True
     if saves and not late:
         save(works, done)
-    cut_short = ending and done < works.last  # whoever sent a signal waits for no evaluation: the next start makes it
+    cut_short = ending and done < works.last  # a signal must not wait for an evaluation: the next start makes it
     if "evaluation_due" in state and not cut_short:
         settle(works)
         del state["evaluation_due"]
@@ -172,7 +180,7 @@ def saved_and_evaluated(session: Session, built: Built, works: StepComponents, s
 
 
 def tell_evaluated(session: Session, built: Built, done: int) -> None:
-    """Notes the evaluation that was made, and tells the task's hooks of it."""
+    """Mark the step as evaluated, and run the task's hooks."""
     session.evaluated = done
     if built.task.hooks and session.evaluation:
         built.task.hooks.evaluated(HookContext(session, built), done, numbered(session.evaluation))
@@ -187,20 +195,20 @@ def save(works: StepComponents, done: int) -> None:
 
 
 def note_change(works: StepComponents, built: Built, done: int) -> None:
-    """Note that the loop's body changed what is trained, where the step's checkpoint was begun before the body."""
+    """Record that the loop's body changed what is trained, after the step's checkpoint was begun."""
     if works.recorder.saved == done and built.config.checkpoint.mode != "none":
         note_body(built.engine, built.state, built.folder, done, built.world)
 
 
 def settle(works: StepComponents) -> None:
-    """Looks at every step that was taken, and writes the records that wait for a device. Collective where some do."""
-    for step in works.guards.rest():  # waits for the device, where steps were not read yet
+    """Read and check every step taken so far, and write its record. Collective if a device delays them."""
+    for step in works.guards.rest():  # waits for the device, if steps were not read yet
         works.meter.add(step)
         works.recorder.log(step.record)
 
 
 def taken(works: StepComponents, world: World, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
-    """The steps. Where one fails, the records of those before it are written, unless that takes another rank."""
+    """Yield the steps. If one fails, write the records before it, if no other rank is needed."""
     try:
         yield from records
     except Exception:
@@ -213,9 +221,14 @@ def taken(works: StepComponents, world: World, records: Iterable[StepRecord]) ->
 
 
 def leave_early(session: Session, works: StepComponents, told: Heartbeats | None, now: bool) -> None:
-    """End a run whose loop was left in the body of a step.
+    """End a run whose loop the caller left in the body of a step.
 
-    It is saved, unless the caller abandoned it. All ranks leave after the same step, and alike; else the run failed.
+    The run is saved unless the caller abandoned it. All ranks must leave after the same step in the same way; otherwise
+    the run failed.
+
+    Args:
+        told: the ranks' heartbeats; None without other processes.
+        now: end at once, without a save, as after a second Ctrl-C.
     """
     built, session.status = session.built, "interrupted" if now else session.status_when_left
     if built is None or now or sys.is_finalizing():
@@ -227,14 +240,14 @@ def leave_early(session: Session, works: StepComponents, told: Heartbeats | None
         save(works, session.global_step)
         works.recorder.settle()  # collective
         works.recorder.close(0, sample=False)
-        session.sinks = Sinks([])  # closed with a summary, and not once more as after a failure
+        session.sinks = Sinks([])  # already closed with a summary; not closed again as after a failure
     else:
         session.status = "failed"
         _LOG.warning("the loop was left after step %d on some ranks alone; not saved", session.global_step)
 
 
 def reader(exchange: StepExchange, world: World, told: Heartbeats | None, outlives: bool) -> ReadNumbers:
-    """What reads a step's loss, and its numbers of the task's own, while its body runs."""
+    """Return a function that reads a step's loss and own numbers during its body."""
 
     def read(step: Step) -> tuple[float, dict[str, float]]:
         losses, numbers = step.record.losses, step.record.numbers
@@ -243,7 +256,7 @@ def reader(exchange: StepExchange, world: World, told: Heartbeats | None, outliv
         exchange.progress.at(step.record.step, READING)
         try:
             rows = exchange.rows([math.fsum(values[: len(losses)]), *(x for six in own for x in six)])  # collective
-        except PeerError as error:  # its exchange met another one, if the others went on
+        except PeerError as error:  # if the others went on, this exchange met a different one
             others = waited_for(told, step.record.step) if told else []
             if others:
                 raise LockstepError(read_alone(world.rank, step.global_step, others)) from error
@@ -261,7 +274,7 @@ def reader(exchange: StepExchange, world: World, told: Heartbeats | None, outliv
 
 @contextmanager
 def handed_on(works: StepComponents) -> Iterator[None]:
-    """What the run needs where it goes back, or loses a rank: its exchange closed, or what the guards remember."""
+    """Prepare a rollback or a recovery: close the exchange, or save what the guards know."""
     try:
         yield
     except Rollback:
@@ -273,27 +286,30 @@ def handed_on(works: StepComponents) -> Iterator[None]:
 
 
 def end_of(built: Built, stop_request: int, saved: int, losses: str = "") -> tuple[str, int]:
-    """The run's status and exit code, which the run's folder keeps; where it was cut short the launcher does too."""
+    """Return the run's status and exit code, and write them into the run's folder.
+
+    A code that is not 0 is reported to the launcher too.
+    """
     code = _EXIT_CODES.get(stop_request, 0)
     if code:
         note_end(code)
     whole = saved >= built.run_plan.step_plan.steps
     status = _STATUS.get(stop_request, "finished" if whole else "stopped")
     if built.world.is_main:
-        built.folder.stop_file.unlink(missing_ok=True)  # heeded, or come too late: the next start must not find it
+        built.folder.stop_file.unlink(missing_ok=True)  # obeyed, or too late: the next start must not find it
         built.folder.write_end(code, saved, status, losses)
     return status, code
 
 
 def after_first_step(built: Built, works: StepComponents) -> None:
-    """Do what waits for the optimizer's states, which the first step of a start makes. Collective."""
+    """Report memory and prepare saves, once step 1 has made the optimizer's states. Collective."""
     if built.world.is_first:
         _report(built)
     works.recorder.prepare()
 
 
 def _report(built: Built) -> None:
-    """Log what each rank holds."""
+    """Log the memory that each rank holds. Collective."""
     held = built.world.gather(footprint(built.engine))  # collective
     _LOG.info(described(name_of(built.config.engine, built.world), held))
 
@@ -303,6 +319,6 @@ def note_best(session: Session) -> None:
     best = built.state.get("best") if built else None
     if built and best:
         path = checkpoint.path_of(built.folder.path, best["step"])
-        kept = built.config.checkpoint.mode != "none" or path.is_dir()  # by an earlier start
+        kept = built.config.checkpoint.mode != "none" or path.is_dir()  # an earlier start wrote it
         metric, value = best.get("metric", "loss"), best.get("value", best["loss"])
         session.best = Best(best["step"], best["loss"], str(path) if kept else "", metric, value)

@@ -1,7 +1,10 @@
-"""Where the tensors of a model, a task and a batch lie: found before torch stumbles over one, and named when it does.
+"""Resolve every "auto" of a configuration, describe the result, and check tensor devices.
 
-for found in elsewhere(model, task, batch, device): ...     # Lying("buffer 'norm.mean'", cpu, sure=True)
-line = explained(error, model, task, batch)                 # "" unless torch complained of devices
+    for found in elsewhere(model, task, batch, device): ...     # Lying("buffer 'norm.mean'", cpu, sure=True)
+    line = explained(error, model, task, batch)                 # "" unless torch complained of devices
+
+Defaults follow from the kind of task, the device and the checkpoint that a run resumes from; the sources of the numbers
+are given with the tables. Tensors on the wrong device are found before torch fails on one.
 """
 
 import dataclasses
@@ -57,7 +60,7 @@ __all__ = [
 # Adapters: 2e-4 for GPT-2 and GPT-3 (Hu et al., arXiv 2106.09685, tables 11 and 12); about ten times what the whole
 # model takes (Schulman et al., "LoRA Without Regret", https://thinkingmachines.ai/blog/lora, 2025).
 LORA: dict[str, float] = {"lr": 2e-4, "optim.beta2": 0.999, "optim.weight_decay": 0.0}
-_LORA_RATES = (5e-5, 5e-3)  # outside of these a warning
+_LORA_RATES = (5e-5, 5e-3)  # warn outside this range
 
 # From scratch: the betas and the decay that GPT-3 and its successors are trained with (Brown et al., arXiv 2005.14165,
 # appendix B). Pretrained weights: the defaults of the HF Trainer. Else torch's own AdamW: lr 1e-3, decay 0.01; images
@@ -68,40 +71,42 @@ KINDS: dict[str, dict[str, float]] = {
     "images": {"lr": 3e-3, "optim.beta2": 0.999, "optim.weight_decay": 0.01},
     "general": {"lr": 1e-3, "optim.beta2": 0.999, "optim.weight_decay": 0.01},
 }
-_ADAM: dict[str, float] = {"optim.weight_decay": 0.0}  # torch's own: added to the gradient, a decay is another thing
+_ADAM: dict[str, float] = {"optim.weight_decay": 0.0}  # torch's own; Adam adds decay to the gradient
 SGD: dict[str, float] = {"lr": 1e-2, "optim.weight_decay": 1e-4}  # He et al., arXiv 1512.03385, at a batch of 16 to 32
 
-_SHARE, _MOST = 20, 50  # warm-up: one step of 20, and no more than 50
-_RISE = 0.3  # one-cycle: share of the plan in which the rate rises, torch's pct_start
+_SHARE, _MOST = 20, 50  # warm-up: 1/20 of the steps, at most 50
+_RISE = 0.3  # one-cycle: share of the plan with a rising rate, torch's pct_start
 _FLOOR = 0.1
 _FLOORS = {
     "one-cycle": 4e-6,
     "inverse-sqrt": 0.0,
     "step": 0.0,
     "plateau": 0.0,
-}  # torch's final rate of a cycle; no bound
-_FEW = 16  # samples below which BatchNorm's statistics cost quality (Wu & He, arXiv 1803.08494, figure 1)
+}  # one-cycle: torch's final rate; the others have no lower bound
+_FEW = 16  # fewer samples hurt BatchNorm's statistics (Wu & He, arXiv 1803.08494, figure 1)
 
 
 def settled(
     config: Config, task: Task, model: nn.Module, samples: int, origin: Origin = START, epoch: int = 0
 ) -> RunPlan:
-    """The plan, its `config` without any "auto". The same on every rank, and in every world.
+    """Make the plan, with every "auto" of its `config` resolved.
+
+    The result is the same on every rank and in every world.
 
     Args:
         task: its attribute `defaults` names one of KINDS.
-        model: as it is trained; whether BatchNorm is in it decides how a step is cut.
-        samples: of the training set.
+        model: as it is trained; BatchNorm layers decide how a step is cut.
+        samples: size of the training set.
         origin: see `RunPlan`.
-        epoch: samples of an epoch, where the task's order has more or less than the training set; 0: as many.
+        epoch: samples of an epoch, if the task's order has more or fewer than the training set; 0: the same number.
 
     Raises:
         ConfigError: the task names no known kind.
-        DataError: all samples are left out.
+        DataError: no step is left.
     """
     norms = _norms(model)
     least = _FEW if norms else 1
-    by_itself = config.batch_size if task.reduction == "micro-batch" else 0  # the cut matters to such a loss
+    by_itself = config.batch_size if task.reduction == "micro-batch" else 0  # such a loss depends on the cut
     size = config.micro_batch_size or by_itself or default_micro_batch_size(config.batch_size, least)
     config = dataclasses.replace(config, micro_batch_size=size)
     run_plan = RunPlan(in_epoch(config, epoch or samples), config, origin, 2 if norms else 1, samples)
@@ -115,7 +120,7 @@ def settled(
         "optim.floor": _FLOORS.get(shape, _FLOOR),
         "eval_micro_batch_size": size,
         "eval_workers": config.data.workers,
-        "compile": False,  # this, and the precision, where no device has settled them: see training/defaults.py
+        "compile": False,  # compile and precision, if `on_device` has not set them
     }
     values = {name: value for name, value in chosen.items() if is_auto(config, name)}
     values |= {"precision": "float32"} if config.precision == "auto" else {}
@@ -124,10 +129,10 @@ def settled(
 
 
 def _in_steps(run_plan: RunPlan) -> dict[str, int]:
-    """The lengths that are said in epochs or as a share of the plan, as steps."""
+    """Convert lengths in epochs or shares of the plan to steps."""
     config = run_plan.config
     known = {"steps": run_plan.step_plan.steps, "samples": run_plan.samples, "batch_size": config.batch_size}
-    names = sorted(SPANS - {"extend_to"})  # which is the plan's length itself: see training/resume.py
+    names = sorted(SPANS - {"extend_to"})  # extend_to is the plan's length itself: see training/resume.py
     return {name: in_steps(value, **known) for name in names if is_span(value := lookup(config, name))}
 
 
@@ -143,8 +148,10 @@ def _suited(config: Config, task: Task) -> dict[str, float]:
 
 
 def warm_up(steps: int, shape: str = "") -> int:
-    """The default warm-up of a plan of `steps`: 5%, at most 50, and none where that is less than a step; the rise of a
-    cycle is 30%."""
+    """Return the default warm-up in steps: 5% of the plan, at most 50.
+
+    It is 0 for less than a step; the rise of a one-cycle schedule is 30%.
+    """
     return round(_RISE * steps) if shape == "one-cycle" else min(_MOST, steps // _SHARE)
 
 
@@ -158,7 +165,7 @@ def _refuse(run_plan: RunPlan) -> None:
 
 
 def described_step(run_plan: RunPlan, ranks: int) -> str:
-    """What a step is: `a step of 64 = 8 forwards of 8, over 2 ranks`."""
+    """Describe a step: `a step of 64 = 8 forwards of 8, over 2 ranks`."""
     config = run_plan.config
     count, over = config.micro_batches, f", over {ranks} ranks" if ranks > 1 else ""
     over += f" ({config.shares})" if config.shares != "equal" else ""
@@ -169,7 +176,10 @@ def described_step(run_plan: RunPlan, ranks: int) -> str:
 
 
 def described_loss(run_plan: RunPlan, task: Task) -> str:
-    """Describe which samples a loss sees where another library's batch is the micro-batch; "" for other tasks."""
+    """Describe which samples a loss covers, for a task of another framework.
+
+    There the framework's batch is the micro-batch. "" for other tasks.
+    """
     framework, size = task.framework, run_plan.config.micro_size
     if not framework or task.reduction != "micro-batch":
         return ""
@@ -178,7 +188,10 @@ def described_loss(run_plan: RunPlan, task: Task) -> str:
 
 
 def described_optimizer(run_plan: RunPlan) -> str:
-    """What the configuration's optimizer is: `adamw: lr 0.001, cosine to 0.1 after 3 of 60 steps of warm-up, ...`."""
+    """Describe the configuration's optimizer in one line.
+
+    For example `adamw: lr 0.001, cosine to 0.1 after 3 of 60 steps of warm-up, ...`.
+    """
     config, optim = run_plan.config, run_plan.config.optim
     to = "" if optim.schedule in ("constant", "inverse-sqrt", "step", "plateau") else f" to {optim.floor:.3g}"
     numbers = f"betas {optim.beta1:g} and {optim.beta2:g}" if optim.name != "sgd" else f"momentum {optim.momentum:g}"
@@ -191,7 +204,7 @@ def described_optimizer(run_plan: RunPlan) -> str:
 
 
 def warnings(run_plan: RunPlan, model: nn.Module) -> list[str]:
-    """What a person should know before step 1, a line each: about the warm-up, and about BatchNorm."""
+    """Return warnings before step 1, a line each: on warm-up, adapter rate and BatchNorm."""
     config, steps = run_plan.config, run_plan.step_plan.steps
     found = []
     if config.optim.warmup_steps >= steps:
@@ -222,7 +235,10 @@ def warnings(run_plan: RunPlan, model: nn.Module) -> list[str]:
 
 
 def idle(config: Config, ranks: int) -> str:
-    """Said where a step has fewer micro-batches than ranks: most often a batch per device was meant."""
+    """Return the warning for a step with fewer micro-batches than ranks.
+
+    Most often a batch per device was meant.
+    """
     batch, micro, held = config.batch_size, config.micro_batch_size, config.micro_batches
     return (
         f"--batch-size {batch} is the whole step's, over all ranks: {held} micro-batch{'es' * (held > 1)} of {micro} "
@@ -232,20 +248,25 @@ def idle(config: Config, ranks: int) -> str:
 
 
 def _norms(model: nn.Module) -> list[str]:
-    """The names of the BatchNorm layers that normalise by the batch: those in training mode."""
+    """Return the names of the BatchNorm layers that normalise by the batch.
+
+    Those are the ones in training mode.
+    """
     layers = model.named_modules()
     return [name or type(layer).__name__ for name, layer in layers if isinstance(layer, _BatchNorm) and layer.training]
 
 
-_NEW = (8, 0)  # Ampere: the first that multiplies bfloat16
+# --- device
+
+_NEW = (8, 0)  # Ampere: the first with bfloat16 matrix units
 
 
 def on_device(config: Config, state: Mapping[str, Any], world: World, say: Callable[[str], None]) -> Config:
-    """The config with these two settled, alike on every rank: the weakest device decides. Collective.
+    """Resolve precision and compile for the weakest device of all ranks. Collective.
 
     Args:
-        state: of the checkpoint that the run goes on from: what it was begun with stays, whatever the device.
-        say: takes the one line about it.
+        state: of the checkpoint that the run resumes from; its settings win over the device's defaults.
+        say: called with one line about the choice.
     """
     open_ones = [name for name in ("precision", "compile") if _is_open(config, name)]
     if not open_ones:
@@ -253,7 +274,7 @@ def on_device(config: Config, state: Mapping[str, Any], world: World, say: Calla
     plan = state.get("plan", {})
     new = _all_new(config, world)
     suited = {"precision": "bf16" if new else "float32", "compile": new}
-    # A run that is older than these defaults was begun without them.
+    # A run from before these defaults existed used float32 without compile.
     begun = {"precision": plan.get("precision", "float32"), "compile": bool(state.get("compile"))} if plan else suited
     values: dict[str, Any] = {name: begun[name] for name in open_ones}
     if any(values[name] != suited[name] for name in open_ones):
@@ -265,7 +286,10 @@ def on_device(config: Config, state: Mapping[str, Any], world: World, say: Calla
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Of a CUDA device; None of any other, whose numbers mean other things."""
+    """Return the compute capability of a CUDA device; None for any other device.
+
+    ROCm reports numbers with another meaning.
+    """
     if device.type != "cuda" or torch.version.hip:
         return None
     return torch.cuda.get_device_capability(device)
@@ -286,27 +310,29 @@ def _of(values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _flags(values: Mapping[str, Any]) -> str:
-    """`--precision bf16 --compile`."""
+    """Format as flags: `--precision bf16 --compile`."""
     said = {True: "--compile", False: "--no-compile"}
     return " ".join(said[value] if name == "compile" else f"--{name} {value}" for name, value in values.items())
 
 
-_VOCABULARY = 1 << 18  # tokens: no tokenizer in use has more
-# Bytes a parameter: float32, its gradient, two moments, an average, a bucket, and a copy in half precision.
+# --- device memory
+
+_VOCABULARY = 1 << 18  # tokens: an upper bound over tokenizers in use
+# Bytes per parameter: float32 value, gradient, two moments, average, bucket, and a copy in half precision.
 _STATES = 28
-# Bytes that a block keeps of a token and an element of its width: 29 float32 tensors and 7 in half precision.
+# Bytes that a block keeps per token and element of its width: 29 float32 tensors and 7 in half precision.
 _KEPT = 160
-_WEIGHTS = 12  # bytes of a score that attention keeps where it keeps scores: before and after softmax, and dropped out
-_COPIES = 5  # of the logits: in half precision, float32, of softmax, their gradient, and that of the product
+_WEIGHTS = 12  # bytes per attention score, if scores are kept: before and after softmax, and after dropout
+_COPIES = 5  # copies of the logits: half precision, float32, softmax, their gradient, and the product's gradient
 _LOGITS = 512 << 20  # bytes of float32 logits above which the loss makes them in chunks (see models/fused.py)
-_CONTEXT = 2 << 30  # bytes: CUDA's own, cuBLAS's workspaces, and what the allocator holds back
+_CONTEXT = 2 << 30  # bytes: CUDA's context, cuBLAS's workspaces, and the allocator's reserve
 
 
 def memory_bound(config: Config, micro_batch_size: int) -> float | None:
-    """Bound the bytes that training takes on one device.
+    """Return an upper bound of the bytes that training takes on one device.
 
     Returns:
-        None for another model than a built-in GPT, and for engines and settings that hold more than is counted here.
+        None for a model that is not a built-in GPT, and for engines and settings that take more than is counted here.
     """
     shape = PRESETS.get(config.model_name)
     if shape is None or kind_of(config.task) != LANGUAGE:
@@ -314,12 +340,12 @@ def memory_bound(config: Config, micro_batch_size: int) -> float | None:
     if config.exact or config.guards.audit or config.precision == "float64":
         return None  # sums of exact steps, deterministic kernels, doubles
     if config.engine in ENGINES and ENGINES[config.engine].plain:
-        return None  # it keeps copies of its own
+        return None  # it holds more copies than are counted here
     vocabulary = max(_VOCABULARY, config.data.vocab_size)
     tokens = micro_batch_size * config.seq_len
     parameters = shape.layers * (12 * shape.width**2 + 13 * shape.width)
     parameters += shape.width * (vocabulary + max(shape.context, config.seq_len) + 2)
-    kept = (shape.layers + 2) * _KEPT * shape.width * tokens  # two: the block that the backward is in
+    kept = (shape.layers + 2) * _KEPT * shape.width * tokens  # two more: the block that the backward is in
     if config.data.packing == "documents" or config.attention not in ("auto", "flash", "cudnn", "efficient"):
         kept += (shape.layers + 2) * _WEIGHTS * shape.heads * config.seq_len * tokens
     logits = 4 * tokens * vocabulary
@@ -329,8 +355,8 @@ def memory_bound(config: Config, micro_batch_size: int) -> float | None:
 
 
 _PATIENCE = 300.0  # seconds
-_PLAIN = 0.5  # of a device's memory: where a bound is below it, the default size fits plainly
-_LIKE = "h100-80"  # whose name stands for a device with the memory that is given
+_PLAIN = 0.5  # share of a device's memory: a bound below it fits without a measurement
+_LIKE = "h100-80"  # the device profile to plan with; its memory is overridden
 
 
 def fitted(
@@ -341,13 +367,17 @@ def fitted(
     say: Callable[[str], None],
     ask: Callable[[Config, int, float], int] | None = None,
 ) -> Config:
-    """The config, its micro-batch size settled where a checkpoint says it, or the default one does not fit. Collective.
+    """Resolve an "auto" micro-batch size. Collective.
+
+    A checkpoint decides it, or the device's memory if the default size does not fit; otherwise the configuration stays
+    as it is.
 
     Args:
-        state: of the checkpoint that the run goes on from.
-        own_task: the task is an object of the caller's, which no other process can make.
-        ask: (config, ranks, bytes) -> the largest size that fits, 0 where the default does or nothing is known; None:
-            `asked`, on the memory of the smallest device.
+        state: of the checkpoint that the run resumes from.
+        own_task: the task is the caller's own object, which no other process can make.
+        say: called with a line for the user.
+        ask: (config, ranks, bytes) -> the largest size that fits; 0 if the default fits or nothing is known. None:
+            `asked`, with the memory of the smallest device.
     """
     if not is_auto(config, "micro_batch_size"):
         return config
@@ -380,8 +410,17 @@ def _memory(device: torch.device) -> float:
 
 
 def asked(config: Config, ranks: int, room: float) -> int:
-    """What `lockstep plan` says in a process of its own, without a device: the largest size that fits where the default
-    one does not; 0 where that fits, where none does, or where it cannot be planned."""
+    """Ask `lockstep plan` in a separate process for the largest micro-batch size that fits.
+
+    No device is used.
+
+    Args:
+        ranks: world size.
+        room: bytes of the smallest device's memory.
+
+    Returns:
+        The size; 0 if the default fits, if none does, or if it cannot be planned.
+    """
     apart = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     own = {name: value for name, value in os.environ.items() if name not in apart and "TORCHELASTIC" not in name}
     with tempfile.TemporaryDirectory() as folder:
@@ -404,22 +443,24 @@ def asked(config: Config, ranks: int, room: float) -> int:
     return 0 if found["fits"] else int(found["largest"]["micro_batch_size"] or 0)
 
 
+# --- tensors on the wrong device
+
 _COMPLAINT = re.compile(
     r"on the same device|expected device|different devices|two devices|should be the same$|expected.* on (?:cpu|cuda)"
     r"|(?:FloatTensor|HalfTensor|BFloat16Tensor)\) and weight type|is on \w+(?::\d+)?,? but expected",
     re.MULTILINE,
 )
-_DEEP = 3  # containers within each other that are looked into
+_DEEP = 3  # levels of nested containers that are searched
 _SHOWN = 4
 
 
 class Lying(NamedTuple):
-    """A tensor that is not where the run computes.
+    """A tensor that is not on the device where the run computes.
 
     Attributes:
         what: `buffer 'norm.mean'`, `the model's attribute 'scale'`, `batch[1]`.
         where: its device.
-        sure: it cannot be meant; else what holds it may move it when it is used.
+        sure: certainly wrong; otherwise its owner may still move it when it uses it.
     """
 
     what: str
@@ -428,11 +469,11 @@ class Lying(NamedTuple):
 
 
 def elsewhere(model: nn.Module, task: Task, batch: Any, device: torch.device) -> list[Lying]:
-    """The tensors that do not lie on `device`.
+    """Find the tensors that are not on `device`.
 
-    Looked at are parameters and buffers of the model and of modules that the task holds (a criterion), tensors that are
-    plain attributes of these, also in lists and dicts, which `model.to()` leaves where they are; and the batch, as the
-    loss gets it. A whole model in host memory (offloaded) is meant, and so are single numbers there.
+    Searched are parameters and buffers of the model and of modules that the task holds (a criterion), their tensors in
+    plain attributes, also in lists and dicts, which `model.to()` does not move; and the batch as the loss gets it. A
+    whole model in host memory (offloaded) is accepted, and so are single numbers there.
     """
     found = list(_of_module(model, "", device))
     own = written(task)
@@ -484,12 +525,12 @@ def _same(one: torch.device, other: torch.device) -> bool:
 
 
 def _apart(tensor: Tensor, device: torch.device) -> bool:
-    is_number = tensor.ndim == 0 and tensor.device.type == "cpu"  # torch takes such along
+    is_number = tensor.ndim == 0 and tensor.device.type == "cpu"  # torch accepts these on any device
     return not is_number and not _same(tensor.device, device)
 
 
 def explained(error: BaseException, model: nn.Module, task: Task, batch: Any) -> str:
-    """What lies where, if `error` is torch's complaint of tensors on different devices; else ""."""
+    """List misplaced tensors, if `error` is torch's error about devices; else ""."""
     if not isinstance(error, RuntimeError | TypeError | ValueError) or not _COMPLAINT.search(str(error)):
         return ""
     counts = Counter(parameter.device for parameter in model.parameters())

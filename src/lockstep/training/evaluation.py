@@ -1,11 +1,11 @@
-"""The sets that a run is evaluated on, each cut into micro-batches.
+"""Evaluate a model: cut the sets into micro-batches, merge losses and metrics.
 
     found = named_sets(task.dataset("evaluation"))
     sets = batches_of(config, task, found, world)       # {} where there is none, {"": batches} for one alone
 
-Each set is one step, whose micro-batches are shared out over the ranks; for a loss over all samples of a step it is cut
-into steps as the training is. Which samples it has, in which order and in which micro-batches, depends on neither the
-world nor the loader processes.
+Each set is one step, whose micro-batches are divided among the ranks; for a loss over all samples of a step it is cut
+into steps as in training. Its samples, their order and its micro-batches depend on neither the world nor the loader
+processes, so the result is the same in any world.
 """
 
 import base64
@@ -54,25 +54,32 @@ __all__ = [
 ]
 
 
-ANY = "*"  # among the names of metrics: there are others, which only the whole set will tell
+# --- metrics
+
+ANY = "*"  # among metric names: further names are known only after the whole set
 
 _NEEDED = ("metric_state", "merge_state", "reset", "compute", "clone")
 
 
 def is_metric(value: Any) -> bool:
-    """Whether `value` is a metric with a state of its own."""
+    """Whether `value` is a metric with its own state, as torchmetrics' are."""
     return all(hasattr(value, name) for name in _NEEDED)
 
 
 def taken(metric: Any) -> dict[str, Any]:
-    """The metric's state as plain values that JSON keeps; the metric is reset. Waits for the device."""
+    """Return the metric's state as JSON values, and reset it. Waits for the device."""
     state = {name: _plain(value) for name, value in metric.metric_state.items()}
     metric.reset()
     return state
 
 
 def merged(name: str, metric: Any, states: list[dict[str, Any]]) -> dict[str, float]:
-    """The numbers of `metric` over all `states`, by name, on this rank alone: every rank has them all.
+    """Merge the states of all micro-batches and compute the metric.
+
+    No collective: every rank has all states.
+
+    Returns:
+        The metric's numbers by name.
 
     Raises:
         ConfigError: it cannot be merged, or computes no number.
@@ -82,10 +89,13 @@ def merged(name: str, metric: Any, states: list[dict[str, Any]]) -> dict[str, fl
 
 
 def check_mergeable(name: str, metric: Any, state: dict[str, Any]) -> list[str]:
-    """The names of the metric's numbers, by the `state` of a single micro-batch.
+    """Check that a metric can be merged, and return the names of its numbers.
 
-    That may be too little for the metric to compute (R2 needs two samples, a correlation more than one value), which
-    is passed over; the names of several numbers are not known then.
+    A single micro-batch may be too little for the metric to compute (R2 needs two samples, a correlation more than one
+    value). That is accepted; the names of several numbers are then unknown.
+
+    Args:
+        state: of a single micro-batch.
 
     Raises:
         ConfigError: it cannot be merged, or computes no number.
@@ -106,7 +116,7 @@ def check_mergeable(name: str, metric: Any, state: dict[str, Any]) -> list[str]:
         return [ANY] if _is_several(metric) else [name]
     with _one_number(name, metric):
         if not _is_several(metric):
-            _named(name, metric, _whole(metric, [state] * 3).compute())  # some break at the third
+            _named(name, metric, _whole(metric, [state] * 3).compute())  # some fail from the third state on
         return list(_named(name, metric, value))
 
 
@@ -122,7 +132,7 @@ def _is_several(metric: Any) -> bool:
 
 def _whole(metric: Any, states: list[dict[str, Any]]) -> Any:
     whole = metric.clone().cpu()
-    whole.distributed_available_fn = _never  # or torchmetrics would add up what every rank has already
+    whole.distributed_available_fn = _never  # every rank has all states: torchmetrics must not gather them again
     merge(whole, [{key: _tensors(value) for key, value in state.items()} for state in states])
     return whole
 
@@ -130,7 +140,7 @@ def _whole(metric: Any, states: list[dict[str, Any]]) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "compute before update": it was merged
+        warnings.simplefilter("ignore")  # "compute before update": its state was merged instead
         yield
 
 
@@ -158,7 +168,7 @@ def _plain(value: Any) -> Any:
         held = value.detach().cpu().contiguous()  # waits for the device
         text = base64.b64encode(
             held.reshape(-1).view(torch.uint8).numpy().tobytes()
-        ).decode()  # a third more than it takes
+        ).decode()  # base64 takes a third more
         return {"dtype": str(held.dtype).removeprefix("torch."), "shape": list(held.shape), "v": text}
     return [_plain(each) for each in value]
 
@@ -172,16 +182,18 @@ def _tensors(value: Any) -> Any:
     return [_tensors(each) for each in value]
 
 
+# --- evaluation
+
 Progress = Callable[[int, int], None]
 
 
 def one_step(samples: int, micro_size: int) -> StepPlan:
-    """The whole set as a single step, so that the rule of slots shares its micro-batches out over the ranks."""
+    """Return the whole set as one step, whose micro-batches are divided among the ranks."""
     return StepPlan(-(-samples // micro_size) * micro_size, micro_size, samples)
 
 
 class ModelHolder(Protocol):
-    """Who holds a model: an engine, or a run that was opened again to be used (see training/inference.py)."""
+    """An object with a model: an engine, or a run loaded for inference (training/inference.py)."""
 
     model: nn.Module
 
@@ -196,11 +208,15 @@ def evaluate_all(
     seed: int,
     progress: Progress | None = None,
 ) -> EvaluationRecord:
-    """Each of the sets (one or more), in their order, as `evaluate` does it; all of them as one record.
+    """Evaluate each set in order, and merge the results into one record. Collective.
 
     Args:
-        sets: name -> the set; "" is the name of one that stands alone.
-        progress: as for `evaluate`, of all sets together.
+        sets: name -> set; "" is the name of a single set.
+        step: the step to record.
+        progress: as for `evaluate`, over all sets.
+
+    Returns:
+        The record. Of several sets its loss and items are the first set's, and each number is a metric `SET/NAME`.
     """
     whole, before, found = sum(batches.slots_in_all for batches in sets.values()), 0, dict[str, EvaluationRecord]()
     for name, batches in sets.items():
@@ -215,7 +231,7 @@ def evaluate_all(
 
 
 def numbered(record: EvaluationRecord) -> dict[str, float]:
-    """Every number of the record by its name: loss, items, and the metrics."""
+    """Return every number of the record by name: loss, items, and the metrics."""
     return {"loss": record.loss, "items": record.items, **record.metrics}
 
 
@@ -229,15 +245,16 @@ def evaluate(
     seed: int,
     progress: Progress | None = None,
 ) -> EvaluationRecord:
-    """Mean loss and metrics over the set, in `eval()` and without gradients; each module's mode is put back.
+    """Compute mean loss and metrics of a set, in eval mode. Collective.
 
-    Every micro-batch is computed alike at every world size, repeats weigh 0, and the sums are formed in float64 by an
-    exactly rounded sum, so that neither the number of ranks nor their order shows in the result. What is kept of a
-    micro-batch is a few numbers: on a CPU they are read at once, on a device once, at the end. Nothing is compiled: a
-    graph of its own would take longer to make than most evaluations take.
+    Each module's mode is restored. Every micro-batch is computed the same way at every world size, repeated ones weigh
+    0, and the sums are exactly rounded in float64, so the result does not depend on the number of ranks or their order.
+    A few numbers of each micro-batch are kept: on a CPU they are read at once, on a device once at the end. Nothing is
+    compiled: compiling takes longer than most evaluations.
 
     Args:
-        progress: told after each micro-batch of this rank: how many are done, and of how many.
+        step: the step to record.
+        progress: called after each micro-batch of this rank with (done, total).
     """
     modes = [(module, module.training) for module in engine.model.modules()]
     engine.model.eval()
@@ -264,10 +281,10 @@ def evaluate(
 
 
 def _ratio(name: str, pairs: list[list[float]]) -> float:
-    """The sums over the counts, each added up by an exactly rounded sum; NaN where nothing was counted.
+    """Divide the sum by the count, both exactly rounded; NaN if nothing was counted.
 
     Raises:
-        DataError: a count is negative or not finite. On every rank alike.
+        DataError: a count is negative or not finite. The same on every rank.
     """
     for _, count in pairs:
         if not 0.0 <= count < math.inf:
@@ -279,16 +296,16 @@ def _ratio(name: str, pairs: list[list[float]]) -> float:
 
 
 def _measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
-    """(model, micro-batch) -> (the loss, summed over the items; name -> (sum, count)), as the task offers them.
+    """Return (model, micro-batch) -> (loss summed over items, name -> (sum, count)).
 
-    The numbers that `loss` returns are metrics too; one that the task's metrics have is theirs. The loss of a
-    micro-batch without items is 0 where it is a mean, which would be 0 / 0.
+    The numbers that `loss` returns are metrics too; if the task's metrics have the same name, theirs wins. A mean over
+    no items would be 0 / 0, and counts as 0.
     """
     mean = averages(task)
 
     def measured(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
         loss, found = task.evaluate(model, batch.data)
-        with torch.no_grad():  # also where the task's own gradients need a graph
+        with torch.no_grad():  # even if the task's own gradients need a graph
             loss, numbers = unpacked(loss)
         if numbers:
             pairs = {name: summed(value, batch.items, mean=mean) for name, value in numbers.items()}
@@ -301,10 +318,10 @@ def _measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mappin
 
 
 class WholeLosses:
-    """The losses of an evaluation by the same cut as the training: each of all samples of a step together.
+    """Evaluation losses that cover all samples of a step, cut as in training.
 
     Attributes:
-        samples: of the steps so far, over all ranks.
+        samples: number in the steps so far, over all ranks.
     """
 
     def __init__(self, task: Task, batches: Batches, world: World, reseed: Callable[[int, int], None]) -> None:
@@ -315,13 +332,16 @@ class WholeLosses:
         self.samples = 0
 
     def measure(self, model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
-        """Keep a micro-batch's outputs; its loss, 0.0, is put in at the end of the step, and its metrics."""
+        """Keep a micro-batch's outputs, and return 0.0 for its loss, and its metrics.
+
+        The loss is filled in at the end of the step.
+        """
         data = batch.data
         self._outputs.append((batch.index, batch.weight, self._task.outputs(model, data)))
         return 0.0, self._task.metrics(model, data) if has_own(self._task, "metrics") else {}
 
     def after(self, step: int, rows: list[list[Any]]) -> None:
-        """Put the step's losses into the rows of its micro-batches, where this one was the rank's last. Collective."""
+        """Fill in the step's losses after the rank's last micro-batch of it. Collective."""
         if len(self._outputs) < self._batches.slots_of(step):
             return
         found, self._outputs = self._outputs, []
@@ -337,12 +357,12 @@ class WholeLosses:
                 self._numbers.setdefault(name, []).append(_kept([part.value * part.factor, part.count]))
 
     def beside(self) -> dict[str, list[list[float]]]:
-        """The numbers that came beside this rank's losses: (sum, count) of each by name. Waits for the device."""
+        """Return the numbers that came with this rank's losses, as (sum, count) by name. Waits for the device."""
         return {name: _read(rows) for name, rows in self._numbers.items()}
 
 
 def _averages(parts: list[dict[str, list[list[float]]]]) -> dict[str, float]:
-    """Each number by name: its sum over its count, over the parts of all ranks."""
+    """Average each number over the parts of all ranks: its sum over its count."""
     names = dict.fromkeys(name for part in parts for name in part)
     rows = {name: [row for part in parts for row in part.get(name, ())] for name in names}
     return mean_numbers({name: expanded([(row[0], row[1]) for row in found]) for name, found in rows.items()})
@@ -350,13 +370,14 @@ def _averages(parts: list[dict[str, list[list[float]]]]) -> dict[str, float]:
 
 @dataclass
 class _Own:
-    """What this rank's share of the set gave.
+    """Results of this rank's share of the set.
 
     Attributes:
-        names: of the metrics, in the task's order; `pairs` of those that are a sum over a count.
+        names: of the metrics, in the task's order.
+        pairs: names of those that are a sum over a count.
         metrics: (name, metric) of those that have a state.
-        rows: a micro-batch that counts each: loss, items, then sum and count of each pair.
-        states: (its place, name -> state) of each.
+        rows: one per micro-batch that counts: loss, items, then sum and count of each pair.
+        states: ((step, micro-batch), name -> state) of each.
     """
 
     names: list[str]
@@ -379,7 +400,7 @@ def _own_rows(
     whole: "WholeLosses | None",
 ) -> _Own:
     told = (lambda done: progress(done, batches.slots_in_all)) if progress else None
-    with closing(batches.micro(0)) as found:  # an error ends its loader processes too
+    with closing(batches.micro(0)) as found:  # so that an error ends the loader processes too
         return _found(model, task, found, reseed, told, whole)
 
 
@@ -406,7 +427,7 @@ def _found(
                 f"{', '.join(own.names) or 'nothing'} in another: return the same names each time, with count 0 if "
                 "need be"
             )
-        states = {name: taken(metric) for name, metric in own.metrics}  # waits for the device, where there are such
+        states = {name: taken(metric) for name, metric in own.metrics}  # waits for the device, if there are any
         if batch.weight:
             numbers = (number for name in own.pairs for number in found[name])
             rows.append(_kept([loss, float(batch.items), *numbers]))
@@ -420,7 +441,10 @@ def _found(
 
 
 def _kept(row: list[Any]) -> list[Any]:
-    """A row without what lies on the host: small tensors that outlive a forward hold the heap apart, and it grows."""
+    """Convert host tensors of a row to floats.
+
+    Small tensors that outlive a forward fragment the heap.
+    """
     return [_detached(v) if isinstance(v, Tensor) and v.device.type != "cpu" else float(_detached(v)) for v in row]
 
 
@@ -429,22 +453,27 @@ def _detached(value: Any) -> Any:
 
 
 def _read(rows: list[list[Any]]) -> list[list[float]]:
-    """Numbers for tensors: all of a device's are read at once, so that it is waited for a single time."""
+    """Convert tensors to numbers, all of them in one transfer."""
     tensors = [value.detach().double().reshape(()) for row in rows for value in row if isinstance(value, Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])  # waits for the device
     return [[next(numbers) if isinstance(v, Tensor) else float(v) for v in row] for row in rows]
 
 
+# --- evaluation sets
+
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def named_sets(found: Any) -> dict[str, Any]:
-    """What `task.dataset("evaluation")` returned, by name: one set alone is named "", and none is {}.
+    """Return the evaluation sets by name: {"": set} for a single one, {} for none.
 
-    A mapping whose keys are all texts is several sets; with other keys it is a dataset like any other.
+    A mapping whose keys are all strings is several sets; with other keys it is a dataset.
+
+    Args:
+        found: what `task.dataset("evaluation")` returned.
 
     Raises:
-        DataError: a set that is no dataset, or one of several that is empty or whose name cannot be shown.
+        DataError: a set is no dataset; or one of several is empty or has a name that cannot be shown.
     """
     if not (isinstance(found, Mapping) and found and all(isinstance(name, str) for name in found)):
         if found is not None:
@@ -462,10 +491,10 @@ def named_sets(found: Any) -> dict[str, Any]:
 
 
 def batches_of(config: Config, task: Task, sets: Mapping[str, Any], world: World) -> dict[str, Batches]:
-    """The sets as steps, in their order. Collective.
+    """Cut the sets into steps, in their order. Collective.
 
     Raises:
-        LockstepError: the ranks have other sets, or sets of other sizes.
+        LockstepError: the ranks have different sets, or sets of different sizes.
     """
     sizes = {name: len(dataset) for name, dataset in sets.items()}
     world.check_same("evaluation set", {"names": list(sizes), "samples": list(sizes.values())})  # collective
@@ -485,7 +514,10 @@ def _one(config: Config, task: Task, dataset: Any, world: World) -> Batches:
 
 
 def _cut(config: Config, task: Task, samples: int, micro_size: int) -> StepPlan:
-    """One step; or steps as in the training, for a loss that looks at all samples of a step."""
+    """Return the steps of a set.
+
+    It is one step; or steps as in training, if the loss covers all samples of a step.
+    """
     if not looks_at_whole_step(task):
         return one_step(samples, micro_size)
     if config.batch_size % micro_size:

@@ -1,8 +1,8 @@
-"""The guards of a run, put together: what run.py asks after each step.
+"""Run the guards after each step, and balance the ranks' shares.
 
-guards = Guards(built, exchange, step_loader, seed, clock)
+guards = RunGuards(built, exchange, step_loader, seed, clock)
 for record in steps(..., StepControl(..., guards.limit, ..., guards.audit)):
-    for step in guards.read(record): ...    # whose numbers are on the host by now, looked at
+    for step in guards.read(record): ...    # whose numbers are on the host by now, checked
     guards.after(record)
     ...
     for step in guards.rest(): ...          # before a checkpoint, an evaluation, the end
@@ -54,11 +54,16 @@ __all__ = [
 ]
 
 
-_SAME = 0.05  # memories that differ by less, as a share, are alike: a host's depends on its firmware
+# --- devices of the ranks
+
+_SAME = 0.05  # relative difference of memory sizes that counts as equal: a host's depends on its firmware
 
 
 def device_of(device: torch.device) -> list[Any]:
-    """[name, bytes of its memory] of a rank's device; of a CPU its model, and the host's memory."""
+    """Return [name, bytes of memory] of a rank's device.
+
+    Of a CPU it is the model's name and the host's memory.
+    """
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return [found.name, found.total_memory]
@@ -66,11 +71,11 @@ def device_of(device: torch.device) -> list[Any]:
 
 
 def differing(devices: Sequence[Sequence[Any]], speeds: Sequence[float] = ()) -> str:
-    """One line where the ranks' devices differ in name, memory or measured speed; "" where they are alike.
+    """Describe ranks' devices that differ in name, memory or speed; "" if they are alike.
 
     Args:
-        devices: by rank, what `device_of` says of it.
-        speeds: by rank, beside the fastest's; () where they are not known.
+        devices: by rank, from `device_of`.
+        speeds: by rank, relative to the fastest; () if unknown.
     """
     speeds = speeds or [1.0] * len(devices)
     kinds: list[tuple[str, int, float, list[int]]] = []
@@ -92,7 +97,7 @@ def differing(devices: Sequence[Sequence[Any]], speeds: Sequence[float] = ()) ->
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """`0-3, 6`, of numbers in their order."""
+    """Format sorted numbers as `0-3, 6`."""
     found: list[list[int]] = []
     for rank in ranks:
         if found and found[-1][1] == rank - 1:
@@ -106,7 +111,7 @@ def _processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):  # not Linux, or no such line
+    except (OSError, StopIteration):  # not Linux, or no "model name" line
         return platform.processor() or platform.machine()
 
 
@@ -117,24 +122,26 @@ def _host_memory() -> int:
         return 0
 
 
+# --- balance of shares
+
 _LOG = logging.getLogger("lockstep")
-_SPARED = 0.5  # of the memory that is free, what larger shares may take
+_SPARED = 0.5  # share of the free memory that larger shares may use
 
 
 class Balancing:
-    """Measures this rank, and has the balancer decide. Making it is collective.
+    """Measure this rank, and let the balancer decide the shares. Its constructor is collective.
 
     Raises:
-        LockstepError: the ranks share out the first step differently.
+        LockstepError: the ranks divide the first step differently.
     """
 
     def __init__(self, built: Built, clock: Clock) -> None:
         self._built, self._balancer, self._clock = built, built.balancer, clock
         data = built.config.data
-        self._ahead = data.workers * data.prefetch  # steps that loader processes may be ahead, with one slot each
+        self._ahead = data.workers * data.prefetch  # steps that loader processes may prefetch, with one slot each
         self._count, self._bounded = 0, not built.config.exact
         line = differing(built.world.gather(device_of(built.world.device)), self._speeds)  # collective
-        if self._balancer:  # the first step; the others are compared with each exchange
+        if self._balancer:  # the first step; later ones are compared in each exchange
             check_alike(built.world.gather(self._balancer.check(built.start, built.start + 1)))  # collective
         if line and built.world.is_main:
             hint = "" if self._balancer or not self._shares else "; --shares auto gives each what it can do"
@@ -147,12 +154,12 @@ class Balancing:
 
     @property
     def _speeds(self) -> list[float]:
-        """By rank, beside the fastest's, as they were measured before a resume; [] where they are not known."""
+        """By rank, speed relative to the fastest, as measured before a resume; [] if unknown."""
         costs = self._balancer.costs if self._balancer else ()
         return [min(costs) / cost for cost in costs] if len(set(costs)) > 1 else []
 
     def told(self, step: int, stop: int, waited: float) -> list[float]:
-        """A `Report` as numbers; [] where nothing is balanced. See `StepExchange`."""
+        """Return this rank's `ShareReport` as numbers; [] without a balancer. See `StepExchange`."""
         if self._balancer is None:
             return []
         spent, stop = self._clock.spent(), min(stop, self._built.run_plan.step_plan.steps)
@@ -161,7 +168,11 @@ class Balancing:
         return list(ShareReport(self._clock.steps, data, forward, alone, self._balancer.check(step, stop)))
 
     def after(self, exchange: StepExchange) -> None:
-        """Looks at what was heard last. Raises LockstepError where the ranks share out the steps differently."""
+        """Process the ranks' last reports. Collective the first time with `--exact`.
+
+        Raises:
+            LockstepError: the ranks divide the steps differently.
+        """
         if self._balancer is None or exchange.count == self._count:
             return
         self._count, first = exchange.count, exchange.until + self._ahead
@@ -175,7 +186,10 @@ class Balancing:
                 _LOG.info(line)
 
     def _bound(self, first: int) -> None:
-        """Once the first step has shown what is free: how long a rank's run may be where sums are exact. Collective."""
+        """Bound each rank's share, once step 1 shows how much memory is free. Collective.
+
+        Only with `--exact`, whose sums take memory that grows with the share.
+        """
         built, balancer = self._built, self._balancer
         assert balancer is not None
         count, now = built.config.micro_batches, max(built.batches.sharing.now.slots)
@@ -190,10 +204,15 @@ class Balancing:
 
 
 def most_slots(micro_batches: int, now: int, gradients: int, free: int) -> int:
-    """Micro-batches that a rank may have where so many bytes are free beside what `now` of them take: `now` or more.
+    """Return how many micro-batches a rank may have in the free memory: `now` or more.
 
-    A run of n holds up to 2 log2(n) + 2 sums of the gradients' size (see docs/exactness.md); nothing else on the device
-    grows with it.
+    A run of n micro-batches holds up to 2 log2(n) + 2 sums of the gradients' size (see docs/exactness.md); nothing else
+    on the device grows with it.
+
+    Args:
+        now: micro-batches that it has, whose memory is taken already.
+        gradients: bytes of all gradients.
+        free: bytes that are still free.
     """
     held = 2 * math.ceil(math.log2(now))
     fitting = (held + free // max(gradients, 1)) // 2
@@ -201,7 +220,10 @@ def most_slots(micro_batches: int, now: int, gradients: int, free: int) -> int:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes: of a CUDA device what no step has needed so far, of a host this process's part of what is available."""
+    """Return free bytes of a device or of this process's part of a host.
+
+    Of a CUDA device it is what no step has reserved so far.
+    """
     if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory
         return max(0, whole - torch.cuda.max_memory_reserved(device))
@@ -213,11 +235,14 @@ def _free(device: torch.device) -> int:
     return found // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+# --- guards
+
+
 class RunGuards:
-    """What watches the steps. Every rank calls each method at the same steps.
+    """The guards of a run. Every rank calls each method at the same steps.
 
     Attributes:
-        audit: for the loop.
+        audit: passed to the loop.
     """
 
     def __init__(
@@ -231,11 +256,11 @@ class RunGuards:
         self._built, self._exchange, self._step_loader, self._seed = built, exchange, step_loader, seed
         self._config = built.config.guards
         self._skips = Skips(built.folder.checkpoints / "skips.json", self._config.limit, built.world, built.plan)
-        self._first, self._dropped = built.start, frozenset(self._skips.steps)  # a save moves the start
-        if self._dropped:  # the checkpoint may be older than the list
+        self._first, self._dropped = built.start, frozenset(self._skips.steps)  # read now: a save moves `built.start`
+        if self._dropped:  # the checkpoint may have been written before the list
             built.state["steps_left_out"] = len(self._dropped)
         self._reader, self._spike = DeferredReader(built.world.device), Spike()
-        self._learnt_with = trained_digest(built.state)  # the norms are of these parameters' gradient
+        self._learnt_with = trained_digest(built.state)  # the parameters whose gradient norms it has learnt
         if "spike" in built.state:
             self._spike.load_state_dict(built.state["spike"])
             self._learnt_with = built.state["spike"].get("trained", self._learnt_with)
@@ -244,7 +269,7 @@ class RunGuards:
         self._fp16 = built.config.precision == "fp16"
         self._loss, self._whole = loss_of(built.task), looks_at_whole_step(built.task)
         self.audit: Audits = self._audit(clock) if self._config.audit else UNAUDITED
-        if built.start and built.world.size > 1:  # a new run's weights were compared when they were made
+        if built.start and built.world.size > 1:  # a new run's weights were compared in `build`
             desync.check(built.all_tensors(), built.world, built.start, self._kinds)  # collective
 
     def _audit(self, clock: Clock) -> Audit:
@@ -256,7 +281,7 @@ class RunGuards:
         return Audit(share, seed, built.start, built.world, built.batches, built.model, again, clock, kept)
 
     def limit(self, step: int) -> float:
-        """What the norm of `step` must stay below to be applied."""
+        """Return the norm below which the gradient of `step` is applied."""
         if step in self._dropped:
             return -math.inf
         if self._config.spike != "off" and (trained := trained_digest(self._built.state)) != self._learnt_with:
@@ -266,25 +291,25 @@ class RunGuards:
 
     @property
     def late(self) -> bool:
-        """Whether a step's numbers come after it, as from a device."""
+        """Whether a step's numbers arrive after the step, as from a device."""
         return self._reader.late
 
     def read(self, record: StepRecord) -> Iterator[ReadStep]:
-        """Takes a step, and gives those whose numbers are on the host by now, each once it has been looked at.
+        """Add a step, and yield the steps whose numbers are on the host, once checked.
 
         Raises:
             LockstepError: a guard stops the run.
-            Rollback: the run goes back.
+            Rollback: the run rolls back.
         """
         for step in self._reader.add(record, self._step_loader.present):
             self._look(step)
             yield step
 
     def rest(self, *, look: bool = True) -> Iterator[ReadStep]:
-        """The steps that were taken and not given yet. Raises as `read`.
+        """Yield the steps that were added and not yielded yet. Raises as `read`.
 
         Args:
-            look: False where the run ends by another error anyway.
+            look: check them; False if the run ends by another error anyway.
         """
         for step in self._reader.rest():
             if look:
@@ -292,20 +317,24 @@ class RunGuards:
             yield step
 
     def after(self, record: StepRecord) -> None:
-        """Looks at the ranks after a step. Raises LockstepError where their replicas differ."""
+        """Check stragglers and replicas after a step.
+
+        Raises:
+            LockstepError: the ranks' replicas differ.
+        """
         slow = self._straggler.after(record.step, self._exchange)
         if slow and self._built.world.is_main:
             _LOG.warning(slow)
         freq, done = self._config.desync_freq, record.step + 1
         replicas = freq and self._built.world.size > 1
-        if replicas and (done % freq == 0 or done == self._built.last):  # what is kept at the end is compared too
+        if replicas and (done % freq == 0 or done == self._built.last):  # the final weights are compared too
             desync.check(self._built.all_tensors(), self._built.world, done, self._kinds)  # collective
 
     def _kinds(self) -> dict[str, str]:
         return kinds(self._built.engine)
 
     def keep(self) -> None:
-        """Puts what is known of the steps that were looked at into the run's state."""
+        """Store what the spike guard has learnt in the run's state."""
         if self._config.spike != "off":
             self._built.state["spike"] = self._spike.state_dict() | {"trained": self._learnt_with}
 
@@ -320,7 +349,10 @@ class RunGuards:
             self._spiked(step)
 
     def _is_fault(self, step: ReadStep) -> bool:
-        """Whether it is more than a loss scale that was too large for float16: then every loss is finite."""
+        """Whether more than a float16 loss scale that was too large is at fault.
+
+        If only the scale was, every loss is finite. Collective for fp16.
+        """
         if not self._fp16:
             return True
         finite = all(math.isfinite(loss) for loss in step.losses)
@@ -328,19 +360,21 @@ class RunGuards:
 
     def _bad(self, step: ReadStep) -> None:
         built = self._built
-        # Where a task takes its own steps, this very step has spoilt the weights: its samples are looked at.
+        # With manual optimization this step has already changed the weights, so its samples are examined.
         bad = {} if step.record.applied else bad_parameters(built)  # collective; waits for the device
         if bad:
             self._bad_weights(step, not_finite_line([*bad], where_not_finite(bad, built.world)))
             return
-        with unmoved(built.own.values()):  # which the loss may move
+        with unmoved(built.own.values()):  # which the loss may change
             told = built.batches.samples, built.world
             found = origin(step, built.model, self._loss_of, self._seed, *told, whole=self._whole)  # collective
         what = f"step {step.record.step}: the gradient is not finite (norm {step.norm}) and was not applied; {found}"
         self._left_out(step.record.step, what, self._config.nonfinite)
 
     def _bad_weights(self, step: ReadStep, line: str) -> None:
-        """Ends the run or goes back where the weights themselves are bad: no sample is to blame, no step mends it.
+        """Stop or roll back if the weights themselves are not finite.
+
+        No sample is at fault, and no later step repairs them.
 
         Args:
             line: which tensors are not finite.
@@ -360,7 +394,7 @@ class RunGuards:
 
     def _loss_of(self, batch: Any) -> Tensor:
         built = self._built
-        if self._whole:  # a part of the step's samples has no loss, and where they make none it is not theirs
+        if self._whole:  # single samples have no loss here: test their outputs instead
             return zero_of(built.task.outputs(built.engine.model, batch.data))
         return self._loss(built.engine.model, batch)
 

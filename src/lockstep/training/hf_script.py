@@ -1,9 +1,9 @@
-"""A script that makes a Hugging Face Trainer, run as it stands, with `Trainer.train` being lockstep's in this process.
+"""Run a script of the Hugging Face Trainer with lockstep as its `Trainer.train`.
 
     code = run_script(Script(Path("run_clm.py"), Path("args.json")), {"engine": "fsdp", "exact": True})
 
-The script reads its arguments from the JSON file, as the scripts of transformers' examples folder do where that is
-their only argument, and does all the rest itself: data, tokenizer, model, what is evaluated and saved afterwards.
+The script reads its arguments from the JSON file, as the scripts of transformers' examples folder do if that is their
+only argument. It does everything else itself: data, tokenizer, model, and what is evaluated and saved afterwards.
 """
 
 import math
@@ -32,16 +32,18 @@ __all__ = [
 
 
 def run_script(script: Script, told: Mapping[str, Any]) -> int:
-    """Runs the script to its end and returns the exit code: its own, or that of a run that a signal ended.
+    """Run the script to its end, and return its exit code.
+
+    If a signal ended its run, the code is the run's.
 
     Args:
-        script: see `lockstep.config.hf_script`.
-        told: the options of a run that win over the Trainer's arguments, by dotted name.
+        script: see `lockstep.adapters.hf_trainer.flags`.
+        told: options of the run by dotted name; they win over the Trainer's arguments.
 
     Raises:
         ConfigError: transformers is not installed, the script does not know an argument of the file, or its Trainer
-            uses what is not served.
-        UsageError: the script came to its end without a call of `trainer.train()`.
+            uses an unsupported feature.
+        UsageError: the script ended without a call of `trainer.train()`.
         LockstepError: the run failed.
     """
     trainers = as_it_is("--hf-script", str(script.path)).Trainer
@@ -65,7 +67,7 @@ def run_script(script: Script, told: Mapping[str, Any]) -> int:
 
 
 class _Training:
-    """What `Trainer.train` is meanwhile.
+    """Replacement for `Trainer.train`.
 
     Attributes:
         folders: of the runs that were trained.
@@ -76,7 +78,7 @@ class _Training:
         self.folders: list[tuple[str, str]] = []
 
     def __call__(self, trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
-        """Trains, and returns the Trainer's own TrainOutput. Ends the script where a signal ended the run."""
+        """Train, and return the Trainer's own TrainOutput. If a signal ended the run, exit the script."""
         if isinstance(resume_from_checkpoint, str):
             raise ConfigError(
                 f"trainer.train(resume_from_checkpoint='{resume_from_checkpoint}'): a run resumes by its folder; a "
@@ -85,7 +87,7 @@ class _Training:
         if trial is not None:
             raise ConfigError("trainer.train(trial=...): a search is a loop of runs here, as in examples/sweep.py")
         config, task = from_trainer(trainer)
-        ends = {"max_steps": 0} if "num_epochs" in self._told else {}  # which would win over --num-epochs
+        ends = {"max_steps": 0} if "num_epochs" in self._told else {}  # max_steps would win over --num-epochs
         said = {**cli.flat(config, own_task=True), **ends, **self._told}
         config = cli.build({**said, "log_freq": _recorded(trainer, cli.build(said))})
         folder = (config.save_dir, config.experiment_name)
@@ -109,7 +111,10 @@ class _Training:
 
 
 def _recorded(trainer: Any, config: Config) -> int | str:
-    """`log_freq`, such that a run of fewer steps has one record: the script wants the loss."""
+    """Return `log_freq`, adjusted so that a short run has one record.
+
+    The script reads the loss from it.
+    """
     epoch = config.limit_train_batches or len(trainer.train_dataset) / config.batch_size
     whole = isinstance(epoch, int | float) and not config.max_steps
     steps = config.num_epochs * epoch if whole else config.max_steps
@@ -117,7 +122,7 @@ def _recorded(trainer: Any, config: Config) -> int | str:
 
 
 def _output(trainer: Any, config: Config, task: TrainerTask, result: Result, seconds: float) -> Any:
-    """What the script reads afterwards: the model, `trainer.state` and the numbers."""
+    """Set what the script reads afterwards: the model, `trainer.state` and the numbers."""
     epochs = result.global_step * config.batch_size / max(len(trainer.train_dataset), 1)
     state, history = trainer.state, _history(trainer, result)
     state.global_step = state.max_steps = result.global_step
@@ -126,7 +131,7 @@ def _output(trainer: Any, config: Config, task: TrainerTask, result: Result, sec
         state.best_metric, state.best_model_checkpoint = result.best.value, result.best.path
     best = trainer.args.load_best_model_at_end
     if best or any(map(is_dtensor, trainer.model.parameters())):
-        load(result.folder, task, "best" if best else "last", trainer.args.device)  # is `trainer.model` from here on
+        load(result.folder, task, "best" if best else "last", trainer.args.device)  # in trainer.model
     losses = [entry["loss"] for entry in history if "loss" in entry]
     loss = math.fsum(losses) / len(losses) if losses else math.nan
     metrics = {"train_runtime": seconds, "train_loss": loss, "epoch": epochs}
@@ -134,7 +139,7 @@ def _output(trainer: Any, config: Config, task: TrainerTask, result: Result, sec
 
 
 def _history(trainer: Any, result: Result) -> list[dict[str, Any]]:
-    """The run's records as the Trainer writes its own; [] but on the first process, which wrote them."""
+    """Return the run's records in the Trainer's format; [] except on the first process."""
     if not trainer.is_world_process_zero():
         return []
     return [dict(_renamed(record)) for record in jsonl.read(result.folder / "metrics.jsonl")]
@@ -155,7 +160,7 @@ def _renamed(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def _bound(trainers: Any, training: _Training) -> Iterator[None]:
-    """Within it `train` of every Trainer of this process, and of what derives from it, is `training`."""
+    """Replace `train` of every Trainer class in this process, subclasses included, by `training`."""
     theirs = trainers.train
 
     def train(
@@ -172,7 +177,7 @@ def _bound(trainers: Any, training: _Training) -> Iterator[None]:
 
 @contextmanager
 def _as_started(script: Script) -> Iterator[None]:
-    """Within it the process looks to the script as if Python had been started with it."""
+    """Set `sys.argv` and `sys.path` as if Python had been started with the script."""
     argv, path = sys.argv, list(sys.path)
     sys.argv, sys.path[:0] = [str(script.path), str(script.arguments)], [str(script.path.parent.absolute())]
     try:
@@ -182,7 +187,7 @@ def _as_started(script: Script) -> Iterator[None]:
 
 
 def _code(code: Any) -> int:
-    """As Python ends: a text is printed, and is a failure."""
+    """Return an exit code as Python does: a string is printed, and means failure."""
     if isinstance(code, int):
         return code
     print(code, file=sys.stderr)

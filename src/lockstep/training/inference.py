@@ -1,6 +1,9 @@
-"""A trained model from a run's folder.
+"""Load a finished run: evaluate it, generate text from it, or export its weights.
 
-model = lockstep.load("outputs/mine", Mine(), which="best")
+    model = lockstep.load("outputs/mine", Mine(), which="best")
+
+`opened` makes task and model from the run's own configuration on every process that a launcher started; `load` takes
+the caller's task, on one process.
 """
 
 import contextlib
@@ -67,31 +70,37 @@ __all__ = [
 
 @contextmanager
 def joined(config: Config, world: World | None = None) -> Iterator[World]:
-    """The world, joined here and left at the end unless it is given. After an error nobody is waited for."""
+    """Join the world, and leave it at the end, unless `world` is given.
+
+    After an error the other processes are not waited for.
+    """
     end_with_launcher()
     made = world or World.join(config.device, config.timeout)
     try:
         yield made
     except BaseException:
         if world is None:
-            made.abandon()  # the others may have met no error
+            made.abandon()  # the other ranks may have no error, and would wait
         raise
     if world is None:
         made.leave()
 
 
+# --- load and evaluate a run
+
+
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """What is to be opened.
+    """Which run and checkpoint to load, and what to override.
 
     Attributes:
         run: a run's folder.
         which: "last", "best", or a step.
-        task: FILE.py:CLASS in place of what the run's configuration names; "" takes that.
-        data: what --dataset-name would say, in place of the run's own; "" takes that.
-        device: auto, cpu or cuda; "" is the run's.
-        changes: fields of the configuration that are to be others.
-        ema: with the averaged weights.
+        task: FILE.py:CLASS in place of the configuration's task; "": the configuration's.
+        data: as --dataset-name, in place of the run's own; "": the run's.
+        device: auto, cpu or cuda; "": the run's.
+        changes: fields of the configuration to override.
+        ema: load the averaged weights.
     """
 
     run: str
@@ -105,7 +114,12 @@ class InferenceRequest:
 
 @dataclass(slots=True)
 class Used:
-    """A run that was opened. `config` is as it was trained, but for engine and kernels; `step`: of the checkpoint."""
+    """A loaded run.
+
+    Attributes:
+        config: as it was trained, except for engine and kernels.
+        step: the checkpoint's.
+    """
 
     config: Config
     world: World
@@ -116,12 +130,12 @@ class Used:
 
 @contextlib.contextmanager
 def opened(wanted: InferenceRequest) -> Iterator[Used]:
-    """The run, on every process that a launcher started; the world is left at the end.
+    """Load a run on every process of the launcher; leave the world at the end.
 
     Raises:
-        CheckpointError: no such run or checkpoint, or the task's model is another one than it holds.
-        ConfigError: the task is not to be had.
-        DataError: the data is not.
+        CheckpointError: no such run or checkpoint, or the task's model is not the one that it holds.
+        ConfigError: the task cannot be made.
+        DataError: its data is missing.
     """
     path = Path(wanted.run).expanduser()
     config = config_of(path, wanted)
@@ -130,10 +144,10 @@ def opened(wanted: InferenceRequest) -> Iterator[Used]:
 
 
 def config_of(path: Path, wanted: InferenceRequest) -> Config:
-    """Read the configuration as the run wrote it, without what only training needs.
+    """Read a run's configuration, without what only training needs.
 
     Raises:
-        CheckpointError: the folder is no run's.
+        CheckpointError: the folder is not a run's.
     """
     file = path / "config.toml"
     if not file.is_file():
@@ -148,7 +162,7 @@ def config_of(path: Path, wanted: InferenceRequest) -> Config:
 
 
 def _made(path: Path, config: Config, wanted: InferenceRequest, world: World) -> Used:
-    """The task and the model, the weights in it. Collective."""
+    """Make the task and the model, and load the weights. Collective."""
     config = on_device(config, {}, world, notify(world))
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
     check_precision(config.precision, world.device)
@@ -165,11 +179,11 @@ def _made(path: Path, config: Config, wanted: InferenceRequest, world: World) ->
 def _task_of(
     path: Path, config: Config, wanted: InferenceRequest, state: dict[str, Any], say: Callable[[str], None]
 ) -> Task:
-    """The run's task, made anew.
+    """Make the run's task again.
 
     Raises:
-        ConfigError: it was trained from Python, and is not named.
-        DataError: its data is not to be had.
+        ConfigError: the run was started from Python, and no task is named.
+        DataError: its data is missing.
     """
     trained = state.get("plan", {}).get("task", "")
     if wanted.task:
@@ -201,14 +215,14 @@ def _filled(found: Path, model: nn.Module, task: Task, without: frozenset[str], 
 
 
 def evaluate_run(wanted: InferenceRequest, *, as_json: bool = False) -> EvaluationRecord:
-    """Evaluates and prints loss and metrics, on rank 0. On as many processes as a launcher started.
+    """Evaluate a run, and print loss and metrics on rank 0. Collective.
 
     Raises:
-        CheckpointError, ConfigError: see `run.using.opened`.
+        CheckpointError, ConfigError: see `opened`.
         DataError: there is no evaluation set.
     """
     aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with aside, opened(wanted) as used:  # what the task prints
+    with aside, opened(wanted) as used:  # hides the task's prints
         record, is_main = _record(used), used.world.is_main
     if is_main:
         _print(record, wanted, as_json)
@@ -245,18 +259,21 @@ def _print(record: EvaluationRecord, wanted: InferenceRequest, as_json: bool) ->
 Say = Callable[[str], None]
 
 
+# --- export and generate
+
+
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """What is to be exported.
+    """Which checkpoint to export, and how.
 
     Attributes:
         run: a run's folder, or a checkpoint's.
-        out: what is to be made.
+        out: the path to write.
         form: see `checkpoint.export.export`.
-        which: "last" (the newest whole one), "best", or a step.
-        merge: adapters are added to their base.
-        task: FILE.py:CLASS of the run's task, where it was started from Python and its base is needed.
-        ema: the averaged weights.
+        which: "last" (the newest complete one), "best", or a step.
+        merge: add adapters to their base.
+        task: FILE.py:CLASS of the run's task, if the run was started from Python and its base is needed.
+        ema: export the averaged weights.
     """
 
     run: str
@@ -269,11 +286,11 @@ class ExportRequest:
 
 
 def export_run(asked: ExportRequest, say: Say) -> Path:
-    """Writes what is asked for, and returns the checkpoint that it came from.
+    """Export a checkpoint, and return its path.
 
     Raises:
-        CheckpointError: no such run or checkpoint, damage, or weights that the format cannot take.
-        ConfigError: something is at `out` already, or the format and the checkpoint do not go together.
+        CheckpointError: no such run or checkpoint, damage, or weights that the format cannot store.
+        ConfigError: `out` exists already, or format and checkpoint do not fit.
     """
     path = export_chosen(Path(asked.run), _step(asked))
     state = checkpoint.read_state(path)
@@ -283,7 +300,7 @@ def export_run(asked: ExportRequest, say: Say) -> Path:
 
 
 def _step(asked: ExportRequest) -> int | None:
-    """The step that is meant; None: the newest."""
+    """Return the step to export; None: the newest."""
     if asked.which != "best":
         return None if asked.which == "last" else int(asked.which)
     run = Path(asked.run)
@@ -294,7 +311,7 @@ def _step(asked: ExportRequest) -> int | None:
 
 
 def _weights(asked: ExportRequest, path: Path, state: dict[str, Any]) -> FullTensors | None:
-    """The tensors to write, where they are not the checkpoint's own."""
+    """Return the tensors to write; None: the checkpoint's own."""
     adapters = "lora" in state
     if asked.merge and not adapters:
         raise ConfigError(f"--merge: {printable(path.name)} holds a whole model, and no adapters; leave --merge out")
@@ -313,7 +330,7 @@ def _weights(asked: ExportRequest, path: Path, state: dict[str, Any]) -> FullTen
 
 
 def _whole(tensors: dict[str, Tensor]) -> FullTensors:
-    """Tensors in memory as a checkpoint's; those that are tied are stored once."""
+    """Wrap tensors in memory as a checkpoint's; tied ones are stored once."""
     stored: dict[tuple[int, tuple[int, ...]], StoredTensor] = {}
     named, held = {}, {f"model/{name}": tensor.detach().contiguous() for name, tensor in tensors.items()}
     for name, tensor in held.items():
@@ -323,7 +340,7 @@ def _whole(tensors: dict[str, Tensor]) -> FullTensors:
 
 
 def _beside(path: Path, say: Say, folder: Path) -> None:
-    """The tokenizer and how to generate, of a language model whose run knows its data."""
+    """Write tokenizer and generation settings, for a language model whose run knows its data."""
     run = path.parent.parent
     if not (run / "config.toml").is_file():
         return
@@ -350,12 +367,12 @@ _LANGUAGE = (CausalLM.__qualname__, HubCausalLM.__qualname__)
 
 
 def generate_texts(wanted: InferenceRequest, prompts: Sequence[str], sampling: Sampling) -> list[str]:
-    """Prints each prompt with what the model goes on with, one after the other, and returns these texts.
+    """Print each prompt with the model's continuation, and return these texts.
 
-    Each is drawn by itself, from the same seed, so that no text depends on what else was asked.
+    Each text is drawn by itself, from the same seed, so that none depends on the other prompts.
 
     Raises:
-        CheckpointError, ConfigError: see `run.using.opened`; and a run that is of no language model.
+        CheckpointError, ConfigError: see `opened`; ConfigError also if the run is no language model.
     """
     texts = []
     with opened(wanted) as used:
@@ -374,6 +391,9 @@ def generate_texts(wanted: InferenceRequest, prompts: Sequence[str], sampling: S
     return texts
 
 
+# --- lockstep.load
+
+
 def load(
     path: str | os.PathLike[str],
     task: Any,
@@ -382,17 +402,18 @@ def load(
     *,
     ema: bool = False,
 ) -> nn.Module:
-    """The model of `task` with the weights of a checkpoint, in eval mode. Whatever engine and world wrote it.
+    """Load a finished run's model for inference, in eval mode.
 
-    A checkpoint of adapters gives the base, as `task.model()` makes it, with the adapters beside its layers.
+    Any engine and world may have written it. A checkpoint of adapters gives the base, as `task.model()` makes it, with
+    the adapters attached.
 
     Args:
         path: a run's folder, or a checkpoint's.
-        task: what the run trained; its `model()` is called.
-        which: in a run's folder: "best" (the best evaluation; the last where nothing was evaluated), "last", or
+        task: the task that the run trained; its `model()` is called.
+        which: in a run's folder: "best" (the best evaluation; the last checkpoint if nothing was evaluated), "last", or
             a step.
-        device: where the model is put.
-        ema: with the averaged weights of `--optim.ema`; buffers are the checkpoint's.
+        device: where to put the model.
+        ema: load the averaged weights of `--optim.ema`; buffers are the checkpoint's.
 
     Raises:
         CheckpointError: no such checkpoint, it is damaged, it is of another model (or adapters for another base), or it

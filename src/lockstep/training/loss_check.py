@@ -1,10 +1,11 @@
-"""Whether a task's loss is a sum or a mean over its items, found on a few samples and their halves.
+"""Find out whether a task's loss is a sum or a mean over its items.
 
     check_loss(trial, training)         # sets task.reduction where it is "auto"; refuses a loss that is neither
     fits(measures, place, limit)        # {"sum": 0.0002} of number `place`: what it is, and how far off
 
-The two differ by a factor, so four samples show which it is. A loss that draws random numbers is judged by that factor
-alone. Nothing needs to be known where a step has one micro-batch.
+The loss of a few samples is compared with the losses of their halves: sum and mean differ by a factor, so four samples
+are enough. A loss that draws random numbers is judged by that factor alone. If a step has one micro-batch, the answer
+does not matter.
 """
 
 import contextlib
@@ -50,9 +51,11 @@ __all__ = [
 ]
 
 
-_LEAST = 4  # samples: a half has two, so that a mean of them is no sum
-_ROUNDS, _DRAWN_ROUNDS = 4, 16  # places in the data that are tried, where the first does not show it; of what is drawn
-_ALIKE = 1e-5  # what two runs in different seeds may differ by that draw nothing
+# --- measures
+
+_LEAST = 4  # samples: two in each half, so that sum and mean differ
+_ROUNDS, _DRAWN_ROUNDS = 4, 16  # places in the data to try, if the first is not enough; for random losses
+_ALIKE = 1e-5  # relative difference between two seeds that still counts as no random numbers
 
 Probe = Callable[[MicroBatch], list[float]]
 
@@ -62,8 +65,8 @@ class Cut:
     """Some samples of this rank, and their two halves.
 
     Attributes:
-        samples: in each half.
-        drew: the collation drew random numbers, so that the halves hold other labels than the whole.
+        samples: number in each half.
+        drew: the collation drew random numbers, so the halves have other labels than the whole.
     """
 
     whole: MicroBatch
@@ -73,11 +76,13 @@ class Cut:
 
 
 class Measure(NamedTuple):
-    """A probe's numbers of one rank's samples and of their halves.
+    """A probe's numbers for one rank's samples and their halves.
 
     Attributes:
-        items: of the whole and of each half; `samples`: of each half.
-        again: of the whole in another seed; () where that was not needed.
+        items: of the whole and of each half.
+        samples: of each half.
+        drew: the collation drew random numbers.
+        again: the whole's numbers in another seed; () if not needed.
     """
 
     whole: list[float]
@@ -89,7 +94,7 @@ class Measure(NamedTuple):
     again: list[float]
 
     def noise(self, place: int) -> float:
-        """What number `place` changes by from seed to seed; 0 where nothing was drawn."""
+        """Return how much number `place` changes from seed to seed; 0 if it draws nothing."""
         if not self.again:
             return 0.0
         off = abs(self.again[place] - self.whole[place])
@@ -100,15 +105,15 @@ class Measure(NamedTuple):
         return self.drew or self.noise(place) != 0.0
 
     def three(self, place: int) -> tuple[float, float, float]:
-        """Number `place` of the whole and of both halves."""
+        """Return number `place` of the whole and of both halves."""
         return self.whole[place], self.first[place], self.second[place]
 
     def scale(self, place: int) -> float:
-        """The largest of the three."""
+        """Return the largest magnitude of the three."""
         return max(map(abs, self.three(place)))
 
     def mean(self, place: int, weights: list[float] | list[int]) -> float:
-        """The halves' mean by these weights; NaN where they are 0."""
+        """Return the halves' weighted mean; NaN if the weights are 0."""
         first, second = weights[-2:]
         total = first + second
         return (first * self.first[place] + second * self.second[place]) / total if total else math.nan
@@ -116,11 +121,11 @@ class Measure(NamedTuple):
 
 @final
 class Trial:
-    """A task, the engine that will train it, and how its methods are tried.
+    """A task and its engine, and how to try the task's methods without side effects.
 
     Args:
-        plain: what the engine was made from, whose layers have the names that the user knows.
-        say: takes a line for the user, on every rank.
+        plain: the model before the engine wrapped it, with the layer names that the user knows.
+        say: called with a line for the user, on every rank.
     """
 
     def __init__(
@@ -134,30 +139,30 @@ class Trial:
     ) -> None:
         self.engine, self.plain, self.task, self.world = engine, plain, task, world
         self.config, self.say = config, say
-        self.modes = {module: module.training for module in engine.model.modules()}  # as the training has them
+        self.modes = {module: module.training for module in engine.model.modules()}  # as in training
         self._reseed = seeder(0, "check", world.device)
         narrow = any(p.is_floating_point() and p.itemsize < 4 for p in engine.model.parameters())
         self.is_rough = narrow or config.engine_options.param_dtype not in ("same", "float32")
-        # An own step takes its gradients itself; the first graph of a static one must be the step's.
+        # Manual optimization computes gradients itself; a static graph must be recorded in a real step.
         self._has_graph = task.own_steps is None and not config.engine_options.static_graph
 
     @property
     def model(self) -> nn.Module:
-        """What an engine holds; its forward may have collectives."""
+        """The engine's model; its forward may have collectives."""
         return self.engine.model
 
     @property
     def limit(self) -> float:
-        """What two numbers may differ by that should be one."""
+        """Relative difference up to which two numbers count as equal."""
         return 0.05 if self.is_rough else 0.01
 
     @property
     def doubt(self) -> float:
-        """What they may differ by without a word."""
+        """Relative difference up to which no warning is given."""
         return self.limit if self.is_rough else 0.001
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
-        """Surround whatever is tried: nothing is left behind."""
+        """Return a context that runs a trial eagerly and undoes its side effects."""
         stack = contextlib.ExitStack()
         stack.enter_context(as_it_was(self.model, self.task, self.world.device))
         stack.enter_context(eager())
@@ -169,7 +174,7 @@ class Trial:
 
     @contextlib.contextmanager
     def with_graph(self) -> Iterator[None]:
-        """Surround a forward as step 1 has it, of which no backward follows."""
+        """Run a forward as in step 1, without a backward after it."""
         if not self._has_graph:
             with torch.no_grad():
                 yield
@@ -182,14 +187,14 @@ class Trial:
             at_rest(self.model)
 
     def seed(self, number: int = 0) -> None:
-        """Seed what a loss may draw from."""
+        """Seed the random numbers of a loss."""
         self._reseed(number, 0)
 
     def cut(self, batches: Batches, place: int) -> Cut | None:
-        """Load at least four samples, and their halves; None where a rank cannot. Collective.
+        """Load at least four samples and their halves; None if a rank cannot. Collective.
 
         Args:
-            place: how many such cuts come before it.
+            place: number of such cuts before it.
         """
 
         def load() -> Cut | None:
@@ -198,7 +203,7 @@ class Trial:
             if not half:
                 return None
             cuts = [(start, start + count), (start, start + half), (start + half, start + count)]
-            with contextlib.suppress(Exception):  # a collation may need what these samples do not have
+            with contextlib.suppress(Exception):  # the collation may refuse so few samples
                 (whole, drew), (first, _), (second, _) = batches.parts(0, cuts)
                 return Cut(whole, (first, second), (half, count - half), drew)
             return None
@@ -207,9 +212,12 @@ class Trial:
         return found if all(self.world.gather(found is not None)) else None  # collective
 
     def attempt(self, action: Callable[[], list[Any]]) -> tuple[list[Any], bool] | None:
-        """What `action` returns, and whether it needs a graph; None where it fails on a rank. Collective.
+        """Run `action` on every rank; None if it fails on one. Collective.
 
         It runs in the parameters' dtype, unless the model relies on autocast.
+
+        Returns:
+            Its result, and whether it needs a graph.
         """
         for narrow in (False, True) if self.config.precision in AUTOCAST else (False,):
             for gradients in (False, True):
@@ -227,13 +235,13 @@ class Trial:
 def measures(
     trial: Trial, probe: Probe, batches: Batches, clean: Callable[[Measure], bool]
 ) -> Iterator[tuple[list[Measure], bool]]:
-    """Measure at one place in the data after the other, until the caller has seen enough. Collective.
+    """Measure at one place in the data after another, until the caller stops. Collective.
 
     Args:
-        clean: whether a measure is as it should be; else the whole is loaded and computed again, in another seed.
+        clean: whether a measure looks right; otherwise the whole is loaded and computed again in another seed.
 
     Yields:
-        The measures of all ranks and places so far, alike on every rank; and whether the probe needs a graph.
+        The measures of all ranks and places so far, the same on every rank; and whether the probe needs a graph.
     """
     found, needs_graph = list[Measure](), False
     for place in range(_DRAWN_ROUNDS):
@@ -244,7 +252,7 @@ def measures(
             break
 
         def tried(batch: MicroBatch, seed: int = 0) -> list[float]:
-            with as_it_was(trial.model, trial.task, trial.world.device):  # the task's own tensors have their say
+            with as_it_was(trial.model, trial.task, trial.world.device):  # the task's own tensors are restored too
                 trial.seed(seed)
                 return probe(batch)
 
@@ -280,13 +288,16 @@ def _is_same(one: Any, other: Any) -> bool:
 def call(
     method: str, action: Callable[[Any], Any], data: Any, model: nn.Module | None = None, task: Task | None = None
 ) -> Any:
-    """Call a method of the task. Raises DataError, in one line, for what goes wrong in it."""
+    """Call a method of the task, and turn its errors into a one-line DataError.
+
+    LockstepError and out-of-memory errors pass unchanged.
+    """
     try:
         return action(data)
     except LockstepError:
         raise
     except Exception as error:
-        if is_out_of_memory(error):  # whoever called says what holds the memory
+        if is_out_of_memory(error):  # the caller reports what holds the memory
             raise
         problem = blamed(method, error, "the first micro-batch, before step 1")
         told = explained(error, model, task, data) if model is not None and task is not None else ""
@@ -295,8 +306,11 @@ def call(
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module, task: Task, device: torch.device, *, training: bool = False) -> Iterator[None]:
-    """In eval mode, or as it is for `training`; afterwards modes, buffers, the task's tensors and the generators are
-    what they were."""
+    """Restore modes, buffers, the task's tensors and the generators at the end.
+
+    Args:
+        training: leave the modes as they are; False: run in eval mode.
+    """
     modes = [(module, module.training) for module in model.modules()]
     owned = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     own: Iterable[Tensor] = task.state_dict().values()
@@ -312,7 +326,7 @@ def as_it_was(model: nn.Module, task: Task, device: torch.device, *, training: b
             module.training = mode
         at_rest(model)
         with torch.no_grad():
-            for module, buffers in owned:  # a forward may put another tensor in the place of a buffer
+            for module, buffers in owned:  # a forward may replace a buffer by another tensor
                 module._buffers.update(buffers)
             for tensor, before in held:
                 if tensor.shape != before.shape:
@@ -322,8 +336,10 @@ def as_it_was(model: nn.Module, task: Task, device: torch.device, *, training: b
             torch.cuda.set_rng_state(drawn, device)
 
 
-_EXACT = 1e-5  # the share by which rounding may be off
-_VOTES = 8  # runs of a loss that draws, at least
+# --- sum or mean
+
+_EXACT = 1e-5  # relative error that rounding may cause
+_VOTES = 8  # minimum number of runs of a random loss
 _LOOKED = 3  # places in the data
 _SAMPLES = "samples"  # a mean over samples, where `count` counts other items
 
@@ -332,16 +348,16 @@ def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
     """Compute the loss of a batch as step 1 does.
 
     Returns:
-        The loss, and the names of the numbers beside it.
+        The loss, and the names of the numbers that it returns with it.
 
     Raises:
-        ConfigError: it is no number with a graph; or it has a collective of its own, under `--exact` or `verify`.
+        ConfigError: it is no number with a graph; or it has its own collective, under `--exact` or `verify`.
         DataError: `loss` fails.
     """
     task, model = trial.task, trial.model
     must_agree = (trial.config.exact or task.is_compared) and trial.world.size > 1
     if must_agree and not task.gathers and task.own_steps is None:
-        with as_it_was(model, task, trial.world.device, training=True):  # it may gather in training alone
+        with as_it_was(model, task, trial.world.device, training=True):  # it may gather in training mode only
             for module in model.modules():
                 module.training = trial.modes.get(module, module.training)
             trial.seed()
@@ -355,20 +371,23 @@ def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
 
 
 def loss_number(value: Any) -> float:
-    """A loss as a number, with or without a graph; without the numbers beside it."""
+    """Return a loss as a float, with or without a graph, without its other numbers."""
     with torch.no_grad():
         return float(unpacked(value)[0].detach())  # waits for the device
 
 
 def check_loss(trial: Trial, training: Batches) -> None:
-    """Find out whether the loss is a sum or a mean, where the task does not say; refuse what is neither. Collective.
+    """Find or check the reduction of the task's loss. Collective.
+
+    A loss that is neither a sum nor a mean is refused.
 
     Raises:
-        ConfigError: it is not what the task declares, or neither, or it cannot be told; a `count` that does not add up.
+        ConfigError: it is not what the task declares, or neither, or cannot be determined; or a `count` does not add
+            up.
     """
     task, found, looked = trial.task, list[Measure](), 0
     if task.reduction == "micro-batch":
-        if not task.framework:  # which the line of the step says
+        if not task.framework:  # otherwise the line about the step reports it
             trial.say(
                 "reduction = 'micro-batch': the loss of each micro-batch of "
                 f"{training.step_plan.micro_size} by itself, averaged by its items; it is not checked, and another "
@@ -380,7 +399,7 @@ def check_loss(trial: Trial, training: Batches) -> None:
         for found, needs_graph in measures(trial, probe, training, lambda m: _is_clean(trial, m)):
             if needs_graph:
                 set_found(task, "", gradients=True)
-            looked += 1  # at more than one place, since a forward may take a branch by what a batch holds
+            looked += 1  # more than one place, since a forward may branch on the batch's contents
             if looked < _LOOKED:
                 continue
             if _is_known(kinds := fits(found, 0, trial.limit)) and min(kinds.values(), default=1.0) < _EXACT:
@@ -397,11 +416,14 @@ def check_loss(trial: Trial, training: Batches) -> None:
 
 
 def fits(found: list[Measure], place: int, limit: float) -> dict[str, float] | None:
-    """What number `place` of these measures may be, each with the largest share by which it is off.
+    """Return what number `place` may be, each with its largest relative error.
+
+    Args:
+        limit: largest relative error that is accepted.
 
     Returns:
-        a dict with "sum" and "mean" (over items), and "samples", a mean over samples; {} for none of these; None where
-        no measure can tell.
+        A dict with "sum" and "mean" (over items), and "samples", a mean over samples; {} for none of these; None if no
+        measure can decide.
     """
     if any(each.is_random(place) for each in found):
         return _drawn(found, place)
@@ -409,13 +431,13 @@ def fits(found: list[Measure], place: int, limit: float) -> dict[str, float] | N
     if not offs:
         return None
     worst = {kind: max(off[kind] for off in offs) for kind in offs[0]}
-    if worst[_SAMPLES] < _EXACT < worst["mean"]:  # where items are alike the two means are close, and one is exact
+    if worst[_SAMPLES] < _EXACT < worst["mean"]:  # similar items make the two means close; only one is exact
         worst["mean"] = math.inf
     return {kind: value for kind, value in worst.items() if value <= limit}
 
 
 def _drawn(found: list[Measure], place: int) -> dict[str, float] | None:
-    """The same of a number that depends on random numbers: judged by the factor between a sum and a mean alone."""
+    """Classify a random number by the factor between a sum and a mean alone."""
     told = [each for each in found if _off(each, place) is not None]
     whole = sum((each.whole[place] + (each.again or each.whole)[place]) / 2 for each in told)
     total = sum(each.first[place] + each.second[place] for each in told)
@@ -429,7 +451,7 @@ def _drawn(found: list[Measure], place: int) -> dict[str, float] | None:
 
 
 def _by_votes(found: list[Measure], place: int) -> dict[str, float] | None:
-    """The same where a few large numbers would drown the others: what most runs look like."""
+    """Classify a random number by majority, if a few large values would drown the others."""
     votes = list[str]()
     for each in found:
         total, mean = each.first[place] + each.second[place], each.mean(place, each.samples)
@@ -443,7 +465,7 @@ def _by_votes(found: list[Measure], place: int) -> dict[str, float] | None:
 
 
 def shown(found: list[Measure], place: int) -> str:
-    """The first measure that tells something, for a message."""
+    """Describe the first measure that decides something, for a message."""
     each = next((each for each in found if _off(each, place) is not None), None) or next(iter(found), None)
     if each is None:
         return "the first samples cannot be cut in halves"
@@ -452,7 +474,7 @@ def shown(found: list[Measure], place: int) -> str:
 
 
 def ways_out(what: str) -> str:
-    """What to do with a loss, or a number beside it, that depends on how a step is cut."""
+    """Return the message's advice for a number that depends on how a step is cut."""
     return (
         f"{what}: give the task a `count` under which it is a mean (labelled tokens, weights), write what looks at all "
         "samples as `outputs` and `step_loss`, and what looks at the weights alone as `penalty`; or set "
@@ -461,7 +483,10 @@ def ways_out(what: str) -> str:
 
 
 def _off(each: Measure, place: int) -> dict[str, float] | None:
-    """By what share of its size the number is off a sum and off both means; None where it tells nothing."""
+    """Return the number's relative error as a sum and as both means.
+
+    None if it decides nothing.
+    """
     whole, first, second = each.three(place)
     scale = each.scale(place)
     if not scale or not all(map(math.isfinite, each.three(place))):
@@ -506,7 +531,7 @@ def _find(trial: Trial, kinds: dict[str, float] | None, what: str, one: bool, al
 
 
 def _compare(task: Task, kinds: dict[str, float] | None, what: str, one: bool) -> None:
-    """Raises ConfigError where the loss is not what the task declares."""
+    """Raise ConfigError if the loss is not what the task declares."""
     if kinds is None or task.reduction in kinds:
         return
     if task.reduction == "sum" and kinds:
@@ -551,8 +576,11 @@ def _warn(trial: Trial, off: float, what: str) -> None:
         )
 
 
+# --- collectives in a loss
+
+
 class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the collectives that are issued while no module of the model runs."""
+    """Record collectives that are issued while no module of the model runs."""
 
     supports_higher_order_operators = True
 
@@ -568,7 +596,7 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _no_collectives(trial: Trial) -> Iterator[None]:
-    """Raises ConfigError, at its end, where a collective was issued outside of the model's forward."""
+    """Raise ConfigError at its end if a collective was issued outside the model's forward."""
     model = trial.model
     mode = _Collectives()
 

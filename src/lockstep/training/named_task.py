@@ -1,4 +1,4 @@
-"""The task that `--model-name` and `--dataset-name` name."""
+"""Make the task that `--task`, `--model-name` and `--dataset-name` name."""
 
 import copy
 import dataclasses
@@ -27,7 +27,7 @@ __all__ = [
 
 
 _PLAIN = Config()
-# The file whose `make(config, say)` makes a task, imported when asked for: each needs packages of its own.
+# Module whose `make(config, say)` makes a task, imported on demand: each needs packages of its own.
 _MAKERS = {
     "images": "lockstep.tasks.images",
     "classification": "lockstep.tasks.classification",
@@ -36,7 +36,9 @@ _MAKERS = {
 
 
 def named_task(config: Config, say: Callable[[str], None]) -> Task:
-    """The task of --task, or the named language model on the named data, prepared now where it is not yet.
+    """Make the configured task: --task, or the named language model on its data.
+
+    Data that is not tokenized yet is prepared now.
 
     Raises:
         ConfigError: an unknown model, or one that the sequence length does not fit.
@@ -56,10 +58,10 @@ def named_task(config: Config, say: Callable[[str], None]) -> Task:
 
 
 def load_task(named: str) -> Task:
-    """Load the task that `FILE.py:Class` names, made without arguments.
+    """Load the task class that `FILE.py:CLASS` names, and construct it without arguments.
 
     Raises:
-        ConfigError: no such file or class, or one that cannot be made so.
+        ConfigError: no such file or class, or it cannot be constructed without arguments.
     """
     if named.startswith(LIGHTNING):
         made: Task = importlib.import_module("lockstep.adapters.lightning.convert").load(named)
@@ -73,13 +75,13 @@ def load_task(named: str) -> Task:
 
 
 def on_data(task: Task, config: Config, name: str, say: Callable[[str], None]) -> Task:
-    """A named language model's task on the data that `name` names, in tokens of the tokenizer that it was trained with.
+    """Give a language model's task other data, encoded with its own tokenizer.
 
     Args:
-        config: the run's, whose other settings of the data hold for its own hub dataset alone.
+        config: the run's; its other settings of the data apply to its own hub dataset only.
 
     Raises:
-        ConfigError: the task is none of these.
+        ConfigError: the task is no built-in or hub language model.
         DataError: data that is missing, empty or too short.
     """
     if not isinstance(task, CausalLM | HubCausalLM):

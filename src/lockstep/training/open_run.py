@@ -1,8 +1,10 @@
-"""A run's folder and state at its begin: claimed, described, loaded.
+"""Lock the run directory, write metadata, open the sinks, load the checkpoint.
 
-claimed(built)                      # rank 0 takes the folder
-sinks = open_sinks(built)           # rank 0: what stands in it, and where records go
-load_state(built)                   # the checkpoint to resume from, or the weights of --init-from
+    claimed(built)                      # rank 0 takes the folder
+    sinks = open_sinks(built)           # rank 0: what stands in it, and where records go
+    load_state(built)                   # the checkpoint to resume from, or the weights of --init-from
+
+Tensors that are not finite at the start of a run are recorded, so that later checks do not blame a step for them.
 """
 
 import logging
@@ -44,28 +46,40 @@ __all__ = [
 ]
 
 
+# --- tensors that are not finite
+
 _KEY = "not_finite_at_start"
 
 
 def _note_first(built: Built) -> None:
-    """Note in the run's state which tensors are not finite when it begins, or was first resumed. Collective then."""
+    """Record which tensors are not finite at the first start. Collective then."""
     if _KEY not in built.state:
         model = {f"model/{name}": each for name, each in built.model.state_dict().items() if isinstance(each, Tensor)}
         built.state[_KEY] = sorted(_gather(model | built.own, built.world))  # collective
 
 
 def exempt_names(state: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Of these names those of tensors that need not be finite."""
+    """Return the names among these whose tensors need not be finite."""
     return {*state.get(_KEY, ())} | {name for name in names if name.startswith("kept.")}
 
 
 def not_finite_now(built: Built) -> dict[str, list[int]]:
-    """Find the tensors that are not finite and should be: name -> the ranks that hold such a part. Collective."""
+    """Find tensors that should be finite and are not. Collective.
+
+    Returns:
+        name -> the ranks whose part is not finite.
+    """
     return _look(built, built.tensors())  # collective
 
 
 def bad_parameters(built: Built) -> dict[str, list[int]]:
-    """Find the parameters that are not finite: only an update, or the caller, writes them. Collective."""
+    """Find parameters that are not finite. Collective.
+
+    Only an update, or the caller, writes parameters.
+
+    Returns:
+        name -> the ranks whose part is not finite.
+    """
     return _look(built, {f"model/{name}": each for name, each in built.model.named_parameters()})  # collective
 
 
@@ -75,7 +89,7 @@ def _look(built: Built, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def where_not_finite(found: Mapping[str, list[int]], world: World) -> str:
-    """Say on which ranks the first of these tensors is not finite; "" where it is all of them."""
+    """Name the ranks that hold the first of these tensors; "" if all do."""
     ranks = next(iter(found.values()))
     return "" if len(ranks) == world.size else f" on {', '.join(map(rank_label, ranks))}"
 
@@ -89,21 +103,27 @@ def _gather(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]
     return dict(sorted(found.items()))
 
 
+# --- folder, sinks, checkpoint
+
 _LOG = logging.getLogger("lockstep")
 
 
 def claimed(built: Built) -> None:
-    """Rank 0 takes the folder's lock. Raises ConfigError as `RunFolder.claim` and `check_writable` do."""
+    """Lock the run directory, on rank 0.
+
+    Raises:
+        ConfigError: as `RunFolder.claim` and `check_writable`.
+    """
     if built.world.is_main:
         kept = [p for name, p in built.model.named_parameters() if f"model/{name}" not in built.base]
         size = sum(p.numel() * p.element_size() for p in kept)
         saves = built.config.checkpoint.mode != "none"
-        built.folder.check_writable(saves * (3 + bool(built.config.optim.ema)) * size)  # AdamW's two moments among it
+        built.folder.check_writable(saves * (3 + bool(built.config.optim.ema)) * size)  # with AdamW's two moments
         built.folder.claim()
 
 
 def count_restarts(state: dict[str, Any]) -> None:
-    """`restarts` of the state: how often a launcher started this run again after a failure, in all its starts."""
+    """Update `restarts` of the state: restarts by a launcher after a failure, over all starts."""
     job, now = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     known = state.get("job", {})
     before = known["restarts_before"] if job and known.get("id") == job else state.get("restarts", 0)
@@ -111,7 +131,7 @@ def count_restarts(state: dict[str, Any]) -> None:
 
 
 def open_sinks(built: Built) -> Sinks:
-    """What stands in the folder besides checkpoints, and where records go. On rank 0.
+    """Clean the run directory, write its metadata, and open the sinks. On rank 0.
 
     Raises:
         ConfigError: a file of the folder cannot be written or read.
@@ -145,7 +165,7 @@ def _make_sinks(built: Built) -> Sinks:
 
 
 def _described(built: Built) -> dict[str, Any]:
-    """What a sink may keep of the run's configuration: no secret is in it."""
+    """Return what a sink may store of the run's configuration, without secrets."""
     config, samples = built.config, built.run_plan.samples
     return masked(
         {
@@ -160,7 +180,7 @@ def _described(built: Built) -> dict[str, Any]:
 
 
 def load_state(built: Built) -> None:
-    """Loads the checkpoint to resume from, or the weights of --init-from. Collective.
+    """Load the checkpoint to resume from, or the weights of --init-from. Collective.
 
     Raises:
         CheckpointError: it is damaged, or of another model.
@@ -168,7 +188,7 @@ def load_state(built: Built) -> None:
     world = built.world
     if built.source:
         state = built.tensors()
-        if not built.state.get("plan", {}).get("optim.ema"):  # --resume-anyway: it begins at the weights
+        if not built.state.get("plan", {}).get("optim.ema"):  # --resume-anyway: the average starts at the weights
             state = without_average(state)
         checkpoint.load(built.source, state, world, verified=True)  # collective
         built.load_state_dict(state)
@@ -187,7 +207,7 @@ def _begin_from(built: Built, path: Path) -> None:
             f"--init-from {path} holds adapters alone: give --lora.rank too, or begin with the folder that `lockstep "
             "export --format hf --merge` makes of them"
         )
-    if theirs or not built.base:  # else these are the base's weights, which are in place
+    if theirs or not built.base:  # otherwise these are the base's weights, which are loaded already
         state = built.engine.state_dict()
         begun = {name: t for name, t in state.items() if name.startswith("model/") and name not in built.base}
         checkpoint.load(source, begun, built.world, verified=verified)  # collective

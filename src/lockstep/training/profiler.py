@@ -1,14 +1,15 @@
-"""`--profile 100:110`: these steps are traced on every rank, and rank 0 judges the traces.
+"""Trace the steps of `--profile 100:110` on every rank, and judge the traces.
 
-profiling = Profiling(built, make_clock(device), step_loader)       # its clock is the loop's
-with profiling:
-    profiling.after(start)
-    for step in ...:
-        profiling.after(step)                   # after each step, on every rank
-    profiling.end()                             # a trace that the run's end cuts short is written too
+    profiling = Profiling(built, make_clock(device), step_loader)       # its clock is the loop's
+    with profiling:
+        profiling.after(start)
+        for step in ...:
+            profiling.after(step)                   # after each step, on every rank
+        profiling.end()                             # a trace that the run's end cuts short is written too
 
-Each rank writes RUN/profile/100-110/rank-R.json.gz, rank 0 verdict.json beside them. Where no steps are asked for,
-nothing of this runs, and no mark is made. No number of a run depends on it.
+Each rank writes RUN/profile/100-110/rank-R.json.gz, and rank 0 writes verdict.json there. Without `--profile` none of
+this runs and no marks are made. No number of a run depends on it. The costs that the verdict needs (optimizer, pages,
+events, threads, batches from loader processes) are measured here too.
 """
 
 import contextlib
@@ -64,19 +65,29 @@ __all__ = [
 ]
 
 
-_TRIED = 1 << 21  # elements of the tensor whose update is timed
-_PAGES = 1 << 24  # bytes whose pages are touched: more than a core's own caches hold
-_EVENTS = 400  # operations that are traced
-_SLEPT = 0.05  # seconds: what follows a longer sleep is no slower
-_UNIT = 128  # rows and columns of a layer that is timed after a sleep, small enough for malloc to keep what it takes
-_LAYERS = 64  # of these at most: more than a core's own caches hold
-_WIDE = 384  # rows and columns of the matrices by which threads are timed
-_WHO = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # this thread's own, on Linux
+# --- measured costs
+
+_TRIED = 1 << 21  # elements of the tensor whose optimizer update is timed
+_PAGES = 1 << 24  # bytes of pages to touch: more than a core's own caches
+_EVENTS = 400  # operations to time
+_SLEPT = 0.05  # seconds: a longer sleep slows the next step no further
+_UNIT = 128  # rows and columns of a layer to time after a sleep, small enough for malloc to reuse its memory
+_LAYERS = 64  # layers at most: more than a core's own caches
+_WIDE = 384  # rows and columns of the matrices that time threads
+_WHO = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # this thread only, on Linux
 
 
 class ThreadUsage(NamedTuple):
-    """What this thread has had so far: milliseconds in the system, new pages, pages read from a disk; milliseconds that
-    it computed, that the process's other threads did, and that it wanted a core and had none."""
+    """This thread's use of the system so far.
+
+    Attributes:
+        system: milliseconds in the kernel.
+        minor: page faults without disk reads.
+        major: page faults that read from a disk.
+        busy: milliseconds of CPU time of this thread.
+        others: milliseconds of CPU time of the process's other threads.
+        queued: milliseconds that it waited for a core.
+    """
 
     system: float = 0.0
     minor: float = 0.0
@@ -93,34 +104,37 @@ class ThreadUsage(NamedTuple):
 
     @classmethod
     def usual(cls, noted: Sequence["ThreadUsage"]) -> "ThreadUsage":
-        """What a step had of each, in the middle one of those between what was noted; nothing, for less than two."""
+        """Return the median use of a step, from readings after each step.
+
+        All 0 for less than two steps.
+        """
         steps = [[new - old for new, old in zip(*pair[::-1], strict=True)] for pair in pairwise(noted)]
         return cls(*(median(each) for each in zip(*steps, strict=True))) if len(steps) > 1 else cls()
 
     @classmethod
     def least_busy(cls, noted: Sequence["ThreadUsage"]) -> float:
-        """Milliseconds that this thread computed in the step in which it did so least; 0 for less than two steps."""
+        """Return the smallest `busy` of any step, in ms; 0 for less than two steps."""
         steps = [new.busy - old.busy for old, new in pairwise(noted)]
         return min(steps) if len(steps) > 1 else 0.0
 
     def since(self, steps: int) -> dict[str, float]:
-        """What came since, a step."""
+        """Return the mean use per step since this reading."""
         now = ThreadUsage.now()
         return {name: (new - old) / steps for name, new, old in zip(self._fields, now, self, strict=True)}
 
 
 def cores() -> int:
-    """That this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _local_ranks(world_size: int) -> int:
-    """Ranks on this host."""
+    """Return the number of ranks on this host."""
     return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
 def _memory_free(world: World) -> int:
-    """Bytes: of a CUDA device, or this rank's part of the host's."""
+    """Return free bytes of a CUDA device, or of this rank's part of the host."""
     if world.device.type == "cuda":
         return int(torch.cuda.mem_get_info(world.device)[0])
     try:
@@ -132,7 +146,7 @@ def _memory_free(world: World) -> int:
 
 
 def fused_ns(device: torch.device) -> float:
-    """Nanoseconds that fused AdamW takes an element, as measured now; 0 where this device has none."""
+    """Measure fused AdamW, in nanoseconds per element; 0 if this device does not have it."""
     if device.type == "cpu":
         held = mmap.mmap(-1, 16 * _TRIED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         tried, grad, first, second = torch.frombuffer(held, dtype=torch.float32).view(4, _TRIED).unbind()
@@ -158,7 +172,10 @@ def fused_ns(device: torch.device) -> float:
 
 
 def page_us() -> float:
-    """Microseconds that a new page of memory takes the system, its zeros and its return included."""
+    """Measure a new page of memory, in microseconds.
+
+    Includes zeroing it and giving it back.
+    """
     best, size = float("inf"), mmap.PAGESIZE
     for _ in range(3):
         began = time.thread_time()
@@ -170,7 +187,10 @@ def page_us() -> float:
 
 
 def operations_us() -> float:
-    """Microseconds of a small operation, called from Python; what tracing adds to it is an event's cost."""
+    """Measure a small operation called from Python, in microseconds.
+
+    The increase under tracing is the cost of an event.
+    """
     one, other = torch.zeros(1), torch.zeros(1)
     best = float("inf")
     for _ in range(5):
@@ -182,7 +202,9 @@ def operations_us() -> float:
 
 
 def cold_ms(idle: float, parameters: int) -> float:
-    """Milliseconds by which a small training step takes longer after a sleep, which leaves a core and its caches cold.
+    """Measure how much slower a small training step is after a sleep, in milliseconds.
+
+    A sleep leaves the core and its caches cold.
 
     Args:
         idle: milliseconds that a step of the run waits.
@@ -217,30 +239,31 @@ def cold_ms(idle: float, parameters: int) -> float:
 
 
 def handed_ms(held: Any) -> float:
-    """Milliseconds that a batch takes from a loader process to this one, as small tensors take from this to itself.
+    """Measure how long a loader process takes to hand over a batch, in milliseconds.
 
-    Each tensor is a file of its own, for which the two talk over a socket: most of it, whatever the tensor holds.
+    Measured with small tensors within this process: each tensor is a shared file, negotiated over a socket, which costs
+    most whatever the tensor holds.
     """
     count, threads = len({tensor.untyped_storage().data_ptr() for tensor in _tensors(held)}), set(threading.enumerate())
     best = float("inf")
     try:
         for _ in range(5):
             made = [torch.zeros(1) for _ in range(count)]
-            began = time.process_time()  # of both threads: one waits for the other
+            began = time.process_time()  # counts both threads: one waits for the other
             pickle.loads(ForkingPickler.dumps(made))
             best = min(best, time.process_time() - began)
-    except (OSError, RuntimeError):  # no room, or no file left to share: nor could a loader
+    except (OSError, RuntimeError):  # no room or file descriptors to share: a loader process would fail too
         return 0.0
     finally:
-        if set(threading.enumerate()) - threads:  # the one that hands out, which would go on waiting
+        if set(threading.enumerate()) - threads:  # stop the sharing thread, which would wait for ever
             resource_sharer.stop(timeout=1.0)
     return 1e3 * best
 
 
 def threads_gain(fewer: int) -> float:
-    """How many times as fast small products of matrices are with `fewer` threads as with those of now.
+    """Measure how many times as fast small matrix products are with `fewer` threads.
 
-    All processes of the host are to ask at about the same time: that they disturb each other is what is measured.
+    All processes of the host must call it at about the same time, since their interference is what it measures.
     """
     now, took = torch.get_num_threads(), []
     one, found = torch.ones(_WIDE, _WIDE), torch.empty(_WIDE, _WIDE)
@@ -259,10 +282,13 @@ def threads_gain(fewer: int) -> float:
 
 
 def positions(held: Any, items: float) -> tuple[int, float | Tensor]:
-    """Positions of a batch in host memory, and how many of them hold nothing; (0, 0) where that cannot be told.
+    """Count the positions of a batch in host memory, and how many are empty.
 
-    By the batch's `attention_mask`. Without one, rows of whole numbers (tokens) are positions, and those that are no
-    items hold nothing to learn from, where there are more items than rows: else the items are the rows.
+    The batch's `attention_mask` decides. Without one, positions are the entries of integer rows (tokens), and those
+    that are not items are empty, provided that there are more items than rows; otherwise the rows are the items.
+
+    Returns:
+        (positions, empty ones); (0, 0) if unknown.
     """
     get = getattr(held, "get", None)
     mask = get("attention_mask") if callable(get) else None
@@ -282,19 +308,21 @@ def _tensors(held: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in _tensors(value)]
 
 
-_PLAIN = 11  # times before the trace at which the process's use of the system is noted
-_IDLE = 1.0  # milliseconds a step that the thread waits, from where on it is asked what waiting costs what follows
+# --- traces
+
+_PLAIN = 11  # readings of the system's use before the trace
+_IDLE = 1.0  # milliseconds that a step waits, above which the cost of cold caches is measured
 _LOG = logging.getLogger("lockstep")
 
 
 def _folder_of(built: Built) -> Path:
-    """Where the traces of `--profile` lie."""
+    """Return the folder of the traces of `--profile`."""
     first, last = range_of(built.config.profile) or (0, 0)
     return built.folder.path / "profile" / f"{first}-{last}"
 
 
 def check_range(built: Built) -> None:
-    """Raises ConfigError where the steps of `--profile` lie past the run's end, or their folder cannot be written."""
+    """Raise ConfigError if `--profile` ends after the run, or its folder is not writable."""
     found, whole = range_of(built.config.profile), built.run_plan.step_plan.steps
     if found is None:
         return
@@ -311,10 +339,10 @@ def check_range(built: Built) -> None:
 
 
 class Profiling:
-    """Traces the steps that are asked for. Making it waits for nobody.
+    """Trace the requested steps. Its constructor is not collective.
 
     Attributes:
-        clock: the run's: the given one, which also makes marks where steps are to be traced.
+        clock: the run's clock: the given one, which also makes marks if steps are to be traced.
     """
 
     def __init__(self, built: Built, clock: Clock, step_loader: StepLoader) -> None:
@@ -323,7 +351,7 @@ class Profiling:
         self._marks = MarkingClock(clock) if self._range else None
         self.clock: Clock = self._marks or clock
         self._profiler: Any = None
-        self._first = self._done = 0  # of the traced steps: the first one, and the last that was taken
+        self._first = self._done = 0  # the first traced step, and the last step that finished
         self._usage, self._costs = ThreadUsage(), dict[str, Any]()
         self._plain: deque[ThreadUsage] = deque(maxlen=_PLAIN)
         self._traced: list[ThreadUsage] = []
@@ -333,7 +361,7 @@ class Profiling:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """A trace that is still made is dropped: what ends the run in the middle leaves none."""
+        """Drop an unfinished trace: a run that ends in the middle writes none."""
         if self._profiler is not None and self._marks:
             with contextlib.suppress(RuntimeError):
                 self._marks.end()
@@ -342,9 +370,12 @@ class Profiling:
             self._profiler, self._first = None, 0
 
     def after(self, done: int) -> float:
-        """Begins and ends the trace where that is due after `done` steps; the seconds that this took.
+        """Start or end the trace if it is due after `done` steps.
 
         Collective after the last step of the range.
+
+        Returns:
+            Seconds that this took.
         """
         if self._range is None or done > self._range[1]:
             return 0.0
@@ -357,19 +388,19 @@ class Profiling:
             self._plain.append(ThreadUsage.now())
         if done == last:
             self.end()
-        elif done >= first - 2 and self._profiler is None:  # the step before warms the profiler up
+        elif done >= first - 2 and self._profiler is None:  # the step before the range warms the profiler up
             self._prepare()
         if first - 1 <= done < last and not self._first:
             self._begin(done + 1)
         return time.perf_counter() - began
 
     def end(self) -> None:
-        """Writes the trace that is being made, if there is one. Collective then."""
+        """Write the trace in progress, if there is one. Collective then."""
         if not self._first or self._marks is None:
             return
         if self._done >= self._first:
             self._finish(self._marks)
-        else:  # no step came after its begin
+        else:  # no step followed its start
             self.__exit__()
 
     def _prepare(self) -> None:
@@ -394,7 +425,7 @@ class Profiling:
     def _begin(self, number: int) -> None:
         assert self._marks is not None
         if self._built.world.device.type == "cuda":
-            torch.cuda.synchronize(self._built.world.device)  # waits for the device: what is traced begins here
+            torch.cuda.synchronize(self._built.world.device)  # waits for the device: the trace starts here
         plain = operations_us()
         with _quiet():
             self._profiler.start_trace()
@@ -404,10 +435,13 @@ class Profiling:
         self._marks.trace(number)
 
     def _finish(self, marks: MarkingClock) -> None:
-        """Writes, reads and judges. A file system that refuses costs the verdict, and not the run."""
+        """Write, read and judge the traces. Collective.
+
+        If the file system refuses, the verdict is lost; the run goes on.
+        """
         world, trace, why = self._built.world, dict[str, Any](), ""
         if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)  # waits for the device: what is traced ends here
+            torch.cuda.synchronize(world.device)  # waits for the device: the trace ends here
         marks.end()
         profiler, self._profiler = self._profiler, None
         with _quiet():
@@ -438,7 +472,7 @@ class Profiling:
             _LOG.warning("--profile: %s: %s", folder, error.strerror or error)
 
     def _about(self, marks: MarkingClock) -> dict[str, Any]:
-        """What the verdict has to know beside the events."""
+        """Return the facts that the verdict needs and the events do not hold."""
         built, world, count = self._built, self._built.world, self._done - self._first + 1
         config, engine = built.config, name_of(built.config.engine, built.world)
         trained = [p for p in built.model.parameters() if p.requires_grad]
@@ -447,7 +481,7 @@ class Profiling:
             ThreadUsage.least_busy(self._plain),
             ThreadUsage.least_busy(self._traced),
         )
-        # What a trace keeps lies between the tensors in memory, and makes pages new that are not without it.
+        # The trace's own allocations fragment memory and add page faults: take the untraced number.
         usage["minor"] = min(usage["minor"], ThreadUsage.usual(self._plain).minor)
         return {
             "rank": world.rank,
@@ -482,7 +516,7 @@ class Profiling:
 
 
 def _export(profiler: Any, path: Path) -> None:
-    """Writes the trace whole or not at all."""
+    """Write the trace atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.parent / f".tmp-{secrets.token_hex(4)}.json.gz"
     try:
@@ -494,7 +528,7 @@ def _export(profiler: Any, path: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Kineto writes lines of its own to the process's standard error."""
+    """Silence Kineto, which writes its own lines to the process's standard error."""
     with contextlib.ExitStack() as stack:
         try:
             kept = os.dup(2)

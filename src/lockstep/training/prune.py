@@ -1,4 +1,7 @@
-"""`lockstep checkpoint prune RUN --keep N`: room on the disk, by the library's own way of removing a checkpoint."""
+"""Remove a run's old checkpoints safely.
+
+lockstep checkpoint prune RUN --keep N
+"""
 
 import json
 from pathlib import Path
@@ -15,20 +18,24 @@ __all__ = [
 
 
 def prune(path: Path, keep: int, *, best: bool = True, dry_run: bool = False, as_json: bool = False) -> list[int]:
-    """Removes the checkpoints of the run in `path`, but the `keep` newest whole ones, and says each; returns the steps.
+    """Remove all checkpoints of a run except the newest `keep` complete ones.
 
-    What is damaged counts for nothing and goes too, once something whole stays. A checkpoint loses its name first, so
-    that a kill half-way leaves no damaged one behind.
+    Prints a line for each. Damaged ones do not count and are removed too, once a complete one is kept. A checkpoint is
+    renamed before it is removed, so that a kill half-way leaves no damaged one behind.
 
     Args:
+        path: the run's folder.
         keep: >= 1.
-        best: the one of the best evaluation stays too.
-        dry_run: only say what would go.
-        as_json: print one JSON list, an entry a checkpoint: its step, its bytes, and whether it was removed.
+        best: keep the checkpoint of the best evaluation too.
+        dry_run: only print what would be removed.
+        as_json: print a JSON list with an entry per checkpoint: its step, its bytes, and whether it was removed.
+
+    Returns:
+        The steps of the removed checkpoints.
 
     Raises:
         ConfigError: a run holds the folder.
-        CheckpointError: there are no checkpoints, none is whole, or the file system refused.
+        CheckpointError: there are no checkpoints, none is complete, or the file system refused.
     """
     path = path.expanduser().resolve()
     folder = RunFolder(str(path.parent), path.name)
@@ -50,7 +57,7 @@ def prune(path: Path, keep: int, *, best: bool = True, dry_run: bool = False, as
 
 
 def _going(folder: RunFolder, keep: int, best: bool) -> list[int]:
-    """The steps to remove, ascending."""
+    """Return the steps to remove, ascending."""
     steps, shown = checkpoint.list_steps(folder.path), printable(str(folder.path))
     if not steps:
         raise CheckpointError(f"{shown} has no checkpoint; give a run's folder, SAVE_DIR/EXPERIMENT_NAME")
@@ -66,7 +73,10 @@ def _going(folder: RunFolder, keep: int, best: bool) -> list[int]:
 
 
 def _best_of(folder: RunFolder, newest: int) -> int:
-    """The step of the best evaluation, as the folder or else the newest whole checkpoint has it; -1: there is none."""
+    """Return the step of the best evaluation; -1 if there is none.
+
+    The folder's record wins over the newest complete checkpoint's.
+    """
     state = checkpoint.read_state(checkpoint.path_of(folder.path, newest))
     known = folder.read_evaluated().get("best") or state.get("best")
     step = known.get("step") if isinstance(known, dict) else None

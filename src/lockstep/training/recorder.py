@@ -1,9 +1,11 @@
-"""What may follow a step: a record, an evaluation, a checkpoint, and at the end the summary.
+"""Record, evaluate and save after a step, and write the summary at the end.
 
-books = RunRecorder(built, meter, sinks, exchange, timeline)
-books.expect(record)            # where its numbers are still on the device
-...
-books.log(record)               # the window's record, where one ends with this step
+    books = RunRecorder(built, meter, sinks, exchange, timeline)
+    books.expect(record)            # where its numbers are still on the device
+    ...
+    books.log(record)               # the window's record, where one ends with this step
+
+`Meter` collects the steps of a window, whose record is written every `--log-freq` steps.
 """
 
 import json
@@ -55,8 +57,14 @@ __all__ = [
 ]
 
 
+# --- losses and numbers of a window
+
+
 class _PendingStep(NamedTuple):
-    """What is kept of a step until it is recorded. As tensors it would hold the heap apart."""
+    """Numbers of a step until it is recorded.
+
+    They are floats, since small tensors would fragment the heap.
+    """
 
     losses: list[float]
     norm: float
@@ -66,15 +74,15 @@ class _PendingStep(NamedTuple):
 
 
 class Meter:
-    """Keeps the losses of the steps since the last record. It waits for no device.
+    """Losses and numbers of the steps since the last record. Waits for no device.
 
     Args:
-        beat: sums the losses over the ranks.
-        clock: where the time went.
+        exchange: sums them over the ranks.
+        clock: measures where the time goes.
         device: whose memory is reported.
-        running: the sum of the losses of the window's steps that an earlier process took.
-        missed: how many of them had no finite loss, and so are not in the sum.
-        numbers: exact sums of these steps' numbers of the task's own, by name.
+        running: sum of the losses of the window's steps that an earlier process took.
+        missed: how many of those had no finite loss, and so are not in the sum.
+        numbers: exact sums of the task's own numbers in those steps, by name.
     """
 
     def __init__(
@@ -91,25 +99,25 @@ class Meter:
         self.numbers = {name: list(sums) for name, sums in (numbers or {}).items()}
         self._kept: list[_PendingStep] = []
         self.skipped_steps = 0  # since this start
-        self._spent: dict[str, float] | None = None  # seconds by part, but for the first window, which holds the start
+        self._spent: dict[str, float] | None = None  # seconds by part, without the first window, which has the start
         self._items, self._since = 0.0, time.perf_counter()
 
     def add(self, step: ReadStep) -> None:
-        """Takes a step whose numbers have been read."""
+        """Add a step whose numbers have been read."""
         self._kept.append(_PendingStep(step.losses, step.norm, step.record.items, step.numbers, step.gradients))
         self._items += step.record.items
         applied, limit = step.record.applied, step.record.limit
         self.skipped_steps += not (step.norm < limit if applied is None else applied)  # None: the device decided
 
     def settle(self) -> dict[str, float]:
-        """Adds the kept steps to `running_loss` (mean losses, each over all ranks) and to `numbers`.
+        """Add the pending steps to `running_loss` and `numbers`. Collective.
 
-        Waits for all ranks. Each step's sums are formed in float64, where the order of a few float32 terms does not
-        show. A step whose loss is not finite is counted in `missed` instead: the guards name it, and one that is left
-        out should not make the window's mean NaN. Its other numbers are left out with it.
+        The losses are means over all ranks. Each step's sums are formed in float64, where the order of a few float32
+        terms does not show. A step whose loss is not finite is counted in `missed` instead: the guards report it, and a
+        step that is left out must not make the window's mean NaN. Its other numbers are left out with it.
 
         Returns:
-            grad_norm of the last step, and gradients/NAME where it took them.
+            grad_norm of the last step, and gradients/NAME if it measured them.
         """
         steps, self._kept = self._kept, []
         if not steps:
@@ -122,13 +130,13 @@ class Meter:
                 counted.append(step)
             else:
                 self.missed += 1
-        if names := list(dict.fromkeys(name for step in steps for name in step.numbers)):  # on every rank alike
+        if names := list(dict.fromkeys(name for step in steps for name in step.numbers)):  # the same on every rank
             self._add_numbers(names, counted)
         last = steps[-1]
         return {"grad_norm": last.norm, **{f"gradients/{name}": norm for name, norm in last.gradients.items()}}
 
     def _add_numbers(self, names: list[str], steps: list[_PendingStep]) -> None:
-        """Add these steps' numbers, over all ranks. Collective."""
+        """Add these steps' numbers over all ranks. Collective."""
         own = [expanded([part for step in steps for part in step.numbers.get(name, ())]) for name in names]
         rows = self._exchange.rows([value for six in own for value in six])  # collective
         for place, name in enumerate(names):
@@ -137,9 +145,11 @@ class Meter:
             self.numbers[name] = merged_sums(parts)
 
     def read(self, log_freq: int) -> dict[str, Any]:
-        """The window's record: running_loss, grad_norm, items_per_second, memory (bytes), time/... (milliseconds).
+        """Return the window's record, and begin a new window. Collective.
 
-        Behind them stand train/NAME, the task's own numbers, and gradients/NAME, where there are such.
+        Returns:
+            running_loss, grad_norm, items_per_second, memory (bytes), time/... (milliseconds), skipped_steps if there
+            were any, then train/NAME, the task's own numbers, and gradients/NAME, if there are any.
         """
         norms = self.settle()
         laps = self._clock.read()
@@ -166,13 +176,17 @@ class Meter:
         return found
 
     def pause(self, seconds: float, part: str = "") -> None:
-        """Leaves `seconds` of something else out of the throughput; `part` is what it was: "evaluation" or "saves"."""
+        """Exclude `seconds` from the throughput.
+
+        Args:
+            part: what they were spent on: "evaluation", "saves" or "".
+        """
         self._since += seconds
         self._took(part, seconds)
 
     @property
     def spent(self) -> dict[str, float]:
-        """Seconds of `steps`, `data` and `exchange` within them, `evaluation` and `saves`, since the first record."""
+        """Seconds since the first record: `steps`, of them `data` and `exchange`, and `evaluation` and `saves`."""
         return dict(self._spent or {})
 
     def _took(self, part: str, seconds: float) -> None:
@@ -181,16 +195,18 @@ class Meter:
 
 
 def memory(device: torch.device) -> int:
-    """Peak bytes: allocated on a CUDA device, else resident in this process."""
+    """Return peak bytes: allocated on a CUDA device, otherwise resident in this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
-    except (OSError, IndexError, ValueError):  # not Linux; and there the peak may be that of the parent
+    except (OSError, IndexError, ValueError):  # not Linux; there the peak may include the parent's
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
+
+# --- records, evaluations, checkpoints
 
 _LOG = logging.getLogger("lockstep")
 EXIT_INTERRUPTED, EXIT_SAVED = 130, 75
@@ -198,12 +214,15 @@ _TROUBLES = ("loading/retries", "loading/left_out", "loading/restarts", "steps_l
 
 
 class RunRecorder:
-    """Every rank calls each method at the same steps; rank 0 alone writes.
+    """Writer of a run's records, evaluations, checkpoints and summary.
+
+    Every rank calls each method at the same steps; only rank 0 writes records.
 
     Attributes:
-        saved: the step of the newest checkpoint that was begun; without checkpoints, up to which the run is recorded.
-        saver: writes them.
-        is_best: whether the last evaluation was the best of the run.
+        saved: step of the newest checkpoint that was begun; without checkpoints, the step up to which the run's state
+            is current.
+        saver: writes the checkpoints.
+        is_best: whether the last evaluation was the run's best.
     """
 
     def __init__(
@@ -219,7 +238,7 @@ class RunRecorder:
     ) -> None:
         self._timeline = timeline
         self._built, self._meter, self._sinks, self._exchange = built, meter, sinks, exchange
-        self._outlives = outlives  # the run goes on where a rank is lost
+        self._outlives = outlives  # the run continues without a lost rank
         self.losses = losses
         keep = built.config.checkpoint
         self._saves = keep.mode != "none"
@@ -229,7 +248,7 @@ class RunRecorder:
             policy=keep.on_failure,
             failed=partial(exchange.stop, SAVE_FAILED),
         )  # collective
-        sinks.flush()  # of ranks that were left
+        sinks.flush()  # records that waited for steps of the lost ranks
         self._began = time.perf_counter()
         self._engine_name = name_of(built.config.engine, built.world)
         self.saved = built.start
@@ -239,12 +258,12 @@ class RunRecorder:
         return (record.step + 1) % self._built.config.log_freq == 0
 
     def expect(self, record: StepRecord) -> None:
-        """The step's numbers come later: what is logged in the meantime stands behind its record."""
+        """Hold back further records until the step's delayed record is written."""
         if self._due(record) and self._built.world.is_main:
             self._sinks.expect()
 
     def log(self, record: StepRecord) -> None:
-        """One record of the steps since the last, where a window ends with this one; the meter has it. Collective."""
+        """Write a record of the window if it ends with this step. Collective."""
         if self._due(record):
             with marked("record"):
                 self._log(record)
@@ -261,7 +280,7 @@ class RunRecorder:
             self._sinks.arrived({**{k: place[k] for k in names}, "lr": built.lr * record.factor, **found, **bad})
 
     def _troubles(self) -> dict[str, float]:
-        """What went wrong and was put right so far, over all ranks; nothing where nothing did."""
+        """Return counts of repaired failures so far, over all ranks; {} if there were none. Collective."""
         counts = [
             *self._exchange.totals(loading_failures(self._built.loading)),
             float(self._built.state.get("steps_left_out", 0)),
@@ -269,12 +288,16 @@ class RunRecorder:
         return {name: count for name, count in zip(_TROUBLES, counts, strict=True) if count}
 
     def evaluate(self, done: int) -> EvaluationRecord | None:
-        """The evaluation after `done` steps, None where there is nothing to evaluate on; `is_best` tells its rank."""
+        """Evaluate after `done` steps, and update `is_best`. Collective.
+
+        Returns:
+            The record; None without an evaluation set.
+        """
         built, began = self._built, time.perf_counter()
         if not built.evaluation:
             return None
         self._exchange.progress.at(done, EVALUATING)
-        self.saver.order()  # the averaged weights take the place of the others
+        self.saver.order()  # the averaged weights replace the others: their copy must come first
         with self._timeline.during(EVALUATION), averaged(built.engine):
             found = evaluate_all(
                 built.engine,
@@ -289,7 +312,7 @@ class RunRecorder:
             numbers = {f"evaluation/{name}": value for name, value in numbered(found).items()}
             self._sinks.log({"global_step": done, **numbers})
         self._meter.pause(time.perf_counter() - began, "evaluation")
-        self.is_best = judged(built.config, built.state, found)  # alike on every rank, as the record is
+        self.is_best = judged(built.config, built.state, found)  # the same on every rank, as the record is
         looked_at(built.config, built.state, better=self.is_best)
         if built.world.is_main:
             self._sinks.best(brief(built.state))
@@ -297,19 +320,20 @@ class RunRecorder:
         return found
 
     def prepare(self) -> None:
-        """Have the host memory of the first save made while the steps go on. Every rank calls it."""
+        """Allocate the host memory of the first save in the background. Every rank calls it."""
         if self._built.config.checkpoint.mode == "async" and self._built.world.device.type == "cuda":
             self.saver.prepare(self._built.tensors())
 
     def save_due(self, done: int) -> bool:
-        """Say whether a periodic checkpoint follows `done` steps."""
+        """Return whether a periodic checkpoint follows `done` steps."""
         every = self._built.config.ckpt_freq
         return self._saves and bool(every) and done % every == 0
 
     def save(self, done: int) -> None:
-        """A checkpoint after `done` steps, written while the next steps go on; what need not be kept any more goes.
+        """Begin a checkpoint after `done` steps, which is written while training goes on.
 
-        With `--checkpoint.mode none` the run's state alone is brought up to this step.
+        Checkpoints that need not be kept are removed afterwards. With `--checkpoint.mode none` only the run's state is
+        updated to this step.
 
         Raises:
             LockstepError: saves fail, and --checkpoint.on-failure ends the run.
@@ -326,7 +350,7 @@ class RunRecorder:
         self._meter.pause(time.perf_counter() - began, "saves")
 
     def _note(self, done: int) -> None:
-        """Bring the run's state up to `done` steps."""
+        """Update the run's state to `done` steps."""
         built = self._built
         self._meter.settle()
         built.state |= built.run_plan.place(done) | {
@@ -343,14 +367,14 @@ class RunRecorder:
         built = self._built
         if built.task.hooks:
             built.task.hooks.saves(kept(built.state), done)
-        state = json.loads(json.dumps(built.state))  # as it is now: the thread writes it later
+        state = json.loads(json.dumps(built.state))  # a copy: the thread writes it later
         tensors = built.tensors()
-        # Parameters, buffers, and what is the task's or the caller's, a forward may write.
+        # A forward may write parameters, buffers, and tensors of the task or the caller; not these.
         resting = {name for name in tensors if name.startswith(("optimizer/", AVERAGE))}
         self.saver.begin(tensors, partial(self._write, done, state), done, resting)  # collective
 
     def _write(self, done: int, state: dict[str, Any], share: Share, world: World) -> None:
-        """In the saver's thread, with its own group."""
+        """Write this rank's part of a checkpoint, in the saver's thread with its own group."""
         folder = self._built.folder
         names = exempt_names(state, (piece.name for piece in share.pieces))
         checkpoint.write_share(
@@ -360,7 +384,7 @@ class RunRecorder:
             self._tidy(state)
 
     def _tidy(self, state: dict[str, Any]) -> None:
-        """`state.json`, and the checkpoints that need not be kept any more gone. On rank 0."""
+        """Write `state.json`, and remove checkpoints that need not be kept. On rank 0."""
         folder, keep, best = self._built.folder, self._built.config.checkpoint, state["best"]
         _write_state(folder, state)
         if self._saves:
@@ -370,7 +394,7 @@ class RunRecorder:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Lets a save that is going on come to its end; after a lost rank it cannot, and is not waited for."""
+        """Let a running save finish; after a lost rank it cannot, and is abandoned."""
         gone = isinstance(error, PeerError)
         seconds = (0.2 if self._outlives else 1.0) if gone else self._built.world.timeout
         self.saver.abandon(seconds, leave=not (gone and self._outlives))
@@ -379,7 +403,7 @@ class RunRecorder:
         """Wait for the run's last save. Collective.
 
         Raises:
-            LockstepError: it failed: what it should have kept is lost. Or tensors are not finite.
+            LockstepError: the save failed, so its step is lost; or tensors are not finite.
         """
         built = self._built
         self.saver.settle(last=True)  # collective
@@ -388,19 +412,21 @@ class RunRecorder:
             raise LockstepError(f"after step {self.saved} {line}; lower --lr, or look at what updates it")
 
     def close(self, code: int, *, sample: bool = True) -> None:
-        """The summary, with a sample of what the model makes where it is asked for and the run was not cut short.
+        """Write the summary. Call it after `settle`, on every rank.
 
-        To be called after `settle`. Every rank takes part in the sample, since the forward of a split model needs them
-        all.
+        Args:
+            code: the run's exit code.
+            sample: show a sample of the model's output, unless the run was cut short. Every rank takes part, since the
+                forward of a sharded model needs them all.
         """
         built = self._built
-        if built.world.is_main and self.is_best:  # known since the checkpoint was begun
+        if built.world.is_main and self.is_best:  # found after the checkpoint was begun
             self._tidy(built.state)
-        elif built.world.is_main and self.saved:  # that it was evaluated, too
+        elif built.world.is_main and self.saved:  # includes its evaluation
             _write_state(built.folder, built.state)
         self._exchange.progress.at(self.saved, ENDING)
         with averaged(built.engine):
-            with eager():  # an own task's too
+            with eager():  # of a user's task too
                 asked = sample and not code
                 text = on_all_ranks(built.world, self._sample) if asked else ""  # collective
             at_rest(built.engine.model)
@@ -428,7 +454,7 @@ class RunRecorder:
         return self._built.task.sample(self._built.engine.model, self._built.world.device)
 
     def _next(self, code: int) -> str:
-        """The last line on the screen: what to do now."""
+        """Return the last line on the screen: what to do next."""
         whole, path = self._built.run_plan.step_plan.steps, self._built.folder.path
         if self.saved < whole and out_of_patience(self._built.config, self._built.state):
             why = stopped_by(self._built.config, self._built.state)
@@ -445,12 +471,12 @@ class RunRecorder:
 
 
 def losses_text(losses: Sequence[str], size: int, began_on: int) -> str:
-    """Describe the ranks that a run lost on its way; "" for none.
+    """Describe the ranks that a run lost; "" for none.
 
     Args:
         losses: a line for each.
-        size: the ranks now.
-        began_on: the ranks before the first loss.
+        size: number of ranks now.
+        began_on: number of ranks before the first loss.
     """
     if not losses:
         return ""
@@ -462,7 +488,10 @@ def losses_text(losses: Sequence[str], size: int, began_on: int) -> str:
 
 
 def _write_state(folder: RunFolder, state: dict[str, Any]) -> None:
-    """`state.json`, which people and scripts read, and no resume: the save has not failed where it cannot be."""
+    """Write `state.json`, and only warn on failure.
+
+    Users and scripts read it; a resume does not.
+    """
     try:
         folder.write_state(state)
     except (OSError, StorageError) as error:

@@ -1,12 +1,12 @@
-"""A run goes on where a rank is lost, with what the others hold in memory, and takes in a new process later.
+"""Recover from a lost rank with the state in memory, and take in its replacement.
 
     member = member_of(world)               # None where a loss ends the run
     ...                                     # a collective fails: `is_lost` of its error
     regroup(session, built, member)         # those who are left have formed new groups, and stand at one step
 
-Every rank of the engine holds all of the states, and the update is the last that a step does: when a rank is lost, each
-of the others has either made it or not. Whoever is furthest hands its state to those that are not; the micro-batches of
-the step to come are shared out anew over those who are there, so none is lost and none is computed twice.
+Every rank of the engine holds the whole state, and the update is the last part of a step: when a rank is lost, each of
+the others has either applied it or not. The rank with the highest step broadcasts its state. The micro-batches of the
+next step are divided among the present ranks, so none is lost and none is computed twice.
 """
 
 import dataclasses
@@ -55,20 +55,21 @@ __all__ = [
 
 _LOG = logging.getLogger("lockstep")
 _BEGUN: list[bool] = []  # whether this process has begun a run
-_LONGEST, _SLACK = 2, 30.0  # that many times `--timeout`, and seconds, to wait for who goes on
-_WAITED = 0.9  # of `--timeout`: a rank that stood as long where it lost the others has waited for them
-_TOGETHER = 64 << 20  # bytes that are sent together
-_BUILDING, _EMPTY = -1, -2  # in place of the steps taken: all of it is being built anew; it has no state yet
+_LONGEST, _SLACK = 2, 30.0  # multiples of `--timeout`, and seconds, to wait for the survivors
+_WAITED = 0.9  # share of `--timeout`: a rank blocked that long before the loss has waited for the others
+_TOGETHER = 64 << 20  # bytes per broadcast
+_BUILDING, _EMPTY = -1, -2  # reported instead of a step: the run is being rebuilt; it has no state yet
 
 
 class Anew(RankLost):
-    """A rank was lost while the run went back to a checkpoint: all of it is built anew, by those who are left."""
+    """A rank was lost during a rollback: the survivors rebuild the whole run."""
 
 
 def member_of(world: World | None) -> Member | None:
-    """This process as a member; None where a loss ends the run: no launcher of ours, or the caller joined the world.
+    """Register this process as a member; None if a lost rank ends the run.
 
-    Of the runs of a script the first alone is such: a new process begins with that one.
+    That is so without lockstep's launcher, or if the caller joined the world. Only the first run of a script survives
+    losses: a replacement process begins with that one.
     """
     if world is not None or _BEGUN:
         return None
@@ -77,7 +78,7 @@ def member_of(world: World | None) -> Member | None:
 
 
 def why_not(built: Built) -> str:
-    """Why the others cannot go on where a rank of this run is lost; "" where they can."""
+    """Return why this run cannot survive a lost rank; "" if it can."""
     name = name_of(built.config.engine, built.world)
     if not ENGINES[name].survives_loss:
         return f"--engine {name} splits the states over the ranks, so they are lost with one; ddp goes on without it"
@@ -91,7 +92,10 @@ def why_not(built: Built) -> str:
 
 
 def built_to_join(session: Session, world: World, member: Member) -> Built:
-    """What this process needs to take part in a run that goes on: all but state and groups, made by itself."""
+    """Build the parts that this process needs to join a running run.
+
+    It builds everything but state and groups, by itself.
+    """
     config = session.config
     config = dataclasses.replace(config, experiment_name=member.experiment() or config.experiment_name)
     alone = dataclasses.replace(config, engine="auto", shares="equal")
@@ -101,10 +105,10 @@ def built_to_join(session: Session, world: World, member: Member) -> Built:
 
 
 def regroup(session: Session, built: Built, member: Member) -> None:
-    """Leaves the groups, waits for who goes on, forms new ones, and brings all to one state. Changes `built`.
+    """Form new groups with the survivors, and bring all to one state. Changes `built`.
 
     Raises:
-        Anew: one of the others builds all of it anew; this process is to do so with them.
+        Anew: another member is rebuilding the run; this process must do so too.
         PeerError: the run does not go on.
     """
     began, before = time.monotonic(), (built.world.rank, built.world.is_main) if not member.is_new else (-1, False)
@@ -141,14 +145,14 @@ def regroup(session: Session, built: Built, member: Member) -> None:
                 raise
             note_lost(session, error)
             if report[:2] != found.reports[best or member.name][:2]:
-                report = report._replace(taken=_EMPTY)  # part of it is another's by now
+                report = report._replace(taken=_EMPTY)  # its state is partly overwritten by now
     session.is_main = built.world.is_main
     if built.world.is_main:
         _say(found._replace(lost=lost), session.lost, built, time.monotonic() - began)
 
 
 def regroup_to_build(session: Session, member: Member) -> None:
-    """The same for a process that was building all of it anew. Changes `session.joined`.
+    """Form new groups for a process that is rebuilding the run. Changes `session.joined`.
 
     Raises:
         PeerError: the run does not go on.
@@ -170,12 +174,12 @@ def regroup_to_build(session: Session, member: Member) -> None:
 
 
 def is_lost(error: PeerError) -> bool:
-    """Whether the error says no more than that another rank is gone."""
+    """Whether the error means only that another rank is gone."""
     return not error.relayed and not isinstance(error, Anew)
 
 
 def note_lost(session: Session, lost: PeerError) -> None:
-    """Keeps the words of an error that `is_lost`, and lets go of what its frames hold: engines and groups."""
+    """Record a lost-rank error, and free the engines and groups that its frames hold."""
     session.lost = str(lost)
     stood = time.monotonic() - session.exchange.progress.since if session.exchange else 0.0
     session.waited = session.joined is not None and stood > _WAITED * session.joined.timeout
@@ -193,7 +197,10 @@ def _report_of(session: Session, world: World, taken: int) -> LeaveReport:
 
 
 def _furthest(found: Generation) -> str | None:
-    """The name of the member whose state all take over; None where one is building anew, or none has any."""
+    """Return the member whose state all load.
+
+    None if one is rebuilding, or none has any.
+    """
     reports = found.reports
     if any(report.taken == _BUILDING for report in reports.values()):
         return None
@@ -202,15 +209,15 @@ def _furthest(found: Generation) -> str | None:
 
 
 def digest(built: Built) -> str:
-    """Of all that must be the same on those that train together."""
+    """Hash everything that must be equal on processes that train together."""
     config = cli.flat(built.config)
-    del config["experiment_name"]  # may have the time in it; the others' is taken
+    del config["experiment_name"]  # may contain the time; the others' is used
     same = [built.plan, config, dict(built.task.sources), program(built.task)]
     return hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _let_go(session: Session, built: Built) -> None:
-    """Drops the engine and all groups. The reducer of DDP must be gone before its group is."""
+    """Free the engine and all groups; DDP's reducer must be freed before its group."""
     groups = [session.exchange.left() if session.exchange else None, session.saver.left() if session.saver else None]
     session.exchange = session.saver = session.reader = None
     built.engine = None  # type: ignore[assignment]
@@ -219,32 +226,32 @@ def _let_go(session: Session, built: Built) -> None:
 
 
 def _place(session: Session, built: Built, found: Generation, best: str, state: dict[str, Tensor]) -> None:
-    """Brings all to the state of the member `best`, and makes what depends on the ranks anew. Collective.
+    """Load the state of member `best` everywhere, and rebuild what depends on ranks. Collective.
 
     Args:
-        state: what the engine of before, the task and the caller hold, in place; the weights come first, since a new
-            engine would take those of rank 0.
+        state: what the previous engine, the task and the caller hold, in place; the weights come first, since a new
+            engine would copy rank 0's.
     """
     world, task, optimizer = built.world, built.task, built.groups.optimizer
     source, furthest = found.members.index(best), found.reports[best]
     if any(report[:2] != furthest[:2] for report in found.reports.values()):
         state = _handed_out(state, source, world)
         if optimizer is not None and found.reports[found.members[world.rank]][:2] != furthest[:2]:
-            optimizer.state.clear()  # it may have states of other parameters
+            optimizer.state.clear()  # it may hold states of other parameters
     built.state = world.gather(built.state if world.rank == source else None)[source]  # collective
-    recall(task, built.state)  # of which a new process knows nothing
+    recall(task, built.state)  # a new process has not detected it
     _stand(session, built, furthest)
     shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)
     config = dataclasses.replace(built.config, shares=shares)
     built.batches, built.balancer = stream_of(config, task, built.training, built.run_plan, world, built.state)
     built.evaluation = batches_of(config, task, built.sets, world)  # collective
     built.loading = [built.loading[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
-    if "trained" in built.state:  # a new process made its optimizer for another set; all make theirs alike
+    if "trained" in built.state:  # a new process made its optimizer for another set, so all make theirs again
         begin_as_made(built.model, built.state)
         built.groups.renewed(optimizer_of(config, task, built.model))
     parts = (config, task, built.model, world, built.groups, built.batches)
     built.engine = engine_of(*parts, notify(world), built.state)
-    built.load_state_dict(state)  # most of it lies where it did
+    built.load_state_dict(state)  # most of it is in place already
     train_now(built.model, built.state)
     optimizer = built.groups.optimizer
     if furthest.taken == 0 and optimizer is not None:
@@ -252,10 +259,10 @@ def _place(session: Session, built: Built, found: Generation, best: str, state: 
 
 
 def _handed_out(state: dict[str, Tensor], source: int, world: World) -> dict[str, Tensor]:
-    """The state of one rank on all: in place, where a rank has a tensor of that name. Collective.
+    """Broadcast one rank's state, into tensors that exist already if possible. Collective.
 
-    They are sent as bytes, many together: most are small, each sending has its own delay, and gloo does not know each
-    dtype.
+    Tensors are sent as bytes, many together: most are small, each broadcast has its own delay, and gloo does not
+    support every dtype.
     """
     mine = [[name, list(tensor.shape), str(tensor.dtype)[6:]] for name, tensor in state.items()]
     theirs = world.gather(mine if world.rank == source else None)[source]  # collective
@@ -276,7 +283,7 @@ def _handed_out(state: dict[str, Tensor], source: int, world: World) -> dict[str
 
 @torch.no_grad()
 def _send(tensors: list[Tensor], source: int, world: World) -> None:
-    """One rank's values on all. Collective."""
+    """Broadcast one rank's values. Collective."""
     if world.rank == source:
         flat = torch.cat([tensor.resolve_conj().reshape(-1).view(torch.uint8) for tensor in tensors])
     else:
@@ -285,14 +292,17 @@ def _send(tensors: list[Tensor], source: int, world: World) -> None:
     if world.rank != source:
         parts = flat.split_with_sizes([tensor.nbytes for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # in memory that is aligned for it
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # the clone is aligned for its dtype
 
 
 def _stand(session: Session, built: Built, best: LeaveReport) -> None:
-    """Where the run stands now, as a checkpoint of this step would have it."""
+    """Set session and state to the step at which the run goes on.
+
+    They are as a checkpoint of that step would have them.
+    """
     config, taken, state = built.config, best.taken, built.state
     state |= built.run_plan.place(taken)
-    # Nobody knows the losses that the lost rank kept for the next record.
+    # The losses that the lost rank kept for the next record are unknown.
     state |= {"running_loss": 0.0, "running_missed": taken % config.log_freq, "running_numbers": {}}
     whole = built.run_plan.step_plan.steps
     due = taken > 0 and (taken == whole or bool(config.eval_freq and taken % config.eval_freq == 0))
@@ -306,7 +316,7 @@ def _stand(session: Session, built: Built, best: LeaveReport) -> None:
 
 
 def _take_over(session: Session, built: Built, rank: int, was_main: bool) -> None:
-    """This process's new place among the ranks: its log, and on rank 0 the folder and what is written there."""
+    """Open this process's log, and on a new rank 0 the folder and the sinks. Collective."""
     if built.world.rank != rank:
         open_log(built.folder.path, built.world.rank)
 

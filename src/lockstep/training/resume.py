@@ -1,7 +1,10 @@
-"""Which checkpoint is meant, and its weights into a model.
+"""Choose a checkpoint, check that a resume fits its plan, and load its weights.
 
-found = chosen(Path("outputs/mine"), "best")
-fill(found, model)
+    found = chosen(Path("outputs/mine"), "best")
+    fill(found, model)
+
+A resume is refused in `check_plan`, by the differences between the checkpoint's plan and this start's. `--extend-to`
+and the plan's division into epochs and steps are here too.
 """
 
 import dataclasses
@@ -48,13 +51,13 @@ __all__ = [
 
 
 def extended(config: Config, state: dict[str, Any]) -> Config:
-    """The config whose plan is the longer one, where the run was extended or is to be; `state` is told.
+    """Apply `--extend-to`, now or in an earlier start, to the configuration.
 
     Args:
-        state: of the checkpoint to go on from.
+        state: of the checkpoint to resume from; a new extension is recorded in it.
 
     Raises:
-        ConfigError: there is no run to go on with.
+        ConfigError: there is no run to extend.
     """
     known, asked = state.get("extended"), config.extend_to
     if asked and "global_step" not in state:
@@ -67,27 +70,27 @@ def extended(config: Config, state: dict[str, Any]) -> Config:
         return config
     length = {name: known[name] for name in ("max_steps", "num_epochs") if known[name]}
     optim = config.optim
-    if optim.warmup_steps == -1:  # auto: as it was, since those steps are done
+    if optim.warmup_steps == -1:  # auto: unchanged, since those steps are done
         optim = dataclasses.replace(optim, warmup_steps=state["plan"].get("optim.warmup_steps", -1))
     return dataclasses.replace(config, **{"max_steps": 0, **length}, optim=optim)
 
 
 def _length(asked: int | str) -> dict[str, int]:
-    """{"max_steps": steps, or "num_epochs": passes}; the other is 0."""
+    """Return {"max_steps": steps, "num_epochs": 0}, or epochs and 0 steps."""
     epochs = int(str(asked).rstrip(" epochs")) if is_span(asked) else 0
     return {"max_steps": 0 if epochs else int(asked), "num_epochs": epochs}
 
 
 def plan_before(state: dict[str, Any], now: dict[str, Any]) -> dict[str, Any] | None:
-    """The plan that a resume compares `now` with: the checkpoint's, with the steps that it was extended to."""
+    """Return the checkpoint's plan, with the length of its extension, to compare with `now`."""
     before: dict[str, Any] | None = state.get("plan")
     if before and before["steps"] == state.get("extended", {}).get("from"):
-        return before | {name: now[name] for name in ("steps", "optim.period")}  # a period may be a share of the plan
+        return before | {name: now[name] for name in ("steps", "optim.period")}  # the period may be a share of the plan
     return before
 
 
 def check_longer(config: Config, state: dict[str, Any], steps: int) -> None:
-    """Raises ResumeError where the plan of `steps` is no longer than what was asked to be extended."""
+    """Raise ResumeError if an extension does not make the plan longer."""
     known = state.get("extended")
     if known and steps <= known["from"]:
         raise ResumeError(
@@ -96,11 +99,11 @@ def check_longer(config: Config, state: dict[str, Any], steps: int) -> None:
 
 
 def described(state: dict[str, Any], steps: int, rate: float) -> str:
-    """One line on what becomes of the schedule, where the run goes on from the step at which it was extended; else "".
+    """Describe how an extension changes the schedule, at its first step; else "".
 
     Args:
         steps: of the longer plan.
-        rate: of the coming step.
+        rate: of the next step.
     """
     known = state.get("extended")
     if not known or known["at"] != state["global_step"]:
@@ -111,26 +114,28 @@ def described(state: dict[str, Any], steps: int, rate: float) -> str:
     )
 
 
-# Options that change what is computed from which data; the rest may change between one start and the next.
+# --- plan
+
+# Options that change what is computed from which data; the others may change between starts.
 _FIXED = (
     *("batch_size", "micro_batch_size", "seed", "seq_len", "lr"),
     *("precision", "residual_dtype", "weight_copies", "grad_dtype", "fused_kernels", "batchnorm"),
     *("model_name", "dataset_name", "model.dropout"),
     *FIXED,
 )
-# And these, where the rate follows the evaluations.
+# And these, if the learning rate depends on evaluations.
 _JUDGING = ("eval_freq", "best_metric", "limit_eval_batches", "eval_micro_batch_size")
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The steps of the plan, and the place of a step among the epochs.
+    """The steps of a run, and their position in the epochs.
 
     Attributes:
-        samples: n, in an epoch: of the training set or of the task's order, or what --limit-train-batches leaves.
-        config: how many epochs or steps, and how large a step is.
-        origin: the step, and the position in the stream of samples, from which on a step is as large as that.
-        least: samples that a micro-batch must have: 2 where BatchNorm, which one alone would stop, is trained.
+        samples: in an epoch: of the training set or of the task's order, or what --limit-train-batches leaves.
+        config: number of epochs or steps, and the size of a step.
+        origin: step and sample position from which on steps have this size.
+        least: minimum samples of a micro-batch: 2 with trainable BatchNorm, which fails on one alone.
         whole: samples of the training set.
     """
 
@@ -142,9 +147,10 @@ class RunPlan:
 
     @property
     def step_plan(self) -> StepPlan:
-        """The stream of positions as steps. With --max-steps each is full; else the last ends with the last epoch.
+        """The sample positions divided into steps.
 
-        Left out at that end: with --data.drop-last what is short of a step, and what is short of `least` samples.
+        With --max-steps each step is full; otherwise the last ends with the last epoch. Dropped at that end: with
+        --data.drop-last what is short of a step, and what is short of `least` samples.
         """
         config, origin, micro_size = self.config, self.origin, self.config.micro_size
         if config.max_steps:
@@ -157,17 +163,20 @@ class RunPlan:
         return StepPlan(config.batch_size, micro_size, origin.position + coming, origin)
 
     def place(self, done: int) -> dict[str, Any]:
-        """Where the run stands after `done` steps: epochs are counted in samples, so a step may lie across two."""
+        """Return the run's position after `done` steps.
+
+        Epochs are counted in samples, so a step may span two.
+        """
         size = self.config.batch_size
         position = self.step_plan.start(done)
         epoch, within = divmod(position, self.samples)
         if (
             within == 0 and position == self.step_plan.total and epoch
-        ):  # the end of the last epoch, not the start of another
+        ):  # the end of the last epoch, not the start of the next
             epoch, within = epoch - 1, self.samples
         left = self.samples - within
         if not self.config.max_steps:
-            left = min(left, self.step_plan.total - position)  # less than the epoch's where its end is left out
+            left = min(left, self.step_plan.total - position)  # less than the epoch's if its end is dropped
         return {
             "global_step": done,
             "epoch": epoch,
@@ -179,17 +188,17 @@ class RunPlan:
 
 
 def in_epoch(config: Config, samples: int) -> int:
-    """Samples of an epoch of a training set of `samples`, by --limit-train-batches: whole steps, or all of them."""
+    """Return the samples of an epoch under --limit-train-batches: whole steps, or all."""
     if not config.limit_train_batches:
         return samples
     return min(samples, in_batches(config.limit_train_batches, samples / config.batch_size) * config.batch_size)
 
 
 def origin_of(state: dict[str, Any], config: Config) -> Origin:
-    """Where the run's present cut into steps begins, from the state of the checkpoint to resume from.
+    """Return where the current division into steps begins, from a checkpoint's state.
 
-    With another batch size than before (--resume-anyway) it begins here, at the position that was reached: no sample is
-    left out and none comes twice (`check_plan` refuses what would break that). Else where it began before.
+    With another batch size (--resume-anyway) it begins at the position that was reached: no sample is left out and none
+    comes twice (`check_plan` refuses what would break that). Otherwise it stays.
     """
     before = state.get("plan", {}).get("batch_size", config.batch_size)
     if before != config.batch_size:
@@ -198,16 +207,18 @@ def origin_of(state: dict[str, Any], config: Config) -> Origin:
 
 
 def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, own_task: bool) -> dict[str, Any]:
-    """What a resume must find unchanged: the model by its tensors' names and shapes, the data by its content.
+    """Return what a resume must find unchanged.
+
+    The model is identified by its tensors' names and shapes, the data by its content.
 
     Args:
-        own_task: the task is the user's: without the built-in ones' options that stand at their default.
+        own_task: the task is the user's: options of built-in tasks are left out at their defaults.
     """
     said = cli.flat(config, own_task=own_task)
     shapes = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in model.state_dict().items())
     optim = config.optim
     judged: dict[str, Any] = {}
-    if optim.schedule == "plateau":  # of the best, which --min-delta may not be
+    if optim.schedule == "plateau":  # the delta of --best-metric, which --min-delta may not be
         judged = {name: getattr(config, name) for name in _JUDGING} | {"min_delta": judged_by(config).delta}
     return {
         **{name: said[name] for name in _FIXED if name in said},
@@ -225,7 +236,7 @@ def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, 
 
 
 class PlanDifference(NamedTuple):
-    """A number of the plan that a resume finds changed."""
+    """A value of the plan that changed since the checkpoint."""
 
     key: str
     before: Any
@@ -235,18 +246,18 @@ class PlanDifference(NamedTuple):
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[PlanDifference]:
     """Compare the plans of a checkpoint and of this start.
 
-    What a plan leaves out is at its default, and so is an option that is younger than the run.
+    Missing values of an older plan are compared as their defaults.
     """
     plain, kept = Config(), cli.flat(Config(), own_task=True)
     left_out = {name: lookup(plain, name) for name in _FIXED if name not in kept}
     younger = ("optim.", "fp16.", "weight_copies", "grad_dtype")
     added = {name: value for name, value in kept.items() if name.startswith(younger) and value != "auto"}
-    everything = {"dataset_samples": before.get("samples")}  # of a checkpoint that is older than the limit
+    everything = {"dataset_samples": before.get("samples")}  # missing in older checkpoints
     before, now = left_out | added | everything | before, left_out | now
     return [PlanDifference(key, before.get(key), now[key]) for key in now if before.get(key) != now[key]]
 
 
-# What follows from other settings -> those. Options do where they are "auto" or a share; these five always.
+# Value -> the settings that it follows from: an option if it is "auto" or a share, these five always.
 _DERIVED = ("steps", "samples", "dataset_samples", "data", "model")
 _SUITED = ("optim.name", "lora.rank", "task")
 _SOURCES = ("task", "dataset_name", "seq_len")
@@ -270,20 +281,20 @@ _NO_FLAG = (*_DERIVED, "task")
 def check_plan(
     path: Path, before: dict[str, Any] | None, now: dict[str, Any], config: Config, asked: Config
 ) -> list[str]:
-    """Compare the plan of this start with the checkpoint's.
+    """Refuse a resume whose plan differs from the checkpoint's.
 
     Args:
         path: the run's folder.
         before: the checkpoint's plan; None: a new run.
         now: the plan of this start.
         config: of this start, without any "auto".
-        asked: the same as it was given.
+        asked: the same as the user gave it.
 
     Returns:
-        A line for each change that --resume-anyway lets pass.
+        A line for each change that --resume-anyway accepts.
 
     Raises:
-        ResumeError: the plans differ, and --resume-anyway is off or would train on some samples twice.
+        ResumeError: the plans differ without --resume-anyway, or some samples would be trained on twice.
     """
     if before is None:
         return []
@@ -297,7 +308,7 @@ def check_plan(
 
 
 def _given(found: list[PlanDifference], asked: Config) -> list[PlanDifference]:
-    """Leave out the differences that follow from others."""
+    """Drop the differences that follow from others."""
     keys = {each.key for each in found}
 
     def follows(key: str) -> bool:
@@ -311,7 +322,7 @@ def _given(found: list[PlanDifference], asked: Config) -> list[PlanDifference]:
 
 
 def _described(difference: PlanDifference, asked: Config) -> str:
-    """The setting as it is typed, with both values: `--seed 0 (now 1)`."""
+    """Format a difference as it is typed, with both values: `--seed 0 (now 1)`."""
     key, before, now = difference
     if key == "data":
         return "training data of other content"
@@ -350,7 +361,7 @@ def _count_steps(asked: Config) -> str:
 
 
 def _typed(name: str, value: Any) -> str:
-    """A setting as it is typed: `--lr 0.1`, `--no-exact`."""
+    """Format a setting as it is typed: `--lr 0.1`, `--no-exact`."""
     if isinstance(value, bool):
         return flag(name) if value else flag(name).replace("--", "--no-", 1)
     return f"{flag(name)} {_value(value)}"
@@ -361,10 +372,10 @@ def _value(value: Any) -> str:
 
 
 def _check_epoch(before: dict[str, Any], now: dict[str, Any], config: Config) -> None:
-    """Raise where a resume has another number of samples in an epoch of the same data, by its limit and batch size.
+    """Refuse another number of samples in an epoch of the same data.
 
     Raises:
-        ResumeError: which sample stands at a position goes by that number, so samples would come twice.
+        ResumeError: positions map to samples by that number, so some samples would come twice.
     """
     then = before.get("samples", now["samples"])
     if then == now["samples"] or before.get("dataset_samples", then) != now["dataset_samples"]:
@@ -375,6 +386,8 @@ def _check_epoch(before: dict[str, Any], now: dict[str, Any], config: Config) ->
         "leaves as many, or use another --experiment-name"
     )
 
+
+# --- weights of a checkpoint
 
 _LOG = logging.getLogger("lockstep")
 
@@ -387,14 +400,15 @@ def fill(
     without: Collection[str] = (),
     ema: bool = False,
 ) -> None:
-    """Fills the model with the weights of the checkpoint in `found`, and the task's own tensors where they are given.
+    """Load a checkpoint's weights into a model, and the task's own tensors into `own`.
 
     Args:
-        without: `model/NAME` of what stays as it is: the base, where the checkpoint is of adapters.
-        ema: then gives the parameters that have an average that one.
+        found: the checkpoint's folder.
+        without: `model/NAME` of tensors to leave as they are: the base of adapters.
+        ema: load averages for the parameters that have one.
 
     Raises:
-        CheckpointError: it is damaged, of another model, or has no averaged weights where they are asked for.
+        CheckpointError: it is damaged, of another model, or has no averaged weights although `ema` asks for them.
     """
     state = {f"model/{name}": tensor for name, tensor in model.state_dict(keep_vars=False).items()}
     state = {name: tensor for name, tensor in state.items() if name not in without}
@@ -413,7 +427,12 @@ def _fill_averages(found: Path, model: nn.Module) -> None:
 
 
 def chosen(path: Path, which: str | int) -> Path:
-    """The checkpoint that `lockstep.load` takes for these two. Raises CheckpointError where there is no such one."""
+    """Return the checkpoint that `lockstep.load` loads. Raises CheckpointError if there is none.
+
+    Args:
+        path: a run's folder, or a checkpoint's.
+        which: "best", "last", or a step.
+    """
     if (path / "manifest.json").is_file():
         return path
     steps = checkpoint.list_steps(path) if path.is_dir() else []
@@ -429,7 +448,7 @@ def chosen(path: Path, which: str | int) -> Path:
 
 
 def _last(path: Path, steps: list[int]) -> int:
-    """The newest of these steps whose tensors are finite; where there is none, the newest."""
+    """Return the newest step whose tensors are finite; if there is none, the newest."""
     for step in reversed(steps):
         if not checkpoint.is_marked(checkpoint.path_of(path, step)):
             return step
@@ -438,7 +457,11 @@ def _last(path: Path, steps: list[int]) -> int:
 
 
 def weights_in(path: Path, world: World, say: Callable[[str], None]) -> tuple[Path, bool]:
-    """The checkpoint that --init-from names, and whether it was verified: itself, or the newest whole one of a run."""
+    """Find the checkpoint that --init-from names. Collective.
+
+    Returns:
+        The checkpoint itself, or the newest complete one of a run; and whether it was verified.
+    """
     if any(world.gather(on_all_ranks(world, (path / "manifest.json").exists))):  # collective
         return path, False
     found = checkpoint.find_newest(path, world, say)  # collective

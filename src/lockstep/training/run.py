@@ -1,6 +1,10 @@
-"""`lockstep profile`: a short run in a folder of its own, NAME-profile-TIME, of which traces, verdict and log stay.
+"""Train a task: with `Run` step by step, or with `train` in one call.
 
-code = profile(config, steps=10, warmup=5)
+    result = train(config, task)
+    code = profile(config, steps=10, warmup=5)
+
+`profile` is `lockstep profile`: a short run in its own folder, NAME-profile-TIME, of which traces, verdict and log are
+kept.
 """
 
 import contextlib
@@ -37,21 +41,21 @@ __all__ = [
 ]
 
 
-_LAST: list[weakref.ref[Training]] = []  # the run that began last in this process
+_LAST: list[weakref.ref[Training]] = []  # the last run that began in this process
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
-        status: "finished" (the plan's last step was taken), "stopped" (run.stop(), --stop-at, or the loop was left),
+        status: "finished" (the plan's last step is done), "stopped" (run.stop(), --stop-at, or the loop was left),
             "abandoned" (run.abandon()), "interrupted" (Ctrl-C) or "preempted" (a signal, or the file STOP).
-        global_step: steps taken, in all starts of the run.
+        global_step: steps trained, over all starts of the run.
         evaluation: the last one in this process, or None.
         best: the best evaluation of the run by `--best-metric`, or None.
-        folder: where records, log and checkpoints lie.
-        exit_code: what the command ends with: 0, 75 (preempted) or 130 (interrupted).
+        folder: of records, log and checkpoints.
+        exit_code: of the command: 0, 75 (preempted) or 130 (interrupted).
     """
 
     status: str
@@ -63,19 +67,20 @@ class Result:
 
 
 class Run:
-    """A training run. It begins in `with`, or with its loop, and nothing is written before.
+    """A training run, iterated step by step.
 
         for step in lockstep.Run(config, task): ...     # records, evaluations and checkpoints as under the command
         result = lockstep.Run(config, task)()           # without a loop
 
-    The same experiment name resumes. A process trains one run at a time, and as many as it likes one after the other;
-    one that was left in the middle is ended when the next one begins. Leaving the loop (`break`, an error in its body)
-    saves and ends the run where all ranks leave it after the same step.
+    It begins with `with`, or with its loop; nothing is written before. The same experiment name resumes. A process
+    trains one run at a time, any number one after another; a run that was left in the middle ends when the next begins.
+    Leaving the loop (`break`, an error in its body) saves and ends the run, if all ranks leave it after the same step.
 
     Args:
-        config: everything but the task.
-        task: a `lockstep.Task`, or an object with its methods; None: what the config names.
-        world: one that this process joined already, and will leave itself; None: joined here, and left at the end.
+        config: everything except the task.
+        task: a `lockstep.Task`, or an object with its methods; None: the task that the configuration names.
+        world: a world that this process joined already, and will leave itself; None: it is joined here, and left at the
+            end.
     """
 
     def __init__(self, config: Config, task: Any = None, world: World | None = None, *, _least_steps: int = 0) -> None:
@@ -83,16 +88,18 @@ class Run:
         self._steps: Training | None = None
 
     def __enter__(self) -> Self:
-        """Begins: joins the ranks, makes model, data and optimizer, claims the folder, loads what is to be resumed.
+        """Begin the run.
+
+        Joins the ranks, makes model, data and optimizer, locks the folder, and loads the checkpoint to resume from.
 
         Raises:
-            UsageError: what was asked for cannot be done; nothing was written.
+            UsageError: the configuration cannot be run; nothing was written.
             LockstepError: the run failed.
         """
         if self._steps is not None or self._session.status != "new":
             raise UsageError(f"this run is {self.status}: make another Run to go on, with the same config to resume")
         steps = training(self._session)
-        if self._session.world is None:  # who joined one keeps count of what runs in it
+        if self._session.world is None:  # whoever passes a world keeps track of its runs
             _take_turn(weakref.ref(steps))
         self._steps = steps
         next(steps)
@@ -100,37 +107,38 @@ class Run:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception):
-            failures.note(error)  # of the loop's body; the run has noted its own
+            failures.note(error)  # an error of the loop's body; the run reports its own
         if self._steps is not None:
             self._steps.close()
             self._steps = None
 
     def __iter__(self) -> Iterator[Step]:
-        """The steps to come, each once everything that follows it has been done. Raises as `__enter__` does.
+        """Yield each step, after its record, checkpoint and evaluation. Raises as `__enter__`.
 
         Raises:
-            KeyboardInterrupt: after Ctrl-C, once all is saved.
+            KeyboardInterrupt: after Ctrl-C, once everything is saved.
         """
         if self._steps is None:
             self.__enter__()
-        steps, self._steps = self._steps, None  # the loop alone holds it: leaving the loop closes it
+        steps, self._steps = self._steps, None  # only the loop holds it: leaving the loop closes it
         assert steps is not None
         return _only_steps(steps, self._session)
 
     def __call__(self) -> Result:
-        """Trains to the end. Raises as the loop does."""
+        """Train to the end. Raises as the loop does."""
         self._session.has_body = False
         for _ in self:
             pass
         return self.result
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
-        """Puts `values` into every sink, at the present step: the console, metrics.jsonl, TensorBoard, W&B.
+        """Log `values` at the current step to every sink.
 
-        To be called on any ranks; rank 0's values are taken. Reading a tensor waits for the device.
+        Sinks are the console, metrics.jsonl, TensorBoard and W&B. Any ranks may call it; only rank 0's values are
+        logged. Reading a tensor waits for the device.
 
         Raises:
-            UsageError: a name is one of the run's own records, or a value is no number; nothing was written.
+            UsageError: a name belongs to the run's own records, or a value is not a number; nothing was written.
         """
         present, step = self._session.present, self._session.global_step
         values = checked_log(values, present.record.numbers if present else ())
@@ -138,14 +146,15 @@ class Run:
             self._session.sinks.log({"global_step": step, **{name: float(value) for name, value in values.items()}})
 
     def stop(self) -> None:
-        """Saves and ends the run after the present step, where every rank asks for it in that step's body.
+        """Save and end the run after the current step.
 
-        What a rank asks for alone is agreed on with the next exchange, so a few steps later, on all ranks at once.
+        That is if every rank calls it in that step's body. If only some do, the ranks agree with the next exchange, a
+        few steps later, and all end together.
         """
         self._session.wants_stop = True
 
     def abandon(self) -> None:
-        """End the run in the present step without saving it.
+        """End the run in the current step without saving it.
 
         Every rank calls it in the body of the same step, before the body ends or leaves the loop. A checkpoint that
         is being written is finished; earlier ones stay, and the next start resumes from them.
@@ -158,16 +167,17 @@ class Run:
         self._session.abandoned = True
 
     def keep(self, name: str, what: Any) -> None:
-        """Keeps an object of one's own (an average of the weights, a queue) in the checkpoints of this run.
+        """Store your own object (an average of the weights, a queue) in this run's checkpoints.
 
-        To be called on every rank, after `with` and before the loop. Where the run resumes, the object is filled here.
+        Call it on every rank, after `with` and before the loop. If the run resumes, the object is loaded here.
 
         Args:
             name: letters, digits, "-" and "_".
-            what: has `state_dict()`, tensors by name that are the same on every rank, and `load_state_dict(state)`.
+            what: has `state_dict()`, with tensors by name that are the same on every rank, and
+                `load_state_dict(state)`.
 
         Raises:
-            UsageError: it comes too late, or is no such object.
+            UsageError: the call is too late, or the object has no such methods.
             CheckpointError: the checkpoint to resume from has no such state.
         """
         built = self._session.built
@@ -183,22 +193,22 @@ class Run:
 
     @property
     def status(self) -> str:
-        """As in `Result`; "new" before the run begins, then "running"; "failed" after an error."""
+        """The status as in `Result`; before it "new", "running", or "failed" after an error."""
         return self._session.status
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is rank 0, which alone should print."""
+        """Whether this process is rank 0, the only one that should print."""
         return self._session.is_main
 
     @property
     def best(self) -> Best | None:
-        """The best evaluation so far by `--best-metric`, of all starts of the run; None before the first."""
+        """The best evaluation so far by `--best-metric`, over all starts; None before the first."""
         return self._session.best
 
     @property
     def model(self) -> nn.Module:
-        """The model as the task made it, on its device. After a rollback it is another object.
+        """The model as the task made it, on its device. A rollback replaces the object.
 
         Raises:
             UsageError: the run has not begun, so there is none yet.
@@ -209,7 +219,7 @@ class Run:
 
     @property
     def result(self) -> Result:
-        """What the run came to, once it has ended. Raises UsageError before."""
+        """The result of a run that has ended. Raises UsageError before."""
         session = self._session
         if session.status in ("new", "running", "failed"):
             raise UsageError(f"the run is {session.status}, so it has no result yet")
@@ -218,12 +228,12 @@ class Run:
 
 
 def train(config: Config, task: Any = None, world: World | None = None) -> Result:
-    """Trains `task` to the end and returns what it came to: `Run(config, task, world)()`.
+    """Train `task` to the end: `Run(config, task, world)()`.
 
     Raises:
-        UsageError: what was asked for cannot be done; nothing was written.
+        UsageError: the configuration cannot be run; nothing was written.
         LockstepError: the run failed.
-        KeyboardInterrupt: Ctrl-C; all is saved.
+        KeyboardInterrupt: Ctrl-C; everything is saved.
     """
     return Run(config, task, world)()
 
@@ -240,7 +250,10 @@ def _only_steps(steps: Training, session: Session) -> Iterator[Step]:
 
 
 def _take_turn(run: "weakref.ref[Training]") -> None:
-    """Ends the run of this process that was begun before and left in the middle: it holds lock, log and groups."""
+    """End this process's earlier run, if it was left in the middle.
+
+    It would hold lock, log and groups.
+    """
     earlier = _LAST[-1]() if _LAST else None
     state = inspect.getgeneratorstate(earlier) if earlier else inspect.GEN_CLOSED
     if state == inspect.GEN_RUNNING:
@@ -253,28 +266,31 @@ def _take_turn(run: "weakref.ref[Training]") -> None:
 
 
 def profile(config: Config, steps: int, warmup: int, task: Any = None) -> int:
-    """Trains `warmup` steps, traces `steps` more, takes a last one and ends; the exit code. Collective, if joined.
+    """Profile a short run: `warmup` steps, `steps` traced ones, and a last one. Collective.
 
-    No run that exists is touched: the weights are a new run's, or those of --init-from.
+    No existing run is changed: the weights are a new run's, or those of --init-from.
+
+    Returns:
+        The exit code.
 
     Raises:
-        UsageError: what was asked for cannot be done; nothing was written.
+        UsageError: the configuration cannot be run; nothing was written.
         LockstepError: the run failed, or gave no verdict.
     """
     if config.profile:
         raise ConfigError("--profile is for train: here --steps and --warmup say what is traced")
     first, last = warmup + 1, warmup + steps
-    name = f"{config.experiment_name[:160]}-profile-{time.strftime('%Y%m%d-%H%M%S')}"  # that of rank 0 is taken
+    name = f"{config.experiment_name[:160]}-profile-{time.strftime('%Y%m%d-%H%M%S')}"  # rank 0's is used
     traced = f"{first}:{last}"
     config = dataclasses.replace(config, experiment_name=name, profile=traced, stop_at=last + 1, report=False)
     run = Run(config, task, _least_steps=last + 1)  # however small the training set is
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # the run's summary is not asked for
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # the run's summary is not wanted
         result = run()
     if run.is_main:
         folder = result.folder / "profile" / f"{first}-{last}"
         shutil.rmtree(result.folder / "checkpoints", ignore_errors=True)
         if not (folder / FILE).is_file():
             raise LockstepError(f"the steps were trained and gave no verdict; {result.folder}/logs says why")
-        if not (sys.stdout.isatty() and sys.stderr.isatty()):  # a terminal has it from the run's own lines
+        if not (sys.stdout.isatty() and sys.stderr.isatty()):  # a terminal has it in the run's own lines
             print(json.loads((folder / FILE).read_text(encoding="utf-8"))["sentence"])
     return result.exit_code

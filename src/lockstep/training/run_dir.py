@@ -1,11 +1,11 @@
-"""One experiment's folder: `save_dir/experiment_name`.
+"""Manage a run's folder, `save_dir/experiment_name`: its lock, paths and small files.
 
     outputs/EXPERIMENT/
       config.toml  environment.json  state.json  metrics.jsonl  timeline.jsonl  run.lock  ended.json
       report.html  logs/rank-00000.log
       checkpoints/step-00000500/
 
-Only rank 0 writes here, but for logs and the shards of checkpoints. One process at a time owns the folder.
+Only rank 0 writes here, except for logs and the shards of checkpoints. One process at a time owns the folder.
 """
 
 import contextlib
@@ -42,6 +42,8 @@ __all__ = [
 ]
 
 
+# --- description of the process
+
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "OMP_", "MKL_", "CUDA_")
 _NAMES = {
     "GROUP_RANK",
@@ -54,18 +56,21 @@ _NAMES = {
     "WORLD_SIZE",
 }
 
-_GIT_TIMEOUT = 2.0  # seconds; a repository on a slow network disk must not hold up a run
+_GIT_TIMEOUT = 2.0  # seconds; a repository on a slow network disk must not delay a run
 
 
 def describe(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Versions, machine, devices, git commit, command line and environment of this process, as plain JSON values.
+    """Describe this process: versions, machine, devices, git commit, command line, environment.
 
-    Memory is in bytes. What is not there (CUDA, a git repository) is None. Loads torch, and initialises CUDA where
+    Memory is in bytes. What does not exist (CUDA, a git repository) is None. Imports torch, and initialises CUDA if
     there is a device.
 
     Args:
-        argv: the command line; None means this process's.
-        environ: the environment; None means this process's.
+        argv: the command line; None: this process's.
+        environ: the environment; None: this process's.
+
+    Returns:
+        Plain JSON values, secrets masked.
     """
     variables = os.environ if environ is None else environ
     kept, others = kept_variables(variables)
@@ -81,18 +86,21 @@ def describe(argv: Sequence[str] | None = None, environ: Mapping[str, str] | Non
 
 
 def kept_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The variables whose values may be kept, masked, and the names of all others. Both sorted by name."""
+    """Return the variables whose values may be stored, and the names of the others.
+
+    Values are masked. Both are sorted by name.
+    """
     kept, others = {}, []
     for name in sorted(environ):
         if name in _NAMES or name.startswith(_PREFIXES):
             kept[mask(name, environ)] = "***" if is_secret_name(name) else mask(environ[name], environ)
         else:
-            others.append(mask(name, environ))  # someone may have set a secret as a name
+            others.append(mask(name, environ))  # a secret may have been set as a name
     return kept, others
 
 
 def write(path: Path, description: Mapping[str, Any]) -> None:
-    """Writes the description as JSON, in one move: a reader finds the old file or the new one.
+    """Write the description as JSON, atomically.
 
     Raises:
         OSError: the folder is missing, full or not writable.
@@ -101,7 +109,7 @@ def write(path: Path, description: Mapping[str, Any]) -> None:
 
 
 def sources_of(run: Path) -> dict[str, str]:
-    """What a run's folder says of its task's sources; {} where it says nothing that can be read."""
+    """Read the sources of a run's task from its folder; {} if unreadable."""
     try:
         found: dict[str, str] = json.loads((run / "environment.json").read_text(encoding="utf-8"))["sources"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -177,7 +185,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _git() -> dict[str, Any] | None:
-    # The file system monitor is a program that a repository's own settings may name; nothing of it runs here.
+    # A repository's settings may name a program as file system monitor; it must not run here.
     command = ["git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
@@ -190,16 +198,18 @@ def _git() -> dict[str, Any] | None:
     return {"commit": None if commit == "(initial)" else commit, "changed": changed}
 
 
-_LINGER = 10.0  # seconds that the children of a dead owner may need to end
+# --- lock
+
+_LINGER = 10.0  # seconds that children of a dead owner may take to exit
 _LOOK = 0.05
 
 
 class RunLock:
-    """A file with its owner's line.
+    """A lock file that contains its owner's line.
 
-    The lock is flock's, which also holds between nodes on NFS where its lock service runs. On a file system that has no
-    locks at all the owner's line decides: an owner on another node, or alive on this one, is believed. A process forked
-    from the owner does not keep the file, or the lock would outlive the owner.
+    The lock is flock's, which also works between nodes on NFS with its lock service. On a file system without locks the
+    owner's line decides: an owner on another node, or alive on this one, counts. A process forked from the owner does
+    not keep the file open, or the lock would outlive the owner.
     """
 
     def __init__(self, path: Path) -> None:
@@ -207,12 +217,15 @@ class RunLock:
         self._handle: int | None = None
 
     def take(self, *, make: bool) -> str:
-        """Takes the lock; the line of the owner before where it ended without giving it back, else "".
+        """Acquire the lock.
 
-        Where the owner is dead and its lock is not, what it started still ends: that is waited for, some seconds.
+        If the owner is dead but its lock is not, its children are still exiting: that is waited for, some seconds.
 
         Args:
-            make: make the file, and write our line into it; False: neither.
+            make: create the file and write this process's line; False: neither.
+
+        Returns:
+            The line of a previous owner that ended without releasing the lock, or "".
 
         Raises:
             ConfigError: another process holds it.
@@ -239,12 +252,13 @@ class RunLock:
             started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}, started {started}\n".encode(), 0)
-        return owner  # it ended without a word, or its line would be gone
+        return owner  # a line that is left: that owner did not release the lock
 
     def owner(self) -> tuple[str, bool]:
-        """The owner's line, and whether it holds the lock now; ("", False) where it was given back, or never taken.
+        """Return the owner's line, and whether it holds the lock now.
 
-        A lock that was given back is not touched, so that looking never stands in the way of a start.
+        Returns ("", False) if it was released or never acquired. A released lock is not touched, so that looking never
+        blocks a start.
         """
         try:
             handle = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -262,18 +276,18 @@ class RunLock:
         return owner, False
 
     def release(self, mine: bool = True) -> None:
-        """Gives the lock back, with our line taken out where it is ours; twice does no harm."""
+        """Release the lock, and erase this process's line if `mine`. Safe to call twice."""
         if self._handle is None:
             return
-        with contextlib.suppress(OSError):  # a full disk: the next owner says that this one ended silently
+        with contextlib.suppress(OSError):  # a full disk: the next owner will report an unclean end
             if mine:
                 os.ftruncate(self._handle, 0)
         with contextlib.suppress(OSError):
-            fcntl.flock(self._handle, fcntl.LOCK_UN)  # whoever else still has the file open
+            fcntl.flock(self._handle, fcntl.LOCK_UN)  # also for any other process with the file open
         self.forget()
 
     def forget(self) -> None:
-        """Closes the file, and leaves the lock to the process that took it: what a forked child does."""
+        """Close the file without unlocking, as a forked child must."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             os.close(handle)
@@ -281,7 +295,12 @@ class RunLock:
     __del__ = forget
 
     def _locked(self, handle: int) -> tuple[bool, str, bool]:
-        """Whether the lock is ours now, the line of whoever has or had it, and whether the file system has locks."""
+        """Try to lock.
+
+        Returns:
+            Whether this process has the lock, the line of its current or last owner, and whether the file system has
+            locks.
+        """
         deadline = time.monotonic() + _LINGER
         while True:
             owner = _line(handle)
@@ -309,7 +328,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def _line(handle: int) -> str:
-    """The owner's line; "" where the lock was given back."""
+    """Read the owner's line; "" if the lock was released."""
     lines = os.pread(handle, 300, 0).decode("utf-8", "replace").splitlines()
     return printable(lines[0].strip()) if lines else ""
 
@@ -318,13 +337,13 @@ _OWNER = re.compile(r"process (\d{1,9}) on (\S+), started .*")
 
 
 def _is_here(owner: str) -> bool:
-    """Whether the process that a lock's line names is, or was, one of this machine."""
+    """Whether the process in a lock's line is, or was, on this machine."""
     found = _OWNER.fullmatch(owner)
     return found is not None and found[2] == socket.gethostname()
 
 
 def _lives(owner: str) -> bool:
-    """Whether the process that a lock's line names may still run: always, for one of another machine."""
+    """Whether the process in a lock's line may be alive: always, on another machine."""
     found = _OWNER.fullmatch(owner)
     if not found or found[2] != socket.gethostname():
         return bool(owner)
@@ -337,13 +356,15 @@ def _lives(owner: str) -> bool:
     return True
 
 
+# --- folder
+
 _END = "ended.json"
-_EVALUATED = "checkpoints/evaluated.json"  # goes where they go
+_EVALUATED = "checkpoints/evaluated.json"  # removed together with the checkpoints
 _TRAINED = "checkpoints/trained.json"
 
 
 class RunFolder:
-    """The paths in a run's folder, what must hold before it is written to, and its lock."""
+    """A run's folder: its paths, checks before writing, lock, and small files."""
 
     def __init__(self, save_dir: str, experiment_name: str) -> None:
         self.path = Path(save_dir).expanduser() / experiment_name
@@ -352,11 +373,11 @@ class RunFolder:
         self.timeline = self.path / "timeline.jsonl"
         self.config = self.path / "config.toml"
         self.environment = self.path / "environment.json"
-        self.cleared = ""  # the owner whose lock was found without its process
+        self.cleared = ""  # the dead owner whose lock was cleared
         self._lock = RunLock(self.path / "run.lock")
 
     def check_writable(self, least: int) -> None:
-        """Raises ConfigError unless the folder can be written to and `least` bytes are free; leaves nothing behind."""
+        """Raise ConfigError unless the folder is writable with `least` bytes free; leaves nothing behind."""
         above = self.nearest()
         try:
             with tempfile.TemporaryFile(dir=above):
@@ -371,16 +392,16 @@ class RunFolder:
             )
 
     def nearest(self) -> Path:
-        """Return the folder, or the nearest one above it that is there."""
+        """Return the folder, or its nearest existing parent."""
         return next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
 
     @staticmethod
     def unwritable(path: Path, error: OSError) -> ConfigError:
-        """Make the error of a folder that cannot be written to."""
+        """Make the error for a folder that is not writable."""
         return ConfigError(f"--save-dir: cannot write to {path}: {error.strerror or error}; choose another folder")
 
     def claim(self) -> None:
-        """Makes the folder and takes its lock (see RunLock), which the system gives back whenever this process ends.
+        """Create the folder and acquire its lock, which ends with this process.
 
         Raises:
             ConfigError: another process holds it, or the folder cannot be written to.
@@ -395,14 +416,18 @@ class RunFolder:
             ) from error
 
     def check_free(self) -> None:
-        """Raises ConfigError where another process holds the folder now; writes nothing."""
+        """Raise ConfigError if another process holds the folder now; writes nothing."""
         with self.held():
             pass
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps runs out for a while. Raises ConfigError where one holds the folder; leaves the owner's line alone."""
-        with contextlib.suppress(OSError):  # not there yet, or not readable: `claim` will say so
+        """Hold the lock for a while, and leave the owner's line alone.
+
+        Raises:
+            ConfigError: a run holds the folder.
+        """
+        with contextlib.suppress(OSError):  # missing or unreadable: `claim` will raise
             self._lock.take(make=False)
         try:
             yield
@@ -411,43 +436,58 @@ class RunFolder:
 
     @property
     def owner(self) -> tuple[str, bool]:
-        """Who took the folder and did not give it back, and whether it has it now; see `RunLock.owner`."""
+        """The owner that did not release the folder, and whether it is still there.
+
+        See `RunLock.owner`.
+        """
         return self._lock.owner()
 
     def release(self) -> None:
-        """Gives the lock back; twice does no harm."""
+        """Release the lock. Safe to call twice."""
         self._lock.release()
 
     def write_end(self, code: int, step: int, status: str, losses: str = "") -> None:
-        """Leaves word of how this start of the run ended, after `step` steps: `status` as in `run.Result`, or "failed".
+        """Record how this start of the run ended.
 
-        `code` is for who reads it under plain torchrun: 75 or 130 where the run saved itself on a signal, else 0 or 1.
-        `losses` names the ranks that this start lost on its way.
+        Args:
+            code: for plain torchrun: 75 or 130 if the run saved itself on a signal, otherwise 0 or 1.
+            step: steps trained.
+            status: as in `run.Result`, or "failed".
+            losses: the ranks that this start lost.
         """
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")
         end = {"status": status, "code": code, "step": step, "job": job} | ({"losses": losses} if losses else {})
         self.write(_END, json.dumps(end) + "\n")
 
     def read_end(self) -> dict[str, Any]:
-        """What `write_end` left; {} while the run goes on, or where it was killed."""
+        """Read what `write_end` wrote; {} while the run goes on, or if it was killed."""
         return self._read(_END)
 
     def forget_end(self) -> None:
-        """Removes what `write_end` left in an earlier start."""
+        """Remove what `write_end` wrote in an earlier start."""
         (self.path / _END).unlink(missing_ok=True)
 
     @property
     def stop_file(self) -> Path:
-        """A file of this name asks the run to save and end; it is removed when the run has done so."""
+        """A file at this path asks the run to save and end.
+
+        The run removes it.
+        """
         return self.path / "STOP"
 
     def write(self, name: str, text: str) -> None:
-        """Writes a small file of the folder so that it is there whole or not at all. Raises OSError, StorageError."""
+        """Write a small file of the folder atomically. Raises OSError, StorageError."""
         retry_io(lambda: write_whole(self.path / name, text))
 
     def write_evaluated(self, step: int, judged: dict[str, Any]) -> None:
-        """Notes that the evaluation after `step` steps was made, and what it changed in the state: the checkpoint of
-        that step is older. Raises LockstepError where it cannot be written, StorageError."""
+        """Record the evaluation after `step`, and what it changed in the run's state.
+
+        The checkpoint of that step is written before the evaluation.
+
+        Raises:
+            LockstepError: it cannot be written.
+            StorageError: the storage does not answer.
+        """
         try:
             self.write(_EVALUATED, json.dumps({"step": step, **judged}) + "\n")
         except OSError as error:
@@ -457,26 +497,26 @@ class RunFolder:
             ) from error
 
     def read_evaluated(self) -> dict[str, Any]:
-        """What `write_evaluated` noted last; {} for nothing."""
+        """Read what `write_evaluated` wrote last; {} for nothing."""
         return self._read(_EVALUATED)
 
     def write_trained(self, changes: dict[str, Any]) -> None:
-        """Notes, by step, what the body of the loop after that step changed of what is trained."""
+        """Record, by step, how the loop's body after that step changed the trained set."""
         self.write(_TRAINED, json.dumps(changes) + "\n")
 
     def read_trained(self) -> dict[str, Any]:
-        """What `write_trained` noted last; {} for nothing."""
+        """Read what `write_trained` wrote last; {} for nothing."""
         return self._read(_TRAINED)
 
     def forget_trained(self, done: int) -> None:
-        """Drops what was noted of steps after `done`, which are taken again."""
+        """Drop the records of steps after `done`, which are trained again."""
         before = self.read_trained()
         kept = {step: change for step, change in before.items() if step.isdecimal() and int(step) <= done}
         if kept != before:
             self.write_trained(kept)
 
     def _read(self, name: str) -> dict[str, Any]:
-        """The object in a small file; {} where there is none. Raises StorageError."""
+        """Read the JSON object in a small file; {} if there is none. Raises StorageError."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             found = json.loads(retry_io(lambda: self._text(name)))
             if isinstance(found, dict):
@@ -488,5 +528,8 @@ class RunFolder:
         return file.read_text(encoding="utf-8") if stat.S_ISREG(file.stat().st_mode) else ""
 
     def write_state(self, state: dict[str, Any]) -> None:
-        """`state.json`: where the run stands, for people and scripts. A resume reads the checkpoint's own."""
+        """Write `state.json`, the run's position, for users and scripts.
+
+        A resume reads the checkpoint's own state.
+        """
         self.write("state.json", json.dumps(state, indent=1) + "\n")

@@ -1,9 +1,9 @@
-"""The runs in a folder, as far as their own files say, and nothing of torch: they may be another machine's.
+"""List the runs in a folder from their own files, without torch.
 
-    rows = listed(Path("outputs"))          # a Row a folder, by name
+    rows = listed(Path("outputs"))          # a RunRow for each folder, by name
     show(Path("outputs"), as_json=False)    # the table
 
-A folder that is damaged, or none of a run, is a row that says so.
+The runs may be another machine's. A folder that is damaged, or not a run's, is a row with a note.
 """
 
 import contextlib
@@ -33,24 +33,25 @@ __all__ = [
 
 _OF_A_RUN = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints")
 _STATES = ("finished", "stopped", "abandoned", "interrupted", "preempted", "failed")
-_CODES = {130: "interrupted", 75: "preempted"}  # of an end whose status was not noted yet
+_CODES = {130: "interrupted", 75: "preempted"}  # of folders without a recorded status
 _TIME = "time/total"
-_WIDE = 200  # columns where no terminal sets them
+_WIDE = 200  # columns without a terminal
 
 
 @dataclass(slots=True)
 class RunRow:
-    """One folder. None: its files do not say.
+    """A folder in the list. None: its files do not contain the value.
 
     Attributes:
         state: running, one of `run.Result.status`, failed, or unknown.
-        step, steps: taken, by the newest record or checkpoint, and of the plan.
+        step: the newest record's or checkpoint's.
+        steps: length of the plan.
         epoch: passes over the training data at `step`.
         best_step, best_loss: of the best evaluation.
-        best_metric, best_value: what it was judged by (`--best-metric`), and that number.
+        best_metric, best_value: the metric that judged it (`--best-metric`), and its value.
         last_loss: of the newest training record.
-        seconds: that the recorded steps took in all, over all starts; evaluations and saves are not in it.
-        last_record: when the records were last written to, in seconds since 1970.
+        seconds: total of the recorded steps over all starts, without evaluations and saves.
+        last_record: when a record was last written, in seconds since 1970.
         note: what is wrong with the folder; "" for nothing.
     """
 
@@ -70,7 +71,11 @@ class RunRow:
 
 
 def show(folder: Path, *, as_json: bool) -> None:
-    """Prints the runs in `folder`, or the one whose folder it is. Raises ConfigError where there is no such folder."""
+    """Print the runs in `folder`, or the run whose folder it is.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
     rows = listed(folder)
     if as_json:
         found = [{name: plain(value) for name, value in asdict(row).items()} for row in rows]
@@ -82,7 +87,7 @@ def show(folder: Path, *, as_json: bool) -> None:
 
 
 def listed(folder: Path) -> list[RunRow]:
-    """A row for each folder in `folder`, by name; for `folder` alone where it is a run's.
+    """Return a row for each folder in `folder`, or for a run's own folder.
 
     Raises:
         ConfigError: there is no such folder.
@@ -114,13 +119,13 @@ def _row(path: Path) -> RunRow:
         _plan(row, path, state)
         _best(row, folder, state)
         row.state = _ended(row, folder)
-    except OSError as error:  # not ours to read
+    except OSError as error:  # no permission
         row.note = f"cannot be read: {error.strerror or error}"
     return row
 
 
 def _state(path: Path, row: RunRow) -> dict[str, Any]:
-    """state.json; {} where it is not there yet, or damaged, which is noted."""
+    """Read state.json; {} if it is missing or damaged; damage is noted in the row."""
     file = path / "state.json"
     if not file.exists():
         return {}
@@ -133,7 +138,7 @@ def _state(path: Path, row: RunRow) -> dict[str, Any]:
 
 
 def _place(row: RunRow, path: Path, state: dict[str, Any]) -> None:
-    """Where the run is: by its newest record, or by its state where that is newer."""
+    """Fill in the run's position, from its newest record or its state."""
     metrics = path / "metrics.jsonl"
     records = tail(metrics)
     if metrics.is_file():
@@ -153,7 +158,10 @@ def _place(row: RunRow, path: Path, state: dict[str, Any]) -> None:
 
 
 def _seconds(metrics: Path) -> float | None:
-    """What the steps took: each record has the mean of those since the one before, in milliseconds."""
+    """Sum the time of the steps.
+
+    Each record has the mean of those since the one before, in milliseconds.
+    """
     found, before = 0.0, 0
     for record in each(metrics, having=_TIME):
         step, mean = _whole(record.get("global_step")), _number(record.get(_TIME))
@@ -163,7 +171,7 @@ def _seconds(metrics: Path) -> float | None:
 
 
 def _plan(row: RunRow, path: Path, state: dict[str, Any]) -> None:
-    """The plan's steps: what the configuration says, which is written first, else what the newest checkpoint had."""
+    """Fill in the plan's length, from the configuration or else the newest checkpoint."""
     file = path / "config.toml"
     with contextlib.suppress(OSError, ValueError, RecursionError):
         config = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -183,7 +191,7 @@ def _best(row: RunRow, folder: RunFolder, state: dict[str, Any]) -> None:
 
 
 def _ended(row: RunRow, folder: RunFolder) -> str:
-    """Whether the run goes on, by its lock; else how it ended, by its own word."""
+    """Return "running" if the lock is held, otherwise the recorded end."""
     owner, holds = folder.owner
     if holds:
         return "running"
@@ -201,7 +209,7 @@ def _ended(row: RunRow, folder: RunFolder) -> str:
 
 
 def _number(value: Any) -> float | None:
-    with contextlib.suppress(OverflowError):  # JSON's whole numbers have no end
+    with contextlib.suppress(OverflowError):  # JSON integers may be too large for a float
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
     return None
 

@@ -1,12 +1,12 @@
-"""`--optim.schedule plateau`: the rate falls where the evaluation gets no better.
+"""Judge evaluations: the best one, patience, and the plateau schedule.
 
     looked_at(config, state, better=True)       # after each evaluation; says in the log where the rate falls
     fallen(state)                               # how often it has
 
-As torch's ReduceLROnPlateau, its `threshold` absolute: what is judged is `--best-metric`, by how much it must get
-better is `--min-delta` (0 beside `--patience-metric`), and its `min_lr` is `--optim.floor`. The count lies in the run's
-state, which is the same on every rank and in every checkpoint, so a resume or a rollback goes on with the rate of its
-step.
+`--optim.schedule plateau` works as torch's ReduceLROnPlateau with an absolute `threshold`: it judges `--best-metric`,
+the threshold is `--min-delta` (0 with `--patience-metric`), and `min_lr` is `--optim.floor`. The counts are part of the
+run's state, which is the same on every rank and in every checkpoint, so a resume or a rollback continues with the rate
+of its step.
 """
 
 import difflib
@@ -36,16 +36,16 @@ __all__ = [
 ]
 
 
-JUDGED = ("best", "since_best", "patience", "plateau")  # what an evaluation puts into the state
+JUDGED = ("best", "since_best", "patience", "plateau")  # what an evaluation changes in the state
 
 
 class Judge(NamedTuple):
-    """What an evaluation is judged by.
+    """The criterion that compares evaluations.
 
     Attributes:
         metric: "loss", or the name of a metric of the task.
-        sign: -1 where lower is better, 1 where higher is.
-        delta: by how much one must be better to count.
+        sign: -1 if lower is better, 1 if higher is.
+        delta: by how much a value must be better to count.
     """
 
     metric: str
@@ -53,7 +53,7 @@ class Judge(NamedTuple):
     delta: float
 
     def value(self, record: EvaluationRecord) -> float:
-        """The record's number. Raises ConfigError where it has none of that name."""
+        """Return the record's value. Raises ConfigError if it has none of that name."""
         if self.metric == "loss":
             return record.loss
         _check_known(self, record.metrics)
@@ -61,7 +61,10 @@ class Judge(NamedTuple):
 
 
 def judged_by(config: Config) -> Judge:
-    """What `--best-metric` says, and `--min-delta` where it is not of `--patience-metric`."""
+    """Return the criterion of `--best-metric`.
+
+    Its delta is `--min-delta`, or 0 if `--patience-metric` uses that.
+    """
     return _judge(config.best_metric, 0.0 if config.patience_metric else config.min_delta)
 
 
@@ -71,17 +74,21 @@ def _judge(said: str, delta: float) -> Judge:
 
 
 def _waiting(config: Config) -> Judge | None:
-    """What `--patience-metric` says; None: patience goes by the best."""
+    """Return the criterion of `--patience-metric`; None: patience uses the best metric's."""
     return _judge(config.patience_metric, config.min_delta) if config.patience_metric else None
 
 
 def judges(config: Config) -> bool:
-    """Whether what is trained, or for how long, depends on a judgement."""
+    """Whether training depends on how evaluations compare."""
     return bool(config.patience) or config.best_metric != "loss" or config.optim.schedule == "plateau"
 
 
 def check_evaluated(config: Config, metrics: Iterable[str] | None) -> None:
-    """Raises ConfigError where the task's evaluation cannot be judged; `metrics`: its names, None for no evaluation."""
+    """Raise ConfigError if the task's evaluation lacks a metric that the configuration needs.
+
+    Args:
+        metrics: names of its metrics; None: there is no evaluation.
+    """
     if metrics is not None:
         _check_known(judged_by(config), metrics)
         if waiting := _waiting(config):
@@ -93,7 +100,7 @@ def check_evaluated(config: Config, metrics: Iterable[str] | None) -> None:
 
 
 def _check_known(judge: Judge, metrics: Iterable[str], flag: str = "--best-metric") -> None:
-    """Raises ConfigError where the evaluation has no number of the judge's name."""
+    """Raise ConfigError if the evaluation has no number of the criterion's name."""
     known = ["loss", *metrics]
     if judge.metric not in known and not any(name.split("/")[-1] == ANY for name in known):
         close = difflib.get_close_matches(judge.metric, known, n=1)
@@ -102,10 +109,13 @@ def _check_known(judge: Judge, metrics: Iterable[str], flag: str = "--best-metri
 
 
 def judged(config: Config, state: dict[str, Any], record: EvaluationRecord) -> bool:
-    """Puts the evaluation into `state`: as the best, or as one more since. Whether it is the best.
+    """Update the best evaluation and the patience counts in `state`.
 
-    A value that is not finite is never the best. What was judged by another metric before says nothing here.
-    `--patience-metric` has a best of its own, by which alone it counts.
+    A value that is not finite is never the best. A best by another metric is discarded. `--patience-metric` has its own
+    best and its own count.
+
+    Returns:
+        Whether this evaluation is the best.
     """
     better, state["best"] = _better(judged_by(config), state.get("best"), record)
     state["since_best"] = 0 if better else state.get("since_best", 0) + 1
@@ -119,7 +129,7 @@ def judged(config: Config, state: dict[str, Any], record: EvaluationRecord) -> b
 
 
 def _better(judge: Judge, best: dict[str, Any] | None, record: EvaluationRecord) -> tuple[bool, dict[str, Any] | None]:
-    """Whether this evaluation is better than the best so far, and which of them is the best now."""
+    """Return whether this evaluation is better than the best so far, and the new best."""
     value = judge.value(record)
     if best and best.get("metric", "loss") != judge.metric:
         best = None
@@ -130,24 +140,27 @@ def _better(judge: Judge, best: dict[str, Any] | None, record: EvaluationRecord)
 
 
 def out_of_patience(config: Config, state: dict[str, Any]) -> bool:
-    """Whether `--patience` evaluations in a row were no better than the best, or than that of `--patience-metric`."""
+    """Whether `--patience` evaluations in a row were no better than the best.
+
+    With `--patience-metric` it is the best of that metric.
+    """
     since = state.get("patience", {}).get("since", 0) if config.patience_metric else state.get("since_best", 0)
     return bool(config.patience) and since >= config.patience
 
 
 def stopped_by(config: Config, state: dict[str, Any]) -> str:
-    """Why a run ended early, in a few words: `the best was accuracy 0.93 after step 400`."""
+    """Describe why a run ended early: `the best was accuracy 0.93 after step 400`."""
     told = f"the best was {shown(state)}"
     return f"{told}, of --patience-metric {shown(state['patience'])}" if config.patience_metric else told
 
 
 def brief(state: dict[str, Any]) -> str:
-    """The same in fewer words, for a line that is redrawn: `best accuracy 0.93 at 400`; "" where there is none."""
+    """Describe the best for a progress line: `best accuracy 0.93 at 400`; "" without one."""
     return "best " + shown(state).replace(" after step ", " at ") if state.get("best") else ""
 
 
 def shown(state: dict[str, Any]) -> str:
-    """The best evaluation in a few words: `accuracy 0.93 after step 400`."""
+    """Describe the best evaluation: `accuracy 0.93 after step 400`."""
     best = state.get("best")
     if not best:
         return "none that is finite"
@@ -158,7 +171,11 @@ _LOG = logging.getLogger("lockstep")
 
 
 def looked_at(config: Config, state: dict[str, Any], *, better: bool) -> None:
-    """Counts an evaluation in `state`, where the schedule is this one; `better`: it is the best so far."""
+    """Count an evaluation for the plateau schedule, and lower the rate if it is due.
+
+    Args:
+        better: it is the best so far.
+    """
     if config.optim.schedule != "plateau":
         return
     known = _known(state)
@@ -176,7 +193,7 @@ def looked_at(config: Config, state: dict[str, Any], *, better: bool) -> None:
 
 
 def fallen(state: dict[str, Any]) -> int:
-    """How often the rate has fallen."""
+    """Return how often the plateau schedule has lowered the rate."""
     return int(_known(state)["fallen"])
 
 

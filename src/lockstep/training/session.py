@@ -1,7 +1,9 @@
-"""What a task's hooks may ask of a run: the record, the other ranks, what a checkpoint keeps, an early end.
+"""State of a run in progress, and what a task's hooks may do with it.
 
-course = RunCourse(session, built)
-task.hooks.begins(course, built.start)
+    course = HookContext(session, built)
+    task.hooks.begins(course, built.start)
+
+Hooks may log, gather over the ranks, store state in checkpoints and stop the run.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,40 +37,45 @@ ReadNumbers = Callable[[Step], tuple[float, dict[str, float]]]
 
 
 class Wishes:
-    """What signals ask for while there is no exchange that could be told."""
+    """Stop requests of signals, while there is no exchange to pass them on."""
 
     def __init__(self) -> None:
         self.request = CONTINUE
 
     def stop(self, stop_request: int) -> None:
-        """As `StepExchange.stop`."""
+        """Request a stop, as `StepExchange.stop`."""
         self.request = max(self.request, stop_request)
 
 
 @dataclass
 class Session:
-    """What a run knows of itself while it goes on, and what is left of it.
+    """State of a run, while it goes on and after it.
 
     Attributes:
-        given, world: the task and the world that the caller gave, or None.
-        built: the run as it is built now; None before and after.
-        kept: the caller's own objects with tensors that a checkpoint keeps, by name; `first`: what these began with.
-        present: the step whose body runs, and `reader`, which reads its loss and its numbers.
-        wants_stop: the caller asked for the end in the present body.
-        abandoned: the caller asked for the end without a save.
-        has_body: the caller has a loop of their own around the steps.
-        joined: the present world.
-        member: this process as a member of a run that outlives the loss of a rank; None: a loss ends the run.
-        exchange, saver: those of the present ranks, while there are any.
-        lost: the last error that said that a rank is gone; waited: the others had all of `--timeout` to come.
-        digest: of what must be the same on all members.
-        wishes: what signals ask for while there is no exchange.
-        evaluated: the step after which the last evaluation was made.
+        given: the task that the caller passed, or None.
+        world: the world that the caller passed, or None.
+        built: the run's current parts; None before and after.
+        kept: the caller's own objects with tensors to store in checkpoints, by name.
+        first: the tensors' initial values, of these objects and of the task.
+        present: the step whose body runs.
+        reader: reads that step's loss and numbers.
+        wants_stop: the caller requested the end in the current body.
+        abandoned: the caller requested the end without a save.
+        has_body: the caller has their own loop around the steps.
+        joined: the current world.
+        member: this process as a member of a run that survives lost ranks; None: a loss ends the run.
+        exchange, saver: those of the current ranks, while there are any.
+        lost: the last error that reported a lost rank.
+        waited: whether this process waited for the others for all of `--timeout`.
+        digest: hash of what must be equal on all members.
+        wishes: stop requests of signals, while there is no exchange.
+        evaluated: the step of the last evaluation.
         tries: how often new groups were formed since the last step.
-        save_due: the checkpoint of the present step, or one before it, was lost with a rank.
-        timeline: where the time goes.
-        losses: a line for each rank that this start of the run lost; `began_on`: its ranks before the first.
-        least_steps: that the plan is to have, by going on through further epochs.
+        save_due: the checkpoint of the current step, or one before it, was lost with a rank.
+        timeline: records where the time goes.
+        losses: a line for each rank that this start of the run lost.
+        began_on: number of ranks before the first loss.
+        least_steps: minimum length of the plan; further epochs are added to reach it.
     """
 
     config: Config
@@ -108,16 +115,19 @@ class Session:
 
     @property
     def status_when_left(self) -> str:
-        """Return the status of a run whose loop was left."""
+        """The status of a run whose loop the caller left."""
         return "abandoned" if self.abandoned else "stopped"
 
     def note_first(self, own: dict[str, Tensor]) -> None:
-        """Notes what the task's tensors, or those of what is kept, begin with, where a run may go back to its start."""
+        """Copy these tensors' initial values, if the run may go back to its start."""
         if self.member or "rollback" in (self.config.guards.nonfinite, self.config.guards.spike):
             self.first |= {name: tensor.detach().clone() for name, tensor in own.items()}
 
     def go_back_to_first(self, built: Built) -> None:
-        """Gives them these values again: everything else is made anew, where there is no checkpoint to go back to."""
+        """Restore the initial values, for a rollback without a checkpoint.
+
+        Everything else is built again.
+        """
         own = built.own
         with torch.no_grad():
             for name, tensor in own.items():
@@ -125,7 +135,9 @@ class Session:
         built.load_state_dict(own)
 
     def read_numbers(self, step: Step) -> tuple[float, dict[str, float]]:
-        """The loss of `step` and its numbers, while its body runs.
+        """Read the loss of `step` and its numbers, while its body runs.
+
+        A step that the caller keeps must not keep the run alive: it holds only this method.
 
         A step that is kept must not keep the run: it has this alone.
 
@@ -142,7 +154,7 @@ class Session:
 
 @final
 class HookContext:
-    """See `lockstep.hooks.Course`."""
+    """Implementation of `lockstep.hooks.Course`."""
 
     def __init__(self, session: Session, built: Built) -> None:
         self._session, self._built = session, built
@@ -161,6 +173,6 @@ class HookContext:
 
 
 def kept(state: dict[str, Any]) -> dict[str, Any]:
-    """The part of a run's state that is its task's hooks'."""
+    """Return the part of a run's state that belongs to its task's hooks."""
     found: dict[str, Any] = state.setdefault("hooks", {})
     return found

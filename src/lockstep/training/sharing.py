@@ -1,4 +1,4 @@
-"""How a step is shared out over the ranks, as the configuration has it.
+"""Divide a step's micro-batches among the ranks, by `--shares`.
 
 check_cut(config, world, say)                       # raises where the micro-batches do not go with the world
 balancer = balancer_of(config, world, works, state)     # of --shares auto; else None
@@ -29,24 +29,24 @@ __all__ = [
 def balancer_of(
     config: Config, world: World, works: Callable[[int], Sequence[float]] | None, state: dict[str, Any]
 ) -> Balancer | None:
-    """What `--shares auto` shares a step out by; None without it, and where there is but one way to share it out.
+    """Make the balancer of `--shares auto`; None if there is nothing to balance.
 
     Args:
-        works: step -> what each of its micro-batches costs, where the task can tell.
-        state: of the run, whose speeds a resume begins with.
+        works: step -> the cost of each of its micro-batches, if the task knows it.
+        state: of the run; a resume begins with its speeds.
     """
     count, ranks = config.micro_batches, world.size
     if config.shares != AUTO or not 1 < ranks < count:
         return None
-    # What exact sums take of the memory grows with a rank's run: until it is known what is free, not much more than
-    # equal runs.
+    # Exact sums take memory that grows with a rank's share: until the free memory is known, at most about twice an
+    # equal share.
     most = [min(count, 2 * -(-count // ranks))] * ranks if config.exact else []
     start = int(state.get("global_step", 0))
     return Balancer(count, ranks, start, works, state.get("shares"), most)
 
 
 def sharing_of(config: Config, balancer: Balancer | None) -> Sharing | None:
-    """Who computes what, by `--shares`; None: as many micro-batches on each rank."""
+    """Return the division by `--shares`; None: the same number of micro-batches on each rank."""
     if balancer:
         return Sharing(balancer.at, balancer.guess)
     counts = counts_of(config.shares)
@@ -57,16 +57,19 @@ def sharing_of(config: Config, balancer: Balancer | None) -> Sharing | None:
 
 
 def shares_for(engine: str, ranks: int, shares: str) -> str:
-    """`--shares` as it is where this engine and so many ranks can have it; else "equal"."""
+    """Return `shares` if this engine and number of ranks support it, otherwise "equal"."""
     fits = shares == AUTO or len(counts_of(shares)) == ranks
     return shares if ENGINES[engine].shares and fits else "equal"
 
 
 def check_cut(config: Config, world: World, say: Callable[[str], None]) -> None:
-    """Refuses micro-batches and shares that this world, or the engine's own file, does not go with.
+    """Refuse micro-batches and shares that do not fit the world or the engine's file.
+
+    Args:
+        say: called with a line for the user.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they do not fit.
     """
     counts, name = counts_of(config.shares), name_of(config.engine, world)
     if counts:

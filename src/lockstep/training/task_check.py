@@ -1,12 +1,12 @@
-"""The user's task, tried once before the first step: a mistake in it is one line then, and not a lost run later.
+"""Try each method of the user's task before step 1, to find mistakes early.
 
     trial = Trial(engine, model, task, world, config, say)
     names = check_task(trial, training, evaluation, state)      # each method, on a few samples of each rank
     recall(task, state)                                         # a resume: what was found then
 
-Nothing is left behind: no gradient, no buffer, no tensor of the task's `state_dict()`, no state of a generator. Refused
-is what cannot be right whatever the task is; what only looks odd (a loss that is not finite yet, a collation that draws
-or that fails for half of the samples) is passed over.
+A trial leaves no side effects: gradients, buffers, tensors of the task's `state_dict()` and generators are restored. It
+refuses only what is wrong for any task; what merely looks odd (a loss that is not finite yet, a collation that draws,
+or that fails for half of the samples) passes.
 """
 
 import contextlib
@@ -54,10 +54,12 @@ __all__ = [
 
 
 def check_auditable(config: Config, world: World) -> None:
-    """Refuses what cannot be audited; a compiler is told to choose its kernels alike on all ranks.
+    """Refuse settings that `--guards.audit` does not support.
+
+    Pins the compiler, so that all ranks choose the same kernels.
 
     Raises:
-        ConfigError: an engine, a BatchNorm or a compiler that `--guards.audit` does not go with.
+        ConfigError: an engine, a BatchNorm or a compiler that does not go with `--guards.audit`.
     """
     if not config.guards.audit:
         return
@@ -81,7 +83,7 @@ def check_auditable(config: Config, world: World) -> None:
 
 
 def check_auditable_loss(config: Config, task: Task) -> None:
-    """Raises ConfigError where the loss looks at the whole step, so that no rank has a micro-batch's by itself."""
+    """Raise ConfigError for a loss over the whole step: single micro-batches cannot be audited."""
     if config.guards.audit and looks_at_whole_step(task):
         raise ConfigError(
             "--guards.audit does not go with a task that has `outputs` and `step_loss`, whose gradient takes all of a "
@@ -89,19 +91,21 @@ def check_auditable_loss(config: Config, task: Task) -> None:
         )
 
 
+# --- metrics
+
 _PAIR = "`metrics` must return a dict of name -> (sum, count), both numbers"
 _BOTH = "`evaluate` must return (loss, metrics), the loss as `loss` has it and a dict of name -> (sum, count)"
-_SURE = 0.25  # what rounding cannot do
+_SURE = 0.25  # a difference that rounding cannot cause
 
 
 def _check_metrics(trial: Trial, evaluation: Mapping[str, Batches]) -> list[str] | None:
-    """Try what an evaluation calls, on each set. Collective.
+    """Try the evaluation's methods on each set. Collective.
 
     Returns:
-        The names of the evaluation's metrics, as its record has them; None where nothing is evaluated.
+        The names of the metrics, as in the record; None without an evaluation.
 
     Raises:
-        ConfigError, DataError: a method fails, or returns what it must not, or what does not add up.
+        ConfigError, DataError: a method fails, or its result has the wrong form or does not add up.
     """
     task = trial.task
     if looks_at_whole_step(task) and has_own(task, "evaluate"):
@@ -128,7 +132,7 @@ def _of_set(trial: Trial, batches: Batches) -> list[str]:
 def _with_or_without_graph(
     trial: Trial, action: Callable[[], tuple[list[str], list[str]]]
 ) -> tuple[list[str], list[str]]:
-    """What `action` returns; with a graph where it fails on a rank without one. Collective."""
+    """Run `action`, with a graph if it fails on a rank without one. Collective."""
     task, problem = trial.task, None
     for gradients in sorted({takes_gradients(task), True}):
         found = None
@@ -145,7 +149,11 @@ def _with_or_without_graph(
 
 
 def _form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
-    """The names of the metrics, and of those that are (sum, count). Raises ConfigError for what has another form."""
+    """Return the names of the metrics, and of those that are (sum, count).
+
+    Raises:
+        ConfigError: the result has another form.
+    """
     task, model = trial.task, trial.model
     trial.seed()
     method = "evaluate" if has_own(task, "evaluate") else "metrics"
@@ -178,7 +186,7 @@ def _form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
 
 
 def _beside(returned: Any) -> list[str]:
-    """The names of the numbers that came with a loss, which are metrics too."""
+    """Return the names of the numbers that came with a loss; they are metrics too."""
     with torch.no_grad():
         return list(unpacked(returned)[1])
 
@@ -191,7 +199,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_sums(trial: Trial, batches: Batches, pairs: list[str]) -> None:
-    """Compare what a few samples give with what their halves give. Collective."""
+    """Compare the numbers of a few samples with those of their halves. Collective."""
     own = has_own(trial.task, "evaluate")
     if not pairs and not own:
         return
@@ -213,7 +221,7 @@ def _check_sums(trial: Trial, batches: Batches, pairs: list[str]) -> None:
 
 
 def _numbers(trial: Trial, batch: MicroBatch, pairs: list[str]) -> list[float]:
-    """The loss of an own `evaluate`, then sum and count of each pair."""
+    """Return the loss of the task's own `evaluate`, then sum and count of each pair."""
     task, model = trial.task, trial.model
     loss = list[float]()
     if has_own(task, "evaluate"):
@@ -223,12 +231,12 @@ def _numbers(trial: Trial, batch: MicroBatch, pairs: list[str]) -> list[float]:
         found = task.metrics(model, batch.data)
     for value in found.values():
         if is_metric(value):
-            taken(value)  # or the next would begin with it
+            taken(value)  # reset it, or the next batch would add to it
     return loss + [float(number) for name in pairs for number in found[name]]  # waits for the device
 
 
 def _is_clean(each: Measure) -> bool:
-    """Whether every number adds up, so that nothing was drawn."""
+    """Whether every number adds up, so that nothing random was involved."""
     places = range(len(each.whole))
     return all(abs(each.whole[k] - each.first[k] - each.second[k]) <= 1e-3 * each.scale(k) for k in places)
 
@@ -239,11 +247,11 @@ def _is_off(trial: Trial, each: Measure, place: int) -> bool:
     if not scale or each.is_random(place):
         return False
     off = abs(whole - first - second) / scale
-    return off > (_SURE if trial.is_rough else trial.limit)  # rounding may turn a prediction
+    return off > (_SURE if trial.is_rough else trial.limit)  # rounding may flip a prediction
 
 
 def _check_loss(trial: Trial, found: list[Measure]) -> None:
-    """Raises ConfigError where the loss of `evaluate` is not what `loss` is."""
+    """Raise ConfigError if the loss of `evaluate` does not match `loss`."""
     kinds, wanted = fits(found, 0, trial.limit), "mean" if averages(trial.task) else "sum"
     if kinds is None or wanted in kinds:
         return
@@ -257,14 +265,16 @@ def _check_loss(trial: Trial, found: list[Measure]) -> None:
     raise ConfigError(ways_out(f"the loss of the task's `evaluate` is neither a sum nor a mean: {what}"))
 
 
+# --- loss over the whole step
+
 _FORM = "it must return a tensor of shape [samples, ...], or a tuple, list or dict of such"
 
 
 def _check_whole_step(trial: Trial, training: Batches, first: MicroBatch) -> None:
-    """Try `outputs` and `step_loss` on this rank's first micro-batch and on a few samples in halves. Collective.
+    """Try `outputs` and `step_loss` on a micro-batch and on halves of samples. Collective.
 
     Raises:
-        ConfigError: they return what they must not; or `step_loss` uses a parameter of the model.
+        ConfigError: a result has the wrong form; or `step_loss` uses a parameter of the model.
         DataError: one of them fails.
     """
     own = on_all_ranks(trial.world, lambda: _outputs(trial, first))  # collective
@@ -279,7 +289,7 @@ def _check_whole_step(trial: Trial, training: Batches, first: MicroBatch) -> Non
 
 
 def _outputs(trial: Trial, batch: MicroBatch) -> Any:
-    """The outputs of a batch, as inputs of the loss."""
+    """Compute the outputs of a batch, as leaf tensors for the loss."""
     task, model = trial.task, trial.model
     trial.seed()
     with trial.with_graph():
@@ -309,7 +319,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _samples(task: Task, batch: MicroBatch) -> int | None:
-    """The samples of a batch, by its first tensor; None where it has none."""
+    """Return the number of samples of a batch, by its first tensor; None without one."""
     try:
         return int(Task.count(task, batch.held))
     except ConfigError:
@@ -369,7 +379,7 @@ def _check_graph(trial: Trial, method: str, action: Any) -> None:
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
-    """The tensors that a graph ends in."""
+    """Return the leaf tensors of a loss's graph."""
     found, seen, coming = list[Tensor](), set[Any](), [loss.grad_fn]
     while coming:
         node = coming.pop()
@@ -382,21 +392,25 @@ def _leaves(loss: Tensor) -> list[Tensor]:
     return found
 
 
+# --- all methods
+
+
 def check_task(
     trial: Trial, training: Batches, evaluation: Mapping[str, Batches], state: dict[str, Any]
 ) -> list[str] | None:
-    """Try `count`, `loss` (or `outputs` and `step_loss`) and `metrics` (or `evaluate`). Collective.
+    """Try `count`, `loss` or `outputs` and `step_loss`, and the evaluation's methods. Collective.
 
     Args:
-        state: of the run; takes what was found: whether the loss is a sum or a mean, and whether it takes gradients.
+        state: of the run; it receives what the trial detects: whether the loss is a sum or a mean, and whether an
+            evaluation needs a graph.
 
     Returns:
-        The names of the evaluation's metrics, as its record has them; None where nothing is evaluated.
+        The names of the metrics, as in the record; None without an evaluation.
 
     Raises:
-        DataError, ConfigError: a method fails, or returns what it must not; a loss that is neither a sum nor a mean, or
-            not what the task declares; a `count` that does not add up, or finds nothing anywhere; a BatchNorm that gets
-            one value a channel. The same on every rank, or a PeerError that names the first.
+        DataError, ConfigError: a method fails, or its result has the wrong form; a loss that is neither a sum nor a
+            mean, or not what the task declares; a `count` that does not add up, or finds nothing anywhere; a BatchNorm
+            that gets one value per channel. The same on every rank, or a PeerError that names the first.
     """
     world, task = trial.world, trial.task
     first = on_all_ranks(world, lambda: _first(trial, training))  # collective
@@ -416,9 +430,10 @@ def check_task(
 
 
 def _rehearse(trial: Trial, first: MicroBatch) -> None:
-    """Try what follows the loss in step 1, on copied state: backward, norm and the optimizer's step.
+    """Try backward, norm and optimizer step on copied state.
 
-    Hooks, and those of another library's module, would be called for a step that is none: such tasks are left out.
+    Tasks with hooks, and modules of another library, are skipped: their hooks would be called for a step that does not
+    exist.
     """
     if trial.task.hooks is not None or trial.task.framework:
         return
@@ -434,13 +449,13 @@ def _rehearse(trial: Trial, first: MicroBatch) -> None:
 
 
 def recall(task: Task, state: Mapping[str, Any]) -> None:
-    """Set what a trial found of a task, from the state of a checkpoint."""
+    """Restore what an earlier trial detected, from the state of a checkpoint."""
     found = str(state.get("reduction", "")) if task.reduction == "auto" else ""
     set_found(task, found, bool(state.get("evaluation_graph")))
 
 
 def _first(trial: Trial, training: Batches) -> MicroBatch:
-    """This rank's first micro-batch. Raises ConfigError for a `count` that cannot be."""
+    """Load this rank's first micro-batch. Raises ConfigError for an invalid `count`."""
     first, task = trial.first(training), trial.task
     if has_own(task, "count"):
         found = call("count", task.count, first.held)
@@ -455,12 +470,12 @@ def _first(trial: Trial, training: Batches) -> MicroBatch:
 def _check_first(trial: Trial, training: Batches, first: MicroBatch, norms: list[tuple[str, nn.Module]]) -> None:
     with _watched(norms, training):
         loss, _ = try_loss(trial, first)
-    if trial.config.guards.nonfinite == "stop":  # else the guards see to it
+    if trial.config.guards.nonfinite == "stop":  # otherwise the guards handle it
         _check_inputs(first, loss)
 
 
 def _norms(model: nn.Module, world: World) -> list[tuple[str, nn.Module]]:
-    """The BatchNorm layers that will normalise by what one forward on one rank gives them, with their names."""
+    """Find the BatchNorm layers that normalise over one forward on one rank, with their names."""
     return [
         (name or type(layer).__name__, layer)
         for name, layer in model.named_modules()
@@ -472,7 +487,10 @@ def _norms(model: nn.Module, world: World) -> list[tuple[str, nn.Module]]:
 
 @contextlib.contextmanager
 def _watched(norms: list[tuple[str, nn.Module]], training: Batches) -> Iterator[None]:
-    """Within it a layer of `norms` that gets one value a channel raises ConfigError: in eval mode torch takes that."""
+    """Raise ConfigError if a layer of `norms` gets one value per channel.
+
+    In eval mode torch accepts that.
+    """
     samples = training.own_samples(0)
 
     def look(name: str, given: Tensor | None = None) -> None:
@@ -492,7 +510,10 @@ def _watched(norms: list[tuple[str, nn.Module]], training: Batches) -> Iterator[
 
 
 def _check_inputs(first: MicroBatch, loss: float) -> None:
-    """Refuses NaN in what was loaded, where the loss is not finite either: alone it may stand for what is missing."""
+    """Refuse NaN in the input if the loss is not finite either.
+
+    NaN alone may mean missing values.
+    """
     if math.isfinite(loss):
         return
     for name, values in _floats(first.held, ""):
@@ -505,7 +526,7 @@ def _check_inputs(first: MicroBatch, loss: float) -> None:
 
 
 def _floats(batch: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The float tensors of a batch in host memory, each with its name within it: `batch['x']`, `batch[0]`."""
+    """Yield the float tensors of a batch with their paths: `batch['x']`, `batch[0]`."""
     if isinstance(batch, Tensor):
         if batch.is_floating_point():
             yield name, batch

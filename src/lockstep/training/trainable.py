@@ -1,12 +1,11 @@
-"""What a run trains, where that changes on the way: unfrozen and frozen parameters, groups that were added.
+"""Track which parameters a run trains: adapters, unfreezing, freezing, added groups.
 
     begin_as_made(model, state)         # before an engine is made: what the checkpoint's tensors fit
     train_now(model, state)             # once they are loaded: what is trained now
     note(engine, state)                 # before the state is kept
 
-`state["trained"]` goes with every checkpoint from the first change on, see `TrainedSet`. The checkpoint of a step is
-older than the body of the loop after that step, which may change the set: `checkpoints/trained.json` has what these
-bodies changed, by step.
+From the first change on, every checkpoint has `state["trained"]`, see `TrainedSet`. The loop's body may change the set
+after its step's checkpoint is begun: `checkpoints/trained.json` records these changes by step.
 """
 
 import zlib
@@ -52,22 +51,24 @@ __all__ = [
 ]
 
 
+# --- adapters
+
 Say = Callable[[str], None]
-_OF_THE_BASE = ("base", "base_from", "modules_to_save")  # of the state's "lora": what a run that begins with it takes
+_OF_THE_BASE = ("base", "base_from", "modules_to_save")  # entries of the state's "lora" that a new run inherits
 
 
 def left_out(model: nn.Module, state: Mapping[str, Any]) -> frozenset[str]:
-    """What a checkpoint of this state does without: of adapters, `model/NAME` of each parameter of the base."""
+    """Return the names that a checkpoint of adapters leaves out: `model/NAME` of the base."""
     known = state.get("lora")
     return frozenset(f"model/{name}" for name in base_names(model, _adapters_of(known).whole)) if known else frozenset()
 
 
 def adapt(config: Config, task: Task, model: nn.Module, world: World, state: dict[str, Any], say: Say) -> bool:
-    """Gives the model its base's weights and its adapters, in place, where --lora.rank asks for them. Collective.
+    """Load the base's weights and add adapters in place, by --lora.rank. Collective.
 
     Args:
-        model: as the task made it. Under `meta_init` rank 0 alone has values.
-        state: of the checkpoint to go on from, {} for a new run; its "lora" is filled.
+        model: as the task made it. Under `meta_init` only rank 0 has values.
+        state: of the checkpoint to resume from, {} for a new run; its "lora" is filled in.
 
     Returns:
         Whether there are adapters.
@@ -84,7 +85,7 @@ def adapt(config: Config, task: Task, model: nn.Module, world: World, state: dic
                 "--experiment-name"
             )
         return False
-    first = known or _begun(config, world, say)  # what says where the base is from, and perhaps which it is
+    first = known or _begun(config, world, say)  # where the base comes from, and perhaps its digest
     begun = first["base_from"]
     if not first.get("base"):
         _check_trained(config, task, begun, say)
@@ -103,7 +104,13 @@ def adapt(config: Config, task: Task, model: nn.Module, world: World, state: dic
 
 
 def injected(config: Config, task: Task, model: nn.Module) -> bool:
-    """As `adapt`, for a model whose weights are of no account: nothing is read or compared. Not collective."""
+    """Add adapters to a model whose values do not matter. Not collective.
+
+    Nothing is read or compared.
+
+    Returns:
+        Whether there are adapters.
+    """
     if not config.lora.rank:
         return False
     _check_halves(config, model)
@@ -113,10 +120,10 @@ def injected(config: Config, task: Task, model: nn.Module) -> bool:
 
 
 def with_adapters(model: nn.Module, known: dict[str, Any]) -> nn.Module:
-    """The model as a checkpoint's `state["lora"]` has it: base and adapters; the latter are still to be filled.
+    """Load the base and add empty adapters, as a checkpoint's `state["lora"]` describes.
 
     Raises:
-        CheckpointError: its base is another one.
+        CheckpointError: the base is another one.
     """
     if known["base_from"]:
         _filled(model, Path(known["base_from"]))
@@ -127,13 +134,13 @@ def with_adapters(model: nn.Module, known: dict[str, Any]) -> nn.Module:
 
 
 def _adapters_of(known: dict[str, Any]) -> Adapters:
-    """What the adapters of a checkpoint's `state["lora"]` are like."""
+    """Return the adapters' settings from a checkpoint's `state["lora"]`."""
     kind = (known["rank"], float(known["alpha"]), known["dropout"], known["targets"], known["turned"])
     return Adapters(*kind, tuple(known.get("modules_to_save", ())))
 
 
 def _check_same_base(known: dict[str, Any], found: dict[str, Any], kind: type[Exception]) -> None:
-    """Raises `kind` where the adapters of `known` are for another base than that of `found`."""
+    """Raise `kind` if two descriptions of adapters have different bases."""
     if known["base"] != found["base"]:
         raise kind(
             f"these are adapters for another base: its weights have the digest {known['base'][:19]}..., and this "
@@ -157,8 +164,10 @@ def _settled(config: Config, task: Task, model: nn.Module, first: dict[str, Any]
 
 
 def _check_halves(config: Config, model: nn.Module) -> None:
-    """Raises ConfigError where autocast would bring one half-precision dtype to a base in the other: torch's norms
-    refuse the two."""
+    """Raise ConfigError if autocast would mix float16 and bfloat16 with the base.
+
+    torch's norms refuse the mixture.
+    """
     wanted = AUTOCAST.get(config.precision)
     other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}.get(wanted) if wanted else None
     if other and any(parameter.dtype is other for parameter in model.parameters()):
@@ -170,7 +179,7 @@ def _check_halves(config: Config, model: nn.Module) -> None:
 
 
 def _check_trained(config: Config, task: Task, begun: str, say: Say) -> None:
-    """Adapters change little: beside weights that were only drawn they learn next to nothing."""
+    """Refuse adapters on random weights: they change little, so they would learn almost nothing."""
     if begun or task.defaults == "fine-tuning":
         return
     if task.defaults == "language-model":
@@ -185,9 +194,9 @@ def _check_trained(config: Config, task: Task, begun: str, say: Say) -> None:
 
 
 def _begun(config: Config, world: World, say: Say) -> dict[str, Any]:
-    """Where a new run's base is from: the checkpoint that --init-from names; of adapters, what they say themselves.
+    """Return where a new run's base comes from. Collective.
 
-    Rank 0 looks, and tells all.
+    It is the checkpoint of --init-from; if that has adapters, their own base. Rank 0 reads, and sends it to all.
     """
     if not config.init_from:
         return {"base_from": ""}
@@ -198,7 +207,10 @@ def _begun(config: Config, world: World, say: Say) -> dict[str, Any]:
 
 
 def _filled(model: nn.Module, source: Path) -> None:
-    """The base's weights, in the dtypes that they have there. Under `meta_init` rank 0's, which are sent on later."""
+    """Load the base's weights, in the dtypes stored there.
+
+    Under `meta_init` only rank 0 loads; its weights are broadcast later.
+    """
     if any(parameter.is_meta for parameter in model.parameters()):
         return
     if not (source / "manifest.json").is_file():
@@ -211,37 +223,39 @@ def _filled(model: nn.Module, source: Path) -> None:
 
 
 def _digest(model: nn.Module, whole: Collection[str]) -> str:
-    """Of the base's parameters, by their plain names, before the adapters are in."""
+    """Hash the base's parameters by their plain names, before the adapters are added."""
     return checkpoint.fingerprint_of({name: model.get_parameter(name).detach() for name in base_names(model, whole)})
 
+
+# --- trained set
 
 _KEY = "trained"
 
 
 def known_set(state: Mapping[str, Any]) -> TrainedSet | None:
-    """The set of a run's state; None where it never changed."""
+    """Return the trained set of a run's state; None if it never changed."""
     found = state.get(_KEY)
     return TrainedSet(found["made"], found["now"], found["since"]) if found else None
 
 
 def trained_digest(state: Mapping[str, Any]) -> int:
-    """Return a number that tells one trained set from another; 0 where the run's never changed."""
+    """Return a hash of the trained set; 0 if it never changed."""
     found = state.get(_KEY)
     return zlib.crc32("\n".join(sorted(found["now"])).encode()) if found else 0
 
 
 def note(engine: Engine, state: dict[str, Any]) -> None:
-    """Puts what is trained now into the state, where it ever changed."""
+    """Store the current trained set in the state, if it ever changed."""
     found = trained_set(engine)
     if found is not None:
         state[_KEY] = found._asdict()
 
 
 def begin_as_made(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Has the model train what the checkpoint's engine was made for.
+    """Make the model train what the checkpoint's engine was made for.
 
     Returns:
-        The names of what it would not train by itself.
+        The names of parameters that it would not train by itself.
     """
     known = known_set(state)
     if known is None:
@@ -252,7 +266,7 @@ def begin_as_made(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def check_held(model: nn.Module, optimizer: Optimizer | None, names: Collection[str]) -> None:
-    """Raises ResumeError where the optimizer has not all of these parameters, which were unfrozen on the way."""
+    """Raise ResumeError if the optimizer lacks some of these unfrozen parameters."""
     held = {id(p) for group in (optimizer.param_groups if optimizer else ()) for p in group["params"]}
     named = dict(model.named_parameters())
     left = [name for name in names if name in named and id(named[name]) not in held]
@@ -264,14 +278,14 @@ def check_held(model: nn.Module, optimizer: Optimizer | None, names: Collection[
 
 
 def train_now(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Has the model train what the run trained when its state was kept."""
+    """Make the model train what the run trained when its state was stored."""
     known = known_set(state)
     if known is not None:
         set_trained(model, {*known.now})
 
 
 def note_body(engine: Engine, state: dict[str, Any], folder: RunFolder, done: int, world: World) -> None:
-    """Notes what the body of the loop changed after the checkpoint of `done` steps was begun."""
+    """Record what the loop's body changed after the checkpoint of `done` steps was begun."""
     found = trained_set(engine)
     if found is None or found._asdict() == state.get(_KEY):
         return
@@ -281,7 +295,7 @@ def note_body(engine: Engine, state: dict[str, Any], folder: RunFolder, done: in
 
 
 def overlay(folder: RunFolder, state: dict[str, Any], world: World) -> None:
-    """Puts what the body after the checkpoint's step changed into the checkpoint's state. Collective."""
+    """Apply the body's recorded changes to the checkpoint's state. Collective."""
     found = world.gather(folder.read_trained() if world.is_main else {})[0]  # collective
     changed = found.get(str(state.get("global_step", 0)))
     if changed:

@@ -1,6 +1,8 @@
-"""What happens in a run, in its order: join, build, claim, load; then after each step what follows it; then leave.
+"""Run a training from start to end: join, build, lock, load, train, leave.
 
-for step in training(session): ...      # None once all is ready, then a Step for each step
+    for step in training(session): ...      # None once all is ready, then a Step for each step
+
+What follows each step, and its order, is in `_follow`; rollbacks and recovery from lost ranks are around it.
 """
 
 import gc
@@ -68,23 +70,23 @@ __all__ = [
 ]
 
 
-_ENOUGH = 50_000  # objects, which a collection visits in some hundredths of a second
+_ENOUGH = 50_000  # objects; a collection visits so many in some hundredths of a second
 
 
 class Frozen:
     """Objects of the first step, exempt from garbage collection until the loop ends.
 
-    Nothing is changed where the caller has turned collections off, or where there is little to visit, as after a
-    `gc.freeze()` of the caller's own. At the end all of it goes back: engine and hooks make cycles of a model and what
-    is around it, which a collection alone can free, and another run may follow in this process. Python cannot give back
-    a part of what is frozen, so what the caller had frozen before is visited again too.
+    Nothing changes if the caller has turned collections off, or if there is little to visit, as after the caller's own
+    `gc.freeze()`. At the end everything is unfrozen: engine and hooks form cycles with the model, which only a
+    collection can free, and another run may follow in this process. Python cannot unfreeze a part, so objects that the
+    caller froze earlier are visited again too.
     """
 
     def __init__(self) -> None:
         self._frozen = False
 
     def begin(self) -> None:
-        """Collect once, and leave what survives out of the collections to come."""
+        """Collect once, and exempt what survives from later collections."""
         if not gc.isenabled():
             return
         gc.collect()
@@ -104,14 +106,13 @@ _LOG = logging.getLogger("lockstep")
 
 
 def _write_report(session: Session, built: Built, left: BaseException | None) -> None:
-    """Writes report.html into the run's folder where the run has ended: finished, stopped, or failed on the way
-    in a world of one.
+    """Write report.html into the folder of a run that has ended.
 
-    What was interrupted or preempted goes on, and has no time; where one of several ranks has failed the launcher ends
-    the others, and starts again.
+    An interrupted or preempted run goes on, and has no time; if one of several ranks failed, the launcher ends the
+    others and restarts.
 
     Args:
-        left: what ended it, if it was not its own end.
+        left: the exception that ended the run, if there was one.
     """
     ended = session.status in ("finished", "stopped") and (left is None or isinstance(left, GeneratorExit))
     failed = isinstance(left, Exception) and built.world.size == 1 and session.global_step > 0
@@ -124,7 +125,7 @@ def _write_report(session: Session, built: Built, left: BaseException | None) ->
 
 
 def _nothing_left(built: Built) -> str:
-    """Describe a run that is started again and has nothing left to do."""
+    """Describe a run that is started again and has nothing to do."""
     path, whole = built.folder.path, built.run_plan.step_plan.steps
     if built.start < built.last:
         return (
@@ -145,14 +146,15 @@ Training = Generator[Step | None, None, None]
 
 
 def training(session: Session) -> Training:
-    """The whole run.
+    """Run the whole training.
 
-    Closing it in a step's body saves, unless the run is abandoned, and ends, where all ranks do so in the same step.
+    Yields None once everything is ready, then each step. Closing it in a step's body saves, unless the run is
+    abandoned, and ends, if all ranks do so in the same step.
 
     Raises:
-        UsageError: what was asked for cannot be done; nothing was written.
+        UsageError: the configuration cannot be run; nothing was written.
         LockstepError: the run failed.
-        KeyboardInterrupt: Ctrl-C; all is saved.
+        KeyboardInterrupt: Ctrl-C; everything is saved.
     """
     end_with_launcher()
     failures.note_uncaught()
@@ -163,10 +165,10 @@ def training(session: Session) -> Training:
     session.joined = session.world or join(session.config.device, session.config.timeout)
     session.is_main = session.joined.is_main and not joins
     try:
-        with under_way(stays=lambda: session.status == "failed"):  # the loop was left on this rank alone
+        with under_way(stays=lambda: session.status == "failed"):  # only this rank left the loop
             yield from _attempts(session)
     except GeneratorExit as left:
-        traceback.clear_frames(left.__traceback__)  # they hold the engine too
+        traceback.clear_frames(left.__traceback__)  # the frames hold the engine too
         _drop(session)
         if session.member:
             with suppress(RuntimeError):  # the launcher is gone
@@ -175,7 +177,7 @@ def training(session: Session) -> Training:
         if session.world is None:
             if session.status == session.status_when_left:
                 session.joined.leave()
-            else:  # the others may never come
+            else:  # the other ranks may never leave
                 session.joined.abandon()
         raise
     except BaseException as error:
@@ -193,12 +195,12 @@ def training(session: Session) -> Training:
 
 
 def _attempts(session: Session) -> Training:
-    """Once, and again after each rollback: everything is made anew, as after a restart."""
+    """Build and train, and again after each rollback: everything is rebuilt, as after a restart."""
     if session.member and session.member.is_new:
         yield from _join(session, session.member)
     while session.status in ("new", "running"):
         _drop(session)
-        session.model = None  # not beside the next one
+        session.model = None  # freed before the next one is made
         world = session.joined
         assert world is not None
         try:
@@ -212,7 +214,7 @@ def _attempts(session: Session) -> Training:
             if session.member is None or session.status == "new" or not is_lost(error):
                 raise
             note_lost(session, error)
-            regroup_to_build(session, session.member)  # a rank was lost within a rollback
+            regroup_to_build(session, session.member)  # a rank was lost during a rollback
             continue
         session.built, session.model, session.config = built, built.model, built.config
         session.global_step, session.is_main = built.start, world.is_main
@@ -234,7 +236,7 @@ def _attempts(session: Session) -> Training:
 
 
 def _join(session: Session, member: Member) -> Training:
-    """This process takes the place of one that was lost: it makes its parts alone, and comes in between two steps."""
+    """Replace a lost process: build the parts alone, and join between two steps."""
     assert session.joined is not None
     with explained(None, session.joined), typed_errors():
         built = built_to_join(session, session.joined, member)
@@ -247,7 +249,7 @@ def _join(session: Session, member: Member) -> Training:
 
 
 def _going_on(session: Session, built: Built) -> Training:
-    """Follows the run to its end; with whoever is left, where a rank is lost and the launcher has the others go on."""
+    """Train to the end, and continue with the surviving ranks after a loss."""
     if session.member and not session.member.is_new:
         session.digest, why = digest(built), why_not(built)
         session.member.ready(why, built.config.experiment_name)
@@ -267,21 +269,24 @@ def _going_on(session: Session, built: Built) -> Training:
                     raise
                 note_lost(session, error)
                 session.timeline.enter(RECOVERY)
-            if session.member.is_new:  # once it takes part, its loss need not end the others either
+            if session.member.is_new:  # from now on the others survive its loss too
                 session.member.ready("", built.config.experiment_name)
             regroup(session, built, session.member)
             _note_regrouped(session, built)
 
 
 def _drop(session: Session) -> None:
-    """Lets go of engine and groups: before the next ones, and before the world is left (see World.leave)."""
+    """Free engine and groups, before new ones are made or the world is left.
+
+    See World.leave.
+    """
     session.built = session.present = session.reader = session.exchange = session.saver = None
     session.sinks = Sinks([])
-    gc.collect()  # hooks make cycles of a model and what is around it
+    gc.collect()  # hooks form cycles with the model
 
 
 def _in_folder(session: Session, built: Built) -> Training:
-    """Trains with the folder claimed and the sinks open, and leaves both closed."""
+    """Train with the folder locked and the sinks open, and close both."""
     world = built.world
     on_all_ranks(world, lambda: check_range(built))
     on_all_ranks(world, lambda: claimed(built))
@@ -308,7 +313,7 @@ def _in_folder(session: Session, built: Built) -> Training:
 
 @contextmanager
 def _left_in_order(session: Session, built: Built) -> Iterator[None]:
-    """Whatever happens within, sinks, log and folder are closed after it, and what went wrong is in them."""
+    """Close sinks, log and folder at the end, and record any error in them."""
     left: BaseException | None = None
     try:
         yield
@@ -320,7 +325,7 @@ def _left_in_order(session: Session, built: Built) -> Iterator[None]:
         else:
             _note_left(session, built, error)
         if isinstance(error, Exception) and not isinstance(error, Rollback | Anew):
-            is_one_line = isinstance(error, LockstepError)  # which the command prints
+            is_one_line = isinstance(error, LockstepError)  # the command prints it
             once = {"only_file": is_one_line}
             _LOG.error("%s", failures.described(error), exc_info=not is_one_line, extra=once)
             failures.note_log(built.folder.path / "logs" / f"rank-{built.world.rank:05d}.log")
@@ -334,8 +339,8 @@ def _left_in_order(session: Session, built: Built) -> Iterator[None]:
 
 
 def _follow(session: Session, built: Built) -> Training:
-    """The run itself: after each step, in this order, the record, the checkpoint, the evaluation, the caller's body."""
-    first, world, ongoing = built.start, built.world, works(session, built)  # a save moves the start
+    """Train, and after each step record, check, evaluate, save and run the caller's body."""
+    first, world, ongoing = built.start, built.world, works(session, built)  # read now: a save moves `built.start`
     timeline = session.timeline
     exchange, recorder, stop_request = ongoing.exchange, ongoing.recorder, 0
     watchdog = HangWatchdog(world, exchange, built.folder.path, failures.note, session.member)
@@ -344,19 +349,19 @@ def _follow(session: Session, built: Built) -> Training:
     profiling, frozen = ongoing.profiling, Frozen()
     explaining, typing = explained(built.engine, world), typed_errors()
     with frozen, signals, loading, auditing, kept, watchdog, recorder, profiling, explaining, typing:
-        exchange.stop(session.wishes.request)  # of a signal that came while the ranks changed
+        exchange.stop(session.wishes.request)  # from a signal that came while the ranks changed
         session.wishes.request = CONTINUE
         told = watchdog.connect()
         session.reader = reader(exchange, world, told, outlives=bool(session.member))
         hooks = built.task.hooks
-        course = HookContext(session, built) if hooks else None  # which has a place of its own in the run's state
+        course = HookContext(session, built) if hooks else None  # with its own part of the run's state
         if hooks and course:
             hooks.begins(course, first)
-        if built.state.pop("evaluation_due", False):  # a signal came before it, or a kill
+        if built.state.pop("evaluation_due", False):  # a signal or a kill came before it
             session.evaluation = recorder.evaluate(first)
             tell_evaluated(session, built, first)
             note_best(session)
-        if session.save_due:  # the one that was under way when a rank was lost
+        if session.save_due:  # the save that was in progress when a rank was lost
             session.save_due = False
             recorder.save(first)
         over = out_of_patience(built.config, built.state)
@@ -375,7 +380,7 @@ def _follow(session: Session, built: Built) -> Training:
             saves = saved_and_evaluated(session, built, ongoing, step, ending)
             if hooks and course:
                 hooks.after_step(course, step.global_step)
-            if session.has_body:  # which may write what is being copied
+            if session.has_body:  # the body may write what is being copied
                 recorder.saver.order()
             exchange.progress.at(record.step, IN_BODY)
             if session.has_body:
@@ -392,11 +397,11 @@ def _follow(session: Session, built: Built) -> Training:
             note_change(ongoing, built, step.global_step)
             if saves:
                 save(ongoing, step.global_step)
-            if spent := profiling.after(step.global_step):  # collective, where a trace ends
+            if spent := profiling.after(step.global_step):  # collective, if a trace ends
                 ongoing.meter.pause(spent)
             if ending:
                 break
-            if step.evaluation and out_of_patience(built.config, built.state):  # alike on every rank
+            if step.evaluation and out_of_patience(built.config, built.state):  # the same on every rank
                 save(ongoing, step.global_step)
                 break
             if session.wants_stop:
@@ -404,13 +409,13 @@ def _follow(session: Session, built: Built) -> Training:
                 if all_do(told, world.rank, "stop", record.step, lambda: world.timeout):
                     save(ongoing, step.global_step)
                     break
-                exchange.stop(STOP)  # others go on: all end after the next exchange
+                exchange.stop(STOP)  # other ranks go on: all end after the next exchange
             if regroups:
                 settle(ongoing)
                 recorder.saver.settle()  # collective
                 raise RankLost("a new process waits to be taken in")
         timeline.enter(ENDING)
-        profiling.end()  # collective, where one is made
+        profiling.end()  # collective, if a trace is in progress
         if hooks and course:
             hooks.ends(course, recorder.saved)
         if session.member:
@@ -421,7 +426,7 @@ def _follow(session: Session, built: Built) -> Training:
 
 
 def _note_regrouped(session: Session, built: Built) -> None:
-    """In the timeline, which goes on; a process that is rank 0 now goes on with it."""
+    """Record new groups in the timeline; a new rank 0 continues its file."""
     if built.world.is_main and not session.timeline.is_open:
         session.timeline.open(built.folder.timeline, built.start, built.world.size, recovered=True)
     else:
@@ -429,16 +434,16 @@ def _note_regrouped(session: Session, built: Built) -> None:
 
 
 def _ended(session: Session, left: BaseException | None) -> str:
-    """How this start of the run ended, for the timeline."""
+    """Return how this start of the run ended, for the timeline."""
     if isinstance(left, Rollback | Anew):
         return "rolled back" if isinstance(left, Rollback) else "built anew"
     return session.status if left is None or isinstance(left, GeneratorExit) else "failed"
 
 
 def _note_left(session: Session, built: Built, error: BaseException) -> None:
-    """Leaves word in the folder of a run that failed, or whose loop was left."""
+    """Record the end of a run that failed, or whose loop was left."""
     if built.world.is_main:
         left = isinstance(error, GeneratorExit) and session.status != "failed"
         status = "failed" if not left else session.status_when_left if session.status == "running" else session.status
-        with suppress(OSError, StorageError):  # the disk that is full, and why it failed
+        with suppress(OSError, StorageError):  # the disk may be full, which may be the error itself
             built.folder.write_end(0 if left else 1, int(built.state.get("global_step", 0)), status)

@@ -1,10 +1,10 @@
-"""How many samples a forward takes best on this device: sizes are tried, each with a forward and a backward.
+"""Find a learning rate and a micro-batch size by trying them.
 
     found = lockstep.find_micro_batch(config, task)     # nothing is written, and nothing kept
     print(found)                                        # what each size takes, and the one to train with
 
-A size is a number of the run like any other (`--micro-batch-size`), the same on every device and at every world size:
-what is found here is proposed, and given to a run by hand.
+`find_lr` trains with a rising rate and looks where the loss falls fastest. Both only propose a number for the
+configuration, such as `--micro-batch-size`, which is then the same on every device and at every world size.
 """
 
 import dataclasses
@@ -51,25 +51,27 @@ __all__ = [
 ]
 
 
+# --- learning rate
+
 LOWEST, HIGHEST, STEPS = 1e-7, 10.0, 100
-_LAST = 5  # steps: a single batch may be a hard one
-_DIVERGED, _RISEN = 4.0, 2.0  # times the least loss, and times that of the begin, from which on it has diverged
-_WIDTH = 2.5  # steps: standard deviation of the bell that the losses are smoothed with
-_FLAT = 10  # first steps, whose rates are too low to teach anything
-_CLEAR = 1.5  # standard deviations of the scatter that the loss must fall by, at least
-_SHARE = 0.005  # and of the loss
-_BEGUN = 0.1  # of the whole fall: from there on the descent has begun
+_LAST = 5  # steps to average, since a single batch may be hard
+_DIVERGED, _RISEN = 4.0, 2.0  # times the lowest loss, and times the first ones: above both it has diverged
+_WIDTH = 2.5  # steps: standard deviation of the Gaussian that smooths the losses
+_FLAT = 10  # first steps, whose rates are too low to learn
+_CLEAR = 1.5  # standard deviations of the noise by which the loss must fall, at least
+_SHARE = 0.005  # and share of the loss
+_BEGUN = 0.1  # share of the whole fall at which the descent has begun
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRates:
-    """What the steps gave, the same on every rank.
+    """Result of `find_lr`, the same on every rank.
 
     Attributes:
-        rates: of the optimizer's first group, one a step; the others keep their ratio to it.
-        losses: of the step with that rate, before its update: mean over its items. The last may be infinite or NaN.
-        smoothed: the same without their scatter; of those that are finite.
-        lr: where the loss falls fastest; None where it never falls.
+        rates: of the optimizer's first group, one per step; the other groups keep their ratio to it.
+        losses: at the step with that rate, before its update: mean over its items. The last may be infinite or NaN.
+        smoothed: the finite losses without their noise.
+        lr: the rate at which the loss falls fastest; None if it never falls.
     """
 
     rates: list[float]
@@ -78,9 +80,12 @@ class FoundRates:
     lr: float | None
 
     def __str__(self) -> str:
-        """The curve, as far up again as it came down, and what it says in a line."""
+        """Format the curve and the suggestion.
+
+        The curve ends where it has climbed as far as it fell.
+        """
         pairs = list(zip(self.rates, self.smoothed, strict=False))
-        if self.lr is not None:  # what diverges would press the rest flat
+        if self.lr is not None:  # a diverging end would flatten the rest
             top, least = 2 * self.smoothed[0] - min(self.smoothed), self.lr
             pairs = [(rate, loss) for rate, loss in pairs if loss <= top or rate <= least]
         points = [(math.log10(rate), loss) for rate, loss in pairs]
@@ -89,7 +94,7 @@ class FoundRates:
 
     @property
     def said(self) -> str:
-        """What the curve says, in a line."""
+        """The suggestion, in a line."""
         if self.lr is None:
             span = f"from {self.rates[0]:.0e} to {self.rates[-1]:.0e}" if self.rates else "at all"
             return f"the loss falls at no rate {span}, so none is suggested: look at the data, the labels and the loss"
@@ -98,7 +103,7 @@ class FoundRates:
         return said(f"the loss falls {where}: begin with --lr {self.lr:.1e}")
 
     def save(self, path: str | Path) -> None:
-        """Writes the curve as a picture: an SVG, or what the name ends with.
+        """Write the curve as a picture: SVG, or the format of the file's suffix.
 
         Raises:
             ConfigError: matplotlib is missing.
@@ -108,15 +113,16 @@ class FoundRates:
 
 
 def find_lr(config: Config, task: Any = None, world: World | None = None) -> FoundRates:
-    """Trains for up to 100 steps from a new run's weights (those of `init_from` too), and forgets them.
+    """Find a learning rate in up to 100 steps with a rising rate. Collective.
 
-    Without the run's schedule; with its optimizer, groups, engine and data. It ends where the loss diverges.
+    It trains from a new run's weights (or `init_from`), with the run's optimizer, groups, engine and data, but without
+    its schedule, and discards the result. It ends where the loss diverges.
 
     Args:
         config, task, world: as for `lockstep.train`.
 
     Raises:
-        UsageError: what was asked for cannot be done.
+        UsageError: the configuration cannot be run.
         LockstepError: the steps failed.
     """
     with joined(config, world) as ranks:
@@ -124,7 +130,10 @@ def find_lr(config: Config, task: Any = None, world: World | None = None) -> Fou
 
 
 def show_rates(config: Config) -> None:
-    """`lockstep train --find-lr`: prints what was found and writes the picture beside the run's folder, on rank 0."""
+    """Print the result, and write the picture next to the run's folder, on rank 0.
+
+    This is `lockstep train --find-lr`.
+    """
     with joined(config) as world:
         found = find_lr(config, None, world)
         if world.is_main:
@@ -159,12 +168,12 @@ def _summarize_rates(config: Config, task: Any, world: World) -> FoundRates:
 
 
 def rate_of(step: int) -> float:
-    """The rate of a step, 0-based: from LOWEST to HIGHEST."""
+    """Return the rate of a step (0-based), from LOWEST to HIGHEST."""
     return float(LOWEST * (HIGHEST / LOWEST) ** (step / (STEPS - 1)))
 
 
 def _losses(built: Built) -> list[float]:
-    """The loss of each step until it diverges; decided alike on every rank. Collective."""
+    """Return the loss of each step until it diverges, the same on every rank. Collective."""
     world, step_plan, each = built.world, built.run_plan.step_plan, items_of_a_sample(built.task)
     step_loader = built.batches.from_step(0)
     constant = (lambda step: each * step_plan.samples(step)) if each else None
@@ -189,7 +198,7 @@ def _mean(losses: list[float], items: float) -> float:
 
 
 def _diverges(losses: list[float]) -> bool:
-    """Whether the last losses are far above the least that as many had, and above those of the begin."""
+    """Whether the last losses are far above the lowest average, and above the first ones."""
     if len(losses) <= _FLAT:
         return False
     means = np.convolve(losses, np.full(_LAST, 1 / _LAST), "valid")
@@ -197,7 +206,7 @@ def _diverges(losses: list[float]) -> bool:
 
 
 def _give_back(built: Built, first: dict[str, torch.Tensor]) -> None:
-    """Gives the task's own tensors what they held before."""
+    """Restore the task's own tensors."""
     own = built.own
     with torch.no_grad():
         for name, tensor in own.items():
@@ -206,14 +215,17 @@ def _give_back(built: Built, first: dict[str, torch.Tensor]) -> None:
 
 
 def judged(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[float], float | None]:
-    """The losses without their scatter, and the rate at which they fall fastest; None where they never clearly fall.
+    """Smooth the losses, and find the rate at which they fall fastest.
+
+    Smoothing uses a Gaussian centred on each step, so the curve is not shifted to higher rates. Only the descent to the
+    lowest point counts, from a tenth of its way on: before, only the batches differ.
 
     Args:
-        rates: one a step, rising by the same factor.
-        losses: as many; from the first that is not finite on they are left out.
+        rates: one per step, rising by a constant factor.
+        losses: one per step; the first that is not finite and those after it are dropped.
 
-    Smoothed is with a bell that is centred on each step, so that the curve is not moved to higher rates. What counts is
-    the descent to the lowest point, once it has come down a tenth of its way: before, only the batches differ.
+    Returns:
+        The smoothed losses, and the rate; None if they never clearly fall.
     """
     finite = [math.isfinite(loss) for loss in losses]
     kept = np.array(losses[: finite.index(False) if False in finite else None], dtype=np.float64)
@@ -233,17 +245,19 @@ def judged(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[float]
     return smoothed.tolist(), float(rates[begin + int(np.argmin(slope))])
 
 
-_MARGIN = 0.9  # share of the device that may be taken: batches differ, and memory is cut into pieces
-_SLOWER = 1.02  # times the seconds a sample of a smaller size, up to which a larger one is no slower
+# --- micro-batch size
+
+_MARGIN = 0.9  # share of the device's memory to use: batches differ, and memory fragments
+_SLOWER = 1.02  # times the seconds per sample of a smaller size: up to here a larger one counts as no slower
 
 
 class Took(NamedTuple):
-    """What a size took, on the rank that had it worst.
+    """Cost of a size, on the slowest and fullest ranks.
 
     Attributes:
         size: samples in a forward.
         peak: bytes of the device, with parameters, gradients and the optimizer's states; 0: it did not fit.
-        seconds: a sample, forward and backward.
+        seconds: per sample, forward and backward.
     """
 
     size: int
@@ -256,7 +270,7 @@ Measure = Callable[[Callable[[], None]], tuple[int, float]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundSizes:
-    """The same on every rank.
+    """Result of `find_micro_batch`, the same on every rank.
 
     Attributes:
         took: by size, from the smallest; the last may be one that did not fit.
@@ -285,18 +299,20 @@ class FoundSizes:
 def find_micro_batch(
     config: Config, task: Any = None, world: World | None = None, measure: Measure | None = None, total: int = 0
 ) -> FoundSizes:
-    """Tries the powers of two that divide the batch, from 1 on, until one does not fit. Nothing of it is kept.
+    """Find the largest micro-batch size that fits and is fast. Collective.
 
-    Each rank computes micro-batches of its own; the worst counts. What is measured is the stream's first micro-batch:
-    where samples differ much in length, leave more free than the tenth.
+    Tries the powers of two that divide the batch, from 1 on, until one does not fit, and discards the results. Each
+    rank computes its own micro-batches; the worst counts. It measures the first micro-batch of the data: if samples
+    differ much in length, leave more than a tenth free.
 
     Args:
         config, task, world: as for `lockstep.train`.
-        measure: calls what it is given, and says the peak in bytes and the seconds of one call; None: on a CUDA device.
-        total: bytes of the device; 0: as CUDA says.
+        measure: calls its argument, and returns the peak in bytes and the seconds of one call; None: measures a CUDA
+            device.
+        total: bytes of the device; 0: as CUDA reports.
 
     Raises:
-        UsageError: what was asked for cannot be done; no CUDA device; an engine whose forward takes all ranks.
+        UsageError: the configuration cannot be run; there is no CUDA device; or the engine's forward takes all ranks.
         LockstepError: the model failed.
     """
     with joined(config, world) as ranks:
@@ -304,7 +320,7 @@ def find_micro_batch(
 
 
 def show_sizes(config: Config) -> None:
-    """`lockstep train --find-micro-batch`: prints what was found, on rank 0."""
+    """Print the result on rank 0: `lockstep train --find-micro-batch`."""
     with joined(config) as world:
         found = find_micro_batch(config, None, world)
         if world.is_main:
@@ -324,7 +340,7 @@ def _summarize_sizes(config: Config, task: Any, world: World, measure: Measure |
         built = build(config, task, world, resume=False)
     first = [(tensor, tensor.detach().clone()) for tensor in built.own.values()]
     with explained(built.engine, world):
-        built.engine.state_dict()  # collective; the optimizer's states are there, as in training
+        built.engine.state_dict()  # collective; allocates the optimizer's states, as in training
         try:
             took = _tried(built, measure or _on_cuda(world.device))
         finally:
@@ -336,7 +352,13 @@ def _summarize_sizes(config: Config, task: Any, world: World, measure: Measure |
 
 
 def chosen(took: list[Took], total: int, more: int = 0) -> int:
-    """The largest size that takes, with `more`, up to nine tenths of `total`, and is no slower than a smaller; or 0."""
+    """Return the largest size that fits and is no slower than a smaller; or 0.
+
+    It fits if its peak and `more` take at most nine tenths of `total`.
+
+    Args:
+        more: bytes needed in addition to each peak.
+    """
     best, fastest = 0, float("inf")
     for each in took:
         fastest = min(fastest, each.seconds) if each.peak else fastest
@@ -346,7 +368,7 @@ def chosen(took: list[Took], total: int, more: int = 0) -> int:
 
 
 def _trees(built: Built) -> int:
-    """Bytes of the sums of micro-batches that exact mode holds beside a gradient, at most."""
+    """Return the most bytes that exact mode holds in sums of micro-batches besides a gradient."""
     if not built.config.exact:
         return 0
     trained = sum(p.nbytes for p in built.model.parameters() if p.requires_grad)
@@ -354,7 +376,7 @@ def _trees(built: Built) -> int:
 
 
 def _tried(built: Built, measure: Measure) -> list[Took]:
-    """Collective."""
+    """Try each size until one does not fit on some rank. Collective."""
     world, batch_size, found = built.world, built.config.batch_size, list[Took]()
     sizes = [1 << power for power in range(batch_size.bit_length()) if batch_size % (1 << power) == 0]
     with waiting("trying sizes", shown=world.is_main) as progress:
@@ -371,7 +393,7 @@ def _tried(built: Built, measure: Measure) -> list[Took]:
 
 
 def _tried_here(built: Built, size: int, measure: Measure) -> tuple[tuple[int, float], LockstepError | None]:
-    """(peak, seconds) on this rank, and what went wrong besides memory. Not collective."""
+    """Measure a size on this rank: (peak, seconds), and any error besides memory. Not collective."""
     try:
         batch = _first_batch(built, size)
         return measure(lambda: _once(built, batch)), None
@@ -397,7 +419,7 @@ def _first_batch(built: Built, size: int) -> MicroBatch:
 
 
 def _once(built: Built, batch: MicroBatch) -> None:
-    """A forward and a backward beside the engine, whose exchange takes all ranks."""
+    """Run a forward and a backward without the engine, whose exchange takes all ranks."""
     loss_sum: Callable[[nn.Module, MicroBatch], Tensor] = loss_of(built.task)
     seeder(built.config.seed, "micro", built.world.device)(0, batch.index)
     loss_sum(built.model, batch).backward()  # type: ignore[no-untyped-call]
@@ -405,7 +427,7 @@ def _once(built: Built, batch: MicroBatch) -> None:
 
 def _on_cuda(device: torch.device) -> Measure:
     def measure(once: Callable[[], None]) -> tuple[int, float]:
-        once()  # which chooses kernels, and leaves gradients
+        once()  # chooses kernels, and allocates gradients
         torch.cuda.synchronize(device)  # waits for the device
         torch.cuda.reset_peak_memory_stats(device)
         began = time.perf_counter()
