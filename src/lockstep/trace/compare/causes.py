@@ -279,7 +279,7 @@ _CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 
 def said(cause: str, frameworks: Iterable[str]) -> str:
-    """Return the text of a cause with its fix, specific to the first framework that has one."""
+    """Return the text of a cause, with the fix for the first framework that has one."""
     text, ways = _CAUSES[cause]
     names = ["lightning" if name == "pytorch_lightning" else name for name in frameworks]
     order = [name for name in ("lightning", "transformers", "accelerate") if name in names]
@@ -300,7 +300,7 @@ _SHOWN = (
     "buffers",
     "losses",
     "samples",
-)  # kinds that the verdict counts
+)  # shown kinds
 
 
 @dataclass(frozen=True)
@@ -364,7 +364,7 @@ class TraceVerdict:
 
     @property
     def same(self) -> bool:
-        """Whether the two are proved to be the same training, as far as they were recorded."""
+        """Whether both are proved to be the same training, as far as they were recorded."""
         return self.finding is None and not self.unproven and not self.missing
 
     @property

@@ -130,8 +130,8 @@ def _finite_in_one(step: StepPair) -> TraceFinding | None:
 def _not_finite(step: StepPair) -> Iterator[tuple[str, str]]:
     """Yield (kind, name) of values that are not finite in both runs.
 
-    A buffer may have infinities by design, such as a mask of -inf: there only NaN counts. A gradient that overflowed does
-    not count if the update was skipped, as by a GradScaler.
+    A buffer may have infinities by design, such as a mask of -inf: there only NaN counts. A gradient that overflowed
+    does not count if the update was skipped, as by a GradScaler.
     """
     for kind, shown in _NAMES.items():
         mine, theirs = step.one.tensors(kind), step.two.tensors(kind)
@@ -171,7 +171,7 @@ def _losses_finite(step: StepPair, side: int) -> bool | None:
 _NOISE, _NOISE_OFF = (
     1e-3,
     1e-2,
-)  # a gradient below the first share of all, and off by the second share of itself, is noise
+)  # a gradient this small a share of all, and off by this share of itself, is noise
 _LOST = 1e-2  # share by which the weights may differ while gradients are still comparable
 
 
@@ -281,7 +281,7 @@ def _hide_unplaced(pair: TracePair, parts: list[TracePart], verdict: TraceVerdic
 
 
 def _parting(step: StepPair) -> list[str]:
-    """Note where two runs of the same shape first differ in their bits, though within rounding."""
+    """Note where the bits of two runs of one shape first differ, though within rounding."""
     if step.one.part.world != step.two.part.world:
         return []
     module = first_module(step)
@@ -369,7 +369,7 @@ def _flagged(step: StepPair) -> list[str]:
         off = not error <= step.limit * norm or known[0] != known[1]
         if (
             mine[name].digest != theirs[name].digest and any(known) and off
-        ):  # if neither is finite there is nothing to compare
+        ):  # if neither is finite, skip
             found.append(name)
     return found
 

@@ -147,7 +147,7 @@ def _before(step: StepPair) -> set[int]:
 def _epochs(
     step: StepPair, one: dict[int, list[TracedSample]], two: dict[int, list[TracedSample]]
 ) -> list[dict[int, Counter[int]]]:
-    """Return rank -> samples of this step's epoch for both runs, over the recorded common steps."""
+    """Return rank -> samples of this step's epoch, for both runs, over the common steps."""
     found: list[dict[int, Counter[int]]] = []
     for side, place, first in ((step.pair.one, 0, one), (step.pair.two, 1, two)):
         epoch = next((s.epoch for each in first.values() for s in each), -1)
@@ -270,7 +270,10 @@ def _states(spot: Spot) -> dict[int, list[Forward]]:
 
 
 def _seeded_by_rank(step: StepPair, name: str, key: str, ranks: dict[int, list[Forward]]) -> TraceFinding | None:
-    """Report a generator with a rank-dependent state, before a step's first forward or only after it."""
+    """Report a generator with a rank-dependent state.
+
+    It may differ before a step's first forward, or only after it.
+    """
     if not ranks:
         return None
     least = min(ranks)
@@ -349,7 +352,7 @@ def _model(spot: Spot) -> list[str]:
 
 
 def _numbered(name: str) -> bool:
-    """Whether the name is a position in an optimizer's group, as for a tensor outside the model."""
+    """Whether the name is a position in an optimizer's group, of a tensor outside the model."""
     head, _, tail = name.partition(".")
     return head.startswith("group") and head[5:].isdigit() and tail.isdigit()
 
@@ -427,7 +430,7 @@ def _earlier(spot: Spot) -> Iterator[dict[str, WholeTensor]]:
 
 
 def _shares(found: list[float], one: list[float], two: list[float]) -> tuple[float, float]:
-    """Fit a vector by two others in least squares; (0, 0) if the two are parallel."""
+    """Fit a vector by two others in least squares; (0, 0) if these are parallel."""
     a, b, c = _dot(one, one), _dot(one, two), _dot(two, two)
     determinant = a * c - b * b
     if not determinant > 1e-6 * a * c:

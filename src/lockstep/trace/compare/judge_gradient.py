@@ -90,7 +90,7 @@ def _moved(step: StepPair) -> float:
     square = sum(one[1] for one, _ in pairs)
     apart = sum(
         (one[0] - two[0]) ** 2 for one, two in pairs
-    )  # signed sums have random signs: in the mean, the outputs' distance
+    )  # random signs: in the mean, the outputs' distance
     return math.sqrt(apart / square) if square > 0 and math.isfinite(apart + square) else 0.0
 
 
@@ -319,7 +319,10 @@ def _by_rank(counts: Counts) -> list[int]:
 
 
 def _weighted(losses: dict[int, list[float]], counts: Counts) -> float | None:
-    """The mean over all items, from losses that are means of a micro-batch divided by their number."""
+    """The mean over all items of a step.
+
+    Each loss must be the mean over its micro-batch's items, divided by the number of micro-batches.
+    """
     total = items = 0.0
     for rank, each in losses.items():
         mine = counts.get(rank, [])
@@ -336,7 +339,10 @@ def _uses(step: StepPair) -> list[dict[int, Use]]:
 
 
 def _keys(step: StepPair) -> Iterator[tuple[str, int]]:
-    """Yield the candidates for the items: integer tensors (0: all elements, 1: after each first); "": samples."""
+    """Yield the candidates for the items.
+
+    They are integer tensors (0: all elements, 1: after each first), or "" for samples.
+    """
     keys: list[tuple[str, int]] = [("", 0)]
     for use in _uses(step)[1].values():
         for batch in [*use.loads, *use.forwards]:
@@ -432,7 +438,10 @@ def _clipped_apart(step: StepPair) -> TraceFinding | None:
 
 
 def _changed_after(step: StepPair) -> TraceFinding | None:
-    """Report gradients that reach the optimizer longer or shorter than clipping left them, in one run only."""
+    """Report gradients that reach the optimizer with another length than clipping left.
+
+    It must be so in one run only.
+    """
     found: dict[str, tuple[int, float, float]] = {}
     for name, spot in step.sides():
         for rank, record in _records(spot).items():

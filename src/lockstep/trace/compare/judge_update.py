@@ -1,4 +1,4 @@
-"""Compare the weights, the updates and the evaluations of two runs, and count what was compared.
+"""Compare weights, updates and evaluations of two runs, and count what was compared.
 
 `initial_difference`, `changed_weights` and `update_difference` judge the weights, `rate_difference` the rates and
 settings, `state_difference` the optimizer's state, `evaluation_difference` the evaluations. `uncovered` lists what a
@@ -145,7 +145,7 @@ def _has_state(side: TraceSide, at: int) -> bool:
 
 
 def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
-    """Find the first difference of the evaluations before a step, or after the last one (`tail`)."""
+    """Find the first difference of the evaluations before a step, or after the last (`tail`)."""
     spots = (step.pair.one.tail, step.pair.two.tail) if tail else (step.one, step.two)
     if spots[0] is None or spots[1] is None or any(spot is not None and spot.begins for spot in spots):
         return None
@@ -251,7 +251,7 @@ class TrainedSoFar:
         self.rate = max(self.rate, *(float(rate[0] if isinstance(rate, list) else rate) for rate in rates), 0.0)
 
     def note(self, steps: int) -> list[str]:
-        """Return the note after `steps` steps: none if a gradient was not 0 and a weight moved."""
+        """Return a note after `steps` steps, if no gradient was nonzero or no weight moved."""
         if not steps or (self.counts and self.moved):
             return []
         if not self.got:
@@ -375,7 +375,7 @@ def _moved_otherwise(step: StepPair) -> TraceFinding | None:
     """Report updates that the gradients do not explain.
 
     A tensor is judged alone if its gradient is bitwise equal. Otherwise all are judged together: for an element with a
-    gradient of rounding noise, Adam takes a step of full length in a random direction, and a tensor may have many of these.
+    gradient of rounding noise, Adam takes a step of full length in a random direction, and a tensor may have many.
     """
     (grads, weights), (their_grads, their_weights) = (
         [spot.tensors(kind) for kind in ("grad", "weights")] for spot in (step.one, step.two)
@@ -516,7 +516,7 @@ def changed_weights(step: StepPair) -> TraceFinding | None:
 
 
 def _moved_alone(step: StepPair) -> TraceFinding | None:
-    """Report weights that moved in one run and not, or not as far, in the other.
+    """Report weights that moved further in one run than in the other.
 
     A perturbation that is undone leaves a few units in the last place of the weights' norm. If the other run moved
     nothing, it had no perturbation, and each bit counts.

@@ -86,7 +86,7 @@ def every(tests: Iterable[bool]) -> bool:
 
 @dataclass(frozen=True)
 class TracedSample:
-    """A sample: digest of its content, index in the dataset (-1: unknown), epoch of its loader."""
+    """A sample: content digest, index in the dataset (-1: unknown), epoch of its loader."""
 
     content: int
     index: int = -1
@@ -126,7 +126,7 @@ class Use:
 
 
 def _used(rank: RankTrace) -> list[tuple[Use, Use]]:
-    """Return (training, evaluation) of each of a rank's records, and of what follows the last step."""
+    """Return (training, evaluation) of each of a rank's records, the end included."""
     waiting: list[dict[str, Any]] = []
     kinds: dict[int, int] = {}
     found: list[tuple[Use, Use]] = []
@@ -205,7 +205,10 @@ def _chosen(one: Iterable[Use], two: Iterable[Use]) -> bool:
 
 
 def trained(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list[TracedSample]]]:
-    """Yield rank -> samples of each run, from the batches if both have them, else from the inputs."""
+    """Yield rank -> samples of each run.
+
+    They are from the loaders' batches if both runs have them, else from the inputs.
+    """
     by_load = _chosen(one.values(), two.values())
     for side in (one, two):
         yield {rank: use.samples if by_load else use.inputs for rank, use in side.items()}
@@ -233,8 +236,8 @@ def computed(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, lis
 def readers(samples: dict[int, list[TracedSample]]) -> dict[int, list[TracedSample]]:
     """Return the ranks that read samples of their own.
 
-    If equally large groups of ranks have the same samples, this is one of each group: so with tensor parallelism, and for
-    all ranks if each evaluates everything.
+    If equally large groups of ranks have the same samples, this is one of each group: so with tensor parallelism, and
+    for all ranks if each evaluates everything.
     """
     groups: dict[frozenset[tuple[int, int]], list[int]] = {}
     for rank, each in samples.items():
@@ -274,7 +277,7 @@ class Spot:
         return bool(next(iter(self.part.records(self.at).values()))["kind"] == "DeepSpeedEngine")
 
     def left(self) -> dict[str, WholeTensor]:
-        """Return the weights that the previous updates, or else the model's start, left for this optimizer."""
+        """Return this optimizer's weights as the previous updates left them, or the initial ones."""
         wanted, found = self.tensors("weights").keys(), dict[str, WholeTensor]()
         for at in range(self.at, max(-1, self.at - _BACK), -1):
             earlier = self.part.tensors(at, "weights") if at != self.at else {}
@@ -400,7 +403,7 @@ def _made(rank: RankTrace) -> int:
 
 
 def _begin(spot: Spot, steps: list[Spot]) -> int | None:
-    """Count the steps after which the weights are those that `spot` starts with; None if unknown."""
+    """Count the steps after which the weights are those of `spot`'s start; None if unknown."""
     mine, last = spot.tensors("initial"), steps[0].tensors("initial")
     if not mine or not last:
         return None

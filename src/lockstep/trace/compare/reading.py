@@ -2,7 +2,7 @@
 
 run = read(Path("one"))
 run.parts[0].ranks[1].steps[5]              # rank 1's record of its sixth step
-run.parts[0].tensors(5, "grad")             # {"layers.0.weight": Whole(...)} of all ranks together
+run.parts[0].tensors(5, "grad")             # {"layers.0.weight": WholeTensor(...)} of all ranks together
 
 A run that was restarted has a part for each start.
 """
@@ -127,7 +127,7 @@ class TracePart:
         return {n for number, entry in entries if entry is not None for n in self.ranks[number].tables[entry]["names"]}
 
     def tensors(self, step: int, kind: str) -> dict[str, WholeTensor]:
-        """Return name -> tensor of a kind: "grad", "weights", "begin", "initial", "state", "buffers" and so on.
+        """Return name -> tensor of a kind, such as "grad", "weights", "begin" or "initial".
 
         A kind that was recorded in several parts ("initial#1" of a second model) is merged.
         """

@@ -308,7 +308,7 @@ def _clipping(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(norm, torch.Tensor):
             value = (
                 norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            )  # collective: as reading it in the script would be
+            )  # collective: as the script's reading
         _present[0].passes.event("clip", name, float(limit) if isinstance(limit, int | float) else None, value)
         return norm
 

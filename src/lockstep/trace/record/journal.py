@@ -50,7 +50,7 @@ _FRAMEWORKS = {
 
 
 def _place() -> tuple[int, int]:
-    """Return (rank, world size): of the default group, else of the launcher's variables, else (0, 1)."""
+    """Return (rank, world size) of the default group or the launcher's variables; else (0, 1)."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -183,7 +183,10 @@ class Options:
 
 
 def quiet(method: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a method of an object with a journal: skip it if nothing is recorded, and contain its errors."""
+    """Wrap a method of an object with a journal so that its errors end only the recording.
+
+    It is skipped if nothing is recorded.
+    """
 
     @functools.wraps(method)
     def tried(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -405,7 +408,10 @@ def _described(entries: list[Entry]) -> list[Any]:
 
 
 def _error() -> str:
-    """The class of the error that ends this process, else ""; its text may have user data."""
+    """The class of the error that ends this process, else "".
+
+    Its text may have user data, so it is not recorded.
+    """
     kind = sys.exc_info()[0] or getattr(sys, "last_type", None)  # a child of multiprocessing; the main program
     return "" if kind is None or issubclass(kind, SystemExit) else kind.__name__
 

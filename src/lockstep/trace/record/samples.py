@@ -3,10 +3,11 @@
 batch = Batch({"input_ids": ids, "labels": labels})     # batch.size, the parts that are digested
 digests = digested([batch])                             # digests.samples int64 [1, size], digests.leaves, ...
 
-A batch is split along the first dimension that most of its tensors share. Padding does not change a digest: zeros and
--100 add nothing, and with an `attention_mask` only the unmasked elements count, by their position among these. Positions
-after the last label that counts are ignored too, since a sequence that is padded and then shifted has one more input
-there than one that is shifted and then padded. So a sample has the same digest in a batch of eight and in one of four.
+A batch is split along the first dimension that most of its tensors share. Padding does not change a digest: zeros
+and -100 add nothing, and with an `attention_mask` only the unmasked elements count, by their position among these.
+Positions after the last label that counts are ignored too, since a sequence that is padded and then shifted has one
+more input there than one that is shifted and then padded. So a sample has the same digest in a batch of eight and in
+one of four.
 """
 
 import hashlib
@@ -68,7 +69,7 @@ class SampleDigests:
     Attributes:
         samples: int64 [batches, size], or [batches, 1] of the whole if they cannot be split.
         leaves: int64 [batches, tensors], the sum of each tensor's digests over the samples, with all positions.
-        counts: int64 [batches, integer tensors, 2]: elements that are not -100, and those after the first of each sample.
+        counts: int64 [batches, integer tensors, 2]: elements that are not -100, and those after each sample's first.
     """
 
     samples: Tensor | None = None
@@ -96,7 +97,10 @@ def _leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, An
 
 
 def digested(batches: Sequence[Batch]) -> SampleDigests:
-    """Digest batches whose leaves have the same shapes; a single one if it has lists or others."""
+    """Digest batches with leaves of equal shapes.
+
+    With lists among the leaves, or without leaves, it must be a single batch.
+    """
     first, times = batches[0], len(batches)
     merged = [
         first.leaves[place][1] if times == 1 else torch.cat([batch.leaves[place][1] for batch in batches])
@@ -182,7 +186,7 @@ def outcomes(rows: list[Tensor]) -> Tensor:
 
 
 def trained_output(output: Any, size: int) -> Tensor | None:
-    """Return the first tensor of an output with a row for each sample that requires a gradient."""
+    """Return an output's first tensor with a row for each sample that requires a gradient."""
     for _, value in _leaves(output):
         if not isinstance(value, Tensor) or not value.requires_grad or hasattr(value, "placements"):
             continue
@@ -192,7 +196,10 @@ def trained_output(output: Any, size: int) -> Tensor | None:
 
 
 def lengths(gradient: Tensor) -> Tensor:
-    """Return the 2-norm of each sample's part of a gradient, float64 [n]; padding zeros do not matter."""
+    """Return the 2-norm of each sample's part of a gradient, float64 [n].
+
+    Padding zeros do not change it.
+    """
     wide = torch.promote_types(gradient.dtype, torch.float32)
     found: Tensor = torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=wide)
     return found.double()
@@ -222,7 +229,10 @@ def _tensor(value: Any) -> Any:
 
 
 def _of_words(words: Tensor, mask: Tensor | None, thinned: bool) -> Tensor:
-    """The digest of each sample, int64 [n]: of the unmasked words, or of evenly spread ones if `thinned`."""
+    """The digest of each sample, int64 [n].
+
+    It covers the unmasked words, or evenly spread ones if `thinned`.
+    """
     if mask is not None:
         shown = mask.to(words.device).long()
         place = (shown.cumsum(1) - 1).clamp_(min=0)
@@ -238,7 +248,7 @@ def _of_words(words: Tensor, mask: Tensor | None, thinned: bool) -> Tensor:
 
 
 def _words(rows: Tensor, kept: Tensor | None) -> Tensor:
-    """Convert [n, elements] to int32 [n, words]; zeros and elements that are not `kept` become 0."""
+    """Convert [n, elements] to int32 [n, words]; zeros and elements not `kept` become 0."""
     if rows.is_complex():
         rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
     if rows.is_floating_point():

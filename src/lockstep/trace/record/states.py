@@ -43,7 +43,7 @@ _seen: dict[str, tuple[Any, str]] = {}
 
 
 def state_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, str]:
-    """Digest the states of the generators of torch, CUDA, python, numpy, and of the model's `own`.
+    """Digest the generator states of torch, CUDA, python, numpy, and the model's `own`.
 
     A CUDA generator's state is in host memory, so nothing waits.
     """
@@ -314,7 +314,7 @@ class PassRecorder:
 
 _SMALL = (
     4 << 20
-)  # elements up to which the weights before the update and the optimizer's state are digested in every step
+)  # elements up to which weights before the update and the optimizer's state are digested in every step
 _NUMBERS, _SEQUENCES = (bool, int, float), (tuple, list)
 
 
@@ -496,7 +496,7 @@ class Updates:
             norm = engine.get_global_grad_norm()
             journal.record["norm"] = (
                 float(norm) if norm is not None else None
-            )  # waits for the device, as the engine does
+            )  # waits for the device, as the engine
             buffers = self._names.buffers(journal.thorough)
             weights = self._names.entries(self._names.parameters())
             journal.sums({"weights": weights, "buffers": self._names.entries(buffers)})

@@ -1,11 +1,12 @@
 """Digest, square and sketch tensors so that the results add up over shards.
 
-found = summed([(weight, Place(0)), (shard, Place(4096))])   # int64 [2, WIDTH], on the device, without waiting for it
+found = summed([(weight, ElementPlaces(0)), (shard, ElementPlaces(4096))])   # int64 [2, WIDTH], on the device
 
 A row has a digest (32 bits: a sum over the elements of a hash of position and bits), the sum of squares (float64) and
 SKETCH signed sums (float64). The signs depend on an element's position in the whole tensor, so the mean square of the
 differences of two sketches estimates the squared distance of two tensors that are never in one place. Values of less
-than four bytes count as the float32 that they represent, integers as float64. Zeros add nothing.
+than four bytes count as the float32 that they represent, integers as float64. Zeros add nothing. Nothing waits for
+the device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +45,7 @@ class ElementPlaces(NamedTuple):
 
     Attributes:
         start: of the first; negative if unknown.
-        run: contiguous elements, `stride` from run to run; 0: all of them (columns of a matrix have a run for each row).
+        run: contiguous elements, `stride` from run to run; 0: all of them (columns of a matrix: a run for each row).
     """
 
     start: int
@@ -56,7 +57,7 @@ class ElementPlaces(NamedTuple):
         return not (self.start % _BLOCK or self.run % _BLOCK or self.stride % _BLOCK)
 
     def spans(self, row: int, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield (first row in the whole tensor, rows) for `rows` rows of the piece from `row` on."""
+        """Yield (first row in the whole tensor, rows) for `rows` rows from `row` on."""
         each = self.run // _BLOCK or row + rows
         while rows:
             number, within = divmod(row, each)
@@ -74,7 +75,7 @@ def mixed(numbers: Tensor) -> Tensor:
 
 
 def plain(tensor: Tensor, place: ElementPlaces) -> Tensor:
-    """Convert to a dense float32 or float64 tensor in row-major order, without a copy if possible.
+    """Convert to dense float32 or float64 in row-major order, without a copy if possible.
 
     If `place` has runs that are no whole rows, zeros are inserted between them; they add nothing.
     """
@@ -142,10 +143,10 @@ class _FloatPacks:
 
 
 class SumPlan:
-    """Plan that cuts pieces of given sizes and places into rows; `run` takes pieces of the same.
+    """Plan that cuts pieces of the given sizes and places into rows.
 
     Args:
-        plains: the pieces, from `plain`.
+        plains: the pieces, from `plain`; `run` takes others of the same sizes.
         places: their places.
         pooled: the pieces are copied into `rooms`, and summed by `pooled`.
     """
@@ -303,7 +304,10 @@ def _packs(layouts: Sequence[Layout], most: int) -> list[_Pack]:
 
 
 def _append(pack: _Pack, piece: int, begin: int, end: int, start: int) -> None:
-    """Append the elements from `begin` to `end` of a piece to a pack, padded with zeros to whole rows."""
+    """Append the elements from `begin` to `end` of a piece to a pack.
+
+    Zeros pad them to whole rows.
+    """
     lead = (start + begin) % _BLOCK
     if lead:
         pack.parts.append((-1, 0, lead))
@@ -329,7 +333,7 @@ def _constants(packs: Sequence[_Pack], device: torch.device) -> tuple[Tensor, Te
 
 
 def _tables(wide: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """An odd number (int32) for each word of a row, and the signs [SKETCH, _BLOCK] of its elements."""
+    """An odd number (int32) for each word of a row, and each element's signs [SKETCH, _BLOCK]."""
     numbers = mixed(torch.arange(1, _BLOCK * (2 if wide else 1) + 1) * 31)
     odd = ((numbers >> 16) | 1).to(torch.int32)
     signs = ((mixed(torch.arange(1, _BLOCK + 1) * 77) >> torch.arange(SKETCH).unsqueeze(1)) & 1) * 2 - 1
@@ -349,7 +353,7 @@ _scratches: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
 
 def _sketch(rows: Tensor, table: Tensor, into: Tensor) -> None:
-    """Compute table @ rows.T without rounded products, on a device and under lower matmul precision too."""
+    """Compute table @ rows.T without rounded products, whatever the matmul precision."""
     if rows.device.type != "cpu":
         for each in range(SKETCH):
             torch.sum(rows * table[each], 1, out=into[each])
