@@ -57,8 +57,8 @@ def verify(
 ) -> "VerifyTable":
     """Run the same steps in every combination, and compare each with a single process.
 
-    The processes are started here; they import the module of `task`, which must therefore not start them itself when it is
-    imported. Under torchrun the job's own ranks are used, at their world size.
+    The processes are started here; they import the module of `task`, which must therefore not start them itself when it
+    is imported. Under torchrun the job's own ranks are used, at their world size.
 
     Args:
         task: the task to train; None: the config's. It must be picklable, except under torchrun.

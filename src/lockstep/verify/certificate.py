@@ -112,8 +112,8 @@ def same_machine(given: dict[str, Any]) -> list[str]:
 def against(given: dict[str, Any], trace: dict[str, Any], tolerance: Tolerance) -> Difference | None:
     """Find the first difference between this machine's single process and the certificate's.
 
-    The stages are compared in the usual order. A certificate has only digests and 2-norms of tensors, so with a tolerance
-    the norms are compared.
+    The stages are compared in the usual order. A certificate has only digests and 2-norms of tensors, so with a
+    tolerance the norms are compared.
     """
     expected = given["trace"]
     steps = [_held(mine, theirs, tolerance) for mine, theirs in zip(trace["steps"], expected["steps"], strict=False)]
@@ -124,7 +124,7 @@ def against(given: dict[str, Any], trace: dict[str, Any], tolerance: Tolerance) 
 
 
 def _held(mine: dict[str, Any], theirs: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
-    """This machine's record of a step, with its tensors compared with the certificate's as a rank's would be."""
+    """This machine's record of a step, compared with the certificate's as a rank's would be."""
     step, kinds = mine["step"], [kind for kind in TENSORS if kind in mine]
     return mine | {kind: _compared(mine[kind], theirs.get(kind), step, tolerance) for kind in kinds}
 

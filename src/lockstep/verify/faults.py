@@ -1,4 +1,4 @@
-"""Faults to plant: each makes one rank or one moment go wrong, to check that `verify` finds it."""
+"""Plant faults: each makes one rank go wrong, to check that `verify` finds it."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -184,8 +184,8 @@ class StepRecorder:
     def _before_update(self, optimizer: Any, *_: Any) -> None:
         """Record the rates and, once a step, the gradients before an optimizer's update.
 
-        A split optimizer calls another inside: the outermost has all parameters. Another kind takes one group after another,
-        or parts of one: an update is over when the first parameter comes again.
+        A split optimizer calls another inside: the outermost has all parameters. Another kind takes one group after
+        another, or parts of one: an update is over when the first parameter comes again.
         """
         if not self._armed or self._optimizer not in (None, optimizer):
             return

@@ -73,7 +73,7 @@ class TensorStore:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: str, step: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write whole tensors of any device and dtype, copying one at a time to the host."""
+        """Write whole tensors of any device and dtype, one at a time through the host."""
         path, index, offset = self._path(kind, step), {}, 0
         with path.open("wb") as file:
             for name, tensor in tensors:

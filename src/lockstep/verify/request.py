@@ -108,7 +108,7 @@ class Fault:
         return task
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
-        """Wrap the engine below the recorder, for a fault of the engine or of the machine."""
+        """Wrap the engine below the recorder, for a fault of engine or machine."""
         return engine
 
     def outside(self, engine: Engine, context: FaultContext) -> Engine:
@@ -191,7 +191,7 @@ class VerifyRequest:
         return max(0, usual - (usual == self.resume))  # not where a resume could be mistaken for it
 
     def resolved(self) -> "VerifyRequest":
-        """Fill in the defaults, and turn off sinks and early stops, which a proof does not need."""
+        """Fill in the defaults, and turn off sinks and early stops."""
         engines = self.engines or tuple(name for name, entry in ENGINES.items() if entry.everywhere)
         wide = not self.config.exact and all(ENGINES[name].float64 for name in engines if name in ENGINES)
         given, own = ("" if name == "auto" else name for name in (self.precision, self.config.precision))
@@ -225,7 +225,10 @@ class RunSpec:
 
     @property
     def resume(self) -> int:
-        """The step before which the run is saved, ended and resumed; 0: never, as for the reference."""
+        """The step before which the run is saved, ended and resumed; 0: never.
+
+        It is 0 for the reference.
+        """
         return self.request.resume if self.reference and not self.disturbed else 0
 
 

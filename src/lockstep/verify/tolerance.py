@@ -141,8 +141,8 @@ class Tolerance:
         sums: unit roundoff of the gradients' dtype.
         inner: unit roundoff of the coarsest dtype that the model computes in.
         compiled: another compiler than the reference's, so even the first forward differs.
-        measured: for each step, how far the single process's gradient moved when its sums were rounded differently, as a
-            share of the gradient's norm; (): not measured.
+        measured: for each step, how far the single process's gradient moved when its sums were rounded differently, as
+            a share of the gradient's norm; (): not measured.
     """
 
     terms: int
@@ -180,10 +180,10 @@ class Tolerance:
     def weights(
         self, step: int, expected: Tensor, second: Tensor | None, scales: "Scales"
     ) -> Callable[[slice], Tensor]:
-        """Return a function of a slice -> the largest error of these parameter elements, in float64.
+        """Return a function of a slice -> the largest error of these parameter elements.
 
-        It holds after the update of `step`, and uses the bound: Adam divides an element's error by its own size, which the
-        whole gradient does not determine.
+        The errors are float64, and hold after the update of `step`. They use the bound: Adam divides an element's error by
+        its own size, which the whole gradient does not determine.
 
         Args:
             expected: the reference's parameter.
@@ -205,9 +205,10 @@ class Tolerance:
         return largest
 
     def drift(self, step: int, scales: "Scales") -> float:
-        """Return how far a weight may be off if its gradient cancels, as for a bias before a BatchNorm.
+        """Return how far a weight may be off if its gradient cancels.
 
-        The loss does not depend on such a weight, but a running mean, and with it an evaluation, follows it.
+        A bias before a BatchNorm is such a weight. The loss does not depend on it, but a running mean, and with it an
+        evaluation, follows it.
         """
         return scales.travel * min(_TRAVEL, 2.0 * self._noise(step) * scales.norm / scales.eps) if self.terms else 0.0
 
@@ -249,7 +250,9 @@ EXACT = Tolerance(0)
 def tolerance_of(
     config: Config, world_size: int, coarsest: str, *, other_kernels: bool, measured: tuple[float, ...] = ()
 ) -> Tolerance:
-    """Return the tolerance of a run: none with --exact and the same kernels, else from dtypes and terms.
+    """Return the tolerance of a run.
+
+    It is zero with --exact and the same kernels; else it follows from the dtypes and the number of terms.
 
     Args:
         coarsest: the coarsest dtype that the model computes in.
@@ -268,7 +271,10 @@ def tolerance_of(
 
 
 def unit_roundoff(name: str) -> float:
-    """Return half the spacing of numbers at 1: 2**-53 for "float64", 2**-24 for "float32", 2**-8 for "bfloat16"."""
+    """Return half the spacing of a dtype's numbers at 1.
+
+    That is 2**-53 for "float64", 2**-24 for "float32" and 2**-8 for "bfloat16".
+    """
     return float(torch.finfo(getattr(torch, name.removeprefix("torch."))).eps) / 2
 
 

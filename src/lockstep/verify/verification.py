@@ -403,7 +403,7 @@ def _undetermined(found: Difference) -> Difference:
 
 
 def repeats(one: list[dict[str, Any]], two: list[dict[str, Any]], step: int, tolerance: Tolerance) -> bool:
-    """Whether two runs of one combination did the same up to a step, on each rank.
+    """Whether two runs of one combination did the same up to a step on each rank.
 
     Args:
         one, two: the traces of all ranks.
@@ -424,7 +424,7 @@ def repeats(one: list[dict[str, Any]], two: list[dict[str, Any]], step: int, tol
 
 
 def _moved(reference: dict[str, Any], disturbed: dict[str, Any]) -> tuple[float, ...]:
-    """For each step, how far the gradient moved, as a share of its norm; () if gradients are hidden."""
+    """For each step, the gradient's move as a share of its norm; () if gradients are hidden."""
     found: list[float] = []
     for step, other in zip(reference["steps"], disturbed["steps"], strict=False):
         square = step.get("gradient", {}).get("square", 0.0)
@@ -446,7 +446,7 @@ def _idle(combinations: list[Combination], config: Config) -> list[str]:
 
 
 def unproved_by(reference: dict[str, Any], *, skips: bool) -> str:
-    """Describe losses of the single process that are not finite; "" if they do not prevent a proof.
+    """Describe losses of the single process that are not finite and prevent a proof; else "".
 
     Where both runs have NaN nothing was compared.
 
@@ -566,8 +566,8 @@ def _is_main() -> bool:
 def _removing() -> Iterator[None]:
     """Context manager in which SIGTERM ends the processes and removes the files, as Ctrl-C does.
 
-    `timeout` and schedulers send SIGTERM. In a torchrun job rank 0 has the files; it notices the end of the others where
-    it waits for them.
+    `timeout` and schedulers send SIGTERM. In a torchrun job rank 0 has the files; it notices the end of the others
+    where it waits for them.
     """
     if not _is_main() or threading.current_thread() is not threading.main_thread():
         yield

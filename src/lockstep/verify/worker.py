@@ -1,8 +1,8 @@
-"""Run one combination on one rank: the product's own parts and loop, recorded, with a resume on the way.
+"""Run one combination on one rank: the product's own parts and loop, recorded.
 
     run_rank(world, say, specs)       in each of N processes; a trace of each run goes to disk
 
-The loop itself is not copied here. A planted fault wraps a part before the recorder does.
+The run is resumed on the way. The loop itself is not copied here. A planted fault wraps a part before the recorder does.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def run_rank(world: World, say: Callable[..., None], specs: Sequence[RunSpec]) -
 
 
 def read_trace(folder: Path, key: str, ranks: int) -> list[dict[str, Any]] | None:
-    """Read the traces of all ranks of a run; None unless it ended on every one."""
+    """Read the traces of all ranks of a run; None unless it ended on each."""
     paths = [_path(folder, key, rank) for rank in range(ranks)]
     if not all(path.exists() for path in paths):
         return None
@@ -181,7 +181,7 @@ def _seed(built: Built) -> Seed:
 
 
 def _assembled(spec: RunSpec, world: World, context: FaultContext, name: str) -> Built:
-    """Build the parts of the run in its own folder, so that no file of the user is touched."""
+    """Build the parts of the run in its own folder, touching no file of the user."""
     given, engine = spec.request.config, spec.combination.engine
     config = dataclasses.replace(
         given,
