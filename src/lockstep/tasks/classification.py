@@ -36,7 +36,9 @@ Say = Callable[[str], None]
 
 @final
 class Texts:
-    """The samples of a split: (model inputs of a text as lists of numbers, its class).
+    """The samples of a split: (a text's model inputs, its class).
+
+    The inputs are lists of numbers by name.
 
     Args:
         texts: one column of texts, or two.
@@ -136,7 +138,10 @@ class TextClassification(Task):
         return float(len(samples) * min(max(1, longest), _CHARACTERS * dataset.longest))
 
     def loss(self, model: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        """Return the cross entropy in nats, summed over the texts: a scalar in float32 or float64."""
+        """Return the cross entropy in nats, summed over the texts.
+
+        It is a scalar in float32, or float64 for such logits.
+        """
         inputs, labels = batch
         return F.cross_entropy(_wide(text_logits(model, inputs)), labels, reduction="sum")
 

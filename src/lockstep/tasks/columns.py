@@ -36,8 +36,8 @@ _SPLIT_SEED = 0  # not the run's: runs with other seeds are evaluated on the sam
 def digits(flag: str) -> tuple[Tensor, Tensor]:
     """Load the handwritten digits: uint8 [1797, 1, 8, 8] and their classes, int64 [1797].
 
-    The pixels have 17 levels of grey from 0 to 255. It is the test set of "Optical Recognition of Handwritten Digits", UCI
-    Machine Learning Repository (1998).
+    The pixels have 17 levels of grey from 0 to 255. It is the test set of "Optical Recognition of Handwritten Digits",
+    UCI Machine Learning Repository (1998).
 
     Raises:
         ConfigError: scikit-learn is not installed; `flag` is the flag that needs it.
@@ -83,7 +83,9 @@ _SHOWN = 8
 
 
 def find_column(kinds: Mapping[str, str], wanted: str, kind: str, usual: Sequence[str], flag: str, option: str) -> str:
-    """Return the requested column, or the first of the `usual` names, or the only one of `kind`.
+    """Find the requested column, or else a column by its usual name or its kind.
+
+    Without a request it is the first of the `usual` names that exists, else the only column of `kind`.
 
     Args:
         kinds: column -> its content: "Image", "ClassLabel", or a dtype such as "string".
@@ -113,7 +115,7 @@ def find_column(kinds: Mapping[str, str], wanted: str, kind: str, usual: Sequenc
 
 
 def class_labels(table: HubTable, column: str, flag: str) -> tuple[tuple[str, ...], tuple[Tensor, Tensor]]:
-    """Return the names of the classes, and the class of each row of both splits, int64 [rows].
+    """Return the names of the classes, and each row's class in both splits, int64 [rows].
 
     The classes are those that the dataset names, else the sorted values of the training split.
 

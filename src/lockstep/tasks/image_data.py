@@ -1,4 +1,4 @@
-"""Open images with a class each: scikit-learn's digits, class folders, or a table of the hub.
+"""Open images with classes: scikit-learn's digits, class folders, or a hub table.
 
 data = open_images(config, say)         # opened, and not yet read
 split = data.train

@@ -284,7 +284,10 @@ class ImageClassification(Task):
         return Prepared(self.data.train if training else self.data.evaluation, self.how, augmented=training)
 
     def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        """Return the cross entropy in nats, summed over the images: a scalar in float32 or float64."""
+        """Return the cross entropy in nats, summed over the images.
+
+        It is a scalar in float32, or float64 for such logits.
+        """
         images, labels = batch
         logits = _wide(self.source.logits(model, images))
         return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self._smoothing)

@@ -1,10 +1,10 @@
-"""Train language models: the built-in GPT or a Hugging Face model, on data from the hub or from files.
+"""Train language models: the built-in GPT, or a Hugging Face model.
 
 task = hub_task(config, say)                    # --model-name OWNER/NAME or a folder
 corpus = corpus_for(config, own, say).corpus    # --dataset-name, --tokenizer and the section `data`
 
 `LanguageModel` is the common base: corpus, collation, samples of text. `CausalLM` is the task of the built-in GPT,
-`HubCausalLM` that of a `transformers` model.
+`HubCausalLM` that of a `transformers` model. The data is from the hub or from files.
 """
 
 from abc import abstractmethod
@@ -92,8 +92,8 @@ class Sampling:
     ) -> list[list[int]]:
         """Continue each of `begins` by generated tokens, up to the first `stop`; see `generate`.
 
-        All have the same number of tokens, at least one, and go through the model together. Each has its own generator, all
-        with the same seed.
+        All have the same number of tokens, at least one, and go through the model together. Each has its own generator,
+        all with the same seed.
         """
         written = generate(
             model,
@@ -152,8 +152,8 @@ class LanguageModel(Task):
     def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Stack the samples: each tensor [seq_len] becomes [len(samples), seq_len], padded if needed.
 
-        Padding needs no mask: it is after the tokens, and none of them attends to later ones. With a mask, padding tokens that
-        attend to nothing would be NaN in the kernels of some models, and so would NaN * 0.
+        Padding needs no mask: it is after the tokens, and none of them attends to later ones. With a mask, padding
+        tokens that attend to nothing would be NaN in the kernels of some models, and so would NaN * 0.
         """
         return pad_tokens(samples) if isinstance(self.corpus.train, PaddedDocuments) else _collate_tokens(samples)
 
@@ -166,9 +166,10 @@ class LanguageModel(Task):
         return float(len(samples) * dataset.longest(samples)) if isinstance(dataset, PaddedDocuments) else None
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
-        """Generate a text that begins like a document of the data, the same on each call.
+        """Generate a text that begins like a document of the data.
 
-        Every rank must call it: a forward may be collective. `model` is the engine's.
+        The text is the same on each call. Every rank must call it: a forward may be collective. `model` is the
+        engine's.
         """
         begin = self.corpus.begun(self._prompt) if self._prompt else self.corpus.opening()
         # as many collectives as forwards, where the model is split
@@ -179,9 +180,9 @@ class LanguageModel(Task):
     ) -> Iterator[str]:
         """Yield each prompt with its continuation, at most to the end of the document.
 
-        A prompt is the beginning of a document, or in a conversation the user's message. The texts are in the prompts' order,
-        each as soon as it is ready. Prompts of equal length go through the model together, at most 16. A text is the same for
-        the same `sampling`, whatever else is written.
+        A prompt is the beginning of a document, or in a conversation the user's message. The texts are in the prompts'
+        order, each as soon as it is ready. Prompts of equal length go through the model together, at most 16. A text is
+        the same for the same `sampling`, whatever else is written.
 
         Raises:
             ConfigError: there is no token to begin with.
@@ -288,7 +289,10 @@ def _to_stop(tokens: list[int], begin: int, stop: int) -> list[int]:
 
 
 def _together(begins: Sequence[list[int]]) -> list[list[int]]:
-    """Group indices of prompts of equal length, at most `_ROWS` a group, in order of first indices."""
+    """Group indices of prompts of equal length, at most `_ROWS` a group.
+
+    The groups are in the order of their first indices.
+    """
     parts: list[list[int]] = []
     open_ones: dict[int, list[int]] = {}
     for place, begin in enumerate(begins):
@@ -349,8 +353,8 @@ class HubCausalLM(LanguageModel):
         defaults: set of defaults for the configuration; see `lockstep.training.defaults`.
 
     Raises:
-        ConfigError: the model's context is shorter than a sample, its vocabulary smaller than the corpus's, or it cannot
-            keep packed documents apart.
+        ConfigError: the model's context is shorter than a sample, its vocabulary smaller than the corpus's, or it
+            cannot keep packed documents apart.
     """
 
     def __init__(
@@ -451,7 +455,12 @@ class HubCausalLM(LanguageModel):
 
 @dataclass(frozen=True, slots=True)
 class CorpusChoice:
-    """A corpus, its data's revision ("" for files), and whether its tokenizer differs from the model's."""
+    """A prepared corpus with the facts of its choice.
+
+    Attributes:
+        revision: of its data; "" for files.
+        other_tokenizer: its tokenizer is not the model's own.
+    """
 
     corpus: TokenCorpus
     revision: str

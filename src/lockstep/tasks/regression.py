@@ -129,7 +129,11 @@ class Regression(Task):
         }
 
     def measure_as(self, sources: Mapping[str, str]) -> None:
-        """Measure the loss in the unit of an earlier run's targets, from the `sources` of its task."""
+        """Measure the loss in the unit of an earlier run's targets.
+
+        Args:
+            sources: of the earlier run's task.
+        """
         self._unit = float(sources.get("target_spread", self._unit))
 
     def model(self) -> nn.Module:
@@ -154,8 +158,8 @@ class Regression(Task):
     def evaluate(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
         """Return (loss, metrics).
 
-        "mae" is the mean absolute error in the target's unit. "r2" is 1 - squared error / variance of the targets among the
-        evaluated rows; it is reported as 0 if all targets are equal.
+        "mae" is the mean absolute error in the target's unit. "r2" is 1 - squared error / variance of the targets among
+        the evaluated rows; it is reported as 0 if all targets are equal.
         """
         rows, targets = batch
         error = _wide(model(rows)) - targets
@@ -243,7 +247,7 @@ def make(config: Config, say: Say) -> Regression:
 
 
 def on_columns_of(sources: Mapping[str, str], run: str, config: Config, say: Callable[[str], None]) -> Regression:
-    """Make the task on the columns that a run was trained on, with its loss in the same unit.
+    """Make the task on a run's columns, with its loss in the same unit.
 
     Args:
         sources: of the trained task.
