@@ -182,8 +182,8 @@ class Tolerance:
     ) -> Callable[[slice], Tensor]:
         """Return a function of a slice -> the largest error of these parameter elements.
 
-        The errors are float64, and hold after the update of `step`. They use the bound: Adam divides an element's error by
-        its own size, which the whole gradient does not determine.
+        The errors are float64, and hold after the update of `step`. They use the bound: Adam divides an element's error
+        by its own size, which the whole gradient does not determine.
 
         Args:
             expected: the reference's parameter.

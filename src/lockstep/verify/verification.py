@@ -403,7 +403,7 @@ def _undetermined(found: Difference) -> Difference:
 
 
 def repeats(one: list[dict[str, Any]], two: list[dict[str, Any]], step: int, tolerance: Tolerance) -> bool:
-    """Whether two runs of one combination did the same up to a step on each rank.
+    """Whether two runs of one combination agree up to a step, on each rank.
 
     Args:
         one, two: the traces of all ranks.
@@ -424,7 +424,7 @@ def repeats(one: list[dict[str, Any]], two: list[dict[str, Any]], step: int, tol
 
 
 def _moved(reference: dict[str, Any], disturbed: dict[str, Any]) -> tuple[float, ...]:
-    """For each step, the gradient's move as a share of its norm; () if gradients are hidden."""
+    """For each step, the gradient's relative move; () if gradients are hidden."""
     found: list[float] = []
     for step, other in zip(reference["steps"], disturbed["steps"], strict=False):
         square = step.get("gradient", {}).get("square", 0.0)
@@ -446,12 +446,15 @@ def _idle(combinations: list[Combination], config: Config) -> list[str]:
 
 
 def unproved_by(reference: dict[str, Any], *, skips: bool) -> str:
-    """Describe losses of the single process that are not finite and prevent a proof; else "".
+    """Describe losses of the single process that prevent a proof by not being finite.
 
     Where both runs have NaN nothing was compared.
 
     Args:
         skips: such steps are left out of the training, so the others prove it.
+
+    Returns:
+        The description, or "".
     """
     steps = reference["steps"]
     losses = [[slot["loss"] for slot in step["slots"] if slot["loss"] is not None] for step in steps]

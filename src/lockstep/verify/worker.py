@@ -2,7 +2,8 @@
 
     run_rank(world, say, specs)       in each of N processes; a trace of each run goes to disk
 
-The run is resumed on the way. The loop itself is not copied here. A planted fault wraps a part before the recorder does.
+The run is resumed on the way. The loop itself is not copied here. A planted fault wraps a part before the recorder
+does.
 """
 
 import contextlib
@@ -181,7 +182,7 @@ def _seed(built: Built) -> Seed:
 
 
 def _assembled(spec: RunSpec, world: World, context: FaultContext, name: str) -> Built:
-    """Build the parts of the run in its own folder, touching no file of the user."""
+    """Build the parts of the run in its own folder, apart from the user's files."""
     given, engine = spec.request.config, spec.combination.engine
     config = dataclasses.replace(
         given,

@@ -40,8 +40,8 @@ class TaskWrapper(Task):
 class PreparedTask(TaskWrapper):
     """A task in float64 if `wide`, with at most `samples` evaluation samples.
 
-    Its attributes that are tensors or modules, also those in its lists and dicts, are converted in place: class weights,
-    a criterion. The task belongs to this process alone.
+    Its attributes that are tensors or modules, also those in its lists and dicts, are converted in place: class
+    weights, a criterion. The task belongs to this process alone.
     """
 
     def __init__(self, inner: Task, *, wide: bool, samples: int) -> None:
