@@ -127,7 +127,7 @@ LABELS = ".labels"
 
 
 class _TokenRows:
-    """Rows of `width` tokens at a stride of `stride` tokens; a rest at the end is left out."""
+    """Rows of `width` tokens at a stride of `seq_len` tokens, without a rest at the end."""
 
     draws_random = False  # a sample needs no seed
 
@@ -150,7 +150,10 @@ class _TokenRows:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
-        """Return the samples of a batch in order, from a single copy; a DataLoader calls this."""
+        """Return the samples of a batch in order, from a single copy.
+
+        A DataLoader calls it once a batch.
+        """
         rows, labels = self._read(indices)
         pairs = zip(*self._shifted(rows, labels), strict=True)
         return [{"input_ids": inputs, "labels": labels} for inputs, labels in pairs]

@@ -1,4 +1,4 @@
-"""Read a corpus whose documents stay separate, one per sample or several packed in a window.
+"""Read a corpus whose documents stay separate, one a sample or packed in windows.
 
     samples = Packed(folder / "train.bin", vocab_size, seq_len=1024)
     samples[0]["positions"]                 # int64 [seq_len]: 0 1 2 ... 0 1 2 ..., from 0 in each document

@@ -1,11 +1,12 @@
-"""Read documents and tables from the hub's datasets, from json, jsonl, csv and parquet, and from text files.
+"""Read documents and tables from the hub's datasets and from local files.
 
     rows = open_rows(DataRequest("tatsu-lab/alpaca"), say=print)
     for example, last in rows.documents(0.05, scratch).train.read(): ...
 
-Only this file needs the package `datasets`. An evaluation set is the dataset's own split (validation or test); without
-one, rows are split off by a fixed seed, so that runs with other seeds evaluate on the same rows. `reader` recognises
-the columns of prompts, completions and conversations. `open_table` gives rows by index, `plain_rows` reads text files.
+Local files are json, jsonl, csv, parquet and text. Only this file needs the package `datasets`. An evaluation set is
+the dataset's own split (validation or test); without one, rows are split off by a fixed seed, so that runs with other
+seeds evaluate on the same rows. `reader` recognises the columns of prompts, completions and conversations. `open_table`
+gives rows by index, `plain_rows` reads text files.
 """
 
 import codecs
@@ -58,7 +59,9 @@ Row = Mapping[str, Any]
 
 
 def reader(columns: Mapping[str, bool], wanted: str, flag: str, *, answers: bool) -> Callable[[Row], Example]:
-    """Return a function row -> example for these columns; a missing value is an empty text.
+    """Return a function that reads a row of these columns as an example.
+
+    It reads a missing value as an empty text.
 
     Args:
         columns: name -> whether the column has text.
@@ -260,7 +263,10 @@ class HubTable:
 
 
 def table_files(name: str) -> list[Path]:
-    """List the json, jsonl, csv and parquet files at a path; none if the folder has text files."""
+    """List the json, jsonl, csv and parquet files at a path.
+
+    The list is empty if the folder has text files.
+    """
     root = Path(name).expanduser()
     if root.is_file():
         return [root] if root.suffix.lower() in _KINDS else []
@@ -295,7 +301,7 @@ def open_rows(wanted: DataRequest, say: Say) -> HubRows:
 
 
 def open_table(wanted: DataRequest, fraction: float, cache: Path, say: Say) -> HubTable:
-    """Open the rows of a hub dataset or of files; any number of processes may call it.
+    """Open the rows of a hub dataset or of files, in any number of processes.
 
     Args:
         fraction: share of the rows for the evaluation, if the data has no evaluation split.

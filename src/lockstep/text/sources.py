@@ -1,4 +1,4 @@
-r"""List a corpus's text files in a fixed order, with checksums, and split them by file.
+r"""List a corpus's text files in a fixed order with checksums, and split them.
 
     sources = find("builtin:stdlib")                    # or a text file, or a folder of them
     train, evaluation = split(sources, eval_fraction=0.05, seed=0)
@@ -63,7 +63,7 @@ class DocumentSpan:
 
 
 def find(name: str) -> list[TextFile]:
-    """List the files of the corpus `name`, sorted by name; each is read once for its checksum.
+    """List the files of the corpus `name`, sorted by name, with their checksums.
 
     Args:
         name: "builtin:stdlib", a text file, or a folder, searched at any depth for text files (by suffix, without
@@ -190,7 +190,9 @@ def _line_end(source: TextFile, position: int) -> int:
 
 
 def pieces(spans: Iterable[DocumentSpan]) -> Iterator[tuple[str, bool]]:
-    """Yield (text, whether it is a document's last piece), about a megabyte and whole lines each.
+    """Yield (text, whether it is a document's last piece).
+
+    A piece is about a megabyte of whole lines.
 
     Raises:
         DataError: a file has disappeared.

@@ -99,7 +99,7 @@ def write_split(
     prompts: bool,
     progress: Progress,
 ) -> Written:
-    """Write the split's tokens to `path`, and the files next to it that its reader needs.
+    """Write the split's tokens to `path`, and next to it the files of its reader.
 
     Args:
         masked: learn only completions and the assistant's turns.
@@ -314,7 +314,7 @@ class TokenCorpus:
         return [*self.begin, *self.encode(prompt)]
 
     def opening(self) -> list[int]:
-        """Return the first tokens of the evaluation: its prompt, or eight tokens of a plain text."""
+        """Return the evaluation's first tokens: its prompt, or eight tokens of plain text."""
         sample = self.evaluation[0]
         inputs, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
         given = next((place for place, label in enumerate(labels) if label != IGNORED), 0) + 1
