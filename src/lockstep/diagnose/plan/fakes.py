@@ -74,7 +74,7 @@ _UNTOLD = {
     torch.Tag.maybe_aliasing_or_mutating,
 }
 _NUMBERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
-# Operations without a result that only write into their arguments.
+# Operations without a result that only write to their arguments.
 _SILENT = ("aten::_foreach_", "aten::_fused_", "fsdp::")
 
 
