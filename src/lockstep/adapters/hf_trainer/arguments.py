@@ -60,7 +60,7 @@ def check_arguments(trainer: Any) -> None:
 
 
 def _step_size(trainer: Any, devices: int) -> int:
-    """Samples of a step on `devices` devices; 0: on the devices that the Trainer was made for."""
+    """Samples of a step on `devices` devices; 0: on the Trainer's own number."""
     args = trainer.args
     if devices:
         return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * devices)
@@ -149,7 +149,7 @@ def _name(output_dir: str) -> dict[str, Any]:
 
 
 def _length(args: Any, samples: int, batch_size: int) -> dict[str, Any]:
-    """The Config fields for the length: epochs or steps, and the used share of an epoch."""
+    """The Config fields for the length: epochs or steps, and an epoch's used share."""
     limit = samples // batch_size if args.dataloader_drop_last else 0
     found = {"limit_train_batches": limit} if limit and limit * batch_size != samples else {}
     if args.max_steps > 0:

@@ -5,8 +5,8 @@
     predictions.compute()                               # name -> number, of all that were added
 
 Here are the samples of its datasets, its collator, the count of labels and the order of samples. `Predictions` is a
-metric with every prediction as its state (see `lockstep.run.stateful_metrics`): it keeps the outputs in host memory
-and pads batches of different lengths with -100, as the Trainer does.
+metric with every prediction as its state (see `tasks.regression.RowsMetric`): it keeps the outputs in host memory and
+pads batches of different lengths with -100, as the Trainer does.
 """
 
 import sys

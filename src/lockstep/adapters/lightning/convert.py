@@ -141,7 +141,7 @@ def from_lightning(
 
 
 class WholeBatchTask(LightningTask):
-    """A module with a dataset of whole batches; a batch has as many items as samples."""
+    """A module with a dataset of whole batches, counted as samples."""
 
     items_per_sample = None
 

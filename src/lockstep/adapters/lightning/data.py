@@ -239,7 +239,10 @@ class _ReadyBatch:
 
 
 def _is_shuffle(sampler: Any) -> bool:
-    """Whether this is the sampler of `shuffle=True`: each sample once, without a generator of its own."""
+    """Whether this is the sampler of `shuffle=True`.
+
+    It yields each sample once, without a generator of its own.
+    """
     plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
     return plain and sampler.num_samples == len(sampler.data_source)
 

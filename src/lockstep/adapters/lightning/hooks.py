@@ -160,7 +160,7 @@ _LOG = logging.getLogger("lockstep")
 
 
 class Turn(NamedTuple):
-    """The next forward: its micro-batch in the step, and the Lightning batches that begin or end with it."""
+    """The next forward: its micro-batch, and the Lightning batches that begin or end."""
 
     step: int
     micro: int
@@ -211,7 +211,7 @@ class Life(Hooks):
             module._current_fx_name = before
 
     def hook(self, name: str, *given: Any) -> None:
-        """Call a hook if the user wrote it; its random draws do not affect the training."""
+        """Call a hook if the user wrote it, without effect on the random state."""
         if name in self._own:
             with generators_kept():
                 answer = self.call(name, *calls(getattr(self.module, name), *given))
@@ -252,7 +252,7 @@ class Life(Hooks):
         self._turn = Turn(step, index, begins, ends, slot == 0, counts, before + index % turns)
 
     def take_turn(self) -> Turn | None:
-        """Return and clear the next forward's turn; None outside a step of the run, as in a trial."""
+        """Return and clear the next forward's turn; None outside a step of the run."""
         turn, self._turn = self._turn, None
         return turn
 

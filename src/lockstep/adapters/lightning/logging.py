@@ -51,7 +51,7 @@ class LoggedValue(NamedTuple):
 
     @property
     def epoch_name(self) -> str:
-        """The name of the epoch's value, as in Lightning; with a suffix if steps are logged too."""
+        """The name of the epoch's value, with a suffix if steps are logged too."""
         return f"{self.name}_epoch" if self.on_step else self.name
 
     @property
@@ -111,7 +111,7 @@ class Logged:
         """Do nothing; Lightning calls this, and there is no state to reset."""
 
     def taken(self) -> list[LoggedValue]:
-        """Return and clear the values logged since the last call; the last value of a name counts."""
+        """Return and clear the values logged since the last call, the last of each name."""
         found, self._found = self._found, []
         return list({entry.name: entry for entry in found}.values()) if len(found) > 1 else found
 
@@ -192,7 +192,7 @@ _ON_DEVICE = _COMBINE | {"min": torch.minimum, "max": torch.maximum}
 
 
 def rows_of(batch: Any) -> int:
-    """Return the number of samples of a batch by its first tensor, as Lightning does; else 1."""
+    """Return the length of a batch's first tensor, as Lightning does; else 1."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 1
     if isinstance(batch, str):

@@ -37,7 +37,7 @@ _NUMBERS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of a 
 
 
 class Coroutine:
-    """A thread that alternates with its caller: one of the two waits while the other runs."""
+    """A thread that alternates with its caller: one waits while the other runs."""
 
     current: ClassVar["Coroutine | None"] = None
 

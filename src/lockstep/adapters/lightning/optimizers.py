@@ -35,7 +35,7 @@ _MOMENTA = ("momentum", "betas")  # some schedulers cycle these too
 
 
 class EpochPosition(NamedTuple):
-    """The position of a step: its epoch, the batches up to and including it, whether it ends the epoch."""
+    """A step's epoch, its batches so far with this step, and whether it ends the epoch."""
 
     epoch: int
     batches: int
@@ -206,7 +206,7 @@ class Rates:
         ]
 
     def unknown(self, values: Iterable[str]) -> str:
-        """Return a name that a strict scheduler watches and `values` lacks; "" if there is none."""
+        """Return a name that a strict scheduler watches and `values` lacks; else ""."""
         known = set(values)
         return next(
             (each.monitor for each in self._schedulers if each.monitor and each.strict and each.monitor not in known),

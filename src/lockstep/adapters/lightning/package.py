@@ -26,12 +26,12 @@ PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 
 
 def kind_of(what: Any, name: str) -> type | None:
-    """Return the base class `name` of an object, from one of the packages; None if it has none."""
+    """Return an object's base class `name` from one of the packages, or None."""
     return next((kind for kind in type(what).__mro__ if kind.__name__ == name and _is_theirs(kind)), None)
 
 
 def written(what: Any, method: str) -> bool:
-    """Whether the user, not the package, wrote a method, in the class or on the object."""
+    """Whether the user, not the package, wrote a method of the class or object."""
     if what is None:
         return False
     return method in getattr(what, "__dict__", {}) or _in_class(what.__class__, method)

@@ -308,7 +308,7 @@ def unpacked(held: list[Any]) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
-    """The fields of a dataclass or named tuple defined in a module; None for anything else."""
+    """The fields of a dataclass or named tuple of a module; else None."""
     if "<locals>" in type(value).__qualname__ or isinstance(value, type):
         return None
     if dataclasses.is_dataclass(value):
@@ -317,7 +317,10 @@ def _fields(value: Any) -> dict[str, Any] | None:
 
 
 def _made(module: str, name: str, fields: dict[str, Any]) -> Any:
-    """Rebuild an object from its class and fields; a dataclass without `__post_init__`, which has already run."""
+    """Rebuild an object from its class and fields.
+
+    A dataclass is rebuilt without `__post_init__`, which has already run.
+    """
     kind: Any = sys.modules[module]
     for part in name.split("."):
         kind = getattr(kind, part)

@@ -102,7 +102,7 @@ class Epoch(RowsMetric):
         self._rows.append([_text(form), *row])
 
     def compute(self) -> dict[str, float]:
-        """Return the numbers logged for the epoch; after the last set, those of the epoch's end too."""
+        """Return the epoch's numbers; after the last set, those of its end too."""
         forms = [(json.loads(bytes(row[0].tolist())), row[1:]) for row in self._rows]
         entries = [entry for form, _ in forms for entry in form["logged"]]
         parts = [

@@ -1,4 +1,4 @@
-"""Provide `self.trainer` for a module in a run: a plain object with the attributes that modules read.
+"""Provide `self.trainer` of a module in a run: a plain object with common attributes.
 
     trainer = Standing(module, settings)
     module.trainer = trainer
