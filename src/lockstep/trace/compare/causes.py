@@ -279,7 +279,7 @@ _CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 
 def said(cause: str, frameworks: Iterable[str]) -> str:
-    """Return the text of a cause, with the fix for the first framework that has one."""
+    """Return a cause with the fix for the first framework that has one."""
     text, ways = _CAUSES[cause]
     names = ["lightning" if name == "pytorch_lightning" else name for name in frameworks]
     order = [name for name in ("lightning", "transformers", "accelerate") if name in names]

@@ -367,9 +367,7 @@ def _flagged(step: StepPair) -> list[str]:
         error = distance(mine[name].sketch, theirs[name].sketch)
         known = finite(mine[name]), finite(theirs[name])
         off = not error <= step.limit * norm or known[0] != known[1]
-        if (
-            mine[name].digest != theirs[name].digest and any(known) and off
-        ):  # if neither is finite, skip
+        if mine[name].digest != theirs[name].digest and any(known) and off:  # if neither is finite, skip
             found.append(name)
     return found
 

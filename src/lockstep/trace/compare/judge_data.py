@@ -352,7 +352,7 @@ def _model(spot: Spot) -> list[str]:
 
 
 def _numbered(name: str) -> bool:
-    """Whether the name is a position in an optimizer's group, of a tensor outside the model."""
+    """Whether the name is a position in a group, of a tensor outside the model."""
     head, _, tail = name.partition(".")
     return head.startswith("group") and head[5:].isdigit() and tail.isdigit()
 

@@ -88,9 +88,7 @@ def _moved(step: StepPair) -> float:
     mine, theirs = _outputs_of(step.pair.one.spots[first]), _outputs_of(step.pair.two.spots[first - step.pair.shift])
     pairs = [(mine[key][1], theirs[key][1]) for key in mine.keys() & theirs.keys()]
     square = sum(one[1] for one, _ in pairs)
-    apart = sum(
-        (one[0] - two[0]) ** 2 for one, two in pairs
-    )  # random signs: in the mean, the outputs' distance
+    apart = sum((one[0] - two[0]) ** 2 for one, two in pairs)  # random signs: in the mean, the outputs' distance
     return math.sqrt(apart / square) if square > 0 and math.isfinite(apart + square) else 0.0
 
 

@@ -183,7 +183,7 @@ class Options:
 
 
 def quiet(method: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a method of an object with a journal so that its errors end only the recording.
+    """Wrap a method of an object with a journal; its errors end only the recording.
 
     It is skipped if nothing is recorded.
     """

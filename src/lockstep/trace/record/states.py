@@ -312,9 +312,7 @@ class PassRecorder:
             events.append(event)
 
 
-_SMALL = (
-    4 << 20
-)  # elements up to which weights before the update and the optimizer's state are digested in every step
+_SMALL = 4 << 20  # elements up to which weights before the update and the optimizer's state are digested in every step
 _NUMBERS, _SEQUENCES = (bool, int, float), (tuple, list)
 
 
@@ -494,9 +492,7 @@ class Updates:
         journal = self.journal
         if journal.within() and "opt" in journal.record:
             norm = engine.get_global_grad_norm()
-            journal.record["norm"] = (
-                float(norm) if norm is not None else None
-            )  # waits for the device, as the engine
+            journal.record["norm"] = float(norm) if norm is not None else None  # waits for the device, as the engine
             buffers = self._names.buffers(journal.thorough)
             weights = self._names.entries(self._names.parameters())
             journal.sums({"weights": weights, "buffers": self._names.entries(buffers)})

@@ -333,7 +333,10 @@ def _constants(packs: Sequence[_Pack], device: torch.device) -> tuple[Tensor, Te
 
 
 def _tables(wide: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """An odd number (int32) for each word of a row, and each element's signs [SKETCH, _BLOCK]."""
+    """An odd number (int32) for each word of a row, and each element's signs.
+
+    The signs are [SKETCH, _BLOCK].
+    """
     numbers = mixed(torch.arange(1, _BLOCK * (2 if wide else 1) + 1) * 31)
     odd = ((numbers >> 16) | 1).to(torch.int32)
     signs = ((mixed(torch.arange(1, _BLOCK + 1) * 77) >> torch.arange(SKETCH).unsqueeze(1)) & 1) * 2 - 1
