@@ -79,7 +79,10 @@ def first_difference(traces: Traces) -> Difference | None:
 
 
 def _changed(traces: Traces, step: int) -> Iterator[Difference]:
-    """State whose bits changed since the last step ended, on the same rank; no tolerance applies."""
+    """State that changed since the last step ended, on the same rank.
+
+    No tolerance applies.
+    """
     for rank, record in traces.records(step):
         if record["changed"]:
             kind, name = record["changed"][0]
@@ -298,7 +301,10 @@ def _badly_clipped(traces: Traces, step: int) -> tuple[int, float, float, float]
 
 
 def _lengths(traces: Traces, step: int, own: dict[str, Any]) -> tuple[float, float, float]:
-    """Norms of a rank's and the reference's whole gradient, and their product; shards are added up."""
+    """Norms of a rank's and the reference's whole gradient, and their product.
+
+    Shards are added up.
+    """
     square, whole, expected, product = own["sums"]
     if whole == square:
         return math.sqrt(square), math.sqrt(expected), product
@@ -308,7 +314,7 @@ def _lengths(traces: Traces, step: int, own: dict[str, Any]) -> tuple[float, flo
 
 
 def _of_tensors(traces: Traces, step: int, kind: str, stage: str) -> Iterator[Difference]:
-    """Tensors of a kind that differ from the reference's, then replicated ones that differ between ranks."""
+    """Tensors of a kind that differ from the reference's or between replicas."""
     found = [(rank, record[kind]) for rank, record in traces.records(step) if kind in record]
     for rank, part in found:
         if part["missing"]:

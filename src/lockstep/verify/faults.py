@@ -133,7 +133,7 @@ class PaddedEvaluation(Fault):
 
 
 class _PaddedBatches:
-    """Batches with one more micro-batch on every rank, a repeat, which counts on the last rank."""
+    """Batches plus a repeated micro-batch on every rank, which counts on the last."""
 
     def __init__(self, inner: Batches, context: FaultContext) -> None:
         self._inner, self._counts = inner, float(context.is_target_rank)

@@ -279,7 +279,10 @@ def _difference(
 
 
 def _pieces(mine: Tensor, theirs: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (place, piece of one, piece of the other) in float64, never converting a whole tensor."""
+    """Yield (place, piece of one, piece of the other) in float64.
+
+    A whole tensor is never converted.
+    """
     one, other = mine.reshape(-1), theirs.reshape(-1)
     for start in range(0, one.numel(), PIECE):
         place = slice(start, start + PIECE)
@@ -302,5 +305,8 @@ def square(tensor: Tensor) -> float:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """View a complex tensor with its real and imaginary parts as a last dimension; leave others."""
+    """View a complex tensor with real and imaginary parts as a last dimension.
+
+    Any other is returned unchanged.
+    """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -213,7 +213,7 @@ class Tolerance:
         return scales.travel * min(_TRAVEL, 2.0 * self._noise(step) * scales.norm / scales.eps) if self.terms else 0.0
 
     def _noise(self, step: int) -> float:
-        """Error of an element's gradient that is all rounding, as a share of the whole gradient's norm."""
+        """Error of an all-rounding gradient element, as a share of the gradient's norm."""
         return _SPREAD * self.terms * self.sums + (self.inner / 64.0 if step or self.compiled else 0.0)
 
 

@@ -297,7 +297,10 @@ class Verification:
         return traces[0]
 
     def _run(self, combinations: list[Combination]) -> None:
-        """Add rows for combinations of one world size; after a failure the rest are started again."""
+        """Add rows for combinations of one world size.
+
+        After a failure the rest are started again.
+        """
         waiting = [one for one in combinations if one not in self._rows]
         while waiting:
             failure = None

@@ -147,7 +147,10 @@ class Disturbed(EngineWrapper):
         return self.inner.step(factor, limit, momentum, evaluate)
 
     def _nudges(self, gradient: Tensor) -> Tensor:
-        """1 plus or minus the spacing of numbers at 1 for a quarter of the elements; else 1."""
+        """A factor for each element.
+
+        It is 1 plus or minus the spacing of numbers at 1 for a quarter of them, else 1.
+        """
         drawn = torch.randint(0, 8, gradient.shape, generator=self._generator, dtype=torch.int8)
         signs = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)
         dtype = gradient.abs().dtype  # a complex number moves along itself
