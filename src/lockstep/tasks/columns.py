@@ -161,7 +161,7 @@ def fingerprint_of(classes: Sequence[str], digest: str) -> str:
 
 
 def _classes_of(names: Sequence[str]) -> str:
-    """Identify classes by their names; if there are many, by the first ones and a hash."""
+    """Identify classes by their names, or the first ones and a hash."""
     more = f" {xxhash.xxh3_64_hexdigest(repr(tuple(names)).encode())}" if len(names) > _SHOWN else ""
     return (_told_classes(names) + more).replace(";", ",")
 

@@ -217,7 +217,10 @@ class Prepared:
         return (image.to(how.dtype) / 255 - self._mean) / self._std, self.source.labels[index]
 
     def _drawn(self, image: Tensor) -> Tensor:
-        """Crop the padded image at random, and maybe mirror it (He et al., arXiv 1512.03385, section 4.2)."""
+        """Crop the padded image at random, and maybe mirror it.
+
+        He et al., arXiv 1512.03385, section 4.2.
+        """
         size, pad = self.how.size, self.how.padding
         image = F.pad(image, (pad, pad, pad, pad)) if pad else image
         top, left = (int(torch.randint(length - size + 1, ())) for length in image.shape[1:])

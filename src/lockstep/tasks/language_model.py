@@ -423,7 +423,9 @@ class HubCausalLM(LanguageModel):
         return summed_cross_entropy(logits_of(model, ids, **more), labels)
 
     def _try(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
-        """Check that the architecture supports its packing and its loss; the same forwards on every rank.
+        """Check that the architecture supports its packing and its loss.
+
+        Every rank takes the same forwards.
 
         Raises:
             ConfigError: it does not.
