@@ -127,7 +127,7 @@ LABELS = ".labels"
 
 
 class _TokenRows:
-    """Rows of `width` tokens at a stride of `seq_len` tokens, without a rest at the end."""
+    """Rows of `width` tokens at a stride of `seq_len`, without a rest."""
 
     draws_random = False  # a sample needs no seed
 

@@ -426,7 +426,10 @@ def _part(table: Any, read: Callable[[dict[str, Any]], Example], rows: Sequence[
 
 
 def _encoding(path: Path, wanted: DataRequest) -> str:
-    """The requested encoding, else the file's byte order mark's, else UTF-8; checked by reading the file."""
+    """The requested encoding, else the byte order mark's, else UTF-8.
+
+    The file is read to check it.
+    """
     if wanted.encoding:
         encoding = wanted.encoding
     else:

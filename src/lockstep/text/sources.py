@@ -177,7 +177,7 @@ def _chosen(sources: list[TextFile], room: float, seed: int) -> set[TextFile]:
 
 
 def _line_end(source: TextFile, position: int) -> int:
-    """The first line end at or after `position` before the file's end; else a character's start."""
+    """The first line end from `position` on, before the file's; else a character's start."""
     with source.path.open("rb") as file:
         file.seek(max(position - 1, 0))
         file.readline()

@@ -213,7 +213,9 @@ def _begin_of(tokenizer: Tokenizer, packing: Packing) -> list[int]:
 def _documents(
     tokenizer: Tokenizer, part: HubSplit, packing: Packing, masked: bool, progress: Progress
 ) -> Iterator[tuple[list[int], list[bool], int]]:
-    """Yield (tokens, whether each is learned, row) of each document, with its begin and end tokens.
+    """Yield (tokens, whether each is learned, row) of each document.
+
+    The tokens that begin and end one are included.
 
     A conversation has those of its template.
     """
