@@ -155,7 +155,9 @@ def gelu_gradient(gradient: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("lockstep::linear_gelu", mutates_args=())
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute h = x @ weight.T + bias and gelu(h) in its tanh form, both [tokens, outputs].
+    """Compute h = x @ weight.T + bias and its GELU (tanh).
+
+    Both are [tokens, outputs].
 
     Args:
         x: [tokens, inputs].
@@ -274,7 +276,10 @@ class _Replacement(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, **settings: Any) -> Self:
-        """Build the layer around the parameters of `linear`, which must have a bias; `settings` become attributes."""
+        """Build the layer around the parameters of `linear`, which must have a bias.
+
+        `settings` become attributes.
+        """
         made = cls(linear.in_features, linear.out_features, device="meta")  # draws nothing
         made.weight, made.bias = linear.weight, linear.bias
         vars(made).update(settings)

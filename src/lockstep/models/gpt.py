@@ -73,7 +73,10 @@ class GPTConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the token table and size of the logits: `vocab_size` rounded up to a multiple of 64."""
+        """Rows of the token table and size of the logits.
+
+        It is `vocab_size` rounded up to a multiple of 64.
+        """
         return -(-self.vocab_size // _PAD_TO) * _PAD_TO
 
 
@@ -133,7 +136,7 @@ class _Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: attention, then a two-layer perceptron, each on a normalised copy of the residual stream.
+    """Attention, then a two-layer perceptron, each on a normalised copy of the stream.
 
     The forward maps [batch, time, width] to the same shape. Its mask, bool [batch, 1, time, time], is true where a
     position may attend to another; without one, each attends to those up to itself.
@@ -253,7 +256,9 @@ class GPT(nn.Module):
         return F.linear(x, weight_of(self.tokens, x))
 
     def num_flops_per_token(self, seq_len: int) -> int:
-        """Return a token's operations for forward and backward: 6 N + 12 layers * width * seq_len.
+        """Return a token's operations for forward and backward.
+
+        They are 6 N + 12 layers * width * seq_len.
 
         Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B, where width is heads * head size. N is all parameters
         but the position table, which is looked up and not multiplied; the tied token table counts once, as the head.
@@ -268,7 +273,7 @@ def _ended(model: GPT, x: Tensor, labels: Tensor, chunk: int) -> Tensor:
 
 
 def _apart(documents: Tensor) -> Tensor:
-    """The mask of packed documents, bool [batch, 1, time, time]: positions up to itself in its document."""
+    """The mask of packed documents, bool [batch, 1, time, time]."""
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same.tril()
 

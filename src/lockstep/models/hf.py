@@ -365,7 +365,7 @@ class HubModel:
             return model.train()
 
     def _commit(self, transformers: Any, revision: str) -> str:
-        """The commit of the files: the package keeps each commit's in a folder of that name."""
+        """The commit of the files, by the folder in which the package keeps them."""
         if not is_hub_name(self.name):
             return ""
         file = transformers.utils.cached_file(self._where, "config.json", revision=revision or None)
@@ -510,7 +510,7 @@ def save_trained(folder: Path, separator: int, *, temperature: float, top_k: int
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of the stack: the members of the module list with the most parameters."""
+    """Return the members of the module list with the most parameters."""
     stacks: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(stacks, key=_size).children()) if stacks else []
 
@@ -555,7 +555,9 @@ def where(name: str) -> str:
 
 @contextmanager
 def once_per_node(name: str, cache: Path, say: Say) -> Iterator[None]:
-    """Context manager in which one process of a node downloads; the next find the files in HF_HOME.
+    """Context manager in which one process of a node downloads.
+
+    The next ones find the files in HF_HOME.
 
     It is a lock of the file system, and no collective: it works for any ranks, and is freed when its holder dies.
     """

@@ -146,7 +146,10 @@ def _parts(wanted: str) -> list[str]:
 
 
 def _linear(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that can be adapted, without those that torch's own attention reads but does not call."""
+    """The layers that can be adapted.
+
+    Those that torch's own attention reads but does not call are left out.
+    """
     within = {
         id(part) for each in model.modules() if isinstance(each, nn.MultiheadAttention) for part in each.modules()
     }
@@ -202,7 +205,10 @@ def _reached(names: Iterable[str], pattern: str) -> list[str]:
 
 
 def _as_peft(names: list[str], modules: list[str]) -> list[str] | str:
-    """The last parts of the names if peft takes them for the same layers; else a regular expression of whole names."""
+    """The layers' `target_modules`: last parts of names, or a regular expression.
+
+    The parts are used if they mean the same layers to peft.
+    """
     lasts = _lasts(names)
     if [name for name in modules if name.rpartition(".")[2] in lasts] == names:
         return lasts
@@ -278,7 +284,7 @@ def plain_name(name: str) -> str:
 
 
 def exported_name(name: str, whole: Collection[str]) -> str:
-    """Return the name of a trained tensor in a file of peft; "" for one of the base."""
+    """Return a trained tensor's name in a file of peft; "" for the base."""
     if _within(name, whole):
         return f"base_model.model.{name}"
     return f"base_model.model.{name.replace('.default.', '.')}" if _ADAPTER.search(name) else ""
