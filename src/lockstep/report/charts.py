@@ -1,4 +1,4 @@
-"""Draw the charts of one run or of several overlaid ones, with a table of numbers for each.
+"""Draw the charts of one run or of several overlaid ones, with tables.
 
 for figure in figures([facts], points=240): figure.chart.svg, figure.rows
 """
@@ -123,13 +123,13 @@ def _drawn(series: Series, scale: _Scale) -> str:
 
 
 def _inside(span: CurveSpan) -> float:
-    """The mean, clamped to the lowest and highest value: a sum of huge values is not finite."""
+    """The mean, clamped to the range: a sum of huge values is not finite."""
     mean = span.mean
     return min(max(mean, span.low), span.high) if math.isfinite(mean) else span.high
 
 
 def bar(parts: Sequence[tuple[str, float]], title: str) -> str:
-    """Draw shares of a whole as one bar; the numbers are in a table next to it."""
+    """Draw shares of a whole as one bar, without numbers."""
     whole = math.fsum(size for _, size in parts)
     if not whole:
         return ""
@@ -148,7 +148,10 @@ def bar(parts: Sequence[tuple[str, float]], title: str) -> str:
 
 
 def _round(low: float, high: float) -> list[float]:
-    """Three to six marks at round numbers (1, 2, 5 times a power of ten) around the range."""
+    """Three to six marks around the range.
+
+    They are round numbers: 1, 2, 5 times a power of ten.
+    """
     if not high / 2 - low / 2 > 1e-12 * max(abs(low), abs(high)):
         pad = abs(high) * 0.1 or 1.0
         low, high = low - pad, high + pad
@@ -271,7 +274,10 @@ def _figure(
 
 
 def _rows(curve: Curve, samples: int) -> list[tuple[str, str, str]]:
-    """The rows (kind, step, value) of a table: first, lowest, highest, last, and some in between."""
+    """The rows (kind, step, value) of a table.
+
+    They are the first, lowest, highest and last, and some in between.
+    """
     show: Callable[[tuple[int, float]], tuple[str, str]] = lambda at: (f"{at[0]:,}", number(at[1]))  # noqa: E731
     found = [("first", *show(curve.first))]
     spans = curve.spans()

@@ -1,4 +1,4 @@
-"""Keep a curve of any length in bounded memory: mean, lowest and highest of spans of steps.
+"""Keep a curve of any length in bounded memory, as spans of steps.
 
     curve = Curve()
     for step, value in ...: curve.add(step, value)

@@ -75,7 +75,10 @@ def _small_text(path: Path, notes: list[str]) -> str | None:
 
 
 def _small_json(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Read an object from a JSON file; {} if it is missing, or damaged, which is noted."""
+    """Read an object from a JSON file; {} if it is missing or damaged.
+
+    Damage is noted.
+    """
     text = _small_text(path, notes)
     if text is None:
         return {}
@@ -88,7 +91,10 @@ def _small_json(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _small_toml(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Read a TOML file's values by dotted name; {} if it is missing, or damaged, which is noted."""
+    """Read a TOML file by dotted name; {} if it is missing or damaged.
+
+    Damage is noted.
+    """
     text = _small_text(path, notes)
     if text is None:
         return {}
@@ -339,7 +345,7 @@ class RunFacts:
         return f"{text} On the way: {'; '.join(wrong)}." if wrong else text
 
     def waits(self) -> str:
-        """Describe a part that took more time than is normal, by timeline and records; else ""."""
+        """Describe a part that took more time than is normal; else ""."""
         if not self.account:
             return ""
         parts: dict[str, float] = {}

@@ -79,7 +79,7 @@ class Timeline:
         self._waited_before = 0.0
 
     def begin(self) -> None:
-        """Start the account of a run; the first one of a command starts with its process."""
+        """Start the account of a run; a command's first starts with its process."""
         self._since = time.perf_counter()
         if not _BEGUN and SETTINGS.flags:
             self._spent[START] = _age()
@@ -91,7 +91,7 @@ class Timeline:
         return self._file is not None
 
     def open(self, path: Path, step: int, world: int, *, recovered: bool = False) -> None:
-        """Open the file for a start, or to take over from a lost rank that wrote.
+        """Open the file for a start, or to replace a lost rank that wrote.
 
         Args:
             step: steps so far that are kept.
@@ -119,7 +119,10 @@ class Timeline:
         self._write("recovered" if recovered else "start", **more)
 
     def regrouped(self, step: int, world: int) -> None:
-        """Record on every rank that the run continues from `step` with `world` ranks after a loss."""
+        """Record a loss: the run continues from `step` with `world` ranks.
+
+        Every rank calls it.
+        """
         self._step = step
         self._write("recovered", world=world)
 
@@ -217,7 +220,7 @@ _NORMAL = {"data": 0.1, "exchange": 0.3, "saves": 0.05, "evaluation": 0.25}
 
 
 def waits(seconds: Mapping[str, float], *, workers: int, ranks: int) -> str:
-    """Return a sentence on the part that most exceeds its normal share; "" if none does.
+    """Return a sentence on the part that most exceeds its normal share, or "".
 
     Args:
         seconds: `steps` in all, of these `data` waiting for samples and `exchange` for gradients; and outside the steps

@@ -127,7 +127,7 @@ _ORDER = ("seed", "batch_size", "samples", "dataset_samples", "data", "task")
 
 @dataclass(slots=True)
 class RunPair:
-    """A run compared with the first: how far they agree, and which is better, in sentences."""
+    """A run compared with the first, in sentences: agreement, and which is better."""
 
     name: str
     same: list[str]
@@ -222,7 +222,10 @@ def _checkpoints_alike(a: RunFacts, b: RunFacts) -> list[str]:
 
 
 def _tested(a: RunFacts, b: RunFacts) -> tuple[Paired | None, str]:
-    """Test the second half of the common records, if both saw the same samples in the same order."""
+    """Test the second half of the common records.
+
+    Both runs must have seen the same samples in the same order.
+    """
     apart = [name for name in _ORDER if _said(a, name) != _said(b, name)]
     if apart:
         return None, f"No paired test: they do not draw the same samples in the same order ({', '.join(apart)} differ)."
@@ -278,7 +281,9 @@ def write(folders: Sequence[Path], path: Path) -> None:
 
 
 def page(runs: Sequence[RunFacts]) -> str:
-    """Render the report of one run, or of several, with less detail if it would be too large.
+    """Render the report of one run, or of several.
+
+    It has less detail if it would be too large.
 
     Raises:
         ConfigError: names so long that no page within the limit can show them.
