@@ -1,4 +1,7 @@
-"""Print the result of `lockstep lint --migrate FILE ...`: each file's kind, its rows, and their counts."""
+"""Print the result of `lockstep lint --migrate FILE ...`.
+
+It shows each file's kind, its rows, and their counts.
+"""
 
 import json
 from collections import Counter
@@ -25,7 +28,9 @@ KINDS: dict[str, tuple[Callable[[Script], Iterator[Row]], str]] = {
 
 
 def _migrate(paths: list[str], form: str) -> int:
-    """Print what becomes of each file and return the exit code: 1 if something is refused, else 0.
+    """Print what becomes of each file, and return the exit code.
+
+    It is 1 if something is refused, else 0.
 
     Raises:
         MigrateProblem: a path that is no file, a file that does not parse, or one without any training.

@@ -85,7 +85,7 @@ class Script:
         return [(site, self.view.full(site)) for site in self.module.sites()]
 
     def made(self, full: re.Pattern[str]) -> list[Site]:
-        """Return the calls of a matching full name, or of a class that derives from one."""
+        """Return the calls of a matching name, or of a class derived from one."""
         return [site for site, name in self.called if full.search(name) or self._derives(site, full)]
 
     def classes(self, full: re.Pattern[str]) -> Iterator[Scope]:
