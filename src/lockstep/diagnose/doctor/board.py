@@ -73,7 +73,10 @@ def gloo_address(environ: Mapping[str, str], host: str) -> tuple[str, str]:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name or address leads only to this machine; False if it does not resolve."""
+    """Whether a name or address leads only to this machine.
+
+    It is False if it does not resolve.
+    """
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:

@@ -236,7 +236,7 @@ def _devices(facts: list[Any], place: CheckContext) -> list[Finding]:
 
 
 def _odd(values: dict[int, Any]) -> tuple[list[int], Any]:
-    """The ranks that differ from the majority, and the majority's value; rank 0's wins a tie."""
+    """The ranks that differ from the majority, and its value; rank 0 wins ties."""
     counts = Counter(values.values())
     first = values[min(values)]
     usual = max(counts, key=lambda value: (counts[value], value == first))

@@ -193,7 +193,7 @@ def _meeting(place: CheckContext) -> tuple[Met, bool]:
 
 
 def _broke(check: Check, each: dict[str, Any] | None) -> bool:
-    """Whether a rank's groups are unreliable after a check in which ranks wait for each other."""
+    """Whether a rank's groups are unreliable after a check that uses them."""
     failed = each is not None and any(level == FAIL for _, level, _, _ in each["findings"])
     return each is None or each["hung"] or (check.name == "group" and failed)
 

@@ -71,7 +71,10 @@ def fail(check: str, text: str, mend: str) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of a check on one rank; `facts` go to the check's judge, as plain JSON values."""
+    """The result of a check on one rank.
+
+    `facts` go to the check's judge, as plain JSON values.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     facts: Any = None

@@ -160,7 +160,7 @@ def _text(said: Any) -> str:
 
 
 def _links_down(ask: Callable[..., Any], nvml: Any) -> list[int]:
-    """Existing NVLinks that are not up; none if no link is up, as on a device without any."""
+    """Existing NVLinks that are not up; none if no link is up."""
     states = {link: ask("nvmlDeviceGetNvLinkState", link) for link in range(_NVLINKS)}
     up = [link for link, state in states.items() if state == nvml.NVML_FEATURE_ENABLED]
     return [link for link, state in states.items() if up and state is not None and link not in up]

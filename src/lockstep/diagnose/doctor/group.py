@@ -1,4 +1,4 @@
-"""Check the process groups: whether they form, whether a sum is right, and how fast it is.
+"""Check the process groups: whether they form, sum correctly, and how fast.
 
 found = sums(place)                        # facts: each rank's contribution and result, by backend
 """
@@ -191,7 +191,10 @@ def _backends(world: World) -> list[tuple[str, torch.device, Any]]:
 
 
 def own(rank: int) -> list[float]:
-    """Return a rank's contribution to the sum, made so that two ranks cannot be exchanged for two others."""
+    """Return a rank's contribution to the sum.
+
+    It is made so that two ranks cannot be exchanged for two others.
+    """
     return [rank + 1.0, (rank + 1.0) ** 2, 2.0 ** (rank % 40)]
 
 
@@ -316,7 +319,7 @@ def transport(place: CheckContext) -> CheckResult:
 
 
 def judge_transport(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Check that NCCL does not use sockets if InfiniBand is up, and that all ranks agree."""
+    """Check that NCCL avoids sockets if InfiniBand is up, alike on all ranks."""
     there = {rank: each for rank, each in enumerate(facts) if each}
     if not there:
         return [

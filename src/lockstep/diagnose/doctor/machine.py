@@ -65,7 +65,7 @@ def _file(place: CheckContext) -> Iterator[int]:
 
 
 def disk(place: CheckContext) -> CheckResult:
-    """Check that the run's folder is writable and has room, and measure its synced write speed."""
+    """Check that the run's folder is writable, has room, and is fast enough."""
     folder = above(place)
     if place.local_rank:  # one a node
         return CheckResult()
@@ -107,7 +107,10 @@ def _rates(place: CheckContext) -> Iterator[float]:
 
 
 def locks(place: CheckContext) -> CheckResult:
-    """Check that file locks work: a lock that can be taken twice does not protect a run."""
+    """Check that file locks work.
+
+    A lock that can be taken twice does not protect a run.
+    """
     if place.local_rank:
         return CheckResult()
     try:
@@ -157,7 +160,10 @@ def judge_clock(written: float, before: float, after: float) -> Finding:
 
 
 def shared_folder(place: CheckContext) -> CheckResult:
-    """Check that all ranks see a file of rank 0: every rank writes its part of a checkpoint."""
+    """Check that all ranks see a file of rank 0.
+
+    Every rank writes its part of a checkpoint there.
+    """
     board = place.board
     if board is None or place.size == 1:
         return CheckResult()
@@ -282,7 +288,7 @@ def judge_cores(usable: int, quota: float, threads: int, place: CheckContext) ->
 
 
 def quota_of(root: Path) -> float:
-    """Return the cores whose time this container may use, by cgroup v2 or v1; 0: no known limit."""
+    """Return the container's CPU quota in cores, by cgroup v2 or v1; 0: none."""
     lowest = 0.0
     for folder in _groups(root, "cpu"):
         pair = _words(folder / "cpu.max")
@@ -295,7 +301,10 @@ def quota_of(root: Path) -> float:
 
 
 def _groups(root: Path, kind: str) -> list[Path]:
-    """The folders of this process's cgroups, innermost first; v2 has one tree, v1 one a kind."""
+    """The folders of this process's cgroups, innermost first.
+
+    v2 has one tree, v1 one for each kind.
+    """
     base, folders = root / "sys/fs/cgroup", []
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -334,7 +343,7 @@ def memory(place: CheckContext) -> CheckResult:
 
 
 def _free(place: CheckContext) -> tuple[int, int, str]:
-    """Bytes free, bytes in all, and the limiting party: the container if its limit leaves less."""
+    """Bytes free, bytes in all, and whether machine or container limits them."""
     lines = dict(line.split(":", 1) for line in place.text("proc/meminfo").splitlines() if ":" in line)
     sizes = {name: int(text.split()[0]) * 1024 for name, text in lines.items() if text.split()[0].isdigit()}
     free, whole, by = sizes.get("MemAvailable") or sizes.get("MemFree", 0), sizes.get("MemTotal", 0), "the machine"

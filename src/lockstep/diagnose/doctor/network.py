@@ -119,7 +119,10 @@ _SIDE, _BYTES = {"cpu": 256, "cuda": 4096}, {"cpu": 32 << 20, "cuda": 256 << 20}
 
 
 def multiplying(device: torch.device) -> Callable[[], None]:
-    """Return a product of two square matrices to time: float32 on a CPU, bfloat16 on CUDA."""
+    """Return a product of two square matrices to time.
+
+    It is in float32 on a CPU, in bfloat16 on a CUDA device.
+    """
     side = _SIDE[device.type]
     one = torch.full((side, side), 0.5, device=device, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16)
     into = torch.empty_like(one)
@@ -161,7 +164,7 @@ def _times(work: Callable[[], None], device: torch.device) -> list[float]:
 
 
 def slower(rounds: Mapping[int, Sequence[float]]) -> list[int]:
-    """Find ranks that are more than a tenth slower, beyond the variation of the others' rounds.
+    """Find ranks that are more than a tenth slower than the others.
 
     A rank is slow if its best round exceeds 1.1 times the median of every other rank's rounds, and three quarters of
     them: the rest may have been disturbed.
@@ -371,7 +374,10 @@ def _asked(address: str, port: int) -> tuple[str, float, float]:
 
 
 def peers(rank: int, size: int) -> list[int]:
-    """Return the ranks to try: all others, or among many rank 0 and those 1, 2, 4, ... after it."""
+    """Return the ranks to try: all others, or of many a few.
+
+    Of many they are rank 0 and those 1, 2, 4, ... after this one.
+    """
     if size <= _ALL:
         return [other for other in range(size) if other != rank]
     found = {0, *((rank + (1 << power)) % size for power in range(size.bit_length()))}

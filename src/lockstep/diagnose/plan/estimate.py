@@ -207,7 +207,7 @@ class Planner:
         return self._whole(config, found, slots, copies)
 
     def _exact(self, config: Config, layers: int, subject: Subject | None, slots: int) -> tuple[StepTrace, float]:
-        """Rank 0's tree by its doublings, and the extra memory of the rank with the worst run in the tree."""
+        """Rank 0's tree by its doublings, and the worst rank's extra memory."""
         steps = slots.bit_length() - 1
         if steps <= 2:
             found = self._deep(config, layers, subject, 1 << steps)

@@ -1,4 +1,4 @@
-"""Simulate a world of any size in one process: a fake process group and fake tensors.
+"""Simulate a world of any size by a fake process group and fake tensors.
 
     with fake_world(512, engine="fsdp") as world, recorder:
         ...                  # the engines' own code runs: rank 0 of 512, nothing is computed, sent or allocated
@@ -343,7 +343,10 @@ def _announced(stack: contextlib.ExitStack, size: int) -> None:
 
 
 def _patched(stack: contextlib.ExitStack) -> None:
-    """Patch, until `stack` closes, code that reads numbers while an engine is made, or makes an object for each rank."""
+    """Patch code that reads numbers or loops over all ranks while an engine is made.
+
+    `stack` undoes it.
+    """
     parallel: Any = sys.modules[DistributedDataParallel.__module__]
     _set(stack, parallel, "_verify_param_shape_across_processes", lambda *args, **named: None)
     from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -370,7 +373,7 @@ def _patched(stack: contextlib.ExitStack) -> None:
 
 
 def _busiest(stack: contextlib.ExitStack, engine: Any) -> None:
-    """Let ZeRO, until `stack` closes, update the part of the rank with most parameters."""
+    """Let ZeRO update the part of the rank with most parameters, until `stack` closes."""
     zero = getattr(engine, "ZeroRedundancyOptimizer", None)
     if zero is None:
         return
@@ -478,7 +481,10 @@ def exchanging(model: nn.Module) -> None:
 
 
 def finite(model: nn.Module, stack: contextlib.ExitStack) -> None:
-    """Patch DeepSpeed, until `stack` closes, to find no overflow in gradients; a fake 1 would mean "yes"."""
+    """Patch DeepSpeed, until `stack` closes, to find no overflow in gradients.
+
+    It reads a number for it, and a fake one, 1, would mean "yes".
+    """
     split: Any = getattr(model, "optimizer", None)
     if hasattr(split, "has_overflow"):
         _set(stack, split, "has_overflow", lambda *args, **named: False)

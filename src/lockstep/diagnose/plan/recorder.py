@@ -1,4 +1,4 @@
-"""Record the memory and work of a traced training: bytes of all storages by phase, operations, traffic.
+"""Record the memory by phase, the operations and the traffic of a traced training.
 
     recorder = OperationRecorder()
     with fake_world(...) as world, recorder:
@@ -212,7 +212,7 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
 
 
 def _tensors(nested: Any) -> list[Tensor]:
-    """The tensors of an operation's arguments or result: itself, or in tuples, lists and dict values."""
+    """The tensors of an operation's arguments or result, nested or not."""
     if isinstance(nested, Tensor):
         return [nested]
     if isinstance(nested, dict):

@@ -205,10 +205,12 @@ def _at(planner: Planner, config: Config, policy: str, times: int, open_batch: b
 def _policies(
     planner: Planner, first: tuple[str, EngineOptions], open_batch: bool
 ) -> dict[tuple[str, int], MemoryEstimate]:
-    """Return (policy, 1 or 2) -> the first engine's estimate at the smallest and at a larger micro-batch.
+    """Estimate each policy with the first engine, at two micro-batch sizes.
 
-    At the larger one only the first policy is traced: memory that does not grow with the micro-batch (parameters,
-    states, gathered weights) is the same for the others. The final rows are traced by themselves.
+    The key is (policy, 1 for the smallest or 2 for a larger micro-batch). At the larger one only the first policy is
+    traced: memory that does not grow with the micro-batch (parameters, states, gathered weights) is the same for the
+        others.
+    The final rows are traced by themselves.
     """
     found = {}
     config = dataclasses.replace(planner.config, engine=first[0], engine_options=first[1])
@@ -307,7 +309,7 @@ def _scaled(
 
 
 def _confirmed(planner: Planner, rows: list[PlanRow], open_batch: bool) -> list[PlanRow]:
-    """Trace each row; one that does not fit is replaced by the next smaller micro-batch that does."""
+    """Trace each row, with a smaller micro-batch if it does not fit."""
     found = list[PlanRow]()
     for row in sorted(rows, key=lambda row: -row.rate)[:_SHOWN]:
         sizes = [size for size in _micro_sizes(planner, open_batch) if size <= row.config.micro_size]

@@ -1,4 +1,4 @@
-"""Make the task to plan: its model at any depth, micro-batches of any size, often without data.
+"""Make the task to plan, at any depth and micro-batch, often without data.
 
     subject = subject_of(config, None, say)
     subject.at(4)           # the task, whose model has 4 of its blocks; 0: all
@@ -101,7 +101,10 @@ def asked(method: str, call: Callable[[], Any]) -> Any:
 
 
 def _shortened(task: Task, layers: int) -> Task:
-    """The task with only the first `layers` blocks of its model, which are all in one list."""
+    """The task with only the first `layers` blocks of its model.
+
+    All are in one list.
+    """
     if not layers:
         return task
     other: Any = copy.copy(task)

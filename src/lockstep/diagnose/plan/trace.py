@@ -1,4 +1,4 @@
-"""Trace a few training steps in a fake world: rank 0's peak memory and work by phase.
+"""Trace a few training steps in a fake world: rank 0's memory and work.
 
     found = traced(config, subject, world_size, layers=4)
     found.peaks["backward 0"]       # bytes
@@ -51,7 +51,9 @@ class Untraceable(UsageError):
 
 
 class StepTrace(NamedTuple):
-    """A step after the first: bytes of one rank by phase, and the work of one micro-batch.
+    """A traced step after the first.
+
+    Phases have bytes of one rank, and the work of one micro-batch.
 
     Attributes:
         peaks: by phase, the maximum.
@@ -141,7 +143,7 @@ def probed(config: Config, subject: Subject, slots: int) -> StepTrace:
 
 
 class _FirstStep(NamedTuple):
-    """Levels and parts of the first step by phase, and the bytes of the states that it made."""
+    """Levels and parts of the first step by phase, and its new states' bytes."""
 
     levels: dict[str, list[int]]
     parts: dict[str, dict[str, int]]
@@ -235,10 +237,10 @@ class _Stage:
             _move(parts, "optimizer states", held - parts["parameters"] - buckets)
 
     def _begin(self, batch: MicroBatch, slots: int) -> "_FirstStep":
-        """Take a first step, which makes the optimizer's states, and return it if its peak may be higher.
+        """Take a first step, which makes the optimizer's states.
 
-        With ddp and zero it may: until the parameters that a backward uses are known, gradients exist next to the
-        buffers.
+        It is returned if its peak may be higher than later ones. With ddp and zero it may: until the parameters that a
+        backward uses are known, gradients exist next to the buffers.
         """
         recorder = self._recorder
         if self._apart:
@@ -325,7 +327,10 @@ def unlike(config: Config) -> int:
 
 
 def _finds_out(config: Config) -> bool:
-    """Whether gradients exist next to DDP's buffers in the first step, which finds the used parameters."""
+    """Whether the first step has gradients next to DDP's buffers.
+
+    It finds the parameters that a backward uses.
+    """
     options = config.engine_options
     buffered = "bucket_cap_mb" in own_options(config.engine) and not config.exact
     return buffered and options.find_unused_parameters == "auto" and not options.static_graph

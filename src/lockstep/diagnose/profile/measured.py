@@ -138,7 +138,10 @@ class ProfileSummary:
 
     @property
     def exchanging(self) -> float:
-        """Share of the exchanges, from 0 to 1, that keep a core busy: gloo copies and adds on it."""
+        """Share of the exchanges, from 0 to 1, that keep a core busy.
+
+        gloo copies and adds on it.
+        """
         whole = self.steady["exposed_communication"] + self.steady["hidden_communication"]
         if not self.on_cpu or whole <= 0.0:
             return 0.0
@@ -147,7 +150,7 @@ class ProfileSummary:
 
     @property
     def busy(self) -> float:
-        """Lower bound of a step on a CPU: its work over all cores of the host."""
+        """Lower bound of a CPU's step: its work over all cores of the host."""
         if not self.on_cpu:
             return 0.0
         own = fmean(sum(map(float, rank.trace.about.get("cpu", {}).values())) for rank in self.ranks)

@@ -1,4 +1,4 @@
-"""Split the time of the traced steps, rank by rank, into disjoint parts that sum to the whole.
+"""Split each rank's traced time into disjoint parts that sum to the whole.
 
 ranks = parted(traces)
 ranks[3].parts["exposed_communication"]         # milliseconds a step
@@ -72,7 +72,7 @@ def parted(traces: Sequence[ProfileTrace]) -> list[Parted]:
 
 
 def saves_of_evaluations(trace: ProfileTrace) -> Spans:
-    """Return the saves of a best evaluation: after it, in a step without a due save."""
+    """Return the saves of a best evaluation, in steps without a due save."""
     saves, evaluations, steps = (trace.marks.get(name, NONE) for name in ("save", "evaluate", "step"))
     every = int(trace.about.get("options", {}).get("ckpt_freq") or 0)
     evaluated = {_step_at(steps, begin): begin for begin, _ in evaluations}
@@ -134,7 +134,7 @@ def _of_cpu(trace: ProfileTrace, late: Spans) -> Parted:
 
 
 def _without_queue(found: Parted) -> Parted:
-    """Move the time in which the thread wanted a core and had none to a part of its own.
+    """Move the time in which the thread had no core to its own part.
 
     The time is known for each of lockstep's parts of a step, but not its position within. A thread that loses its core
     does so for longer than an operation's call takes, and while it sleeps it wants none.

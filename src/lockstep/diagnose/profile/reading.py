@@ -1,4 +1,4 @@
-"""Read a rank's trace into sets of times, in microseconds by the clock of the rank's host.
+"""Read a rank's trace into sets of times, in microseconds of its host's clock.
 
 trace = read(Path("outputs/a/profile/100-110/rank-3.json.gz"))
 traces = read_all(Path("outputs/a/profile/100-110"))        # every rank's
@@ -51,7 +51,9 @@ NONE: Spans = np.empty((0, 2))
 
 
 def union(*given: Spans | Sequence[Sequence[float]]) -> Spans:
-    """Return the times in any of the intervals, which may overlap and be in any order.
+    """Return the times in any of the intervals.
+
+    These may overlap, and be in any order; empty ones are dropped.
 
     Empty ones are dropped.
     """
@@ -418,7 +420,7 @@ def _outermost(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _following(events: list[dict[str, Any]], base: float) -> Spans:
-    """From each begin or end of a thread's events to the next, if that comes at once."""
+    """The gaps between a thread's consecutive begins and ends, if short."""
     edges = np.sort(np.array([_span(event, base) for event in events]).reshape(-1))
     near = np.flatnonzero(np.diff(edges) < _CALLED)
     return union(np.stack([edges[near], edges[near + 1]], axis=1))
@@ -469,7 +471,7 @@ def _count(events: list[dict[str, Any]], spans: Spans, base: float) -> int:
 
 
 def _by_gloo(events: list[dict[str, Any]], base: float, thread: Any) -> list[tuple[str, float, float]]:
-    """The exchanges of the training's own thread, without those of others, such as of a save.
+    """The exchanges of the training's own thread, without those of a save.
 
     An exchange does not record its caller: each call from another thread removes the next exchange of its kind.
     """

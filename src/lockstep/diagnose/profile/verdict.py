@@ -71,7 +71,7 @@ def _data(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _imbalance(run: ProfileSummary) -> Iterator[Remedy]:
-    """Shares by speed if one rank is slower on average; by length if ranks are late in turns."""
+    """Shares by speed if one rank is slower; by length if ranks take turns."""
     if len(run.ranks) < 2 or run.steady["imbalance"] <= 0.0:
         return
     waited = min(run.steady["imbalance"], _apart(run))  # the rest is for ranks that had no core, or by chance
@@ -92,7 +92,10 @@ def _imbalance(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _apart(run: ProfileSummary) -> float:
-    """The mean lead of a step's slowest rank over the mean one, in milliseconds of own work."""
+    """The mean lead of a step's slowest rank over the mean, in milliseconds.
+
+    It is that of the ranks' own work.
+    """
     steps = zip(*(rank.alone for rank in run.ranks), strict=False)
     return fmean(max(each) - fmean(each) for each in steps)
 
@@ -172,9 +175,10 @@ def _communication(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _without_core(run: ProfileSummary) -> float:
-    """The share of an exchange without a free core during a backward: its threads and computing ones alternate.
+    """The share of an exchange that has no free core during a backward.
 
-    Between hosts only a part of it keeps a core busy. Within one nothing travels: it is copied from core to core.
+    The threads of the exchange and the computing ones alternate then. Between hosts only a part of it keeps a core
+    busy. Within one nothing travels: it is copied from core to core.
     """
     threads, ranks = (int(run.about.get(name, 1)) for name in ("threads", "local_ranks"))
     free = max(0, int(run.about.get("cores", 1)) - threads * ranks)

@@ -127,7 +127,10 @@ def _memory(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _threads(run: ProfileSummary) -> Iterator[Remedy]:
-    """Fewer threads, if there are more than cores; the gain was measured before the trace, on all ranks."""
+    """Fewer threads, if there are more than cores.
+
+    The gain was measured before the trace, on all ranks.
+    """
     fewer = [rank.trace.about.get("fewer_threads") or {} for rank in run.ranks]
     gain = fmean(float(each.get("gain", 1.0)) for each in fewer)
     if not all(fewer) or gain <= 1.0:

@@ -76,7 +76,10 @@ def compare(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int, 
 
 
 def _micro_batch(request: ScaleRequest, machine: Machine) -> int:
-    """The micro-batch size, by a run of two steps; a request that `train` refuses is refused here."""
+    """The micro-batch size, by a run of two steps.
+
+    A request that `train` refuses is refused here.
+    """
     _say(f"a run of 2 steps on {request.base} rank{'s' * (request.base > 1)}, to prepare")
     try:
         size = micro_batch_of(request, machine)
@@ -88,7 +91,10 @@ def _micro_batch(request: ScaleRequest, machine: Machine) -> int:
 
 
 def _measured(request: ScaleRequest, machine: Machine, size: int) -> tuple[list[RunSample], dict[Setting, str]]:
-    """The samples of all rounds, and the first error of each failed setting, which is not retried."""
+    """The samples of all rounds, and each failed setting's first error.
+
+    A failed setting is not retried.
+    """
     samples: list[RunSample] = []
     failures: dict[Setting, str] = {}
     runs = order(request.settings(), request.rounds)
@@ -124,7 +130,10 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def _removing() -> Iterator[None]:
-    """Context manager in which SIGTERM or SIGHUP ends the current run and removes its files, like Ctrl-C."""
+    """Context manager in which SIGTERM or SIGHUP acts like Ctrl-C.
+
+    It ends the current run and removes its files.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

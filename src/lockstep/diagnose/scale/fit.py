@@ -1,4 +1,4 @@
-"""Fit a step's time as a sum of few terms to measured sizes, and extrapolate with an interval.
+"""Fit a step's time as a sum of few terms, and extrapolate with an interval.
 
     fit = Fit([Measured(1, 1.0, (100.0, 101.0)), Measured(2, 0.5, (53.0, 54.0)), Measured(4, 0.25, (30.0, 31.0))])
     fit.predict(8, 0.125)           # Estimate(value=19.1, low=16.8, high=22.3): milliseconds, as the times were
@@ -87,7 +87,10 @@ class ScaleRow:
 
     @property
     def of_cores(self) -> float:
-        """The speed-up relative to the cores' limit; the efficiency itself if each rank has its own."""
+        """The speed-up relative to the cores' limit.
+
+        It is the efficiency itself if each rank has its own.
+        """
         return self.efficiency if self.allowed is None else self.speedup / self.allowed
 
     @property
@@ -103,7 +106,7 @@ def rows_of(
     failures: Mapping[Setting, str],
     micro_batch_size: int,
 ) -> list[ScaleRow]:
-    """Return a row for each mode and size, in order; a failed size has its error."""
+    """Return a row for each mode and size; a failed size has its error."""
     found = []
     for mode in request.modes:
         settings = request.settings(mode)
@@ -163,7 +166,10 @@ def _rates(samples: Sequence[RunSample], setting: Setting) -> dict[int, float]:
 
 
 def _items(samples: Sequence[RunSample], setting: Setting) -> float:
-    """Items of a step, from rate and time of the smallest size: the records do not count items."""
+    """Items of a step of the smallest size, from rate and time.
+
+    The records do not count items.
+    """
     return statistics.median(1e-3 * each.total * each.rate for each in samples if each.setting == setting)
 
 
@@ -235,7 +241,10 @@ class Fit:
         self._weights = weights / weights.sum()
 
     def predict(self, ranks: int, work: float) -> TimeEstimate:
-        """Predict the time of a step on `ranks` with own cores or devices, the busiest with `work`."""
+        """Predict the time of a step on `ranks`, the busiest with `work`.
+
+        Each has a core or device of its own.
+        """
         columns = _columns(ranks, work, 1.0, self._per_node)
         value = float(np.exp(sum(w * math.log(each.at(columns)) for w, each in self._each())))
         spread = np.random.default_rng(ranks).standard_t(_TAILS, size=_DRAWS)
@@ -462,9 +471,10 @@ def _further(fit: Fit, request: ScaleRequest, mode: str, size: int, base: ScaleR
 
 
 def _step_spread(samples: Sequence[RunSample], base: ScaleRow, window: int) -> float:
-    """Standard deviation of a step of the smallest size in milliseconds, from records of `window` steps.
+    """Standard deviation of the smallest size's step, in milliseconds.
 
-    A rank's steps vary about as ranks vary in a step, if they have the same devices and work.
+    It is estimated from records of `window` steps each. A rank's steps vary about as ranks vary in a step, if they have
+    the same devices and work.
     """
     mine = [each for each in samples if each.setting == Setting(base.ranks, base.batch_size)]
     means = [statistics.median(each.rates) / rate for each in mine for rate in each.rates]

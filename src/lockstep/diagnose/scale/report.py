@@ -1,4 +1,4 @@
-"""Print the outcome of `lockstep scale`: a table for each mode, notes, why a size is slow; or JSON."""
+"""Print the outcome of `lockstep scale`: a table for each mode with notes, or JSON."""
 
 import json
 import math
@@ -42,7 +42,7 @@ _SMALL = 0.02  # share of a step; parts that grew by less are not named
 
 
 def slowest(rows: Sequence[ScaleRow]) -> ScaleRow | None:
-    """Return the smallest size with a speed-up below 80 % of its ranks' or shared cores' limit."""
+    """Return the smallest size below 80 % of its ranks' or shared cores' limit."""
     slow = [row for row in rows if not row.error and row.speedup == row.speedup and row.of_cores < GOOD]
     return min(slow, key=lambda row: (row.ranks, row.of_cores), default=None)
 
@@ -66,7 +66,9 @@ def profiled(request: ScaleRequest, row: ScaleRow, machine: Machine, micro_batch
 
 
 def grown(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[RunSample]) -> str:
-    """Describe which parts of rank 0's step did not scale, by the time/ records; "" for none.
+    """Describe the parts of rank 0's step that did not scale; "" for none.
+
+    They are those of the time/ records.
 
     In strong scaling a part of the smallest size would shrink with the rank's micro-batches, in weak scaling stay. On
     shared cores everything takes longer by the factor of ranks to a core's worth of compute.

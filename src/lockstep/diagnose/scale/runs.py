@@ -1,4 +1,4 @@
-"""Measure one setting by a `train` or `launch -- train` in its own folder, and read its records.
+"""Measure one setting by a run in its own folder, from its records.
 
     sample = measure(request, Setting(2, 16), machine, micro_batch_size=4)
 
@@ -74,7 +74,10 @@ class Machine:
     threads: int
 
     def allowed(self, ranks: int) -> float:
-        """Return how many ranks' work can run at once: all on devices, else limited by the cores."""
+        """Return how many ranks can compute at once.
+
+        On devices it is all; else the cores limit it.
+        """
         return float(ranks) if self.devices else min(float(ranks), max(1.0, self.cores / self.threads))
 
     def shared(self, ranks: int) -> bool:
@@ -365,7 +368,9 @@ def command_of(engine: str, ranks: int, flags: Sequence[str]) -> list[str]:
 
 
 def started(request: ScaleRequest, setting: Setting, flags: Sequence[str], machine: Machine, folder: Path) -> None:
-    """Start a run and wait for its end; its output goes to a file in `folder`.
+    """Start a run and wait for its end.
+
+    Its output goes to a file in `folder`.
 
     Raises:
         RunFailed: it ended with a code other than 0.
@@ -398,7 +403,10 @@ def started(request: ScaleRequest, setting: Setting, flags: Sequence[str], machi
 
 @contextlib.contextmanager
 def _unbroken() -> Iterator[None]:
-    """Context manager that defers signals to its end, so that a starting process is not left behind."""
+    """Context manager that defers signals to its end.
+
+    A process that is just starting would be left behind.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -414,7 +422,10 @@ def _unbroken() -> Iterator[None]:
 
 
 def _end(run: "subprocess.Popen[bytes]") -> None:
-    """Terminate a run that is still going: it saves itself, and is killed after a while."""
+    """Terminate a running run, and kill it after a while.
+
+    It saves itself first.
+    """
     if run.poll() is None:
         run.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -452,7 +463,9 @@ class _ExistingRun(NamedTuple):
 
 
 def existing(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int) -> Existing:
-    """Read the runs in these folders, each a size; several of one size are its rounds.
+    """Read the runs in these folders.
+
+    Each is of one size; several of one size are its rounds.
 
     Args:
         per_node: ranks on a node; 0: all on one.
