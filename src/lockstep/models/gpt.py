@@ -273,7 +273,10 @@ def _ended(model: GPT, x: Tensor, labels: Tensor, chunk: int) -> Tensor:
 
 
 def _apart(documents: Tensor) -> Tensor:
-    """The mask of packed documents, bool [batch, 1, time, time]."""
+    """The mask of packed documents, bool [batch, 1, time, time].
+
+    A position attends to those up to itself in its own document.
+    """
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same.tril()
 
