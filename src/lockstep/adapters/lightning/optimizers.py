@@ -35,7 +35,13 @@ _MOMENTA = ("momentum", "betas")  # some schedulers cycle these too
 
 
 class EpochPosition(NamedTuple):
-    """A step's epoch, its batches so far with this step, and whether it ends the epoch."""
+    """The position of a step among the epochs.
+
+    Attributes:
+        epoch: of the step, 0-based.
+        batches: of that epoch up to and including this step's.
+        ends: the step ends the epoch.
+    """
 
     epoch: int
     batches: int
