@@ -279,10 +279,10 @@ class _EngineWorld:
 
 
 def _between(low: StepTrace, high: StepTrace, times: float) -> StepTrace:
-    """low + times * (high - low), number by number; phases of only one are dropped.
+    """Extrapolate: low + times * (high - low), number by number.
 
-    After each operation the memory is linear in the depth; a phase's maximum is the maximum of these lines, and may be
-    at another operation than in either trace.
+    Phases that only one of them has are dropped. After each operation the memory is linear in the depth; a phase's
+    maximum is the maximum of these lines, and may be at another operation than in either trace.
     """
 
     def line(one: float, other: float) -> float:
