@@ -61,7 +61,7 @@ _THEIRS = ("transformers.", "trl.")
 
 
 def settings_of(trainer: Any, config: Config) -> Config:
-    """Add the settings that the Trainer's callbacks stand for to the config.
+    """Convert the Trainer's callbacks to settings, and add them to the config.
 
     Raises:
         ConfigError: a callback that is not served; the message names its class.

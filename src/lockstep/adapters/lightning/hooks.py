@@ -48,7 +48,7 @@ DONE = (
 
 
 def settings_of(module: Any, trainer: Any, config: Config) -> Config:
-    """Add the settings that the callbacks stand for to the config.
+    """Convert the callbacks to settings, and add them to the config.
 
     Raises:
         ConfigError: a callback that is not served (the message names its class), or two that monitor different values.

@@ -183,7 +183,7 @@ class LightningTask(Task):
         trainer._results = self._logged
         self.hooks = self.life = Life(module, trainer, self._logged)
         self._factors: list[float] = []
-        self._step = 0  # of which these are
+        self._step = 0  # the step of the factors
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the objects that a run has made: the other process makes its own."""
@@ -204,7 +204,7 @@ class LightningTask(Task):
         self.module.trainer = self.trainer
         self.hooks = self.life = Life(self.module, self.trainer, self._logged)
 
-    # What a run asks for.
+    # Called by the run.
 
     def model(self) -> nn.Module:
         """Return the module itself; on later calls, a copy of its initial state."""
