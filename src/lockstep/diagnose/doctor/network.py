@@ -175,7 +175,7 @@ def slower(rounds: Mapping[int, Sequence[float]]) -> list[int]:
     found = []
     for rank, own in rounds.items():
         others = [sorted(each) for other, each in rounds.items() if other != rank]
-        if others and len(rounds) > 2:  # others that are slow themselves hide nobody
+        if others and len(rounds) > 2:  # compare with the faster others only: slow ones would hide this rank
             others = sorted(others, key=statistics.median)[: max(1, len(others) * 3 // 4)]
         if others and all(
             min(own) > max(_SLOWER * statistics.median(each), each[3 * len(each) // 4]) for each in others

@@ -114,7 +114,7 @@ def _frozen() -> Iterator[None]:
     """Context manager in which garbage collection skips older objects.
 
     A trace collects three times, and passing over all objects of torch and of other traces takes a third of a second
-    each time. Objects that somebody else froze stay frozen.
+    each time. Objects that were already frozen stay frozen.
     """
     own = not gc.get_freeze_count()
     gc.freeze()

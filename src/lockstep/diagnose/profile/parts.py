@@ -150,7 +150,7 @@ def _without_queue(found: Parted) -> Parted:
     left = 1.0 - min(waited, wanting) / max(wanting, 1e-9)
     outside = max(float(about.get("usage", {}).get("queued", 0.0)) - sum(queued.values()), 0.0)
     apart = parts["host"] - found.passes - found.record
-    beside = apart + found.record + parts["evaluation"] + parts["checkpoint"]  # what lies outside of a step's parts
+    beside = apart + found.record + parts["evaluation"] + parts["checkpoint"]  # outside a step's parts
     lost = min(outside / max(beside, 1e-9), 1.0)
     gone = {
         "compute": computing * (1.0 - left),

@@ -148,7 +148,7 @@ def _communication(run: ProfileSummary) -> Iterator[Remedy]:
     cap = float(run.option("engine_options.bucket_cap_mb") or _BUCKET)
     slots = max(1, int(run.about.get("slots", 1)))
     if "bucket_cap_mb" in has and hidden < 0.25 * (hidden + exposed) and megabytes > 0 and cap >= megabytes:
-        # One bucket is full when the backward has ended; with n all but the last lie within it.
+        # A single bucket is full only when the backward has ended; of n, all but the last are full within it.
         size = _BUCKET if megabytes > 2 * _BUCKET else max(0.1, round(megabytes / _BUCKETS, 1))
         buckets = max(1.0, megabytes / size)
         last = fmean(rank.backward for rank in run.ranks) / slots * _OVERLAPS

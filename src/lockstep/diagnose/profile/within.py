@@ -76,10 +76,10 @@ def _recomputation(run: ProfileSummary) -> Iterator[Remedy]:
     """No recomputed forward, if there is memory for the activations."""
     said = str(run.option("activation_checkpointing") or "none")
     again = fmean(rank.again for rank in run.ranks)
-    if not again and said != "none":  # within a compiled backward no trace tells it
+    if not again and said != "none":  # a compiled backward does not show it in the trace
         share = {"full": 1.0, "selective": 0.3}.get(said, 1.0 / int(said.partition(":")[2] or 1))
         again = share * fmean(rank.forward for rank in run.ranks)
-    # What a forward keeps for it, of the random numbers and by hooks, costs as much there as its return here.
+    # Saving random states and hooks in the forward costs as much as restoring them here.
     again += fmean(rank.framing for rank in run.ranks)
     free, used = float(run.about.get("memory_free", 0)), float(run.about.get("memory_used", 1))
     if again > 0.0 and free > used:
