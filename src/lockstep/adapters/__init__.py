@@ -1,1 +1,1 @@
-"""Code that other trainers run, as tasks of lockstep."""
+"""Adapters that turn another trainer's code into a lockstep task."""

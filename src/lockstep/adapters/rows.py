@@ -1,4 +1,4 @@
-"""A row of a table, and how one is written.
+"""Parse the tables of arguments, one row a line.
 
 ARGUMENTS = rows("max_steps | becomes | max_steps")
 """
@@ -12,12 +12,12 @@ __all__ = [
 
 
 class Row(NamedTuple):
-    """What an argument comes to.
+    """The treatment of an argument.
 
     Attributes:
-        kind: "becomes" (a field of the Config), "task" (the task reads it, or the methods that it calls), "idle" (it
-            has no meaning here, or lockstep does it anyway), "refused" (where it is set).
-        what: which field; what reads it; why, and the way out.
+        kind: "becomes" (a field of the Config), "task" (the task, or a method that it calls, reads it), "idle" (no
+            meaning here, or lockstep always does it), "refused" (an error if it is set).
+        what: which field; what reads it; or why it is refused, and the way out.
     """
 
     kind: str
@@ -25,6 +25,6 @@ class Row(NamedTuple):
 
 
 def rows(lines: str) -> dict[str, Row]:
-    """The table of `name | kind | what`, a row a line."""
+    """Parse the lines `name | kind | what` into a table."""
     parts = ([part.strip() for part in line.split("|")] for line in lines.strip().splitlines())
     return {name: Row(kind, what) for name, kind, what in parts}

@@ -1,1 +1,1 @@
-"""Know before paying, know why after: what a run will cost, what it waits for, how it scales."""
+"""Diagnosis of runs: their cost beforehand, their waits and their scaling."""

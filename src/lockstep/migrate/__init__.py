@@ -1,4 +1,5 @@
-"""`lockstep lint --migrate FILE`: which lines of a training script become which in lockstep, and what would be refused.
+"""Show how to move a training script to lockstep: `lockstep lint --migrate FILE`.
 
-What lockstep serves is told by the tables of `lockstep.tasks.tables`, which the adapters read too.
+For each line that changes it shows the replacement, or why it would be refused. The tables of the adapters'
+`refusals` modules decide what lockstep serves.
 """

@@ -1,4 +1,7 @@
-"""What `lockstep lint --migrate FILE ...` prints: for each file its kind, a row a place, and how many of each."""
+"""Print the result of `lockstep lint --migrate FILE ...`.
+
+It shows each file's kind, its rows, and their counts.
+"""
 
 import json
 from collections import Counter
@@ -12,8 +15,8 @@ from lockstep.migrate.plain import ACTIONS, REFUSED, Row, Script
 __all__ = ["rows_of"]
 
 _OWN_LOOP = "its loop stays, with the parts of docs/own-loop.md; or write a lockstep.Task: docs/coming-from.md"
-# Kind -> what is told of a script of it, and where to read on. The first that fits wins, but for modules of Lightning
-# and loops around a Fabric, which may stand beside each other.
+# Kind -> its rows of a script, and where to read on. The first that fits wins, except for modules of Lightning
+# and loops around a Fabric, which may occur together.
 KINDS: dict[str, tuple[Callable[[Script], Iterator[Row]], str]] = {
     "a Hugging Face Trainer": (trainer.rows, "one line of it becomes two: docs/hf-trainer.md"),
     "a Lightning module": (lightning.rows, "the module stays as it is: docs/lightning.md"),
@@ -25,11 +28,13 @@ KINDS: dict[str, tuple[Callable[[Script], Iterator[Row]], str]] = {
 
 
 def _migrate(paths: list[str], form: str) -> int:
-    """Prints what becomes of each file and returns the exit code: 1 where something would be refused, else 0.
+    """Print what becomes of each file, and return the exit code.
+
+    It is 1 if something is refused, else 0.
 
     Raises:
-        MigrateProblem: a path that is no file, a file that does not parse, or one in which nothing trains.
-        FileNotFoundError: there is no such path.
+        MigrateProblem: a path that is no file, a file that does not parse, or one without any training.
+        FileNotFoundError: the path does not exist.
     """
     found = [(path, *_told(path)) for path in paths]
     if form == "json":
@@ -59,10 +64,10 @@ def _told(path: str) -> tuple[Source, str, list[Row]]:
 
 
 def rows_of(source: Source) -> tuple[str, list[Row]]:
-    """The kind of a script that parses, "" for none, and what is told of it, by line.
+    """Return the kind of a parsed script ("" for none) and its rows, by line.
 
     Raises:
-        MigrateProblem: it is too large or nested to be followed.
+        MigrateProblem: it is too large or nested to be analysed.
     """
     WORK.start()
     try:

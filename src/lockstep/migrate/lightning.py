@@ -1,4 +1,7 @@
-"""Scripts with a LightningModule: `trainer.fit` becomes two lines, the module stays, or what refuses it is named."""
+"""Analyse scripts with a LightningModule: `trainer.fit` becomes two lines, the module stays.
+
+Hooks, callbacks and arguments that are not served are named.
+"""
 
 import ast
 import re
@@ -27,7 +30,7 @@ _AFTER = {
 
 
 def rows(script: Script) -> Iterator[Row]:
-    """What is told of a script; nothing where it has neither module nor Trainer."""
+    """Yield the rows of a script; none if it has neither module nor Trainer."""
     trainers, modules = script.made(_TRAINER), list(script.classes(_MODULE))
     if not (trainers or modules or script.made(_CLI)):
         return

@@ -1,6 +1,6 @@
-"""Loops around an `Accelerator` or a `Fabric`: what each of its methods becomes; the rest of the loop is `loops.py`'s.
+"""Analyse loops around an `Accelerator` or a `Fabric`, by a table of their methods.
 
-A table says it method by method. What it does not know is told as such.
+`plain.loop_rows` analyses the rest of the loop. A method that is not in the table is reported as refused.
 """
 
 import ast
@@ -21,9 +21,9 @@ class Kind(NamedTuple):
     """A framework's object.
 
     Attributes:
-        made: the full name of what makes it.
-        arguments: of its constructor -> (action, what it becomes).
-        attributes: its methods and attributes -> (action, what each becomes).
+        made: the full name of its constructor.
+        arguments: of the constructor -> (action, the replacement).
+        attributes: its methods and attributes -> (action, the replacement).
     """
 
     made: re.Pattern[str]
@@ -170,7 +170,7 @@ FABRIC = Kind(
 
 
 def rows(script: Script, kind: Kind) -> Iterator[Row]:
-    """What is told of a script; nothing where it makes no such object."""
+    """Yield the rows of a script; none if it makes no such object."""
     made = script.made(kind.made)
     if not made:
         return

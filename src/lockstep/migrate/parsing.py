@@ -1,6 +1,6 @@
-"""What `--migrate` uses of the linter: its parser and what it follows of a script. The extra `lint` brings it.
+"""Import the parts of the linter that `--migrate` uses: its parser and its analysis.
 
-Nothing else of lockstep imports the linter.
+The extra `lint` installs it. No other file of lockstep imports the linter.
 """
 
 from lockstep_lint.analysis.budget import WORK, TooIntricate

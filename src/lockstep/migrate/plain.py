@@ -1,4 +1,7 @@
-"""Plain loops, of one device or with DistributedDataParallel: the loop stays, its parts become lockstep's."""
+"""Analyse plain loops, on one device or with DistributedDataParallel: the loop stays, its parts change.
+
+`Script` is the parsed file that all of `migrate/` shares, `Row` a finding, `loop_rows` the part common to all loops.
+"""
 
 import ast
 import functools
@@ -44,13 +47,13 @@ _WIDTH = 110
 
 
 class Row(NamedTuple):
-    """What is told of one place.
+    """A finding about one place.
 
     Attributes:
-        line: from 1; in a notebook of the joined cells.
+        line: from 1; in a notebook, of the joined cells.
         action: one of BECOMES, GOES, STAYS, REFUSED.
-        there: what stands there, in one line.
-        here: what it becomes; what does it; what it is read as; why it is refused, and the way out.
+        there: the code there, in one line.
+        here: its replacement, what does it instead, or why it is refused and the way out.
     """
 
     line: int
@@ -61,7 +64,7 @@ class Row(NamedTuple):
 
 @final
 class Script:
-    """A parsed file, with what the files that it imports say of its names."""
+    """A parsed file, with the names that it imports from other files resolved."""
 
     def __init__(self, source: Source) -> None:
         project = Project()
@@ -72,21 +75,21 @@ class Script:
 
     @property
     def tree(self) -> ast.Module:
-        """The whole file."""
+        """The syntax tree of the file."""
         assert self.source.tree is not None
         return self.source.tree
 
     @functools.cached_property
     def called(self) -> list[tuple[Site, str]]:
-        """Every call with the full name of what it calls, "" where that is not known."""
+        """Every call with the full name of its function, "" if unknown."""
         return [(site, self.view.full(site)) for site in self.module.sites()]
 
     def made(self, full: re.Pattern[str]) -> list[Site]:
-        """The calls of what has such a full name, or of a class that derives from it."""
+        """Return the calls of a matching name, or of a class derived from one."""
         return [site for site, name in self.called if full.search(name) or self._derives(site, full)]
 
     def classes(self, full: re.Pattern[str]) -> Iterator[Scope]:
-        """The file's classes that derive from what has such a full name."""
+        """Yield the file's classes that derive from a matching full name."""
         for scope in self.module.scopes:
             if scope.kind == "class" and any(full.search(name) for name in self.view.names.bases_of(scope)):
                 yield scope
@@ -98,7 +101,7 @@ class Script:
         return any(full.search(name) for name in self.view.names.bases_of(found))
 
     def named(self, sites: list[Site]) -> set[str]:
-        """The names that the results of these calls are given anywhere (`trainer`, `self.accelerator`)."""
+        """Return the names that are bound to the results of these calls (`trainer`, `self.accelerator`)."""
         calls = {site.call for site in sites}
         return {
             key
@@ -109,29 +112,29 @@ class Script:
         }
 
     def attributes(self, keys: set[str]) -> Iterator[ast.Attribute]:
-        """Each place that reads an attribute of one of these objects."""
+        """Yield each read of an attribute of these objects."""
         for node in walk(self.tree):
             if isinstance(node, ast.Attribute) and dotted(node.value) in keys:
                 yield node
 
     def methods(self, keys: set[str], test: Callable[[str], bool]) -> Iterator[Site]:
-        """The calls of such methods of these objects."""
+        """Yield the calls of matching methods of these objects."""
         for site in self.module.sites():
             if test(site.name) and dotted(site.receiver) in keys:
                 yield site
 
     def line(self, node: ast.AST) -> str:
-        """The line where it begins, as it stands."""
+        """Return the source line where a node begins."""
         number = getattr(node, "lineno", 1)
         return shortened(self.source.lines[number - 1].strip()) if number <= len(self.source.lines) else ""
 
     def row(self, node: ast.AST, action: str, here: str, there: str = "") -> Row:
-        """What is told of a place; `there`: the line, unless something is said."""
+        """Make the row of a place; `there` defaults to its line."""
         return Row(getattr(node, "lineno", 1), action, there or self.line(node), here)
 
 
 def shortened(text: str) -> str:
-    """At most so many characters, in one line."""
+    """Join a text to one line, and cut it to the maximum width."""
     plain = " ".join(text.split())
     return plain if len(plain) <= _WIDTH else f"{plain[: _WIDTH - 3]}..."
 
@@ -142,7 +145,7 @@ _PERMUTED = ("DistributedSampler", "RandomSampler", "SequentialSampler")
 
 
 def loop_rows(script: Script) -> Iterator[Row]:
-    """What is told of the loop's lines."""
+    """Yield the rows of the loop's lines."""
     for site, full in script.called:
         yield from _loader(script, site, full)
         yield from _step(script, site, full)
@@ -217,7 +220,7 @@ def _loops(script: Script, training: Training) -> Iterator[Row]:
 
 
 def _losses(script: Script) -> Iterator[Row]:
-    """A loss that is divided before its backward: where it is by the accumulated batches, the weight does it."""
+    """Losses that are divided before the backward: the batch's weight replaces the division."""
     found = [script.view.steps.loss_of(site) for site, _ in script.called if script.view.steps.backwards(site)]
     yield from (script.row(each, BECOMES, _UNDIVIDED, ast.unparse(each)) for each in found if _divided(each) and each)
     for scope in script.module.scopes:
@@ -245,7 +248,7 @@ def _several(script: Script) -> Iterator[Row]:
 
 
 def _target(site: Site) -> str:
-    """The name that a call's value is given."""
+    """The name that a call's value is bound to."""
     stmt = site.stmt
     if isinstance(stmt, ast.Assign) and len(stmt.targets) == 1:
         return dotted(stmt.targets[0]) or ""
@@ -283,7 +286,7 @@ def is_distributed(script: Script) -> bool:
 
 
 def rows(script: Script) -> Iterator[Row]:
-    """What is told of a script; nothing where it computes no gradients."""
+    """Yield the rows of a script; none if it computes no gradients."""
     if not any(script.view.steps.backwards(site) for site, _ in script.called):
         return
     wrapped = [site for site, full in script.called if _wrapper(full)]
@@ -299,7 +302,7 @@ def _wrapper(full: str) -> str:
 
 
 def _begin(script: Script, wrapped: list[Site]) -> Iterator[Row]:
-    """Where the engine is made: in the place of a wrapper, else behind the optimizer."""
+    """The place to make the engine: instead of a wrapper, else after the optimizer."""
     for site in wrapped:
         name = _wrapper(script.view.full(site))
         held = ast.unparse(site.call.args[0]) if site.call.args else "model"
@@ -356,7 +359,7 @@ def _call(script: Script, site: Site, full: str) -> Iterator[Row]:
 
 
 def _environment(script: Script) -> Iterator[Row]:
-    """Variables of a launcher that the script reads or sets itself."""
+    """Launcher variables that the script itself reads or sets."""
     for scope in script.module.scopes:
         for stmt in scope.stmts:
             if isinstance(stmt, ast.Assign | ast.Expr) and "environ" in set(idents(stmt)):

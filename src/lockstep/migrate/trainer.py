@@ -1,4 +1,7 @@
-"""Scripts with a Hugging Face Trainer: `trainer.train()` becomes two lines, the rest stays, or is refused by name."""
+"""Analyse scripts with a Hugging Face Trainer: `trainer.train()` becomes two lines.
+
+The rest stays, or is refused by name.
+"""
 
 import ast
 import re
@@ -30,7 +33,7 @@ _LINE = "write what it does as a line in the loop of lockstep.Run"
 
 
 def rows(script: Script) -> Iterator[Row]:
-    """What is told of a script; nothing where it makes no Trainer."""
+    """Yield the rows of a script; none if it makes no Trainer."""
     trainers = script.made(_TRAINER)
     keys = script.named(trainers) or {"trainer"}
     if not trainers and not list(script.classes(_TRAINER)):
@@ -89,7 +92,7 @@ def _arguments(script: Script) -> Iterator[Row]:
 
 
 def _argument(name: str | None, value: ast.expr, known: bool) -> tuple[str, str]:
-    """What an argument comes to; `known`: the class is TrainingArguments itself."""
+    """The treatment of an argument; `known`: the class is TrainingArguments itself."""
     if name is None:
         return STAYS, "what is in it cannot be seen: docs/hf-trainer.md has the table"
     row, given = ARGUMENTS.get(name), constant(value)
@@ -114,7 +117,7 @@ _DEFAULTS = (("torch_compile_backend", "inductor"), ("torch_compile_mode", "defa
 
 
 def _value(name: str, given: object) -> str:
-    """Why a value of an argument that is served is not; "" where it is."""
+    """Why a value of a served argument is refused; else ""."""
     if not isinstance(given, str):
         return ""
     if name == "optim" and given not in OPTIMIZERS:

@@ -1,9 +1,11 @@
-"""Linear layers of a transformer block whose backward passes over its gradients once: --fused-kernels.
+"""Compute the summed loss in chunks, and the fused linear layers of --fused-kernels.
 
-    attention.inputs = QkvLinear.of(attention.inputs)      # [..., width] -> queries, keys, values, each [..., width]
+    attention.inputs = QkvLinear.of(attention.inputs)     # [..., width] -> queries, keys, values, each [..., width]
     block.expand = GeluLinear.of(block.expand, epilogue=True)           # gelu(x @ weight.T + bias)
 
-The bytes that a backward moves, in units of one tensor of [tokens, width], as torch.compile 2.11 writes the plain code:
+`summed_loss` makes the logits of a chunk of tokens at a time. The backward of the fused layers passes over its
+gradients once. The bytes that a backward moves, in units of one tensor of [tokens, width], as torch.compile 2.11
+writes the plain code:
 
     q, k, v, plain      stack 3 + 3, to inputs 3 + 1, to weights 3 + 1, sum for the bias 3           = 17
     this file           stack and sums in one pass 3 + 3, to inputs 3 + 1, to weights 3 + 1           = 14
@@ -12,9 +14,9 @@ The bytes that a backward moves, in units of one tensor of [tokens, width], as t
     GELU, plain         da 4, h 4, dh 4 written, to inputs 4 + 1, to weights 4 + 1, sum 4             = 22
     this file           the sum comes with the pass that writes dh                                    = 18
 
-Attention's kernels return three gradients in memory of their own, so some pass must bring them together: a product over
-3 x width reads them stacked once, three products read and write what they accumulate in. With `epilogue` the forward's
-product writes h and gelu(h), which saves reading h again: 4 of 21.
+Attention's kernels return three gradients in separate memory, so some pass must join them: a product over 3 x width
+reads them stacked once, three products read and write their accumulator. With `epilogue` the forward's product writes
+h and gelu(h), which saves reading h again: 4 of 21.
 
 The operators are plain ATen on a CPU, and Triton on a CUDA device. None chooses a kernel by speed and none adds by
 atomics, so the bits depend on shapes alone.
@@ -48,17 +50,21 @@ __all__ = [
 
 IGNORED = -100  # the label of a token that is not predicted
 
-# (model, what its blocks or its head gave, labels int64 [batch, time], chunk) -> the loss, summed
+# (model, output of its blocks or its head, labels int64 [batch, time], chunk) -> the loss, summed
 Ending = Callable[[Any, Tensor, Tensor, int], Tensor]
 
-_LARGE = 512 << 20  # bytes of a micro-batch's float32 logits from which they are made in chunks
+_LARGE = 512 << 20  # bytes of a micro-batch's float32 logits; larger ones are made in chunks
 _CHUNK = 128 << 20  # bytes of a chunk's
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy in nats of logits [..., vocab], summed over the labels (int64 [...]) that are not -100.
+    """Return the cross entropy in nats, summed over the labels that are not -100.
 
-    A scalar in float32, or float64 for such logits.
+    The result is a scalar in float32, or float64 for such logits.
+
+    Args:
+        logits: [..., vocab].
+        labels: int64 [...].
     """
     logits = logits.flatten(0, -2)
     if logits.dtype is not torch.float64:
@@ -67,12 +73,12 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def summed_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """`summed_cross_entropy(head(hidden), labels)`, the logits of at most `chunk` tokens at a time; 0: of all.
+    """Return `summed_cross_entropy(head(hidden), labels)`, for `chunk` tokens at a time; 0: all.
 
-    The sum is formed in the order of the chunks, so its bits depend on `chunk` and on nothing else.
+    The losses are added in the order of the chunks, so the bits depend only on `chunk`.
 
     Args:
-        head: what makes logits of hidden states; it may use any parameters of the model that is being run.
+        head: hidden states -> logits; it may use any parameters of the running model.
         hidden: [batch, time, width].
         labels: int64 [batch, time].
     """
@@ -92,11 +98,11 @@ def summed_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor
 
 
 def chunk_of(asked: int, tokens: int, vocab_size: int) -> int:
-    """The chunk for a micro-batch of so many tokens; 0: all at once.
+    """Return the chunk for a micro-batch of `tokens` tokens; 0: all at once.
 
     Args:
-        asked: a number of tokens, 0 for none, -1 for what its size suggests: where float32 logits would take more than
-            512 MiB, the power of two whose logits take up to 128 MiB.
+        asked: a number of tokens, 0 for none, -1 to choose by size: if float32 logits would take more than 512 MiB, the
+            power of two whose logits take up to 128 MiB.
     """
     if asked >= 0:
         return asked
@@ -109,7 +115,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def _kernels() -> Any:
-    """Import the Triton kernels; Triton comes with torch's CUDA builds alone."""
+    """Import the Triton kernels; Triton comes only with torch's CUDA builds."""
     return importlib.import_module("lockstep.models.fused_triton")
 
 
@@ -149,7 +155,9 @@ def gelu_gradient(gradient: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("lockstep::linear_gelu", mutates_args=())
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute h = x @ weight.T + bias and gelu(h) in its tanh form, both [tokens, outputs].
+    """Compute h = x @ weight.T + bias and its GELU (tanh).
+
+    Both are [tokens, outputs].
 
     Args:
         x: [tokens, inputs].
@@ -209,7 +217,7 @@ def _linear_gelu_flops(x: Any, weight: Any, bias: Any, *, out_shape: Any = None,
 
 
 class _Qkv(torch.autograd.Function):
-    """One product that gives queries, keys and values, as views of its output."""
+    """One product for queries, keys and values, which are views of its output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
@@ -225,7 +233,7 @@ class _Qkv(torch.autograd.Function):
 
 
 class _Gelu(torch.autograd.Function):
-    """gelu(x @ weight.T + bias); the backward keeps what is before the GELU."""
+    """gelu(x @ weight.T + bias); the backward keeps the input of the GELU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epilogue: bool) -> Tensor:
@@ -268,14 +276,17 @@ class _Replacement(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, **settings: Any) -> Self:
-        """Build the layer around the parameters of `linear`, which must have a bias; `settings` become attributes."""
+        """Build the layer around the parameters of `linear`, which must have a bias.
+
+        `settings` become attributes.
+        """
         made = cls(linear.in_features, linear.out_features, device="meta")  # draws nothing
         made.weight, made.bias = linear.weight, linear.bias
         vars(made).update(settings)
         return made.train(linear.training)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The input and the parameters in one dtype: what autocast does for a product of torch's own."""
+        """The input and the parameters in one dtype, as autocast does for torch's own products."""
         operands = (x, *operands_of(self, x))
         kind = x.device.type
         if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
@@ -285,7 +296,10 @@ class _Replacement(nn.Linear):
 
 
 class QkvLinear(_Replacement):
-    """A linear layer to queries, keys and values: [..., width] to three of [..., width], views of one product."""
+    """Linear layer to queries, keys and values: [..., width] to three of [..., width].
+
+    The three are views of one product.
+    """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         found: tuple[Tensor, Tensor, Tensor] = _Qkv.apply(*self._operands(x))  # type: ignore[no-untyped-call]
@@ -293,10 +307,10 @@ class QkvLinear(_Replacement):
 
 
 class GeluLinear(_Replacement):
-    """A linear layer with GELU (tanh) behind it: [..., inputs] to [..., outputs].
+    """Linear layer followed by GELU (tanh): [..., inputs] to [..., outputs].
 
     Attributes:
-        epilogue: whether the kernel of the product computes the GELU too.
+        epilogue: the kernel of the product computes the GELU too.
     """
 
     epilogue: bool

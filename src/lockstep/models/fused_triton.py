@@ -1,10 +1,10 @@
-"""The Triton kernels of `models.fused`: a product with bias and GELU, and gradients with their column sums.
+"""Triton kernels of `models.fused`: a product with bias and GELU, gradients with column sums.
 
     hidden, activated = linear_gelu(x, weight, bias)            # bfloat16 or float16; sums in float32
     gradient, sums = gelu_gradient(gradient, hidden)
     gradient, sums = stacked_gradient(query, key, value)
 
-Imported only where a CUDA tensor comes: the package triton is needed.
+Imported only for CUDA tensors: it needs the package triton.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ __all__ = ["CONFIGS", "Tile", "gelu_gradient", "linear_gelu", "stacked_gradient"
 
 
 class Tile(NamedTuple):
-    """Tile of a product: rows, columns and depth, warps, and stages of its loads."""
+    """Tile of a product: rows, columns and depth; warps and pipeline stages."""
 
     rows: int
     columns: int
@@ -162,10 +162,12 @@ def _stacked_gradient(  # type: ignore[no-untyped-def]
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, blocks: Tile | None = None) -> tuple[Tensor, Tensor]:
-    """Compute h = x @ weight.T + bias and gelu(h), both [tokens, outputs]; see `models.fused.linear_gelu`.
+    """Compute h = x @ weight.T + bias and gelu(h), both [tokens, outputs].
+
+    See `models.fused.linear_gelu`.
 
     Args:
-        blocks: how to cut the product; None: by the device's capability, which keeps the bits of a device the same.
+        blocks: the tile; None: chosen by the device's capability, so that a device's bits stay the same.
     """
     x, weight, bias = _rows_apart(x), _rows_apart(weight), bias.contiguous()
     (rows, inputs), outputs = x.shape, weight.shape[0]
@@ -228,10 +230,10 @@ def _wide(like: Tensor) -> torch.dtype:
 
 
 def _rows_apart(tensor: Tensor) -> Tensor:
-    """The matrix with elements of a row side by side; its rows may lie apart."""
+    """The matrix with contiguous rows; the rows themselves may be strided."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
 def _device(tensor: Tensor) -> Any:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Make the tensor's device current, on which Triton launches."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)

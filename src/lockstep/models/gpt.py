@@ -1,10 +1,11 @@
-"""The built-in language model: a decoder-only transformer with the architecture of GPT-2, in one short file.
+"""The built-in language model: a decoder-only transformer with the architecture of GPT-2.
 
     config = dataclasses.replace(PRESETS["builtin:nano"], vocab_size=corpus.vocab_size, context=256)
     logits = GPT(config)(input_ids)         # int64 [batch, time] -> [batch, time, config.padded_vocab]
 
 Architecture and initialisation follow Radford et al., "Language Models are Unsupervised Multitask Learners" (2019):
-pre-norm blocks, learned positions, a head tied to the token embedding, GELU in its tanh form.
+pre-norm blocks, learned positions, a head tied to the token embedding, GELU in its tanh form. `generate` samples
+tokens from this or another model.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,7 +73,10 @@ class GPTConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the token table and size of the logits: `vocab_size` rounded up to a multiple of 64."""
+        """Rows of the token table and size of the logits.
+
+        It is `vocab_size` rounded up to a multiple of 64.
+        """
         return -(-self.vocab_size // _PAD_TO) * _PAD_TO
 
 
@@ -86,10 +90,10 @@ PRESETS = {
 
 
 class Past:
-    """The keys and values of the tokens so far, in one block: what writing on need not compute again.
+    """Key-value cache of a block.
 
     Attributes:
-        time: tokens.
+        time: cached tokens.
     """
 
     def __init__(self) -> None:
@@ -97,7 +101,7 @@ class Past:
         self.time = 0
 
     def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values, each [batch, heads, time, size], once these are added."""
+        """Append keys and values, and return all, each [batch, heads, time, size]."""
         if self._held is not None:
             key, value = (torch.cat(pair, dim=2) for pair in zip(self._held, (key, value), strict=True))
         self._held, self.time = (key, value), key.shape[2]
@@ -132,10 +136,10 @@ class _Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then a two-layer perceptron, each on a normalised copy of the residual stream.
+    """Attention, then a two-layer perceptron, each on a normalised copy of the stream.
 
-    The forward maps [batch, time, width] to the same shape; its mask, bool [batch, 1, time, time], says which positions
-    each one sees. Without one: those up to itself.
+    The forward maps [batch, time, width] to the same shape. Its mask, bool [batch, 1, time, time], is true where a
+    position may attend to another; without one, each attends to those up to itself.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -156,14 +160,16 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model. It draws its initial parameters from torch's default generator, in an order that depends on its
-    shape alone; seed that first and every rank of any world builds the same model.
+    """A GPT; draws its initial parameters from torch's default generator.
+
+    The order of the draws depends on its shape alone: with the same seed, every rank of any world builds the same
+    model.
 
     Attributes:
         config: its shape.
         blocks: the layers, the units that engines shard, compile and recompute.
-        ending: what follows them up to the loss; see `models.chunked`.
-        multiplies_by: whose weight the head takes, see `transforms.weight_copies`.
+        ending: computes the loss from the blocks' output; see `models.fused`.
+        multiplies_by: modules whose weight the head uses, see `transforms.weight_copies`.
         residual: dtype of the residual stream; None: the embedding's, which autocast leaves alone.
     """
 
@@ -188,7 +194,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws all parameters anew, whole and in a fixed order: N(0, 0.02) weights, zero biases, norms of one.
+        """Initialise all parameters in a fixed order: N(0, 0.02) weights, zero biases, norms of one.
 
         The two projections of each block that end in the residual stream get 0.02 / sqrt(2 * layers), so that the
         stream's variance does not grow with depth.
@@ -204,10 +210,10 @@ class GPT(nn.Module):
                 parameter.normal_(0.0, scale, generator=generator)
 
     def fuse(self, *, epilogue: bool) -> None:
-        """Replace layers of each block by those of `models.fused`; the parameters and their names stay.
+        """Replace layers of each block by those of `models.fused`, keeping parameters and names.
 
         Args:
-            epilogue: whether the product before the GELU computes it too.
+            epilogue: the product before the GELU computes it too.
         """
         for block in cast(Sequence[Block], self.blocks):
             block.attention.inputs = QkvLinear.of(block.attention.inputs)
@@ -222,17 +228,19 @@ class GPT(nn.Module):
         chunk: int = 0,
         past: Sequence[Past] = (),
     ) -> Tensor:
-        """Logits [batch, time, padded_vocab] of the token after each of `input_ids` (int64 [batch, time]).
+        """Return the logits [batch, time, padded_vocab] of the token after each input token.
 
-        `time` is at most `config.context`. Logits from `vocab_size` on belong to padding: no label has them.
+        Logits from `vocab_size` on are padding: no label has them.
 
         Args:
+            input_ids: int64 [batch, time]; `time` is at most `config.context`.
             positions: int64 [batch, time]; None: 0, 1, 2, ...
-            documents: int64 [batch, time]; a token sees those before it with the same number. None: all before it.
-            labels: int64 [batch, time]; with them the result is the loss, see `models.chunked.summed_loss`.
-            chunk: tokens whose logits are made together then; 0: of all.
-            past: one a block, of the tokens that stand before these; they are filled. Where they are not empty,
-                `input_ids` are one token.
+            documents: int64 [batch, time]; a token attends to those before it with the same number. None: to all before
+                it.
+            labels: int64 [batch, time]; with them the result is the loss, see `models.fused.summed_loss`.
+            chunk: tokens whose logits are computed together then; 0: all.
+            past: a cache for each block, of the previous tokens; they are filled. If they are not empty, `input_ids`
+                are one token.
         """
         if positions is None:
             begin = past[0].time if past else 0
@@ -248,11 +256,13 @@ class GPT(nn.Module):
         return F.linear(x, weight_of(self.tokens, x))
 
     def num_flops_per_token(self, seq_len: int) -> int:
-        """Floating-point operations of one forward and backward, a token: 6 N + 12 layers * width * seq_len.
+        """Return a token's operations for forward and backward.
+
+        They are 6 N + 12 layers * width * seq_len.
 
         Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B, where width is heads * head size. N is all parameters
         but the position table, which is looked up and not multiplied; the tied token table counts once, as the head.
-        Causal masking is not taken off, and recomputation not added.
+        Causal masking is not subtracted, and recomputation not added.
         """
         multiplied = sum(p.numel() for p in self.parameters()) - self.positions.weight.numel()
         return 6 * multiplied + 12 * self.config.layers * self.config.width * seq_len
@@ -263,13 +273,16 @@ def _ended(model: GPT, x: Tensor, labels: Tensor, chunk: int) -> Tensor:
 
 
 def _apart(documents: Tensor) -> Tensor:
-    """Which positions each one sees, bool [batch, 1, time, time]: those up to itself in its own document."""
+    """The mask of packed documents, bool [batch, 1, time, time].
+
+    A position attends to those up to itself in its own document.
+    """
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same.tril()
 
 
 class ContextReach(Protocol):
-    """How far a language model sees, in tokens (0: without an end), and how many tokens it may write."""
+    """A language model's context in tokens (0: unlimited), and its vocabulary for generation."""
 
     @property
     def context(self) -> int: ...
@@ -279,12 +292,12 @@ class ContextReach(Protocol):
 
 
 def plain_logits(model: nn.Module, ids: Tensor) -> Tensor:
-    """The logits of a model that returns nothing else."""
+    """Return the logits of a model that returns nothing else."""
     return cast(Tensor, model(ids))
 
 
 def further_logits(layers: int) -> "Further":
-    """What `generate` takes as `further` for a GPT of so many blocks."""
+    """Return the `further` of `generate` for a GPT of `layers` blocks."""
 
     def further(model: nn.Module, ids: Tensor, past: Any) -> tuple[Tensor, Any]:
         past = past or [Past() for _ in range(layers)]
@@ -293,7 +306,7 @@ def further_logits(layers: int) -> "Further":
     return further
 
 
-# (model, tokens that are new, what was kept of those before or None) -> (their logits, what to keep)
+# (model, new tokens, cache of the previous ones or None) -> (their logits, the new cache)
 Further = Callable[[nn.Module, Tensor, Any], tuple[Tensor, Any]]
 
 
@@ -311,23 +324,25 @@ def generate(
     further: Further | None = None,
     stop: int = -1,
 ) -> Tensor:
-    """`ids` (int64 [batch, time], time >= 1) with `max_new_tokens` sampled tokens appended, int64.
+    """Append `max_new_tokens` sampled tokens to `ids` (int64 [batch, time], time >= 1).
+
+    The model's train or eval mode is restored. Tokens beyond the context are cut off at the left. Nothing is compiled:
+    each text length would need its own compilation.
 
     Args:
-        model: a GPT, or what an engine wrapped around one; or another model, with `logits_of`.
+        model: a GPT, or an engine's wrapper of one; or another model, with `logits_of`.
         config: the GPT's, or another model's context and vocabulary.
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: samples among the k likeliest tokens only.
-        generator: on the device of `ids`: one of all rows, or one a row, so that no row's draw depends on the others;
-            None is torch's default one.
+        generator: on the device of `ids`: one for all rows, or one for each, so that no row's draw depends on the
+            others; None: torch's default one.
         logits_of: (model, ids) -> logits [batch, time, at least the vocabulary].
-        further: where it is given, tokens are computed once while all fit the context; the logits are the same but for
-            rounding.
-        stop: a token after which nothing more is written, once every row has it; -1: there is none. A row that has it
-            before others goes on meanwhile.
+        further: computes each token once while all fit the context; the logits are the same but for rounding.
+        stop: a token that ends generation once every row has it; -1: none. A row that has it earlier continues
+            meanwhile.
 
-    The model's train or eval mode is put back. What does not fit the context is cut off at the left. Nothing is
-    compiled: each length of a text would be compiled anew.
+    Returns:
+        int64 [batch, time + at most `max_new_tokens`].
     """
     training, past = model.training, None
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
@@ -337,7 +352,7 @@ def generate(
             for _ in range(max_new_tokens):
                 if further is not None and (ids.shape[1] <= config.context or not config.context):
                     logits, past = further(model, ids if past is None else ids[:, -1:], past)
-                else:  # positions move with the window, so nothing of before holds
+                else:  # positions move with the window, so the cache is invalid
                     logits = logits_of(model, ids[:, -config.context :])
                 logits = logits[:, -1, : config.vocab_size].float()
                 ids = torch.cat((ids, _sample(logits, temperature, top_k, generator)), dim=1)
@@ -352,7 +367,7 @@ def generate(
 def _sample(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | Sequence[torch.Generator] | None
 ) -> Tensor:
-    """One token a row, int64 [batch, 1], from logits [batch, vocab]."""
+    """Sample a token for each row, int64 [batch, 1], from logits [batch, vocab]."""
     if temperature == 0.0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:

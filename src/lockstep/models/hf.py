@@ -1,12 +1,13 @@
-"""Hugging Face causal language models and tokenizers, from a hub or a folder. The only file that needs `transformers`.
+"""Load Hugging Face causal language models and tokenizers, from a hub or a folder.
 
     source = HubModel("openai-community/gpt2", cache=cache, say=print)     # the configuration, downloaded once per node
     model = source.build(vocab_size=source.vocab_size, dtype=torch.float32)
     tokenizer = HubTokenizer("openai-community/gpt2", cache=cache, say=print)
 
-Models are built without a cache of keys and values, which training has no use for, and with torch's own attention
-kernels (SDPA) where the architecture has them. Code that comes with a model is not run unless that was asked for, and
-weights are read from safetensors alone, which cannot hold code.
+Models are built without a key-value cache, which training does not use, and with torch's own attention kernels (SDPA)
+if the architecture supports them. Code that comes with a model runs only on request, and weights are read from
+safetensors alone, which cannot contain code. The module also renders conversations by chat templates, and computes a
+model's loss inside its forward. `transformers` is imported only through `transformers_for` and `as_it_is`.
 """
 
 import copy
@@ -62,7 +63,7 @@ _WITHOUT = (
 
 
 def _chat_template(tokenizer: Any) -> str:
-    """The template of a tokenizer of `transformers`; "" where it has none."""
+    """The chat template of a `transformers` tokenizer; "" if it has none."""
     held = getattr(tokenizer, "chat_template", None)
     if isinstance(held, Mapping):
         held = held.get("default")
@@ -72,16 +73,16 @@ def _chat_template(tokenizer: Any) -> str:
 def chat_tokens(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], row: int, masked: bool = True
 ) -> tuple[list[int], list[bool]]:
-    """The tokens of a conversation, and whether each is to be learned.
+    """Return the tokens of a conversation, and whether each is learned.
 
     Args:
         tokenizer: of `transformers`.
         messages: the turns, each with "role" and "content".
         row: for messages.
-        masked: the assistant's words alone are to be learned; else everything.
+        masked: learn only the assistant's turns; else everything.
 
     Raises:
-        DataError: no template, one that refuses these turns, or one in which a turn changes what came before it.
+        DataError: no template, one that rejects these turns, or one in which a turn changes earlier text.
     """
     if not _chat_template(tokenizer):
         raise DataError(f"--dataset-name, row {row} is a conversation, and {_WITHOUT}")
@@ -106,7 +107,7 @@ def chat_tokens(
 
 
 def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """The tokens of a conversation in which a user said `prompt`, up to where the assistant answers."""
+    """The tokens of a user's message `prompt`, up to the start of the assistant's answer."""
     text = _rendered(tokenizer, [{"role": "user", "content": prompt}], answer=True)
     return _encoded(tokenizer, text)
 
@@ -144,22 +145,22 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
-# What some architectures do with the logits that their head gives, by the name in their configuration.
+# What some architectures apply to the logits of their head, by the name in their configuration.
 _CAP = "final_logit_softcapping"
 _SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
-_BEFORE, _AFTER = 32, 16  # tokens around the end of a document that are looked at
+_BEFORE, _AFTER = 32, 16  # tokens around the end of a document that are compared
 
 
 def logits_of(model: nn.Module, input_ids: Tensor, **inputs: Tensor) -> Tensor:
-    """Logits [batch, time, vocab] of `input_ids` (int64 [batch, time]), in the model's dtype."""
+    """Return the logits [batch, time, vocab] of `input_ids` (int64 [batch, time]), in the model's dtype."""
     logits: Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
     return logits
 
 
 def further_logits(model: nn.Module, input_ids: Tensor, past: Any) -> tuple[Tensor, Any]:
-    """Logits of tokens that follow those whose keys and values are in `past` (None: of the first), and all of these.
+    """Return the logits of new tokens and the updated cache `past` (None: no tokens yet).
 
-    An architecture that keeps something else gives None, and is then asked for all tokens again.
+    An architecture without a key-value cache returns None for it, and gets all tokens again.
     """
     kept = {} if past is None else {"past_key_values": past}
     made = model(input_ids=input_ids, use_cache=True, **kept)
@@ -167,33 +168,34 @@ def further_logits(model: nn.Module, input_ids: Tensor, past: Any) -> tuple[Tens
 
 
 def inputs_of(batch: Any) -> dict[str, Tensor]:
-    """What the model gets beside the tokens: positions that begin anew in each document, where some are packed.
+    """Return the model's inputs other than tokens: positions from 0 in each packed document.
 
-    From such positions, and no mask, the package makes the attention masks of packed documents itself, one for each
-    kind of layer; a mask of ours would take the place of those of sliding windows too.
+    From such positions, without a mask, `transformers` makes the attention masks of packed documents itself, one for
+    each kind of layer; a mask of ours would also replace those of sliding windows.
     """
     return {"position_ids": batch["positions"]} if "positions" in batch else {}
 
 
 def takes_documents(architecture: type[nn.Module]) -> bool:
-    """Whether a model class has positions, and no state that runs on from one document into the next."""
+    """Whether a model class takes positions, and has no state that runs across documents."""
     known = inspect.signature(architecture.forward).parameters
     return "position_ids" in known and not getattr(architecture, "_is_stateful", False)
 
 
 def can_chunk(model: Any) -> bool:
-    """Whether the logits are known to be those of its head, of what its inner model gives."""
+    """Whether the logits are known to be the head's output for the inner model's."""
     config = model.config.get_text_config()
     scaled = any(getattr(config, name, None) not in (None, 1, 1.0) for name in _SCALES) or hasattr(model, "logit_scale")
     return model.get_output_embeddings() is not None and model.base_model is not model and not scaled
 
 
 def with_loss(model: Any, *, of_logits: bool = False) -> nn.Module:
-    """The model, changed in place: called with `summed_labels` (int64 [batch, time]) and `chunk` it returns the loss,
-    see `models.chunked.summed_loss`.
+    """Change the model in place to return the loss if it gets `summed_labels` and `chunk`.
+
+    `summed_labels` are int64 [batch, time]; see `models.fused.summed_loss`.
 
     Args:
-        of_logits: the loss of the logits that the model itself gives, whatever makes them; then `chunk` is 0.
+        of_logits: take the loss of the model's own logits, however computed; then `chunk` is 0.
     """
     model.forward = MethodType(_forward_of_logits if of_logits else _forward, model)
     model.ending = _ended_of_logits if of_logits else _ended
@@ -233,7 +235,9 @@ def _head(model: Any, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def same_head(model: nn.Module, ids: Tensor, loss: Any) -> bool:
-    """Whether the loss inside the model is the one of its logits, on a few tokens. Two forwards, on every rank alike.
+    """Whether the model's inner loss is that of its logits, on a few tokens.
+
+    Takes two forwards, on every rank alike. Waits for the device.
 
     Args:
         loss: (logits, labels) -> the summed loss.
@@ -246,9 +250,10 @@ def same_head(model: nn.Module, ids: Tensor, loss: Any) -> bool:
 
 @torch.no_grad()
 def keeps_apart(model: nn.Module, ids: Tensor, positions: Tensor, documents: Tensor) -> bool:
-    """Whether what one document says leaves the logits of the next one alone. Two forwards, on every rank alike.
+    """Whether a document's content leaves the next document's logits unchanged.
 
-    Looked at are a few tokens around the end of the first document of a sample that has two.
+    Takes two forwards, on every rank alike, of a few tokens around the end of a sample's first document. Waits for the
+    device.
 
     Args:
         ids, positions, documents: a batch, int64 [batch, time] each.
@@ -285,24 +290,24 @@ def _is_full(text: Any) -> bool:
 
 @final
 class HubModel:
-    """A model by its configuration; its weights are read or drawn by `build`.
+    """A model by its configuration; `build` reads or initialises its weights.
 
     Args:
         name: OWNER/NAME on the hub, or a folder with a config.json.
         revision: branch, tag or commit on the hub; "" is its newest.
         trust_remote_code: run the Python code that comes with the model.
         cache: folder for the lock that lets one process of a node download while the others wait.
-        say: gets a line where something takes time or is not reached.
+        say: gets a line if something takes time or cannot be reached.
 
     Attributes:
         revision: the commit on the hub, or "" for a folder.
         vocab_size: tokens that the model knows.
-        context: longest sequence, in tokens; 0 where the architecture sets none.
-        takes_documents: see `models.hf_forward.takes_documents`; taken for granted of code that came with the model.
-        full_attention: each token attends to all before it, in every layer; False where that is not known.
+        context: longest sequence, in tokens; 0 if the architecture sets none.
+        takes_documents: see `takes_documents`; assumed for code that came with the model.
+        full_attention: each token attends to all before it, in every layer; False if unknown.
 
     Raises:
-        ConfigError: nothing of that name here or on the hub, no causal language model, or code that may not be run.
+        ConfigError: no such name here or on the hub, no causal language model, or code that may not run.
     """
 
     def __init__(
@@ -325,11 +330,11 @@ class HubModel:
 
     @property
     def settings(self) -> Any:
-        """The configuration, as the package has it."""
+        """The configuration object of `transformers`."""
         return self._config
 
     def with_layers(self, layers: int) -> "HubModel":
-        """The same architecture with so many layers."""
+        """Return the same architecture with `layers` layers."""
         other, fields = copy.copy(self), self._config.to_dict()
         fields |= {name: value[:layers] for name, value in fields.items() if name == "layer_types" and value}
         other._config = type(self._config).from_dict({**fields, "use_cache": False})
@@ -337,15 +342,15 @@ class HubModel:
         return other
 
     def build(self, *, vocab_size: int, dtype: torch.dtype | None, pretrained: bool = False) -> nn.Module:
-        """A model in training mode on the CPU, drawn from torch's default generator or read from its weights.
+        """Build a model in training mode on the CPU, initialised or with its pretrained weights.
 
-        Parameters are drawn in float32 and then take `dtype`. Weights are read tensor by tensor from memory-mapped
-        files into `dtype`: the process holds the parameters once, and the pages of the files are the node's, not the
-        rank's.
+        Parameters are initialised in float32 from torch's default generator, and then take `dtype`. Weights are read
+        tensor by tensor from memory-mapped files into `dtype`: the process has the parameters once, and the pages of
+        the files belong to the node, not to the rank.
 
         Args:
-            vocab_size: rows of the token table of a drawn model; a pretrained one keeps its own.
-            dtype: of the parameters; None: as the weights are stored, float32 where they are drawn.
+            vocab_size: rows of the token table of a newly initialised model; a pretrained one keeps its own.
+            dtype: of the parameters; None: as the weights are stored, float32 for new ones.
 
         Raises:
             ConfigError: the architecture is no causal language model, or there are no safetensors weights.
@@ -360,7 +365,7 @@ class HubModel:
             return model.train()
 
     def _commit(self, transformers: Any, revision: str) -> str:
-        """The commit whose files were taken: the package keeps each commit's in a folder of that name."""
+        """The commit of the files, by the folder in which the package keeps them."""
         if not is_hub_name(self.name):
             return ""
         file = transformers.utils.cached_file(self._where, "config.json", revision=revision or None)
@@ -390,7 +395,9 @@ class HubModel:
         return model
 
     def save_config(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Writes the config.json of a model whose tensors, by plain name, have these shapes: its vocabulary is theirs.
+        """Write the config.json of a model with tensors of these shapes, by plain name.
+
+        The vocabulary is theirs.
 
         Raises:
             ConfigError: they are not this architecture's.
@@ -416,7 +423,7 @@ class HubTokenizer:
 
     Attributes:
         vocab_size: tokens that it knows.
-        separator: the token that ends a document (end of sequence, else of a sentence pair); -1 where it has none.
+        separator: the token that ends a document (end of sequence, else of a sentence pair); -1 if it has none.
         fingerprint: hex; equal for tokenizers that give the same tokens.
 
     Raises:
@@ -439,7 +446,7 @@ class HubTokenizer:
         self.fingerprint = self._fingerprint()
 
     def encode_all(self, texts: list[str], special: bool = False) -> list[list[int]]:
-        """The tokens of each text; `special` adds what the tokenizer puts around a text by itself."""
+        """Return the tokens of each text; `special` adds the tokenizer's own special tokens."""
         encoded: list[list[int]] = self._tokenizer(
             texts, add_special_tokens=special, return_attention_mask=False, verbose=False
         )["input_ids"]
@@ -448,23 +455,23 @@ class HubTokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], row: int, masked: bool = True
     ) -> tuple[list[int], list[bool]]:
-        """See `models.chat.chat_tokens`."""
+        """See `chat_tokens`."""
         return chat_tokens(self._tokenizer, messages, row, masked)
 
     def chat_prompt(self, prompt: str) -> list[int]:
-        """See `models.chat.chat_prompt`."""
+        """Return the tokens of a user's message, up to the start of the assistant's answer."""
         return _chat_prompt(self._tokenizer, prompt)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of the tokens, without special ones."""
+        """Return the text of the tokens, without special ones."""
         return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
-        """Writes what `HubTokenizer(folder)` reads."""
+        """Write the files that `HubTokenizer(folder)` reads."""
         self._tokenizer.save_pretrained(folder)
 
     def save_generation(self, folder: Path) -> None:
-        """Writes the generation_config.json that stands beside the tokenizer's files, or one with its own tokens."""
+        """Write the tokenizer's own generation_config.json, or a new one with its special tokens."""
         transformers = transformers_for("--tokenizer", self._name)
         try:
             settings = transformers.GenerationConfig.from_pretrained(self._where, revision=self._revision or None)
@@ -481,10 +488,11 @@ class HubTokenizer:
 
 
 def save_trained(folder: Path, separator: int, *, temperature: float, top_k: int) -> None:
-    """Makes of the tokenizer.json in `folder`, a `ByteBPE`, what `AutoTokenizer` opens, and says how to generate.
+    """Make `AutoTokenizer` able to open the tokenizer.json of a `ByteBPE`, and write generation settings.
 
     Args:
-        separator: the token that ends a document and begins one; the tokenizer's next, which it gets a name for.
+        folder: of tokenizer.json.
+        separator: the token that ends and begins a document; it is the tokenizer's next one, and gets a name.
         temperature, top_k: of `GenerationConfig`, as `lockstep generate` has them.
     """
     transformers, end = transformers_for("--format hf", str(folder)), "<|endoftext|>"
@@ -502,7 +510,7 @@ def save_trained(folder: Path, separator: int, *, temperature: float, top_k: int
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of the stack: the members of the module list that holds the most parameters."""
+    """Return the members of the module list with the most parameters."""
     stacks: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(stacks, key=_size).children()) if stacks else []
 
@@ -512,7 +520,11 @@ def _size(module: nn.Module) -> int:
 
 
 def transformers_for(flag: str, name: str) -> Any:
-    """The package, made quiet, for what `flag` names. Raises ConfigError where it is not installed."""
+    """Import `transformers`, silenced, for `flag`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     transformers = as_it_is(flag, name)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -520,7 +532,11 @@ def transformers_for(flag: str, name: str) -> Any:
 
 
 def as_it_is(flag: str, name: str) -> Any:
-    """The package, which goes on saying what it says. Raises ConfigError where it is not installed."""
+    """Import `transformers` with its messages on.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the package's own imports: nothing that a user could act on
@@ -533,15 +549,17 @@ def as_it_is(flag: str, name: str) -> Any:
 
 
 def where(name: str) -> str:
-    """What the package takes for a name: OWNER/NAME, or a folder's path."""
+    """Return a name as `transformers` takes it: OWNER/NAME, or a folder's path."""
     return name if is_hub_name(name) else str(Path(name).expanduser())
 
 
 @contextmanager
 def once_per_node(name: str, cache: Path, say: Say) -> Iterator[None]:
-    """Held while the hub is asked: the first process of a node downloads, the next ones find the files in HF_HOME.
+    """Context manager in which one process of a node downloads.
 
-    A lock of the file system, and no collective: it holds whatever the ranks are, and is free again when one dies.
+    The next ones find the files in HF_HOME.
+
+    It is a lock of the file system, and no collective: it works for any ranks, and is freed when its holder dies.
     """
     if not is_hub_name(name):
         yield
@@ -554,7 +572,10 @@ def once_per_node(name: str, cache: Path, say: Say) -> Iterator[None]:
 
 @contextmanager
 def explained(flag: str, name: str) -> Iterator[None]:
-    """What the package raises, as one line. Its own messages have several, and name functions instead of flags."""
+    """Context manager that turns the package's errors into a ConfigError of one line.
+
+    Its own messages have several lines, and name functions instead of flags.
+    """
     try:
         yield
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Models of `transformers` that give one answer for an image or a text, from a hub or a folder.
+"""Load `transformers` models that classify images or texts, from a hub or a folder.
 
 source = HubClassifier("google/vit-base-patch16-224", IMAGES, classes=("cat", "dog"), cache=cache, say=print)
 model = source.build(dtype=torch.float32, pretrained=True)
@@ -27,28 +27,28 @@ Say = Callable[[str], None]
 
 @final
 class HubClassifier:
-    """A model by its configuration; its weights are read or drawn by `build`.
+    """A classifier by its configuration; `build` reads or initialises its weights.
 
     Args:
         name: OWNER/NAME on the hub, or a folder with a config.json.
         kind: IMAGES or TEXTS.
-        classes: the names of the classes, which its configuration then has.
+        classes: the names of the classes, which are put into its configuration.
         revision: branch, tag or commit on the hub; "" is its newest.
         trust_remote_code: run the Python code that comes with the model.
-        pad: the token that fills a batch up; -1 leaves the model's own.
+        pad: the token that pads a batch; -1 keeps the model's own.
         cache: folder for the lock that lets one process of a node download while the others wait.
-        say: gets a line where something is not reached, and about what is drawn anew.
+        say: gets a line if something cannot be reached, and about newly initialised layers.
 
     Attributes:
         revision: the commit on the hub, or "" for a folder.
-        size, channels: of the images that it takes; 0 and 3 where it does not say.
-        mean, std: what its images were normalised by, for each channel; 0.5 where it does not say.
-        context: longest text, in tokens; 0 where the architecture sets none.
+        size, channels: of its input images; 0 and 3 if it does not define them.
+        mean, std: normalisation of its images, for each channel; 0.5 if it does not define it.
+        context: longest text, in tokens; 0 if the architecture sets none.
         vocab_size: tokens that it knows; 0 for images.
-        untrained: modules that `build` drew last beside weights that it read, by name.
+        untrained: modules, by name, that the last `build` initialised while it read the other weights.
 
     Raises:
-        ConfigError: nothing of that name here or on the hub, no model of this kind, or code that may not be run.
+        ConfigError: no such name here or on the hub, no model of this kind, or code that may not run.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class HubClassifier:
         self.vocab_size = int(getattr(text, "vocab_size", None) or 0)
 
     def build(self, *, dtype: torch.dtype, pretrained: bool) -> nn.Module:
-        """A model in training mode on the CPU, drawn from torch's default generator or read from its weights.
+        """Build a model in training mode on the CPU, initialised or with its pretrained weights.
 
-        A last layer that is there for other classes is drawn anew, and so is what the weights lack.
+        A last layer for other classes is initialised, and so is everything that the weights lack.
 
         Raises:
-            ConfigError: the architecture is none of this kind, there are no safetensors weights, or these are of
-                another shape elsewhere than in the last layer.
+            ConfigError: the architecture is not of this kind, there are no safetensors weights, or they have another
+                shape outside the last layer.
         """
         with explained("--model-name", self.name):
             auto = getattr(self._transformers, self._kind)
@@ -105,7 +105,7 @@ class HubClassifier:
                 with once_per_node(self.name, self._cache, self._say):
                     return self._read(auto, dtype).train()
             model: nn.Module = auto.from_config(self._config, dtype=torch.float32, trust_remote_code=self._trust)
-            for parameter in model.parameters():  # drawn in float32 whatever the dtype
+            for parameter in model.parameters():  # initialised in float32 whatever the dtype
                 parameter.data = parameter.data.to(dtype)
             return model.train()
 
@@ -136,7 +136,7 @@ class HubClassifier:
         return model
 
     def _preprocessing(self) -> dict[str, Any]:
-        """What stands in its preprocessor_config.json; {} without one."""
+        """The content of its preprocessor_config.json; {} without one."""
         file = self._transformers.utils.cached_file(
             self._where,
             "preprocessor_config.json",
@@ -148,7 +148,7 @@ class HubClassifier:
         return found
 
     def save_config(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Writes the config.json of a model whose tensors, by plain name, have these shapes.
+        """Write the config.json of a model with tensors of these shapes, by plain name.
 
         Raises:
             ConfigError: they are not this architecture's.
@@ -176,7 +176,7 @@ class HubEncoder:
         name, revision, trust_remote_code, cache, say: as for `HubClassifier`.
 
     Attributes:
-        pad: the token that fills a batch up: its own, else the one that ends a text.
+        pad: the token that pads a batch: its own, else the one that ends a text.
 
     Raises:
         ConfigError: as for `HubClassifier`; or it has neither of these tokens.
@@ -197,10 +197,10 @@ class HubEncoder:
         self.vocab_size = len(self._tokenizer)
 
     def encode(self, texts: Sequence[str], pairs: Sequence[str] | None, longest: int) -> list[dict[str, list[int]]]:
-        """The inputs of each text (and its second one): input_ids, attention_mask, and what else the model takes.
+        """Return the inputs of each text (and its second one): input_ids, attention_mask and so on.
 
         Args:
-            longest: tokens of a text at most, those that the tokenizer adds included; what is longer is cut.
+            longest: maximum tokens of a text, special ones included; longer texts are truncated.
         """
         found = self._tokenizer(
             list(texts), *([list(pairs)] if pairs else []), truncation=True, max_length=longest, verbose=False
@@ -209,17 +209,23 @@ class HubEncoder:
         return [dict(zip(keys, values, strict=True)) for values in zip(*(found[key] for key in keys), strict=True)]
 
     def save(self, folder: Path) -> None:
-        """Writes what `HubEncoder(folder)` reads."""
+        """Write the files that `HubEncoder(folder)` reads."""
         self._tokenizer.save_pretrained(folder)
 
 
 def image_logits(model: nn.Module, images: Tensor) -> Tensor:
-    """Logits [batch, classes] of images [batch, channels, height, width], in the model's dtype."""
+    """Return the logits [batch, classes] of images [batch, channels, height, width].
+
+    They are in the model's dtype.
+    """
     logits: Tensor = model(pixel_values=images).logits
     return logits
 
 
 def text_logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Logits [batch, classes] of what `HubEncoder.encode` made, as int64 [batch, time], in the model's dtype."""
+    """Return the logits [batch, classes] of inputs from `HubEncoder.encode`, int64 [batch, time].
+
+    They are in the model's dtype.
+    """
     logits: Tensor = model(**inputs).logits
     return logits

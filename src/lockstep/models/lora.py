@@ -1,14 +1,14 @@
-"""Low-rank adapters beside a model's linear layers. The only file that needs `peft`.
+"""Add low-rank adapters (LoRA) to a model's linear layers. Only this file needs `peft`.
 
     whole = chosen_modules(model, "classifier")             # trained whole, as a new head must be
     targets = chosen_targets(model, "q_proj, v_proj", whole)        # "": every linear layer but the heads
     inject(model, Adapters(16, 32.0, 0.0, targets.said, targets.turned, tuple(whole)), torch.float32)
     trained_names(model, whole), base_names(model, whole)
 
-Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685: of a layer W x becomes
-W x + alpha / rank * B A x, with A [rank, inputs] drawn and B [outputs, rank] zero, so that the model begins as it was.
-W is frozen, and stays in its own dtype. The module tree is the model's own, each adapted layer one step further down:
-`fc.weight` is `fc.base_layer.weight`, beside `fc.lora_A.default.weight` and `fc.lora_B.default.weight`.
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685: the W x of a layer becomes
+W x + alpha / rank * B A x, with A [rank, inputs] random and B [outputs, rank] zero, so the model starts unchanged. W is
+frozen, and keeps its dtype. The module tree is the model's own, each adapted layer one level deeper: `fc.weight` is
+`fc.base_layer.weight`, next to `fc.lora_A.default.weight` and `fc.lora_B.default.weight`.
 """
 
 import difflib
@@ -46,13 +46,13 @@ _INSIDE = ".base_layer."
 
 
 class Adapters(NamedTuple):
-    """What adapters are like.
+    """Settings of the adapters.
 
     Attributes:
-        rank, alpha, dropout: as the flags of `--lora` have them, `alpha` settled.
-        targets: the adapted layers as peft's `target_modules` has them: last parts of their names, or one expression.
-        turned: their weights lie transposed, [inputs, outputs], as GPT-2's do.
-        whole: the modules that are trained whole beside them, peft's `modules_to_save`.
+        rank, alpha, dropout: of the flags of `--lora`, with `alpha` resolved.
+        targets: the adapted layers as peft's `target_modules`: last parts of their names, or one regular expression.
+        turned: their weights are transposed, [inputs, outputs], as GPT-2's.
+        whole: the modules that are trained whole, peft's `modules_to_save`.
     """
 
     rank: int
@@ -64,7 +64,13 @@ class Adapters(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Layers to adapt: their names, how peft is told, and whether any has its weight transposed."""
+    """Layers to adapt.
+
+    Attributes:
+        names: of the layers.
+        said: the same as peft's `target_modules`.
+        turned: whether any has a transposed weight.
+    """
 
     names: list[str]
     said: list[str] | str
@@ -72,14 +78,14 @@ class Targets(NamedTuple):
 
 
 def chosen_modules(model: nn.Module, wanted: str) -> list[str]:
-    """The modules that `--lora.modules-to-save` asks for, in the model's order: those within another are not named.
+    """Return the modules of `--lora.modules-to-save`, in the model's order, outermost only.
 
     Args:
         wanted: names or patterns, as for `chosen_targets`.
 
     Raises:
-        ConfigError: one matches no module with parameters (the nearest is named), or one that shares a parameter with
-            a module outside of it.
+        ConfigError: one matches no module with parameters (the nearest is named), or one that shares a parameter with a
+            module outside of it.
     """
     named = {name: module for name, module in model.named_modules() if name and any(True for _ in module.parameters())}
     reached = set()
@@ -106,18 +112,18 @@ def _check_own(model: nn.Module, name: str) -> None:
 
 
 def _within(name: str, modules: Collection[str]) -> bool:
-    """Whether the module or parameter is one of these modules, or in one."""
+    """Whether the module or parameter is one of these modules, or inside one."""
     parts = name.split(".")
     return any(".".join(parts[:k]) in modules for k in range(1, len(parts) + 1))
 
 
 def chosen_targets(model: nn.Module, wanted: str, whole: Collection[str] = ()) -> Targets:
-    """The layers that `--lora.targets` asks for, in the model's order.
+    """Return the layers of `--lora.targets`, in the model's order.
 
     Args:
-        wanted: names or patterns with `*`, `?`, `[...]`, between commas; a name of one part means each layer whose name
-            ends with it. "" means all linear layers but the head: the output table of a `transformers` model, and what
-            shares its weight with another module.
+        wanted: comma-separated names or patterns with `*`, `?`, `[...]`; a name of one part means each layer whose name
+            ends with it. "" means all linear layers but the head: the output table of a `transformers` model, and
+            layers that share their weight with another module.
         whole: the modules that are trained whole, and have no adapters.
 
     Raises:
@@ -140,7 +146,10 @@ def _parts(wanted: str) -> list[str]:
 
 
 def _linear(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that can be adapted. What torch's own attention reads without calling it is none of them."""
+    """The layers that can be adapted.
+
+    Those that torch's own attention reads but does not call are left out.
+    """
     within = {
         id(part) for each in model.modules() if isinstance(each, nn.MultiheadAttention) for part in each.modules()
     }
@@ -152,7 +161,7 @@ def _linear(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_turned(module: nn.Module) -> bool:
-    """Whether it is the linear layer of GPT-2 in `transformers`, which need not be imported to know."""
+    """Whether it is GPT-2's linear layer of `transformers`, which need not be imported for this."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
@@ -196,7 +205,10 @@ def _reached(names: Iterable[str], pattern: str) -> list[str]:
 
 
 def _as_peft(names: list[str], modules: list[str]) -> list[str] | str:
-    """The last parts of the names, where these mean the same layers to peft; else an expression of the whole names."""
+    """The layers' `target_modules`: last parts of names, or a regular expression.
+
+    The parts are used if they mean the same layers to peft.
+    """
     lasts = _lasts(names)
     if [name for name in modules if name.rpartition(".")[2] in lasts] == names:
         return lasts
@@ -204,10 +216,10 @@ def _as_peft(names: list[str], modules: list[str]) -> list[str] | str:
 
 
 def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
-    """Puts the adapters in, in place, drawn from torch's default generator; the base is frozen, and not touched.
+    """Insert the adapters in place, initialised from torch's default generator, and freeze the base.
 
     Args:
-        dtype: of what is trained: the adapters' parameters, and those of the modules that are trained whole.
+        dtype: of the trained parameters: the adapters', and those of the modules that are trained whole.
 
     Raises:
         ConfigError: peft is not installed, or refuses.
@@ -215,7 +227,7 @@ def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
     peft = _peft()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # where linear layers of both kinds are adapted, of the other kind
+            warnings.simplefilter("ignore")  # if linear layers of both kinds are adapted, peft warns of the other kind
             peft.inject_adapter_in_model(_config(peft, adapters), model)
     except ValueError as error:
         raise ConfigError(f"--lora.targets: peft refuses: {' '.join(str(error).split())[:200]}") from error
@@ -225,12 +237,14 @@ def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
         parameter = model.get_parameter(name).requires_grad_(True)
         parameter.data = parameter.data.to(dtype)
     fast = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
-    if any(True for each in fast for _ in _layers(each)):  # in an evaluation it reads the base's weights by itself
+    if any(
+        True for each in fast for _ in _layers(each)
+    ):  # in an evaluation its fast path reads the base's weights directly
         keep_fastpath_off()
 
 
 def _compute_in(module: nn.Module, dtype: torch.dtype) -> None:
-    """Beside a base in another dtype it takes its inputs in its own one, and gives back what the base goes on with."""
+    """Cast the module's inputs to `dtype` and its outputs to the base's, if these differ."""
     base = next(parameter.dtype for parameter in module.parameters())
     if base is dtype:
         return
@@ -251,12 +265,12 @@ def _as(dtype: torch.dtype, values: Any) -> Any:
 
 
 def trained_names(model: nn.Module, whole: Collection[str]) -> list[str]:
-    """The names of the adapters' parameters, and of those of the modules that are trained whole."""
+    """Return the names of the adapters' parameters and those of modules that are trained whole."""
     return [name for name, _ in model.named_parameters() if _is_trained(name, whole)]
 
 
 def base_names(model: nn.Module, whole: Collection[str]) -> list[str]:
-    """The names of all other parameters, second names of tied ones too."""
+    """Return the names of all other parameters, including second names of tied ones."""
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if not _is_trained(name, whole)]
 
 
@@ -265,12 +279,12 @@ def _is_trained(name: str, whole: Collection[str]) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """What a parameter of the base was called before there were adapters."""
+    """Return the name that a base parameter had before the adapters."""
     return name.replace(_INSIDE, ".")
 
 
 def exported_name(name: str, whole: Collection[str]) -> str:
-    """What a trained tensor is called in a file of peft's; "" for one of the base."""
+    """Return a trained tensor's name in a file of peft; "" for the base."""
     if _within(name, whole):
         return f"base_model.model.{name}"
     return f"base_model.model.{name.replace('.default.', '.')}" if _ADAPTER.search(name) else ""
@@ -278,9 +292,9 @@ def exported_name(name: str, whole: Collection[str]) -> str:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> dict[str, Tensor]:
-    """The base's tensors by their plain names, each adapted weight with its adapter added, in the base's dtype.
+    """Return the base's tensors by plain name, with the adapters added, in the base's dtype.
 
-    The sum is taken in the adapter's dtype where that is wider. The model itself stays as it is.
+    The sum is taken in the adapter's dtype if that is wider. The model itself stays unchanged.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
     found = {}
@@ -302,11 +316,11 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def write_config(adapters: Adapters, folder: Path, base: str, kind: str) -> None:
-    """Writes `folder`/adapter_config.json, which `peft.PeftModel.from_pretrained` reads.
+    """Write `folder`/adapter_config.json for `peft.PeftModel.from_pretrained`.
 
     Args:
-        base: the name of the model that was adapted, where others know it by one; else "".
-        kind: which of peft's task types it is; "" for none of them.
+        base: the public name of the adapted model, else "".
+        kind: a task type of peft, or "" for none.
     """
     config = _config(_peft(), adapters, inference_mode=True, modules_to_save=list(adapters.whole) or None)
     config.base_model_name_or_path = base or None

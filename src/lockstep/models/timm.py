@@ -1,9 +1,9 @@
-"""Image models of `timm`. The only file that needs it.
+"""Load image models of `timm`. Only this file needs the package.
 
     source = TimmModel("resnet18", classes=10, cache=cache, say=print)      # --model-name timm:resnet18
     model = source.build(pretrained=True)
 
-The package could not be installed where lockstep is tested (it needs torchvision); a stand-in takes its place there.
+The package could not be installed where lockstep is tested (it needs torchvision); a stub replaces it there.
 """
 
 from collections.abc import Callable
@@ -20,18 +20,18 @@ __all__ = ["TimmModel"]
 
 @final
 class TimmModel:
-    """A model by its name; its weights are read or drawn by `build`.
+    """A `timm` model by its name; `build` reads or initialises its weights.
 
     Args:
         name: as `timm.create_model` takes it.
         classes: of the logits.
         cache: folder for the lock that lets one process of a node download while the others wait.
-        say: gets a line where something takes time.
+        say: gets a line if something takes time.
 
     Attributes:
         size: height and width of the images that its weights were trained on.
-        mean, std: what these were normalised by, for each channel.
-        untrained: the layer that `build` drew last beside weights that it read, by name.
+        mean, std: their normalisation, for each channel.
+        untrained: the layer, by name, that the last `build` initialised while it read the other weights.
 
     Raises:
         ConfigError: timm is not installed, or has no such model.
@@ -53,10 +53,10 @@ class TimmModel:
         self.untrained: tuple[str, ...] = ()
 
     def build(self, *, pretrained: bool, dropout: float = 0.0) -> nn.Module:
-        """A model in training mode; its last layer, for these classes, is drawn anew.
+        """Build a model in training mode, with a newly initialised last layer for these classes.
 
         Raises:
-            ConfigError: the weights are not to be had.
+            ConfigError: the weights are unavailable.
         """
         flag = "--model-name"
         with explained(flag, f"timm:{self.name}"):

@@ -1,10 +1,11 @@
-"""A vision transformer, in one short file.
+"""Small built-in models: a perceptron for tables, a ResNet and a vision transformer.
 
     logits = ViT(size=32, patch=4, channels=3, classes=10)(images)  # float [batch, 3, 32, 32] -> [batch, classes]
 
-Dosovitskiy et al., "An Image is Worth 16x16 Words", arXiv 2010.11929: the image as a row of patches, each mapped to the
-width, a class token before them, learned positions, pre-norm blocks, and a linear layer on the class token. The layers
-are drawn as a language model's: N(0, 0.02), cut off at two deviations, and zero biases; the last one begins at zero.
+`ViT` follows Dosovitskiy et al., "An Image is Worth 16x16 Words", arXiv 2010.11929: the image as a row of patches, each
+mapped to the width, a class token before them, learned positions, pre-norm blocks, and a linear layer on the class
+token. Its layers are initialised as a language model's: N(0, 0.02), truncated at two deviations, and zero biases; the
+last one starts at zero.
 """
 
 from collections.abc import Sequence
@@ -27,13 +28,13 @@ __all__ = [
 
 
 class MLP(nn.Module):
-    """Two hidden layers with SiLU between standardised features and a standardised target.
+    """Perceptron of two hidden SiLU layers, between standardised features and target.
 
-    What they are standardised by are buffers: they go where the weights go, so that an export takes plain rows. Weights
-    are torch's own draw, from its default generator.
+    The means and scales are buffers: they are saved with the weights, so an export takes raw rows. The weights have
+    torch's own initialisation, from its default generator.
 
     Args:
-        mean, scale: of each feature: the first is taken off, the second divided by.
+        mean, scale: of each feature: subtracted, and divided by.
         target_mean, target_scale: of the target.
         width: of the hidden layers.
         dropout: probability, after each of them.
@@ -58,7 +59,7 @@ class MLP(nn.Module):
         self.head = nn.Linear(width, 1)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Predictions [batch] of rows [batch, features]."""
+        """Predict [batch] from rows [batch, features]."""
         x = (rows - cast(Tensor, self.mean)) / cast(Tensor, self.scale)
         for block in self.blocks:
             x = block(x)
@@ -70,7 +71,10 @@ _STAGES = (16, 32, 64)  # channels
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: [batch, inner, h, w] -> [batch, outer, h / stride, w / stride]."""
+    """Two 3x3 convolutions with a shortcut around them.
+
+    [batch, inner, h, w] -> [batch, outer, h / stride, w / stride].
+    """
 
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
@@ -87,7 +91,9 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The network; it draws its parameters from torch's default generator, in an order that depends on its shape alone.
+    """Residual network; draws its parameters from torch's default generator.
+
+    The order of the draws depends on its shape alone.
 
     Args:
         channels: of the images.
@@ -114,7 +120,7 @@ class ResNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew, in a fixed order."""
+        """Initialise all parameters, in a fixed order."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -124,7 +130,7 @@ class ResNet(nn.Module):
             nn.init.zeros_(cast(Residual, block).second_norm.weight)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, classes] of images [batch, channels, height, width]."""
+        """Return the logits [batch, classes] of images [batch, channels, height, width]."""
         x = F.relu(self.stem_norm(self.stem(images)))
         for block in self.blocks:
             x = block(x)
@@ -132,7 +138,9 @@ class ResNet(nn.Module):
 
 
 def patch_for(size: int) -> int:
-    """Height and width of a patch that suits images of `size` pixels: 8 to a side, but no patch below 2 or above 16.
+    """Choose the height and width of a patch for images of `size` pixels.
+
+    There are about 8 patches to a side; a patch has 2 to 16 pixels.
 
     Raises:
         ConfigError: no such number divides the size.
@@ -148,7 +156,7 @@ def patch_for(size: int) -> int:
 
 
 class Layer(nn.Module):
-    """Attention, then a two-layer perceptron, each on a normalised copy of the residual stream.
+    """Transformer layer: attention, then a two-layer perceptron, each on the normalised stream.
 
     The forward maps [batch, places, width] to the same shape.
     """
@@ -174,7 +182,9 @@ class Layer(nn.Module):
 
 
 class ViT(nn.Module):
-    """The network; it draws its parameters from torch's default generator, in an order that depends on its shape alone.
+    """Vision transformer; draws its parameters from torch's default generator.
+
+    The order of the draws depends on its shape alone.
 
     Args:
         size: height and width of the images.
@@ -211,7 +221,7 @@ class ViT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew, in a fixed order."""
+        """Initialise all parameters, in a fixed order."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias") or name == "head.weight":
                 nn.init.zeros_(parameter)
@@ -221,7 +231,7 @@ class ViT(nn.Module):
                 nn.init.trunc_normal_(parameter, std=0.02, a=-0.04, b=0.04)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, classes] of images [batch, channels, size, size]."""
+        """Return the logits [batch, classes] of images [batch, channels, size, size]."""
         x = self.patches(images).flatten(2).transpose(1, 2)  # [batch, patches, width]
         x = torch.cat((self.token.expand(len(x), -1, -1), x), dim=1) + self.positions
         x = self.drop(x)

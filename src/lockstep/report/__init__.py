@@ -1,1 +1,1 @@
-"""What became of a run, from its files alone: where its wall time went, and one page about it."""
+"""Reports from a run's files alone: a goodput table, and an HTML page."""

@@ -1,4 +1,4 @@
-"""Which curves of one run, or of several laid over each other, make which charts, and the table of numbers under each.
+"""Draw the charts of one run or of several overlaid ones, with tables.
 
 for figure in figures([facts], points=240): figure.chart.svg, figure.rows
 """
@@ -23,13 +23,20 @@ __all__ = [
 
 
 COLOURS = 8
-_SIDE = 1000  # of the drawing, in its own units
-_DECADES = 3.0  # powers of ten from which on the axis is logarithmic
+_SIDE = 1000  # size of the drawing, in its own units
+_DECADES = 3.0  # powers of ten above which the axis is logarithmic
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A curve's spans, in order; `dots`: few values, each marked; `colour`: its number; `dashed`: to tell two apart."""
+    """A curve to draw.
+
+    Attributes:
+        spans: in order.
+        dots: mark each value, if there are few.
+        colour: its number.
+        dashed: to distinguish two curves of one colour.
+    """
 
     name: str
     spans: Sequence[CurveSpan]
@@ -43,8 +50,8 @@ class Chart:
     """A drawing and its labels.
 
     Attributes:
-        svg: safe to be put into a page.
-        ticks: (label, place from the top in percent) of the vertical axis.
+        svg: escaped, safe to embed in a page.
+        ticks: (label, distance from the top in percent) of the vertical axis.
         ends: the first and the last step.
         log: whether the vertical axis is logarithmic.
     """
@@ -56,7 +63,11 @@ class Chart:
 
 
 def plot(series: Sequence[Series], title: str, text: str = "") -> Chart | None:
-    """The series in one chart, None where none of them has a value. `text`: the description for screen readers."""
+    """Draw the series in one chart; None if none of them has a value.
+
+    Args:
+        text: the description for screen readers.
+    """
     spans = [span for each in series for span in each.spans]
     if not spans:
         return None
@@ -84,12 +95,12 @@ class _Scale:
     log: bool
 
     def x(self, step: float) -> int:
-        """From the left."""
+        """The distance from the left."""
         wide = self.right - self.left
         return round((step - self.left) / wide * _SIDE) if wide else _SIDE // 2
 
     def y(self, value: float) -> int:
-        """From the top."""
+        """The distance from the top."""
         place = math.log10(value) if self.log else value
         return round(_SIDE * (1 - (place / 2 - self.low / 2) / ((self.high / 2 - self.low / 2) or 1)))
 
@@ -101,7 +112,7 @@ def _drawn(series: Series, scale: _Scale) -> str:
     points = [(scale.x(span.step), scale.y(_inside(span))) for span in series.spans]
     line = "M" + "L".join(f"{x} {y}" for x, y in points)
     drawn = f'<path class="line {colour}{" dash" * series.dashed}" d="{line}"/>'
-    if series.dots or len(points) == 1:  # a line of no length with round ends, so that it is round at any width
+    if series.dots or len(points) == 1:  # a line of zero length with round caps stays round at any scale
         marks = "".join(f"M{x} {y}h0" for x, y in points)
         drawn += f'<path class="dot {colour}" d="{marks}"/>'
     if any(span.high > span.low for span in series.spans):
@@ -112,13 +123,13 @@ def _drawn(series: Series, scale: _Scale) -> str:
 
 
 def _inside(span: CurveSpan) -> float:
-    """The mean, kept between the lowest and the highest: a sum of huge values is not finite."""
+    """The mean, clamped to the range: a sum of huge values is not finite."""
     mean = span.mean
     return min(max(mean, span.low), span.high) if math.isfinite(mean) else span.high
 
 
 def bar(parts: Sequence[tuple[str, float]], title: str) -> str:
-    """Shares of a whole, side by side; the table beside it says the numbers."""
+    """Draw shares of a whole as one bar, without numbers."""
     whole = math.fsum(size for _, size in parts)
     if not whole:
         return ""
@@ -137,7 +148,10 @@ def bar(parts: Sequence[tuple[str, float]], title: str) -> str:
 
 
 def _round(low: float, high: float) -> list[float]:
-    """Three to six marks at round numbers (1, 2, 5 times a power of ten) around all of it."""
+    """Three to six marks around the range.
+
+    They are round numbers: 1, 2, 5 times a power of ten.
+    """
     if not high / 2 - low / 2 > 1e-12 * max(abs(low), abs(high)):
         pad = abs(high) * 0.1 or 1.0
         low, high = low - pad, high + pad
@@ -150,7 +164,7 @@ def _round(low: float, high: float) -> list[float]:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """Powers of ten around all of it, at most six."""
+    """At most six powers of ten around the range."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = -(-(last - first) // 5)
     marks = [10.0**place for place in range(first, last, every)] + [10.0 ** min(last, 308)]
@@ -164,7 +178,7 @@ def _label(value: float) -> str:
     return "0" if value == 0 else f"{value:.3g}"
 
 
-# (title, unit, names that are drawn together, with their names in the legend)
+# (title, unit, curves that are drawn together, with their names in the legend)
 _KNOWN = (
     ("Loss", "", {"running_loss": "training", "evaluation/loss": "evaluation"}),
     ("Learning rate", "", {"lr": "rate"}),
@@ -180,7 +194,12 @@ _SAMPLES = 8  # rows of a table between the first and the last
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A chart with its title, legend [(name, colour)], and rows (name, what, step, value) as text."""
+    """A chart with its title.
+
+    Attributes:
+        legend: (name, colour) of each curve.
+        rows: (name, kind, step, value) as text.
+    """
 
     title: str
     unit: str
@@ -191,7 +210,13 @@ class Figure:
 
 
 def figures(runs: Sequence[RunFacts], points: int, more: int = _MORE, samples: int = _SAMPLES) -> list[Figure]:
-    """The charts, in order. `points`: spans a curve, at most; `more`: charts besides the known ones."""
+    """Return the charts of the runs, in order.
+
+    Args:
+        points: maximum spans of a curve.
+        more: charts in addition to the known ones.
+        samples: rows of a table between the first and the last.
+    """
     found = [_figure(runs, title, unit, names, points, samples) for title, unit, names in _KNOWN]
     names = list(dict.fromkeys(name for facts in runs for name in facts.records.curves))
     known = {name for _, _, drawn in _KNOWN for name in drawn}
@@ -249,7 +274,10 @@ def _figure(
 
 
 def _rows(curve: Curve, samples: int) -> list[tuple[str, str, str]]:
-    """(what, step, value): first, lowest, highest, last, and some in between."""
+    """The rows (kind, step, value) of a table.
+
+    They are the first, lowest, highest and last, and some in between.
+    """
     show: Callable[[tuple[int, float]], tuple[str, str]] = lambda at: (f"{at[0]:,}", number(at[1]))  # noqa: E731
     found = [("first", *show(curve.first))]
     spans = curve.spans()

@@ -1,11 +1,11 @@
-"""A curve of any length in bounded memory: means over spans of steps, and in each span the lowest and the highest.
+"""Keep a curve of any length in bounded memory, as spans of steps.
 
     curve = Curve()
     for step, value in ...: curve.add(step, value)
-    curve.spans()           # at most 512, in order; a single spike among a million values is still the highest of its
+    curve.spans()           # at most 512, in order; a single spike among a million values is still its span's highest
 
-A span is a power of two of steps wide, and doubles where there would be too many; so the same values give the same
-spans, whatever came first.
+The width of a span is a power of two of steps, and doubles if there would be too many; so the same values give the
+same spans, in whatever order they came.
 """
 
 import math
@@ -18,7 +18,7 @@ _MOST = 512
 
 @dataclass(slots=True)
 class CurveSpan:
-    """The finite values of some steps: from `first` to `last`, `count` of them, which add up to `total`."""
+    """The finite values of the steps from `first` to `last`: count, total, lowest and highest."""
 
     first: int
     last: int
@@ -29,16 +29,16 @@ class CurveSpan:
 
     @property
     def mean(self) -> float:
-        """Of the values; not finite only where their sum is too large for a float."""
+        """Mean of the values; not finite only if their sum overflows."""
         return self.total / self.count
 
     @property
     def step(self) -> float:
-        """The middle."""
+        """The middle step."""
         return (self.first + self.last) / 2
 
     def take(self, other: "CurveSpan") -> None:
-        """Takes in the values of another span."""
+        """Merge the values of another span."""
         self.first, self.last = min(self.first, other.first), max(self.last, other.last)
         self.count, self.total = self.count + other.count, self.total + other.total
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
@@ -48,8 +48,9 @@ class Curve:
     """Values by step.
 
     Attributes:
-        count: of all values; `bad`: of those that are not finite, the first of which was at step `first_bad`.
-        first, newest: (step, value) that came first and last, finite ones.
+        count: of all values.
+        bad: of the values that are not finite; the first was at step `first_bad`.
+        first, newest: (step, value) of the first and the last finite value added.
         lowest, highest: (step, value).
     """
 
@@ -61,7 +62,7 @@ class Curve:
         self.first = self.newest = self.lowest = self.highest = (0, math.nan)
 
     def add(self, step: int, value: float) -> None:
-        """Takes in a value."""
+        """Add a value."""
         self.count += 1
         if not math.isfinite(value):
             self.bad += 1
@@ -88,7 +89,7 @@ class Curve:
                 self.highest = (step, value)
 
     def _begin(self, step: int, value: float) -> None:
-        """A span of its own."""
+        """Start a new span."""
         if not self._spans:
             self.first = self.lowest = self.highest = (step, value)
         if value < self.lowest[1]:
@@ -100,7 +101,7 @@ class Curve:
             self._double()
 
     def spans(self, most: int = _MOST) -> list[CurveSpan]:
-        """In order of steps, at most `most` of them."""
+        """Return at most `most` spans, in order of steps."""
         found, wide = dict(self._spans), 1
         while len(found) > most:
             wide *= 2

@@ -1,9 +1,9 @@
-"""All that a run's folder says of the run, as plain values; what is missing or damaged is noted, and is no error.
+"""Gather all that a run's folder records, as plain values.
 
     facts = gather(Path("outputs/digits"))
-    facts.verdict()                 # a sentence or two: how it ended, how good, what stood in the way
+    facts.verdict()                 # a sentence or two: how it ended, how good it is, what cost time
 
-Raises ConfigError for a folder that is no run's.
+Missing or damaged files are noted, and are no error. `gather` raises ConfigError if the folder is no run's.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def shown(value: Any, most: int = 160) -> str:
-    """A value as the page shows it: secrets masked, control characters written out, long ones cut."""
+    """Format a value for the page: secrets masked, control characters escaped, long text cut."""
     text = printable(mask(value if isinstance(value, str) else _plain(value)))
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
@@ -61,7 +61,7 @@ def _plain(value: Any) -> str:
 
 
 def _small_text(path: Path, notes: list[str]) -> str | None:
-    """The text of a file; None where it is missing, or cannot be read, which is noted."""
+    """Read a text file; None if it is missing, or unreadable, which is noted."""
     try:
         if not path.exists():
             return None
@@ -75,7 +75,10 @@ def _small_text(path: Path, notes: list[str]) -> str | None:
 
 
 def _small_json(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The object in a file of JSON; {} where it is missing, or damaged, which is noted."""
+    """Read an object from a JSON file; {} if it is missing or damaged.
+
+    Damage is noted.
+    """
     text = _small_text(path, notes)
     if text is None:
         return {}
@@ -88,7 +91,10 @@ def _small_json(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _small_toml(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The values of a file of TOML by dotted name; {} where it is missing, or damaged, which is noted."""
+    """Read a TOML file by dotted name; {} if it is missing or damaged.
+
+    Damage is noted.
+    """
     text = _small_text(path, notes)
     if text is None:
         return {}
@@ -107,7 +113,10 @@ def _dotted(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _lines_of(path: Path, notes: list[str]) -> Iterator[bytes]:
-    """The lines of a file of any size, those beyond a megabyte passed over; none where it cannot be read."""
+    """Yield the lines of a file of any size, without those beyond a megabyte.
+
+    An unreadable file has none, and is noted.
+    """
     try:
         if not path.is_file():
             return
@@ -123,14 +132,14 @@ def _lines_of(path: Path, notes: list[str]) -> Iterator[bytes]:
 
 
 class Records:
-    """What the records say, each name as a curve.
+    """A run's records, with a curve for each name.
 
     Attributes:
-        curves: by name, in the order in which they came; numbers alone.
-        left_out: names beyond those that are kept.
+        curves: by name, in order of appearance; numbers only.
+        left_out: names beyond the limit.
         count: of training records.
-        words: the newest value of what is no number, by name.
-        steps, losses, norms: of the training records, float64 each, for comparisons digit by digit.
+        words: the newest value of each name that is no number.
+        steps, losses, norms: of the training records, float64 each, for exact comparisons.
     """
 
     def __init__(self) -> None:
@@ -142,7 +151,11 @@ class Records:
 
     @classmethod
     def read(cls, path: Path, notes: list[str], *, digits: bool = False) -> "Records":
-        """Of metrics.jsonl. `digits`: keep steps, losses and norms too, 24 bytes a record."""
+        """Read metrics.jsonl.
+
+        Args:
+            digits: keep steps, losses and norms too, 24 bytes a record.
+        """
         found = cls()
         for line in _lines_of(path, notes):
             found._take(line, digits)
@@ -190,13 +203,13 @@ class Records:
         curve.add(step, _float(value))
 
     def newest(self, name: str) -> float | None:
-        """The newest finite value; None where there is none."""
+        """Return the newest finite value; None if there is none."""
         curve = self.curves.get(name)
         return None if curve is None or curve.count == curve.bad else curve.newest[1]
 
 
 def _float(value: Any) -> float:
-    """NaN for what is no number, or one that is too large."""
+    """Convert to float: NaN if it is no number, inf if it is too large."""
     value = _NOT_FINITE.get(value, value) if isinstance(value, str) else value
     with contextlib.suppress(OverflowError):
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
@@ -204,11 +217,11 @@ def _float(value: Any) -> float:
 
 
 _OF_A_RUN = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints", "timeline.jsonl")
-_READ = 512 << 20  # bytes of checkpoints that are read for their fingerprints
-_LOGS, _LINES = 64, 12  # files that are looked at, and lines that are shown
+_READ = 512 << 20  # bytes of checkpoints read for their fingerprints
+_LOGS, _LINES = 64, 12  # files that are read, and lines that are shown
 _CHECKPOINTS, _CERTIFICATES, _VERDICTS = 24, 4, 8
 _LINE = re.compile(rb"(\S+) rank (\d+) (WARNING|ERROR) (.*)")
-_SPIKE = b"three times the usual or more"  # as the guards say it
+_SPIKE = b"three times the usual or more"  # as the guards log it
 _TROUBLES = {
     "skipped_steps": "updates that were not applied, in the last start",
     "steps_left_out": "steps left out by a guard",
@@ -220,7 +233,12 @@ _TROUBLES = {
 
 @dataclass(slots=True)
 class StoredCheckpoint:
-    """A checkpoint. `fingerprint`: the digest of the parameters, or why there is none; `whole`: whether it is one."""
+    """A checkpoint in the run's folder.
+
+    Attributes:
+        fingerprint: the digest of the parameters, or why there is none.
+        whole: whether it is complete.
+    """
 
     step: int
     world: str
@@ -232,16 +250,17 @@ class StoredCheckpoint:
 
 @dataclass(slots=True)
 class RunFacts:
-    """What a run's folder says.
+    """The facts of a run's folder.
 
     Attributes:
         changed: settings that differ from their defaults, by name: (value, default), as text without secrets.
-        chosen: those that were left to lockstep ("auto"), by name, as text.
+        chosen: settings that lockstep chose ("auto"), by name, as text.
         config: all settings as text, for comparisons.
-        troubles: (what, how often).
-        warnings: the newest lines of the logs that warn: (time, rank, level, text); `warned`: how many there are.
-        account: where the time went; None where the run has no timeline.
-        notes: what could not be read.
+        troubles: (kind, how often).
+        warnings: the newest warning lines of the logs: (time, rank, level, text).
+        warned: the number of such lines.
+        account: the wall time by part; None if the run has no timeline.
+        notes: files that could not be read.
     """
 
     folder: Path
@@ -265,7 +284,7 @@ class RunFacts:
 
     @property
     def step(self) -> int:
-        """Steps taken, by the newest record, checkpoint or word."""
+        """Steps so far, by the newest record, checkpoint or state."""
         curves = [curve.newest[0] for curve in self.records.curves.values() if curve.count > curve.bad]
         said = [whole(self.state.get("global_step")), whole(self.ended.get("step"))]
         return max(
@@ -274,14 +293,14 @@ class RunFacts:
 
     @property
     def steps(self) -> int | None:
-        """Of the plan; None where nothing says so."""
+        """Planned steps; None if unknown."""
         plan = self.state.get("plan")
         planned = whole(plan.get("steps")) if isinstance(plan, dict) else None
         return planned or whole(_number_of(self.config.get("max_steps"))) or None
 
     @property
     def status(self) -> str:
-        """How it ended, by its own word."""
+        """How it ended, as it recorded itself."""
         said = self.ended.get("status")
         if said in ("finished", "stopped", "abandoned", "interrupted", "preempted", "failed"):
             return str(said)
@@ -289,7 +308,7 @@ class RunFacts:
 
     @property
     def best(self) -> tuple[str, float, int] | None:
-        """(what it is judged by, the value, the step) of the best evaluation."""
+        """(metric, value, step) of the best evaluation."""
         best = self.state.get("best")
         if not isinstance(best, dict):
             return None
@@ -299,7 +318,7 @@ class RunFacts:
         return shown(str(best.get("metric", "loss")), 60), float(value), step
 
     def verdict(self) -> str:
-        """How it ended, how good it is, what stood in the way."""
+        """Summarise how it ended, how good it is, and what went wrong."""
         of = f" of {self.steps:,}" if self.steps else ""
         words = {
             "finished": f"Finished: {self.step:,}{of} steps",
@@ -326,13 +345,15 @@ class RunFacts:
         return f"{text} On the way: {'; '.join(wrong)}." if wrong else text
 
     def waits(self) -> str:
-        """What took more of the time than is normal, by timeline and records; "" where nothing did."""
+        """Describe a part that took more time than is normal; else ""."""
         if not self.account:
             return ""
         parts: dict[str, float] = {}
         for name, curve in self.records.curves.items():
             if name.startswith("time/") and name != "time/total" and curve.count - curve.bad > 1:
-                rest = sum(span.mean * span.count for span in curve.spans()) - curve.first[1]  # that holds the start
+                rest = (
+                    sum(span.mean * span.count for span in curve.spans()) - curve.first[1]
+                )  # the first includes the start
                 parts[name.removeprefix("time/")] = max(0.0, rest)
         seconds = self.account.seconds
         steps, whole = seconds[TRAINING] + seconds[LOADING], sum(parts.values())
@@ -343,7 +364,10 @@ class RunFacts:
 
 
 def gather(folder: Path, *, digits: bool = False) -> RunFacts:
-    """All of it. `digits`: losses and norms to the last digit too, for comparisons.
+    """Gather the facts of a run's folder.
+
+    Args:
+        digits: keep losses and norms to the last digit too, for comparisons.
 
     Raises:
         ConfigError: no such folder, or none of a run.
@@ -380,12 +404,12 @@ def gather(folder: Path, *, digits: bool = False) -> RunFacts:
 
 
 def number(value: float) -> str:
-    """A number of a curve: five digits."""
+    """Format a curve's value with five digits."""
     return f"{value:,.0f}" if 1e5 <= abs(value) < 1e12 and value == int(value) else f"{value:.5g}"
 
 
 def whole(value: Any) -> int | None:
-    """A whole number that is one; else None."""
+    """Return the value if it is an integer, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53 else None
 
 
@@ -456,7 +480,7 @@ def _read_checkpoints(facts: RunFacts) -> None:
 
 
 def _read_proofs(facts: RunFacts) -> None:
-    """Certificates of `lockstep verify` that lie in the folder, and the verdicts of `lockstep profile`."""
+    """Read the certificates of `lockstep verify` in the folder, and the verdicts of `lockstep profile`."""
     for path in sorted(facts.folder.glob("*.json")):
         if path.name in ("state.json", "ended.json", "environment.json"):
             continue

@@ -1,13 +1,13 @@
-"""Where all the wall time of a run went, over its starts, by its timeline.jsonl.
+"""Account for all the wall time of a run, over its starts, from its timeline.jsonl.
 
     found = goodput(folder / "timeline.jsonl")
-    found.seconds["training"] / found.wall              # its goodput
-    show(folder, as_json=False)                         # the table
+    found.seconds["training"] / found.wall            # its goodput
+    show(folder, as_json=False)                       # the table
 
-The parts add up to the wall time. A process's own parts come from a clock that only goes on; between two processes it
-is the difference of the wall's clocks. Steps that a later start did not find in its checkpoint were for nothing: what
-was spent on them is "redone", whatever part it was. Of a line that reaches over such a place the time is shared out by
-its steps.
+`Timeline` writes the file during the run. The parts add up to the wall time. A process's own parts come from a
+monotonic clock; the time between two processes is the difference of wall clocks. Steps that a later start did not find
+in its checkpoint were wasted: all time spent on them is "redone". If a line covers both kinds of steps, its time is
+divided by the number of steps.
 """
 
 import contextlib
@@ -53,18 +53,20 @@ __all__ = [
 TRAINING, LOADING, EVALUATION, SAVES = "training", "loading", "evaluation", "saves"
 START, RECOVERY, BODY, ENDING = "start", "recovery", "body", "ending"
 
-ENDED_VARIABLE = "LOCKSTEP_ENDED_AT"  # set by `lockstep launch`, on a restart, to when it saw the processes end
+ENDED_VARIABLE = (
+    "LOCKSTEP_ENDED_AT"  # set by `lockstep launch` on a restart: the time at which it saw the processes end
+)
 _SHORTEST = 1.0  # seconds between two lines
-_GROWTH = 100_000  # bytes of the file that make it one second more
-_BEGUN: list[bool] = []  # whether this process has made one
+_GROWTH = 100_000  # bytes of the file that add a second to it
+_BEGUN: list[bool] = []  # non-empty once this process has begun one
 
 _LOG = logging.getLogger("lockstep")
 
 
 class Timeline:
-    """The parts that this process's time goes into. Every rank keeps count; the one that opens the file writes.
+    """The parts of this process's time. Every rank keeps it; the one that opens the file writes.
 
-    Time comes from a clock that only goes on; the lines' "t" is the wall's, and joins the processes of a run.
+    Times come from a monotonic clock; the lines' "t" is wall time, and connects the processes of a run.
     """
 
     def __init__(self) -> None:
@@ -77,7 +79,7 @@ class Timeline:
         self._waited_before = 0.0
 
     def begin(self) -> None:
-        """The run begins now; the first one of a command began with its process."""
+        """Start the account of a run; a command's first starts with its process."""
         self._since = time.perf_counter()
         if not _BEGUN and SETTINGS.flags:
             self._spent[START] = _age()
@@ -89,11 +91,12 @@ class Timeline:
         return self._file is not None
 
     def open(self, path: Path, step: int, world: int, *, recovered: bool = False) -> None:
-        """Begins to write: a start, or a run that goes on here after the loss of the rank that wrote.
+        """Open the file for a start, or to replace a lost rank that wrote.
 
         Args:
-            step: steps taken before, of what is kept.
-            world: how many ranks.
+            step: steps so far that are kept.
+            world: number of ranks.
+            recovered: the run continues here after the loss.
         """
         self.shut()
         try:
@@ -106,7 +109,7 @@ class Timeline:
             self._warn(error)
             return
         self._step = step
-        if recovered:  # what came before is in the lines of the one that was lost
+        if recovered:  # the time before is in the lost rank's lines
             self.enter(self._part)
             self._spent = {RECOVERY: self._spent.get(RECOVERY, 0.0)}
         more: dict[str, Any] = {"world": world}
@@ -116,17 +119,20 @@ class Timeline:
         self._write("recovered" if recovered else "start", **more)
 
     def regrouped(self, step: int, world: int) -> None:
-        """The run goes on after the loss of a rank, from `step`, with `world` ranks. On every rank."""
+        """Record a loss: the run continues from `step` with `world` ranks.
+
+        Every rank calls it.
+        """
         self._step = step
         self._write("recovered", world=world)
 
     def measures(self, waited: Callable[[], float]) -> None:
-        """Who tells from now on how many seconds steps waited for their samples, in all: they are LOADING."""
+        """Set the function that returns the total seconds that steps waited for samples: LOADING."""
         self._take_waited()
         self._waited, self._waited_before = waited, waited()
 
     def enter(self, part: str) -> None:
-        """What comes from now on goes into `part`."""
+        """Account the time from now on to `part`."""
         now = time.perf_counter()
         self._spent[self._part] = self._spent.get(self._part, 0.0) + now - self._since
         self._part, self._since = part, now
@@ -135,7 +141,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """What happens within goes into `part`."""
+        """Context manager that accounts its time to `part`."""
         before = self._part
         self.enter(part)
         try:
@@ -144,25 +150,25 @@ class Timeline:
             self.enter(before)
 
     def at(self, step: int) -> None:
-        """`step` steps are taken."""
+        """Record that `step` steps are done."""
         self._step = step
         if self._file is not None and time.perf_counter() >= self._due:
             self.enter(self._part)
 
     def close(self, status: str) -> None:
-        """The last line of this start. The time after it, up to the next start of this process, is START."""
+        """Write the last line of this start. Later time, up to this process's next start, is START."""
         self._write("end", status=status)
         self._part = START
         self.shut()
 
     def shut(self) -> None:
-        """Closes the file without a word; twice does no harm."""
+        """Close the file without a line; a second call does nothing."""
         if self._file is not None:
             handle, self._file = self._file, None
             os.close(handle)
 
     def _take_waited(self) -> None:
-        """Moves what the steps waited for samples from TRAINING to LOADING."""
+        """Move the time that steps waited for samples from TRAINING to LOADING."""
         waited = self._waited()
         part = min(max(0.0, waited - self._waited_before), self._spent.get(TRAINING, 0.0))
         self._waited_before = waited
@@ -184,7 +190,7 @@ class Timeline:
         data = self._begins + json.dumps(line).encode() + b"\n"
         try:
             written = os.write(self._file, data)
-        except OSError as error:  # what was spent stays, and is in the next line
+        except OSError as error:  # the time is kept for the next line
             self._warn(error)
             return
         self._begins = b"" if written == len(data) else b"\n"
@@ -198,7 +204,7 @@ class Timeline:
 
 
 def _age() -> float:
-    """Seconds since this process began; 0 where the system does not say."""
+    """Seconds since this process started; 0 if the system does not report it."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -207,18 +213,18 @@ def _age() -> float:
         return 0.0
 
 
-_LEAST = 10.0  # seconds of steps, saves and evaluations: in less, starting is most of what is seen
-# Of all that time. Each part is normal below: loaders that keep up leave next to nothing, an exchange takes some of a
-# step wherever it is not hidden, and who evaluates wants to see it.
+_LEAST = 10.0  # seconds of steps, saves and evaluations; in a shorter run the start dominates
+# Normal shares of that time: loaders that keep up leave next to nothing, an exchange takes some of a
+# step wherever it is not hidden, and evaluations are wanted.
 _NORMAL = {"data": 0.1, "exchange": 0.3, "saves": 0.05, "evaluation": 0.25}
 
 
 def waits(seconds: Mapping[str, float], *, workers: int, ranks: int) -> str:
-    """A sentence on the part that stands out most, by how much more it takes than is normal; "" where none does.
+    """Return a sentence on the part that most exceeds its normal share, or "".
 
     Args:
-        seconds: of `steps` in all, of which `data` waited for samples and `exchange` for gradients; and beside the
-            steps of `saves` and `evaluation`. What is not known is left out.
+        seconds: `steps` in all, of these `data` waiting for samples and `exchange` for gradients; and outside the steps
+            `saves` and `evaluation`. Unknown parts are left out.
         workers: loader processes of a rank.
         ranks: of the run.
     """
@@ -253,9 +259,9 @@ LABELS = {
     "unknown": "unknown: a process ended without a word",
 }
 _STEPS = (TRAINING, LOADING, SAVES, EVALUATION, BODY)
-_LONGEST = 1e10  # seconds; what no run takes
+_LONGEST = 1e10  # seconds; longer than any run
 _LINE = 1 << 16  # bytes of a line, at most
-_PIECES = 20_000  # kept apart; beyond, neighbours are taken together
+_PIECES = 20_000  # kept separately; beyond, neighbours are merged
 
 
 @dataclass(slots=True)
@@ -264,11 +270,12 @@ class Start:
 
     Attributes:
         at: when it was ready, in seconds since 1970.
-        first, last: steps taken before it, and at its last word.
-        world: ranks at its begin.
-        ended: how: as in `run.Result`, "failed", "rolled back"; "" without a word, or where it still goes on.
-        lost: seconds from the last word before to its begin.
-        losses: how often it went on after ranks were lost or taken in.
+        first, last: steps before it, and at its last line.
+        world: ranks at its start.
+        ended: how: a status of `run.Result`, "failed" or "rolled back"; "" without a line of its end, or if it still
+            runs.
+        lost: seconds from the previous line to its start.
+        losses: how often it continued after ranks were lost or joined.
     """
 
     at: float
@@ -282,7 +289,7 @@ class Start:
 
 @dataclass(slots=True)
 class _Spent:
-    """What was spent between two lines of one process, on the steps from `first` to `last`."""
+    """The time between two lines of one process, for the steps from `first` to `last`."""
 
     first: int
     last: int
@@ -291,7 +298,7 @@ class _Spent:
 
 @dataclass(slots=True)
 class Goodput:
-    """The wall time of a run by part, in seconds; every part is there, in the order in which it is shown."""
+    """The wall time of a run by part, in seconds; all parts, in display order."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LABELS, 0.0))
     starts: list[Start] = field(default_factory=list)
@@ -299,23 +306,27 @@ class Goodput:
 
     @property
     def wall(self) -> float:
-        """From the first process's begin to the last word, in seconds."""
+        """Seconds from the first process's start to the last line."""
         return math.fsum(self.seconds.values())
 
     @property
     def share(self) -> float:
-        """Of the wall time, what went into training steps that were kept; 0 where there is none."""
+        """Share of the wall time that went into kept training steps; 0 without any time."""
         return self.seconds[TRAINING] / self.wall if self.wall else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         starts = [{name: getattr(start, name) for name in Start.__slots__} for start in self.starts]
         plain = {"wall_seconds": self.wall, "goodput": self.share, "seconds": self.seconds}
         return {**plain, "starts": starts, "notes": self.notes}
 
 
 def show(folder: Path, *, as_json: bool) -> None:
-    """Prints where the time of the run in `folder` went. Raises ConfigError where its files do not say."""
+    """Print the wall time of the run in `folder` by part.
+
+    Raises:
+        ConfigError: its files do not record it.
+    """
     found = goodput(folder.expanduser() / "timeline.jsonl")
     if as_json:
         print(json.dumps(found.as_json(), indent=1))
@@ -342,7 +353,7 @@ def show(folder: Path, *, as_json: bool) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person reads them: 0.4 s, 12:05, 3:12:05, 4 d 03:12:05."""
+    """Format seconds for users: 0.4 s, 12:05, 3:12:05, 4 d 03:12:05."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -353,14 +364,14 @@ def duration(seconds: float) -> str:
 
 
 def goodput(path: Path) -> Goodput:
-    """What the timeline says; lines that are torn or foreign are passed over, and noted.
+    """Read a timeline; torn or foreign lines are skipped, and noted.
 
     Raises:
-        ConfigError: there is none, or nothing of it can be read.
+        ConfigError: there is none, or no line of it can be read.
     """
     found, pieces = Goodput(), list[_Spent]()
     before: float | None = None  # the time of the last line
-    said, step, bad = False, 0, 0  # whether the process before said that it ended
+    said, step, bad = False, 0, 0  # whether the previous process recorded its end
     for line in _lines(path):
         if line is None:
             bad += 1
@@ -377,7 +388,7 @@ def goodput(path: Path) -> Goodput:
                 found.notes.append(f"the timeline begins at step {line['step']}: what came before is not in it")
             step = line["step"]
         elif line["what"] == "recovered":
-            if before is not None:  # what rank 0 had not written when it was lost
+            if before is not None:  # time that rank 0 had not yet written when it was lost
                 found.seconds["unknown"] += max(0.0, line["t"] - sum(spent.values()) - before)
             found.starts[-1].losses += 1
             _undo(pieces, line["step"], found)
@@ -397,7 +408,10 @@ def goodput(path: Path) -> Goodput:
 
 
 def _share_gap(found: Goodput, before: float, began: float, gap: float, said: bool, ended: Any) -> None:
-    """Between two processes: nothing ran where the first said its end, or the launcher saw it; else nobody knows."""
+    """Split the time between two processes into "lost" and "unknown".
+
+    Nothing ran if the first recorded its end, or from when the launcher saw it; the rest is unknown.
+    """
     if said:
         found.seconds["lost"] += gap
         return
@@ -408,7 +422,7 @@ def _share_gap(found: Goodput, before: float, began: float, gap: float, said: bo
 
 
 def _add(found: Goodput, pieces: list[_Spent], first: int, last: int, spent: dict[str, float]) -> None:
-    """What belongs to steps waits, since a later start may undo them."""
+    """Add a line's time; the steps' share waits, since a later start may undo them."""
     for part in spent.keys() - set(_STEPS):
         found.seconds[part if part in found.seconds else "unknown"] += spent[part]
     of_steps = {part: spent[part] for part in _STEPS if part in spent}
@@ -431,7 +445,7 @@ def _joined(piece: _Spent, *more: _Spent) -> _Spent:
 
 
 def _undo(pieces: list[_Spent], step: int, found: Goodput) -> None:
-    """What was spent on steps after `step` is redone."""
+    """Account the time spent on steps after `step` as redone."""
     while pieces and pieces[-1].last > step:
         piece = pieces.pop()
         kept = max(0, step - piece.first) / (piece.last - piece.first) if piece.last > piece.first else 0.0
@@ -441,7 +455,7 @@ def _undo(pieces: list[_Spent], step: int, found: Goodput) -> None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The lines; None for one that is none of a timeline."""
+    """Yield the lines; None for one that is no timeline's."""
     try:
         if path.exists() and not path.is_file():
             raise OSError(errno.EINVAL, "no plain file")

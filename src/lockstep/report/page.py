@@ -1,10 +1,11 @@
-"""The page: one file of HTML with everything in it, the same bytes for the same folders, at most 300 KB.
+"""Render the report: one self-contained HTML file, at most 300 KB, deterministic in its folders.
 
     html = page([gather(Path("outputs/a")), gather(Path("outputs/b"))])
     write([Path("outputs/a")], Path("outputs/a/report.html"))
 
-The only file that needs the package Jinja2, which escapes whatever stands in a run's files; the page has no script,
-asks for nothing, and says so to the browser (Content-Security-Policy).
+Only this file needs the package Jinja2, which escapes all text of a run's files. The page has no script and makes no
+requests, and its Content-Security-Policy enforces this. `compare` compares several runs; `paired` tests whether two
+differ in loss.
 """
 
 import functools
@@ -37,11 +38,18 @@ __all__ = [
 ]
 
 
-_LEAST = 16  # windows; with fewer there are fewer than four blocks
+_LEAST = 16  # windows; fewer make fewer than four blocks
 
 
 class Paired(NamedTuple):
-    """The mean difference, its 95% interval, the two-sided p, and from how many windows in how many blocks."""
+    """Result of a paired test.
+
+    Attributes:
+        mean: of the differences.
+        low, high: its 95% interval.
+        p: two-sided.
+        windows, blocks: windows tested, in so many blocks.
+    """
 
     mean: float
     low: float
@@ -52,7 +60,10 @@ class Paired(NamedTuple):
 
 
 def paired(differences: Sequence[float]) -> Paired | None:
-    """None where there are too few to say anything, or one is not finite."""
+    """Test whether the mean of the differences is zero, by block means.
+
+    None if there are too few, or one is not finite.
+    """
     count = len(differences)
     if count < _LEAST or not all(map(math.isfinite, differences)):
         return None
@@ -69,12 +80,12 @@ def paired(differences: Sequence[float]) -> Paired | None:
 
 
 def _two_sided(t: float, freedom: int) -> float:
-    """The chance of |T| >= |t| for Student's t."""
+    """The probability of |T| >= |t| for Student's t."""
     return _beta(freedom / (freedom + t * t), freedom / 2, 0.5)
 
 
 def _quantile(freedom: int) -> float:
-    """t with a chance of 5% that |T| is above it."""
+    """The t that |T| exceeds with a probability of 5%."""
     low, high = 0.0, 1000.0
     for _ in range(80):
         middle = (low + high) / 2
@@ -93,7 +104,7 @@ def _beta(x: float, a: float, b: float) -> float:
 
 
 def _fraction(x: float, a: float, b: float) -> float:
-    """The continued fraction of it, by Lentz's method."""
+    """The continued fraction of the incomplete beta function, by Lentz's method."""
     tiny = 1e-300
     value, c, d = 1.0, 1.0, 0.0
     for place in range(1, 500):
@@ -110,13 +121,13 @@ def _fraction(x: float, a: float, b: float) -> float:
     return value
 
 
-# Where these are equal the runs draw the same samples in the same order, in the same batches.
+# If these are equal the runs draw the same samples in the same order, in the same batches.
 _ORDER = ("seed", "batch_size", "samples", "dataset_samples", "data", "task")
 
 
 @dataclass(slots=True)
 class RunPair:
-    """A run beside the first: how far they are the same, and which is better, in sentences."""
+    """A run compared with the first, in sentences: agreement, and which is better."""
 
     name: str
     same: list[str]
@@ -126,7 +137,12 @@ class RunPair:
 
 @dataclass(slots=True)
 class Compared:
-    """`settings`: those that differ, (name, the value in each run); `more`: how many are not shown."""
+    """Comparison of several runs.
+
+    Attributes:
+        settings: those that differ: (name, the value in each run).
+        more: number of settings that are not shown.
+    """
 
     settings: list[tuple[str, list[str]]] = field(default_factory=list)
     more: int = 0
@@ -134,7 +150,10 @@ class Compared:
 
 
 def compare(runs: Sequence[RunFacts], most: int = 40) -> Compared:
-    """Each run with the first, and up to `most` settings that differ. Of runs that were gathered with their digits."""
+    """Compare each run with the first, and list up to `most` settings that differ.
+
+    The runs must have been gathered with their digits.
+    """
     names = list(dict.fromkeys(name for facts in runs for name in facts.config))
     rows = [(name, [facts.config.get(name, "-") for facts in runs]) for name in names]
     differing = [row for row in rows if len(set(row[1])) > 1 and row[0] not in ("experiment_name", "save_dir")]
@@ -147,7 +166,7 @@ def compare(runs: Sequence[RunFacts], most: int = 40) -> Compared:
 
 
 def _twins(a: "array[int]", b: "array[int]") -> Iterator[tuple[int, int]]:
-    """The places of equal steps in both, which rise."""
+    """Yield the ascending index pairs of equal steps."""
     at = to = 0
     while at < len(a) and to < len(b):
         if a[at] == b[to]:
@@ -164,7 +183,7 @@ def _same(x: float, y: float) -> bool:
 
 
 def _records_alike(a: RunFacts, b: RunFacts) -> list[str]:
-    """Up to which step losses and norms agree, digit by digit: records keep every digit."""
+    """Describe up to which step losses and norms agree to the last digit."""
     mine, theirs = a.records, b.records
     equal, last, first = 0, 0, None
     for at, to in _twins(mine.steps, theirs.steps):
@@ -182,7 +201,7 @@ def _records_alike(a: RunFacts, b: RunFacts) -> list[str]:
 
 
 def _checkpoints_alike(a: RunFacts, b: RunFacts) -> list[str]:
-    """At which steps both have the parameters' fingerprint."""
+    """Describe at which steps both have the same fingerprint of parameters."""
     theirs = {each.step: each.fingerprint for each in b.checkpoints if each.fingerprint.startswith("sha256:")}
     both = sorted(
         (each.step, each.fingerprint == theirs[each.step])
@@ -203,7 +222,10 @@ def _checkpoints_alike(a: RunFacts, b: RunFacts) -> list[str]:
 
 
 def _tested(a: RunFacts, b: RunFacts) -> tuple[Paired | None, str]:
-    """A paired test over the second half of the common records, where both saw the same samples in the same order."""
+    """Test the second half of the common records.
+
+    Both runs must have seen the same samples in the same order.
+    """
     apart = [name for name in _ORDER if _said(a, name) != _said(b, name)]
     if apart:
         return None, f"No paired test: they do not draw the same samples in the same order ({', '.join(apart)} differ)."
@@ -240,13 +262,13 @@ def _said(facts: RunFacts, name: str) -> object:
 
 
 LIMIT = 300_000  # bytes
-_MOST_RUNS = 8  # beside each other: there are as many colours
+_MOST_RUNS = 8  # runs on a page: there are as many colours
 _DETAIL = ((240, 12, 8, 60), (160, 8, 6, 40), (100, 4, 4, 24), (60, 2, 2, 12), (30, 0, 0, 6))
 _TEMPLATE = "page.html"
 
 
 def write(folders: Sequence[Path], path: Path) -> None:
-    """Writes the report of the runs in `folders` as `path`, in one move.
+    """Write the report of the runs in `folders` to `path`, atomically.
 
     Raises:
         ConfigError: no run's folder, or too many.
@@ -259,10 +281,12 @@ def write(folders: Sequence[Path], path: Path) -> None:
 
 
 def page(runs: Sequence[RunFacts]) -> str:
-    """The report of one run, or of several beside each other. With less detail where it would be too large.
+    """Render the report of one run, or of several.
+
+    It has less detail if it would be too large.
 
     Raises:
-        ConfigError: names so long that no page of the size holds them.
+        ConfigError: names so long that no page within the limit can show them.
     """
     template = _template()
     for points, more, samples, rows in _DETAIL:
@@ -336,7 +360,7 @@ def _judged(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _key(facts: RunFacts) -> list[tuple[str, str]]:
-    """The few numbers on top."""
+    """The few numbers at the top."""
     found = [(f"steps of {facts.steps:,}" if facts.steps else "steps", f"{facts.step:,}")]
     if facts.best:
         found.append((f"best {facts.best[0]}", f"{facts.best[1]:.5g}"))
@@ -370,7 +394,7 @@ def _account(facts: RunFacts) -> dict[str, Any] | None:
 
 
 def _time(facts: RunFacts) -> dict[str, Any] | None:
-    """A step's time by part, the mean over all records."""
+    """A step's mean time by part, over all records."""
     found = []
     for name, curve in facts.records.curves.items():
         if name.startswith("time/") and name != "time/total" and curve.count > curve.bad:
@@ -421,7 +445,7 @@ def _in_words(name: str, value: float, whole: float | None) -> tuple[str, str, s
 
 
 def _environment(facts: RunFacts) -> list[tuple[str, str]]:
-    """Versions, machine, devices, the commit and the command; of the variables those that were kept."""
+    """Versions, machine, devices, commit, command, and the recorded environment variables."""
     found: list[tuple[str, str]] = []
     for group in ("versions", "machine", "git", "environment"):
         table = facts.environment.get(group)

@@ -1,9 +1,9 @@
-"""Text classification with a model of `transformers`: `lockstep train --task classification`.
+"""Classify texts with a `transformers` model: `lockstep train --task classification`.
 
-    task = make(config, say=print)      # --model-name, --dataset-name, --data.text-column, --data.label-column
+    task = make(config, say=print)    # --model-name, --dataset-name, --data.text-column, --data.label-column
 
-An item is a text. A batch is padded to the longest text of its micro-batch, whoever computes that. The only file that
-imports `torchmetrics`; without it the F1 score is left out.
+An item is a text. A batch is padded to the longest text of its micro-batch, on whatever rank. Only this file imports
+`torchmetrics`; without it the F1 score is left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,19 +28,21 @@ from lockstep.text.hub import DataRequest, HubTable, open_table
 __all__ = ["TextClassification", "Texts", "make"]
 
 _USUAL = ("text", "sentence", "content", "review")
-_CHARACTERS = 5  # of a token, about: it is only to share out the work
-_FILLS = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 0}  # the first one's is the tokenizer's own
+_CHARACTERS = 5  # characters of a token, roughly; only for balancing the work
+_FILLS = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 0}  # input_ids get the tokenizer's pad token
 
 Say = Callable[[str], None]
 
 
 @final
 class Texts:
-    """The samples of one split: (what the model takes of a text, as lists of numbers; its class).
+    """The samples of a split: (a text's model inputs, its class).
+
+    The inputs are lists of numbers by name.
 
     Args:
         texts: one column of texts, or two.
-        longest: tokens of a sample at most.
+        longest: maximum tokens of a sample.
     """
 
     draws_random = False  # a sample needs no seed
@@ -55,7 +57,7 @@ class Texts:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[dict[str, list[int]], int]]:
-        """The samples of a batch, in order."""
+        """Return the samples of a batch, in order."""
         first, *second = ([column[index] for index in indices] for column in self.texts)
         made = self.encoder.encode(first, second[0] if second else None, self.longest)
         return list(zip(made, self.labels[indices].tolist(), strict=True))
@@ -63,19 +65,19 @@ class Texts:
 
 @final
 class TextClassification(Task):
-    """A class for each text.
+    """Task: a class for each text.
 
     Args:
         train, evaluation: the splits.
         source: the model.
         dtype: of its parameters.
-        pretrained: read the weights instead of drawing them.
+        pretrained: read the weights instead of initialising them.
         digest: hex; of the data.
-        sources: what came from a hub: name -> revision.
+        sources: name -> revision of everything from a hub.
 
     Attributes:
         classes: their names.
-        sources: with the names of the classes, which the run's environment.json keeps.
+        sources: with the names of the classes, for the run's environment.json.
     """
 
     reduction = "sum"
@@ -102,19 +104,23 @@ class TextClassification(Task):
         self._f1 = _f1(len(classes))
 
     def model(self) -> nn.Module:
-        """The model, drawn from torch's default generator or with its pretrained weights."""
+        """Build the model, initialised from torch's default generator or with pretrained weights."""
         return self._build()
 
     def untrained(self) -> tuple[str, ...]:
-        """The last layer, where the weights are of other classes."""
+        """Return the last layer, if the weights are for other classes."""
         return self._source.untrained
 
     def dataset(self, split: str) -> Texts:
-        """The samples of "train" or "evaluation". KeyError for any other split."""
+        """Return the samples of "train" or "evaluation".
+
+        Raises:
+            KeyError: any other split.
+        """
         return self._parts[split]
 
     def collate(self, samples: list[tuple[dict[str, list[int]], int]]) -> tuple[dict[str, Tensor], Tensor]:
-        """(name -> int64 [samples, longest], filled up at the end; the classes, int64 [samples])."""
+        """Pad the inputs at the end: (name -> int64 [samples, longest], classes int64 [samples])."""
         fills = {**_FILLS, "input_ids": self.encoder.pad}
         made = {}
         for name in samples[0][0]:
@@ -124,17 +130,26 @@ class TextClassification(Task):
         return made, torch.tensor([label for _, label in samples])
 
     def work(self, dataset: Texts, samples: Sequence[int]) -> float:
-        """Characters of the batch, as if filled up to its longest text; no more than what is about `longest` tokens."""
+        """Estimate the cost of a batch: its characters if padded to the longest text.
+
+        A text counts at most about `longest` tokens.
+        """
         longest = max(sum(len(column[sample]) for column in dataset.texts) for sample in samples)
         return float(len(samples) * min(max(1, longest), _CHARACTERS * dataset.longest))
 
     def loss(self, model: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        """Cross entropy in nats, summed over the texts: a scalar in float32, or float64 for such logits."""
+        """Return the cross entropy in nats, summed over the texts.
+
+        It is a scalar in float32, or float64 for such logits.
+        """
         inputs, labels = batch
         return F.cross_entropy(_wide(text_logits(model, inputs)), labels, reduction="sum")
 
     def evaluate(self, model: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> tuple[Tensor, dict[str, Any]]:
-        """(cross entropy, summed; "accuracy", and with torchmetrics "f1", the mean of the classes' F1 scores)."""
+        """Return (summed cross entropy, metrics).
+
+        The metrics are "accuracy" and, with torchmetrics, "f1", the mean of the classes' F1 scores.
+        """
         inputs, labels = batch
         logits = _wide(text_logits(model, inputs))
         best = logits.argmax(dim=1)
@@ -145,16 +160,16 @@ class TextClassification(Task):
         return F.cross_entropy(logits, labels, reduction="sum"), found
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The repeated blocks of a model that `model` built, not yet wrapped."""
+        """Return the repeated blocks of an unwrapped model from `model`."""
         return repeated_blocks(model)
 
 
 def make(config: Config, say: Say) -> TextClassification:
-    """The task that the flags ask for.
+    """Make the task of the flags.
 
     Raises:
-        ConfigError: no such model or tokenizer, or one that does not fit the other.
-        DataError: no data is named, or it has no such column or classes.
+        ConfigError: no such model or tokenizer, or they do not fit each other.
+        DataError: no data is named, or it lacks such a column or classes.
     """
     name, asked, data = config.dataset_name, config.model, config.data
     if not name:
@@ -213,7 +228,7 @@ def _text_columns(table: HubTable, wanted: str, flag: str) -> list[str]:
 
 
 def _f1(classes: int) -> Any:
-    """An empty metric, in host memory; None without the package."""
+    """Make an empty metric in host memory; None without the package."""
     try:
         from torchmetrics.classification import MulticlassF1Score
     except ImportError:
@@ -222,5 +237,5 @@ def _f1(classes: int) -> Any:
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """In float32 at least: a loss in half precision is too coarse."""
+    """Convert to float32 at least: a loss in half precision is too coarse."""
     return logits if logits.dtype is torch.float64 else logits.float()

@@ -1,4 +1,4 @@
-"""Which column of a table is what, and its classes.
+"""Choose the columns of a table and read its classes; load scikit-learn's built-in tables.
 
 label = find_column(table.kinds, "", "", ("label",), "--dataset-name a.csv", "--data.label-column")
 classes, (train, evaluation) = class_labels(table, label, flag)
@@ -34,12 +34,13 @@ _SPLIT_SEED = 0  # not the run's: runs with other seeds are evaluated on the sam
 
 
 def digits(flag: str) -> tuple[Tensor, Tensor]:
-    """Handwritten digits: uint8 [1797, 1, 8, 8], in 17 steps of grey from 0 to 255, and their classes, int64 [1797].
+    """Load the handwritten digits: uint8 [1797, 1, 8, 8] and their classes, int64 [1797].
 
-    The test set of "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository (1998).
+    The pixels have 17 levels of grey from 0 to 255. It is the test set of "Optical Recognition of Handwritten Digits",
+    UCI Machine Learning Repository (1998).
 
     Raises:
-        ConfigError: scikit-learn is not installed; `flag` is what needs it.
+        ConfigError: scikit-learn is not installed; `flag` is the flag that needs it.
     """
     found = _datasets(flag).load_digits()
     pixels = torch.from_numpy(found.images).reshape(-1, 1, 8, 8) * 255 / 16
@@ -47,12 +48,12 @@ def digits(flag: str) -> tuple[Tensor, Tensor]:
 
 
 def diabetes(flag: str) -> dict[str, list[float]]:
-    """442 patients: ten columns of measurements, and "target", how far the disease had gone a year later.
+    """Load 442 patients: ten columns of measurements, and "target", the progression after a year.
 
-    Efron et al., "Least Angle Regression", The Annals of Statistics 32 (2004), in the units in which they were taken.
+    Efron et al., "Least Angle Regression", The Annals of Statistics 32 (2004), in the original units.
 
     Raises:
-        ConfigError: scikit-learn is not installed; `flag` is what needs it.
+        ConfigError: scikit-learn is not installed; `flag` is the flag that needs it.
     """
     found = _datasets(flag).load_diabetes(scaled=False)
     columns = {name: found.data[:, place].tolist() for place, name in enumerate(found.feature_names)}
@@ -60,9 +61,9 @@ def diabetes(flag: str) -> dict[str, list[float]]:
 
 
 def parted(samples: int, fraction: float) -> tuple[list[int], list[int]]:
-    """The samples for training and those for evaluation, each in their own order, drawn alike for every seed.
+    """Split samples into (training, evaluation), the same for every seed.
 
-    At least one each; `samples` is two or more.
+    Each is in the data's order and has at least one sample; `samples` must be two or more.
     """
     count = min(max(round(samples * fraction), 1), samples - 1)
     evaluated = sorted(Shuffled(samples, _SPLIT_SEED).at(0, count)[1].tolist())
@@ -82,15 +83,19 @@ _SHOWN = 8
 
 
 def find_column(kinds: Mapping[str, str], wanted: str, kind: str, usual: Sequence[str], flag: str, option: str) -> str:
-    """The column that was asked for; else the first of the `usual` names that is there, else the only one of `kind`.
+    """Find the requested column, or else a column by its usual name or its kind.
+
+    Without a request it is the first of the `usual` names that exists, else the only column of `kind`.
 
     Args:
-        kinds: column -> what it holds: "Image", "ClassLabel", or a dtype such as "string".
-        kind: what it must hold; "": anything.
-        flag, option: what a message names: the data, and the way to name another column.
+        kinds: column -> its content: "Image", "ClassLabel", or a dtype such as "string".
+        wanted: the requested column; "": none.
+        kind: the required content; "": any.
+        usual: names to look for.
+        flag, option: for messages: the data, and the option that names another column.
 
     Raises:
-        DataError: there is none, or it holds something else; the message lists those that there are.
+        DataError: there is none, or it has other content; the message lists the columns.
     """
     shown = ", ".join(kinds) or "none"
     if wanted:
@@ -110,12 +115,12 @@ def find_column(kinds: Mapping[str, str], wanted: str, kind: str, usual: Sequenc
 
 
 def class_labels(table: HubTable, column: str, flag: str) -> tuple[tuple[str, ...], tuple[Tensor, Tensor]]:
-    """The names of the classes, and the class of each row of both splits, int64 [rows].
+    """Return the names of the classes, and each row's class in both splits, int64 [rows].
 
-    Classes are those that the dataset names, else the values of the training split in their order.
+    The classes are those that the dataset names, else the sorted values of the training split.
 
     Raises:
-        DataError: a missing value, a number that is no whole one, a single class, or one that training has not.
+        DataError: a missing value, a number that is no integer, a single class, or a class that training lacks.
     """
     parts = table.values(column)
     for split, values in zip(("training", "evaluation"), parts, strict=True):
@@ -142,32 +147,38 @@ def class_labels(table: HubTable, column: str, flag: str) -> tuple[tuple[str, ..
 
 
 def _told_classes(names: Sequence[str]) -> str:
-    """The names of the classes, in a line's room: `cat, dog`."""
+    """Format the names of the classes, shortened: `cat, dog`."""
     more = f", ... ({len(names)} in all)" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
 def fingerprint_of(classes: Sequence[str], digest: str) -> str:
-    """Of data with classes, "CLASSES; HASH": a resume with others is refused in a line that names them."""
+    """Return the fingerprint of data with classes, "CLASSES; HASH".
+
+    A resume with other classes is refused with a message that names them.
+    """
     return f"{_classes_of(classes)}; {digest}"
 
 
 def _classes_of(names: Sequence[str]) -> str:
-    """What tells these classes from others: their names, of many the first ones and a hash."""
+    """Identify classes by their names, or the first ones and a hash."""
     more = f" {xxhash.xxh3_64_hexdigest(repr(tuple(names)).encode())}" if len(names) > _SHOWN else ""
     return (_told_classes(names) + more).replace(";", ",")
 
 
 def names_of(classes: Sequence[str]) -> str:
-    """The names as JSON, for a task's `sources`: the run's environment.json keeps them."""
+    """Return the names as JSON, for a task's `sources` in the run's environment.json."""
     return json.dumps(list(classes), ensure_ascii=False)
 
 
 def check_classes(before: str, task: Task, run: str) -> None:
-    """Raises DataError where the data of `task` has other classes than those that a run was trained on.
+    """Check that the data of `task` has the classes that a run was trained on.
 
     Args:
-        before: the fingerprint of the data that it was trained on.
+        before: the fingerprint of the run's training data.
+
+    Raises:
+        DataError: it has others.
     """
     names = getattr(task, "classes", None)
     known = before.partition("; ")[0]

@@ -1,9 +1,9 @@
-"""Images with a class each, from scikit-learn's digits, a folder of class folders, or a table of the hub.
+"""Open images with classes: scikit-learn's digits, class folders, or a hub table.
 
-data = open_images(config, say)             # found, and not yet read
+data = open_images(config, say)         # opened, and not yet read
 split = data.train
-split.raw(5, channels=3, size=64)           # uint8 [3, height, width]
-split.labels[5]                             # its class, an index into data.classes
+split.raw(5, channels=3, size=64)       # uint8 [3, height, width]
+split.labels[5]                         # its class, an index into data.classes
 """
 
 import io
@@ -39,7 +39,7 @@ _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif",
 
 
 class ImageError(Exception):
-    """An image that cannot be read. `filename` is its path, or "" where it has none."""
+    """An image that cannot be read. `filename` is its path, or "" if it has none."""
 
     def __init__(self, filename: str, told: str) -> None:
         super().__init__(told)
@@ -50,20 +50,26 @@ class ImageError(Exception):
 
 
 def _check_installed(flag: str) -> None:
-    """Raises ConfigError where the package is missing; `flag` is what needs it."""
+    """Check that pillow is installed; `flag` is the flag that needs it.
+
+    Raises:
+        ConfigError: it is not.
+    """
     _pillow(flag)
 
 
 def opened(source: str | PathLike[str] | bytes, *, channels: int, size: int, name: str = "") -> Tensor:
-    """The image, turned as its camera held it, its shorter side resized to `size`: uint8 [channels, height, width].
+    """Read an image, with its shorter side resized to `size`: uint8 [channels, height, width].
+
+    It is rotated as its EXIF orientation requires.
 
     Args:
         source: its path, or its bytes.
-        channels: 1 for grey, 3 for red, green and blue. 16-bit grey loses its lower byte.
-        name: for messages, where `source` is bytes.
+        channels: 1 for grey, 3 for RGB. 16-bit grey loses its lower byte.
+        name: for messages, if `source` is bytes.
 
     Raises:
-        ImageError: it is damaged, cut off, or no image.
+        ImageError: it is damaged, truncated, or no image.
     """
     pillow = _pillow("an image")
     name = name if isinstance(source, bytes) else str(source)
@@ -77,7 +83,7 @@ def opened(source: str | PathLike[str] | bytes, *, channels: int, size: int, nam
                 shape = (size, max(size, round(height * size / width)))
             image = image.resize(shape, pillow.Image.Resampling.BILINEAR)
         pixels = np.array(image, dtype=np.uint8).reshape(*image.size[::-1], channels)
-    except Exception as error:  # a damaged file makes the decoders raise whatever they please
+    except Exception as error:  # decoders may raise any exception on a damaged file
         told = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise ImageError(name, told) from error
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
@@ -108,7 +114,7 @@ Say = Callable[[str], None]
 
 
 class Raw(Protocol):
-    """The images of one split.
+    """The images of a split.
 
     Attributes:
         labels: int64 [samples].
@@ -117,18 +123,22 @@ class Raw(Protocol):
     labels: Tensor
 
     def raw(self, index: int, *, channels: int, size: int) -> Tensor:
-        """uint8 [channels, height, width], the shorter side `size`. Raises ImageError for what cannot be read."""
+        """Read an image as uint8 [channels, height, width] with the shorter side `size`.
+
+        Raises:
+            ImageError: it cannot be read.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class ImageData:
-    """Both splits.
+    """Both splits of image data.
 
     Attributes:
         classes: their names, in the order of the labels.
         channels: of the images: 1 or 3.
-        digest: hex; of what decides the samples: for a folder the names and sizes of its files.
-        revision: the commit on the hub, "" for what lies here.
+        digest: hex; of everything that determines the samples: for a folder the names and sizes of its files.
+        revision: the commit on the hub, "" for local data.
     """
 
     train: Raw
@@ -140,7 +150,7 @@ class ImageData:
 
 
 def open_images(config: Config, say: Say) -> ImageData:
-    """What --dataset-name names.
+    """Open the data of --dataset-name.
 
     Raises:
         ConfigError: a package is missing.
@@ -159,7 +169,7 @@ def open_images(config: Config, say: Say) -> ImageData:
 
 @final
 class _InMemory:
-    """Images that are in memory, each `size` pixels high and wide."""
+    """Images in memory, each `size` pixels high and wide."""
 
     def __init__(self, pixels: Tensor, labels: Tensor) -> None:
         self.pixels, self.labels = pixels, labels
@@ -193,7 +203,7 @@ class _Files:
 
 
 def _folder(name: str, fraction: float) -> ImageData:
-    """ROOT/CLASS/FILE, of which a share is kept aside, or ROOT/train/CLASS/FILE beside ROOT/validation (val, test)."""
+    """Open ROOT/CLASS/FILE, with a share for evaluation, or ROOT/train and ROOT/validation (val, test)."""
     root, flag = Path(name).expanduser(), f"--dataset-name {name}"
     if not root.is_dir():
         raise DataError(f"{flag}: no such folder; give one with a folder of images for each class, or {DIGITS}")
@@ -228,7 +238,7 @@ def _classes(root: Path, flag: str) -> list[str]:
 
 
 def _images(root: Path, part: str, classes: list[str], flag: str) -> list[tuple[str, int]]:
-    """(path below `root`, label) of each image, by class and then by name; those in folders of folders too."""
+    """List (path below `root`, label) of each image, nested folders included, by class and name."""
     found = []
     for label, name in enumerate(classes):
         folder = root / part / name
@@ -247,7 +257,7 @@ def _images(root: Path, part: str, classes: list[str], flag: str) -> list[tuple[
 
 @final
 class _ImageColumn:
-    """A column of images of a table, as `datasets` has it: bytes, or a path."""
+    """An image column of a table, as `datasets` has it: bytes, or a path."""
 
     def __init__(self, rows: Any, column: str, labels: Tensor) -> None:
         self.rows, self.column, self.labels = rows, column, labels

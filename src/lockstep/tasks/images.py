@@ -1,9 +1,9 @@
-"""Image classification: `lockstep train --task images`.
+"""Classify images: `lockstep train --task images`.
 
     task = make(Config(task="images"), say=print)       # scikit-learn's digits, a small ResNet
 
-An item is an image. What is drawn for an image (the crop, whether it is mirrored) depends on (seed, epoch, sample)
-alone: whoever loads a sample seeds torch's default generator so (see `data/loader.py`).
+An item is an image. The random choices for an image (crop, mirroring) depend only on (seed, epoch, sample): whoever
+loads a sample seeds torch's default generator accordingly (see `data/loader.py`).
 """
 
 import difflib
@@ -41,22 +41,22 @@ __all__ = [
 
 _BUILT_IN = ("builtin:resnet", "builtin:vit")
 DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}  # of inputs, by --precision; else float32
-_SIZE = 64  # where nobody says one
+_SIZE = 64  # default image size
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ImageModel:
-    """A model that was found, and not yet built.
+    """A model that was located, and not yet built.
 
     Attributes:
-        build: a new one, drawn from torch's default generator or with its pretrained weights.
+        build: makes a new one, initialised from torch's default generator or with pretrained weights.
         logits: (model, images) -> float [batch, classes].
-        blocks: its repeated blocks, in order; None: they are to be looked for.
-        size, channels, mean, std: of the images that it takes.
+        blocks: returns its repeated blocks, in order; None: to be searched for.
+        size, channels, mean, std: of its input images.
         revision: the commit on the hub, else "".
-        untrained: the modules that `build` drew last beside weights that it read, by name.
+        untrained: returns the modules, by name, that the last `build` initialised while it read the other weights.
     """
 
     build: Callable[[], nn.Module]
@@ -71,11 +71,11 @@ class ImageModel:
 
 
 def _image_model(config: Config, *, classes: Sequence[str], channels: int, own_size: int, say: Say) -> ImageModel:
-    """What --model-name names, for images of these classes.
+    """Locate the model of --model-name, for images of these classes.
 
     Args:
         channels: of the data.
-        own_size: height and width of the data's images where all have the same; 0: they have not.
+        own_size: height and width of the data's images if all have the same; else 0.
 
     Raises:
         ConfigError: no such model, a package is missing, or --images.size does not fit it.
@@ -164,11 +164,11 @@ _TOP = 5
 
 @dataclass(frozen=True, slots=True)
 class Preparing:
-    """How an image becomes what the model takes.
+    """The conversion of an image to the model's input.
 
     Attributes:
         size, channels: of the model's images.
-        mean, std: of each channel, of values from 0 to 1: they are taken off, and divided by.
+        mean, std: of each channel, for values from 0 to 1: subtracted, and divided by.
         padding: pixels around an image before the random crop of training.
         flip: mirror half of the images of training.
         dtype: of the result.
@@ -185,10 +185,10 @@ class Preparing:
 
 @final
 class Prepared:
-    """The samples of one split: (image [channels, size, size], its class).
+    """The samples of a split: (image [channels, size, size], its class).
 
     Args:
-        augmented: crop and mirror at random; else the middle is taken.
+        augmented: crop and mirror at random; else crop the centre.
     """
 
     def __init__(self, source: Raw, how: Preparing, *, augmented: bool) -> None:
@@ -202,7 +202,7 @@ class Prepared:
         return len(self.source.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """The sample; with `augmented` it draws from torch's default generator.
+        """Return the sample; with `augmented` it draws from torch's default generator.
 
         Raises:
             ImageError: the image cannot be read.
@@ -217,7 +217,10 @@ class Prepared:
         return (image.to(how.dtype) / 255 - self._mean) / self._std, self.source.labels[index]
 
     def _drawn(self, image: Tensor) -> Tensor:
-        """A random crop of the padded image, mirrored or not (He et al., arXiv 1512.03385, section 4.2)."""
+        """Crop the padded image at random, and maybe mirror it.
+
+        He et al., arXiv 1512.03385, section 4.2.
+        """
         size, pad = self.how.size, self.how.padding
         image = F.pad(image, (pad, pad, pad, pad)) if pad else image
         top, left = (int(torch.randint(length - size + 1, ())) for length in image.shape[1:])
@@ -229,19 +232,19 @@ class Prepared:
 
 @final
 class ImageClassification(Task):
-    """A class for each image.
+    """Task: a class for each image.
 
     Args:
         data: the images.
         source: the model.
         how: see `Preparing`.
-        label_smoothing: share of a label that goes to all classes alike, in training alone.
-        pretrained: the model's weights are trained already.
-        sources: what came from a hub: name -> revision.
+        label_smoothing: share of a label that goes to all classes alike, in training only.
+        pretrained: the model's weights are pretrained.
+        sources: name -> revision of everything from a hub.
 
     Attributes:
         classes: their names.
-        sources: with the names of the classes, which the run's environment.json keeps.
+        sources: with the names of the classes, for the run's environment.json.
     """
 
     reduction = "sum"
@@ -265,28 +268,38 @@ class ImageClassification(Task):
         self.sources = {**(sources or {}), "classes": names_of(data.classes)}
 
     def model(self) -> nn.Module:
-        """The model, drawn from torch's default generator or with its pretrained weights."""
+        """Build the model, initialised from torch's default generator or with pretrained weights."""
         return self.source.build()
 
     def untrained(self) -> Sequence[str]:
-        """The last layer, where the weights are of other classes."""
+        """Return the last layer, if the weights are for other classes."""
         return self.source.untrained()
 
     def dataset(self, split: str) -> Prepared:
-        """The samples of "train" or "evaluation". ValueError for any other split."""
+        """Return the samples of "train" or "evaluation".
+
+        Raises:
+            ValueError: any other split.
+        """
         if split not in ("train", "evaluation"):
             raise ValueError(f"there is no split '{split}'; the splits are 'train' and 'evaluation'")
         training = split == "train"
         return Prepared(self.data.train if training else self.data.evaluation, self.how, augmented=training)
 
     def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        """Cross entropy in nats, summed over the images: a scalar in float32, or float64 for such logits."""
+        """Return the cross entropy in nats, summed over the images.
+
+        It is a scalar in float32, or float64 for such logits.
+        """
         images, labels = batch
         logits = _wide(self.source.logits(model, images))
         return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self._smoothing)
 
     def evaluate(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
-        """(cross entropy without smoothing, summed; "top1" and, of more than five classes, "top5")."""
+        """Return (summed cross entropy without smoothing, metrics).
+
+        The metrics are "top1" and, with more than five classes, "top5".
+        """
         images, labels = batch
         logits = _wide(self.source.logits(model, images))
         best = logits.topk(min(_TOP, logits.shape[1]), dim=1).indices == labels[:, None]
@@ -296,12 +309,12 @@ class ImageClassification(Task):
         return F.cross_entropy(logits, labels, reduction="sum"), found
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
-        """The repeated blocks of a model that `model` built, not yet wrapped; None where they are to be looked for."""
+        """Return the repeated blocks of an unwrapped model from `model`; None: to be searched for."""
         return self.source.blocks(model)
 
 
 def make(config: Config, say: Callable[[str], None]) -> ImageClassification:
-    """The task that the flags ask for.
+    """Make the task of the flags.
 
     Raises:
         ConfigError: no such model, or a package is missing.
@@ -333,5 +346,5 @@ def make(config: Config, say: Callable[[str], None]) -> ImageClassification:
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """In float32 at least: a loss in half precision is too coarse."""
+    """Convert to float32 at least: a loss in half precision is too coarse."""
     return logits if logits.dtype is torch.float64 else logits.float()

@@ -1,7 +1,10 @@
-"""Language modelling with a Hugging Face model, or on data from the hub or from tables, by the flags of `train`.
+"""Train language models: the built-in GPT, or a Hugging Face model.
 
 task = hub_task(config, say)                    # --model-name OWNER/NAME or a folder
 corpus = corpus_for(config, own, say).corpus    # --dataset-name, --tokenizer and the section `data`
+
+`LanguageModel` is the common base: corpus, collation, samples of text. `CausalLM` is the task of the built-in GPT,
+`HubCausalLM` that of a `transformers` model. The data is from the hub or from files.
 """
 
 from abc import abstractmethod
@@ -57,15 +60,15 @@ __all__ = [
 
 
 _SAMPLE = 120  # tokens of a sample of text
-_ROWS = 16  # texts that are written together
+_ROWS = 16  # texts that are generated together
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn.
+    """Settings of text generation.
 
     Attributes:
-        tokens: at most so many new ones.
+        tokens: maximum number of new ones.
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: samples among the k likeliest tokens only; 0: among all.
         seed: of the draw.
@@ -87,10 +90,10 @@ class Sampling:
         further: Further,
         logits_of: Callable[[nn.Module, Tensor], Tensor] = plain_logits,
     ) -> list[list[int]]:
-        """Each of `begins` with the tokens that the model goes on with, to `stop` at most; see `generate`.
+        """Continue each of `begins` by generated tokens, up to the first `stop`; see `generate`.
 
-        They have the same number of tokens, at least one, and go through the model together. Each has a draw of its
-        own, from the same seed.
+        All have the same number of tokens, at least one, and go through the model together. Each has its own generator,
+        all with the same seed.
         """
         written = generate(
             model,
@@ -109,19 +112,19 @@ class Sampling:
 
 
 class LanguageModel(Task):
-    """What the language models here have in common: a prepared corpus, batches of tokens, and text that is written.
+    """Base of the language models: a prepared corpus, batches of tokens, generated text.
 
     Args:
-        corpus: see `lockstep.text.hub_corpus.prepare`.
-        sources: what came from a hub: name -> revision.
-        prompt: how the sample of text at a run's end begins; "": as the data does.
-        loss_chunk: tokens whose logits are made together in the loss, see `models.chunked.chunk_of`.
-        inside: the loss is computed in the model's forward, where a compiler sees it; its numbers are the same.
+        corpus: see `lockstep.text.token_store.prepare`.
+        sources: name -> revision of everything from a hub.
+        prompt: beginning of the sample of text at a run's end; "": as the data begins.
+        loss_chunk: tokens whose logits are computed together in the loss, see `models.fused.chunk_of`.
+        inside: compute the loss in the model's forward, where a compiler sees it; its numbers are the same.
 
     Attributes:
-        attention_mask: only documents that are packed need one; see `Task`.
-        items_per_sample: labelled tokens of every sample where all have as many: in a stream the sequence length, in
-            blocks one less; None where only some are learned, or documents stay apart.
+        attention_mask: only packed documents need one; see `Task`.
+        items_per_sample: labelled tokens of every sample if all have equally many: in a stream the sequence length, in
+            blocks one less; None if only some are learned, or documents stay apart.
     """
 
     reduction = "sum"
@@ -137,30 +140,37 @@ class LanguageModel(Task):
         self._prompt, self._loss_chunk, self._inside = prompt, loss_chunk, inside
 
     def dataset(self, split: str) -> Samples:
-        """The samples of "train" or "evaluation". ValueError for any other split."""
+        """Return the samples of "train" or "evaluation".
+
+        Raises:
+            ValueError: any other split.
+        """
         if split not in ("train", "evaluation"):
             raise ValueError(f"there is no split '{split}'; the splits are 'train' and 'evaluation'")
         return self.corpus.train if split == "train" else self.corpus.evaluation
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The samples as one batch: each tensor [seq_len] becomes [len(samples), seq_len], padded where they differ.
+        """Stack the samples: each tensor [seq_len] becomes [len(samples), seq_len], padded if needed.
 
-        Padding needs no mask: it stands behind the tokens, and none of them looks ahead. With one, tokens of padding
-        that see nothing at all would be NaN in the kernels of some models, and NaN what multiplies them by 0.
+        Padding needs no mask: it is after the tokens, and none of them attends to later ones. With a mask, padding
+        tokens that attend to nothing would be NaN in the kernels of some models, and so would NaN * 0.
         """
         return pad_tokens(samples) if isinstance(self.corpus.train, PaddedDocuments) else _collate_tokens(samples)
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
-        """Labelled tokens of a batch in host memory."""
+        """Count the labelled tokens of a batch in host memory."""
         return count_labels(batch)
 
     def work(self, dataset: Samples, samples: Sequence[int]) -> float | None:
-        """Tokens of the batch with its padding; None where all samples have as many."""
+        """Return the tokens of the batch with padding; None if all samples have equally many."""
         return float(len(samples) * dataset.longest(samples)) if isinstance(dataset, PaddedDocuments) else None
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
-        """A text that the model writes, as a document of the data begins. On every rank alike: one forward may need
-        all. `model` is what an engine holds; the draw is the same each time."""
+        """Generate a text that begins like a document of the data.
+
+        The text is the same on each call. Every rank must call it: a forward may be collective. `model` is the
+        engine's.
+        """
         begin = self.corpus.begun(self._prompt) if self._prompt else self.corpus.opening()
         # as many collectives as forwards, where the model is split
         return self._written(model, [begin], device, Sampling(tokens=_SAMPLE), stop=-1)[0]
@@ -168,11 +178,11 @@ class LanguageModel(Task):
     def write(
         self, model: nn.Module, prompts: Sequence[str], device: torch.device, sampling: Sampling
     ) -> Iterator[str]:
-        """Each prompt, taken as the beginning of a document (in a conversation: what a user says), and what the model
-        goes on with, at most to the document's end: in the prompts' order, each as soon as it is there.
+        """Yield each prompt with its continuation, at most to the end of the document.
 
-        Prompts of as many tokens go through the model together, at most 16. A text is the same for the same
-        `sampling`, whatever else is written.
+        A prompt is the beginning of a document, or in a conversation the user's message. The texts are in the prompts'
+        order, each as soon as it is ready. Prompts of equal length go through the model together, at most 16. A text is
+        the same for the same `sampling`, whatever else is written.
 
         Raises:
             ConfigError: there is no token to begin with.
@@ -199,7 +209,7 @@ class LanguageModel(Task):
     def _written(
         self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling, stop: int
     ) -> list[str]:
-        """The texts of `begins`, all of one length, and of what the model goes on with."""
+        """The texts of `begins`, all of one length, with their continuations."""
 
 
 @final
@@ -208,10 +218,10 @@ class CausalLM(LanguageModel):
 
     Args:
         corpus, sources, prompt, loss_chunk, inside: see `LanguageModel`.
-        config: the model's shape; its vocabulary and context hold the corpus's.
+        config: the model's shape; its vocabulary and context must cover the corpus's.
 
     Attributes:
-        defaults: what is chosen where the configuration says nothing; see `lockstep.run.defaults`.
+        defaults: set of defaults for the configuration; see `lockstep.training.defaults`.
 
     Raises:
         ConfigError: the model's context is shorter than the windows, or its vocabulary smaller than the corpus's.
@@ -241,11 +251,11 @@ class CausalLM(LanguageModel):
         self.config = config
 
     def model(self) -> nn.Module:
-        """A new model on the default device, drawn from torch's default generator."""
+        """Build a model on the default device, initialised from torch's default generator."""
         return GPT(self.config)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Cross entropy in nats, summed over the labelled tokens: a scalar in float32, or float64 for such logits."""
+        """Return the cross entropy in nats, summed over the labelled tokens, in float32 or float64."""
         ids, labels = batch["input_ids"], batch["labels"]
         apart = {name: batch[name] for name in ("positions", "documents") if name in batch}
         chunk = chunk_of(self._loss_chunk, ids.numel(), self.config.padded_vocab)
@@ -261,25 +271,28 @@ class CausalLM(LanguageModel):
         return [self.corpus.decode(tokens) for tokens in written]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The repeated blocks of a model that `model` built, not yet wrapped."""
+        """Return the repeated blocks of an unwrapped model from `model`."""
         return list(cast(GPT, model).blocks)
 
 
 def loss_inside(config: Config) -> bool:
-    """Whether a run's language model computes its loss in its forward: where that is compiled.
+    """Whether a run's language model computes its loss in its forward: if that is compiled.
 
-    Not where the engine casts what a forward returns, which is meant for logits: a sum needs its float32.
+    It does not if the engine casts the outputs of a forward: that is meant for logits, and a sum needs its float32.
     """
     return bool(config.compile) and config.engine_options.output_dtype in ("same", "float32")
 
 
 def _to_stop(tokens: list[int], begin: int, stop: int) -> list[int]:
-    """The tokens to the first `stop` behind the first `begin` ones, which stays."""
+    """The tokens up to and including the first `stop` after the first `begin` ones."""
     return tokens[: tokens.index(stop, begin) + 1] if stop in tokens[begin:] else tokens
 
 
 def _together(begins: Sequence[list[int]]) -> list[list[int]]:
-    """Places whose beginnings have one length, at most `_ROWS` a part, in the order of their first places."""
+    """Group indices of prompts of equal length, at most `_ROWS` a group.
+
+    The groups are in the order of their first indices.
+    """
     parts: list[list[int]] = []
     open_ones: dict[int, list[int]] = {}
     for place, begin in enumerate(begins):
@@ -292,12 +305,12 @@ def _together(begins: Sequence[list[int]]) -> list[list[int]]:
 
 
 def _collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Each tensor [seq_len] of the samples as one tensor [len(samples), seq_len]."""
+    """Stack each tensor [seq_len] of the samples to [len(samples), seq_len]."""
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def pad_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Samples of different lengths as [len(samples), longest]: the padding at the right is token 0, labelled -100."""
+    """Pad samples to [len(samples), longest], at the right, with token 0 and label -100."""
     ids, labels = (
         pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
         for name, value in (("input_ids", 0), ("labels", IGNORED))
@@ -306,7 +319,7 @@ def pad_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def count_labels(batch: Mapping[str, Tensor]) -> int:
-    """Labelled tokens of a batch in host memory."""
+    """Count the labelled tokens of a batch in host memory."""
     return int((batch["labels"] != IGNORED).sum())
 
 
@@ -317,7 +330,7 @@ Say = Callable[[str], None]
 
 
 class _HubReach(NamedTuple):
-    """See `models.gpt.Reach`."""
+    """See `models.gpt.ContextReach`."""
 
     context: int
     vocab_size: int
@@ -329,19 +342,19 @@ class HubCausalLM(LanguageModel):
 
     Args:
         corpus, sources, prompt, loss_chunk, inside: see `LanguageModel`.
-        source: the model's configuration, and where its weights are.
-        vocab_size: rows of the token table of a model that is drawn.
-        dtype: what pretrained weights are read as; None: as they are stored.
-        pretrained: read the weights instead of drawing them.
+        source: the model's configuration, and the location of its weights.
+        vocab_size: rows of the token table of a newly initialised model.
+        dtype: of pretrained weights in memory; None: as they are stored.
+        pretrained: read the weights instead of initialising them.
         other_tokenizer: the corpus's tokenizer is not the model's own.
         whole: the model is compiled as a whole, see `_has_mask`.
 
     Attributes:
-        defaults: what is chosen where the configuration says nothing; see `lockstep.run.defaults`.
+        defaults: set of defaults for the configuration; see `lockstep.training.defaults`.
 
     Raises:
         ConfigError: the model's context is shorter than a sample, its vocabulary smaller than the corpus's, or it
-            cannot keep documents apart that are packed.
+            cannot keep packed documents apart.
     """
 
     def __init__(
@@ -381,10 +394,10 @@ class HubCausalLM(LanguageModel):
         self._build = partial(source.build, vocab_size=vocab_size, dtype=dtype, pretrained=pretrained)
 
     def model(self) -> nn.Module:
-        """The model, drawn from torch's default generator or with its pretrained weights.
+        """Build the model, initialised from torch's default generator or with pretrained weights.
 
         Raises:
-            ConfigError: a loss in chunks was asked for, of an architecture whose logits are more than its head's.
+            ConfigError: a loss in chunks was requested, for an architecture with logits that are not its head's alone.
         """
         made = self._build()
         if can_chunk(made) and self._loss_chunk:
@@ -398,7 +411,7 @@ class HubCausalLM(LanguageModel):
         return with_loss(made, of_logits=True) if self._inside else made
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Cross entropy in nats, summed over the labelled tokens: a scalar in float32, or float64 for such logits."""
+        """Return the cross entropy in nats, summed over the labelled tokens, in float32 or float64."""
         ids, labels, more = batch["input_ids"], batch["labels"], inputs_of(batch)
         if not (self._tried or torch.is_grad_enabled()):  # before step 1, and in the first evaluation after a resume
             self._try(model, batch)
@@ -410,7 +423,13 @@ class HubCausalLM(LanguageModel):
         return summed_cross_entropy(logits_of(model, ids, **more), labels)
 
     def _try(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
-        """Whether the architecture does what its packing and its loss need; as many forwards on every rank."""
+        """Check that the architecture supports its packing and its loss.
+
+        Every rank takes the same forwards.
+
+        Raises:
+            ConfigError: it does not.
+        """
         ids = batch["input_ids"]
         if "documents" in batch and not keeps_apart(model, ids, batch["positions"], batch["documents"]):
             raise ConfigError(
@@ -432,13 +451,18 @@ class HubCausalLM(LanguageModel):
         return [self.corpus.decode(tokens) for tokens in written]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The repeated blocks of a model that `model` built, not yet wrapped."""
+        """Return the repeated blocks of an unwrapped model from `model`."""
         return repeated_blocks(model)
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusChoice:
-    """A corpus, the revision of its data ("" for files), and whether its tokenizer is another than the model's own."""
+    """A prepared corpus with the facts of its choice.
+
+    Attributes:
+        revision: of its data; "" for files.
+        other_tokenizer: its tokenizer is not the model's own.
+    """
 
     corpus: TokenCorpus
     revision: str
@@ -446,11 +470,11 @@ class CorpusChoice:
 
 
 def hub_task(config: Config, say: Say) -> HubCausalLM:
-    """The task for a `--model-name` that is on the hub or a folder.
+    """Make the task for a `--model-name` on the hub or in a folder.
 
     Raises:
-        ConfigError: the model or the tokenizer is not to be had, needs code of its own, or does not fit the data.
-        DataError: see `lockstep.text.hub_corpus.prepare`.
+        ConfigError: the model or the tokenizer is unavailable, needs code of its own, or does not fit the data.
+        DataError: see `lockstep.text.token_store.prepare`.
     """
     name, asked = config.model_name, config.model
     cache = cache_of(config)
@@ -491,10 +515,10 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
 
 
 def _has_mask(corpus: TokenCorpus, source: HubModel, whole: bool) -> bool | None:
-    """Tell whether the model's attention gets a mask; None where that is not known.
+    """Whether the model's attention receives a mask; None if unknown.
 
     Args:
-        whole: the model is compiled as a whole: `transformers` cannot look at positions then, and makes a mask in case
+        whole: the model is compiled as a whole: `transformers` cannot inspect positions then, and makes a mask in case
             documents are packed.
     """
     if isinstance(corpus.train, Packed):
@@ -504,14 +528,14 @@ def _has_mask(corpus: TokenCorpus, source: HubModel, whole: bool) -> bool | None
 
 
 def corpus_for(config: Config, own: Callable[[], Tokenizer | TokenizerToTrain], say: Say) -> CorpusChoice:
-    """The corpus that `--dataset-name`, `--tokenizer` and the section `data` ask for, prepared where it is not yet.
+    """Open the corpus of `--dataset-name`, `--tokenizer` and the section `data`; prepare it if needed.
 
     Args:
-        own: the tokenizer where none is named: the model's, or one to train.
+        own: makes the default tokenizer: the model's, or one to train.
 
     Raises:
-        ConfigError: a tokenizer that is not to be had, or a sequence length that leaves nothing to predict.
-        DataError: see `lockstep.text.hub_corpus.prepare`.
+        ConfigError: an unavailable tokenizer, or a sequence length that leaves nothing to predict.
+        DataError: see `lockstep.text.token_store.prepare`.
     """
     data, name = config.data, config.dataset_name
     if data.packing == "blocks" and config.seq_len < 2:
@@ -532,12 +556,16 @@ def corpus_for(config: Config, own: Callable[[], Tokenizer | TokenizerToTrain], 
 
 
 def cache_of(config: Config) -> Path:
-    """Where prepared data lies."""
+    """Return the folder of prepared data."""
     return Path(config.data.cache).expanduser() if config.data.cache else default_cache()
 
 
 def trained_size(tokenizer: str) -> int:
-    """VOCAB of "train:VOCAB"; 0 for any other text. Raises ConfigError for a VOCAB that does not hold."""
+    """Return VOCAB of "train:VOCAB"; 0 for any other text.
+
+    Raises:
+        ConfigError: VOCAB is no number, or too small.
+    """
     kind, colon, size = tokenizer.partition(":")
     if kind != "train" or not colon:
         return 0

@@ -1,8 +1,8 @@
-"""The states of a `torchmetrics.Metric`, put together: one rule for whatever merges metrics.
+"""Merge the states of a `torchmetrics.Metric`; the one rule for all merged metrics.
 
-    merge(metric, [state of one micro-batch, state of the next, ...])     # the metric holds them all
+    merge(metric, [state of one micro-batch, state of the next, ...])     # the metric then has them all
 
-A state is `metric.metric_state`. Nothing here imports torchmetrics: what has its methods is one.
+A state is `metric.metric_state`. The module does not import torchmetrics: any object with its methods is a metric.
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ _THEIRS = "torchmetrics"
 def merge(metric: Any, states: list[dict[str, Any]]) -> None:
     """Fill an empty metric with the states, in their order.
 
-    By the metric's own `merge_state` where it has one; else by the reduction of each state, as torchmetrics puts the
-    states of ranks together.
+    The metric's own `merge_state` is used if it has one; else the reduction of each state, as torchmetrics merges the
+    states of ranks.
     """
     metric.reset()
     if _merges_itself(metric):
-        for state in reversed(states):  # each is put before what is there
+        for state in reversed(states):  # merge_state prepends
             metric.merge_state(state)
         return
     for name, reduction in metric._reductions.items():
@@ -34,16 +34,16 @@ def merge(metric: Any, states: list[dict[str, Any]]) -> None:
 
 
 def obstacle(metric: Any, state: dict[str, Any]) -> str:
-    """Say why the metric of several batches cannot be put together from their states; "" where it can.
+    """Return why a metric's states of several batches cannot be merged; "" if they can.
 
     Args:
-        state: what one batch left in it.
+        state: of one batch.
     """
     if _merges_itself(metric):
         return ""
     if any(hasattr(each, "metric_state") for each in list(metric.modules())[1:]):
         return "it is made of other metrics: return each of them by itself"
-    theirs = type(metric).__module__.partition(".")[0] == _THEIRS  # a test tries each of them
+    theirs = type(metric).__module__.partition(".")[0] == _THEIRS  # a test covers each of them
     if not theirs and getattr(metric, "full_state_update", None) is not False:
         return "its `full_state_update` is not False: set it where `update` needs no earlier batch"
     for name, reduction in metric._reductions.items():
@@ -64,7 +64,7 @@ def _merges_itself(metric: Any) -> bool:
 
 
 def _joined(values: list[Any], reduction: Any) -> Any:
-    """States of one name as one, as torchmetrics does it between ranks."""
+    """Merge the states of one name, as torchmetrics does between ranks."""
     how = getattr(reduction, "__name__", "")
     if isinstance(values[0], list):
         return [each for value in values for each in value]

@@ -1,9 +1,9 @@
-"""A number for each row of a table: `lockstep train --task regression`.
+"""Predict a number for each row of a table: `lockstep train --task regression`.
 
     task = make(Config(task="regression"), say=print)       # scikit-learn's diabetes, a small perceptron
 
-An item is a row. The loss is the squared error in units of the target's own spread in the training split, so that 1 is
-what its mean would give; the metrics are in the target's unit.
+An item is a row. The loss is the squared error in units of the target's standard deviation in the training split, so
+predicting the mean gives 1; the metrics are in the target's unit. `RowsMetric` is the base of metrics that keep rows.
 """
 
 import copy
@@ -39,10 +39,10 @@ __all__ = [
 
 
 class RowsMetric:
-    """What `Predictions` of a Trainer and `Epoch` of a LightningModule share: how rows are merged, copied and dropped.
+    """Base of metrics whose state is a list of rows: merged, copied and reset alike.
 
     Attributes:
-        several: `compute` of a subclass gives several numbers by name.
+        several: `compute` of a subclass returns several numbers by name.
     """
 
     several = True
@@ -55,7 +55,7 @@ class RowsMetric:
         return {"rows": self._rows}
 
     def merge_state(self, state: dict[str, Any]) -> None:
-        """Puts the rows of another before its own."""
+        """Prepend the rows of another state."""
         self._rows = state["rows"] + self._rows
 
     def reset(self) -> None:
@@ -77,7 +77,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """One split: the features of each row, and its target, as plain numbers."""
+    """A split: the features of each row, and its target, as plain numbers."""
 
     rows: list[list[float]]
     targets: list[float]
@@ -85,7 +85,7 @@ class Columns:
 
 @final
 class Regression(Task):
-    """A number for each row of a table.
+    """Task: a number for each row of a table.
 
     Args:
         train, evaluation: the splits.
@@ -93,7 +93,8 @@ class Regression(Task):
         digest: hex; of the data.
         dropout: of the model.
         dtype: of the rows.
-        revision: the commit on the hub, "" for files, of the data `name`.
+        name: of the data.
+        revision: of the data `name`: the commit on the hub, "" for files.
     """
 
     reduction = "sum"
@@ -128,29 +129,37 @@ class Regression(Task):
         }
 
     def measure_as(self, sources: Mapping[str, str]) -> None:
-        """Measures the loss in units of the targets that a run was trained on, whose `sources` these are."""
+        """Measure the loss in the unit of an earlier run's targets.
+
+        Args:
+            sources: of the earlier run's task.
+        """
         self._unit = float(sources.get("target_spread", self._unit))
 
     def model(self) -> nn.Module:
-        """The model, drawn from torch's default generator."""
+        """Build the model, initialised from torch's default generator."""
         means, spreads = zip(*self._features, strict=True)
         return MLP(means, spreads, *self._target, dropout=self._dropout)
 
     def dataset(self, split: str) -> TensorDataset:
-        """The samples of "train" or "evaluation": (features [features], target []). KeyError for any other split."""
+        """Return the samples of "train" or "evaluation": (features [features], target []).
+
+        Raises:
+            KeyError: any other split.
+        """
         part = self._parts[split]
         return TensorDataset(torch.tensor(part.rows, dtype=self._dtype), torch.tensor(part.targets, dtype=self._dtype))
 
     def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        """Squared error in units of the target's spread, summed over the rows: a scalar."""
+        """Return the squared error in units of the target's spread, summed over the rows."""
         rows, targets = batch
         return ((_wide(model(rows)) - targets) / self._unit).square().sum()
 
     def evaluate(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
-        """(loss, "mae": mean absolute error in the target's unit, "r2": 1 - squared error / variance of the targets).
+        """Return (loss, metrics).
 
-        The variance is that of the rows that are evaluated. Of targets that are all the same r2 is no number, and 0 is
-        shown.
+        "mae" is the mean absolute error in the target's unit. "r2" is 1 - squared error / variance of the targets among
+        the evaluated rows; it is reported as 0 if all targets are equal.
         """
         rows, targets = batch
         error = _wide(model(rows)) - targets
@@ -159,7 +168,7 @@ class Regression(Task):
         return (squared / self._unit**2).sum(), {"mae": (error.abs().sum(), len(targets)), "r2": self._r2}
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The hidden layers of a model that `model` built, not yet wrapped."""
+        """Return the hidden layers of an unwrapped model from `model`."""
         return list(model.get_submodule("blocks").children())
 
 
@@ -168,7 +177,7 @@ class _R2(RowsMetric):
     """1 - squared error / variance of the targets, from four sums over each micro-batch.
 
     Args:
-        near: a number in the midst of the targets, from which they are measured: their squares then keep their digits.
+        near: a number near the targets, subtracted from them so that their squares keep precision.
     """
 
     several = False
@@ -184,7 +193,7 @@ class _R2(RowsMetric):
         self._rows.append([torch.stack([count, off.sum(), off.square().sum(), squared.double().sum()])])
 
     def compute(self) -> float:
-        """Return it over all rows that were added."""
+        """Return R2 over all rows so far."""
         columns = zip(*(row[0].tolist() for row in self._rows), strict=True)
         count, off, square, error = (math.fsum(column) for column in columns)
         spread = square - off * off / count
@@ -192,11 +201,11 @@ class _R2(RowsMetric):
 
 
 def make(config: Config, say: Say) -> Regression:
-    """The task that the flags ask for.
+    """Make the task of the flags.
 
     Raises:
         ConfigError: another model than the built-in one, or a package is missing.
-        DataError: no such data or column, or rows with values that are no numbers.
+        DataError: no such data or column, or values that are no numbers.
     """
     if config.model_name != MODEL:
         raise ConfigError(f"--model-name '{config.model_name}' is unknown: regression has {MODEL}")
@@ -238,14 +247,14 @@ def make(config: Config, say: Say) -> Regression:
 
 
 def on_columns_of(sources: Mapping[str, str], run: str, config: Config, say: Callable[[str], None]) -> Regression:
-    """The task on the columns that a run was trained on, by name, its loss in the same unit.
+    """Make the task on a run's columns, with its loss in the same unit.
 
     Args:
-        sources: of the task that was trained.
+        sources: of the trained task.
         run: its folder, for a message.
 
     Raises:
-        DataError: the data has not these columns; else as `make`.
+        DataError: the data lacks these columns; else as `make`.
     """
     target, features = sources.get("target", ""), sources.get("features", "")
     if target:
@@ -260,7 +269,7 @@ def on_columns_of(sources: Mapping[str, str], run: str, config: Config, say: Cal
 
 
 def _chosen(kinds: dict[str, str], config: Config, flag: str) -> tuple[str, list[str]]:
-    """The target's column, and those to learn from."""
+    """Choose the target's column, and the feature columns."""
     numbers = [name for name, kind in kinds.items() if kind.startswith(("int", "uint", "float", "bool"))]
     shown = ", ".join(kinds) or "none"
     wanted, usual = config.data.target_column, [name for name in ("target", "y") if name in numbers]
@@ -291,12 +300,12 @@ def _number(column: str, row: int, value: Any, split: str, flag: str) -> float:
 
 
 def _mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation; 1 for the second where all are the same."""
+    """Mean and standard deviation; 1 for the latter if all values are equal."""
     mean = math.fsum(values) / len(values)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
     return mean, spread or 1.0
 
 
 def _wide(predictions: Tensor) -> Tensor:
-    """In float32 at least: an error in half precision is too coarse."""
+    """Convert to float32 at least: an error in half precision is too coarse."""
     return predictions if predictions.dtype is torch.float64 else predictions.float()

@@ -1,9 +1,10 @@
-"""Whether the hub of models and data can be reached, and what of it lies here.
+"""Cache prepared data in locked folders, and check whether the hub can be reached.
 
-    reach(say)                                  # once, before a package asks the hub for anything
+    reach(say)                                # once, before a package asks the hub for anything
 
-The packages that download retry a connection for the better part of a minute, on each rank. One attempt to connect,
-a few seconds at most, decides here instead whether they may try at all.
+The packages that download retry a connection for the better part of a minute, on each rank. A single attempt, a few
+seconds at most, decides here whether they may try at all. `prepared` fills a folder once, whatever number of processes
+ask for it.
 """
 
 import contextlib
@@ -37,14 +38,16 @@ __all__ = [
 
 @contextlib.contextmanager
 def alone(folder: Path, say: Callable[[str], None], what: str) -> Iterator[None]:
-    """Within, no other process of this machine prepares `folder`. The system frees the lock when its holder dies.
+    """Context manager that locks `folder` against other processes of this machine.
+
+    The system frees the lock when its holder dies.
 
     Args:
-        say: gets a line where another process is waited for.
+        say: gets a line if another process is waited for.
         what: for that line.
 
     Raises:
-        OSError: the folder above cannot be written to.
+        OSError: the parent folder is not writable.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.with_name(folder.name + ".lock"))
@@ -59,16 +62,17 @@ def alone(folder: Path, say: Callable[[str], None], what: str) -> Iterator[None]
         lock.release()
 
 
-_FACTS = "facts.json"  # written last: what the folder holds, and the size of each of its files
+_FACTS = "facts.json"  # written last: facts about the content, and the size of each file
 
 
 def prepared(
     folder: Path, write: Callable[[Path], dict[str, Any]], *, say: Callable[[str], None], what: str
 ) -> dict[str, Any]:
-    """The facts of `folder`, which `write(temporary folder)` fills and describes where it is not there yet.
+    """Return the facts of `folder`, first filling it by `write(temporary folder)` if needed.
 
     Args:
-        say: gets a line where another process is waited for.
+        write: fills the folder, and returns its facts.
+        say: gets a line if another process is waited for.
         what: for that line.
 
     Raises:
@@ -87,7 +91,11 @@ def prepared(
 
 
 def default_cache() -> Path:
-    """$LOCKSTEP_CACHE, else $XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep."""
+    """Return $LOCKSTEP_CACHE, else $XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep.
+
+    Raises:
+        ConfigError: none is set, and the user has no home folder.
+    """
     if chosen := os.environ.get("LOCKSTEP_CACHE"):
         return Path(os.path.expanduser(chosen))
     if base := os.environ.get("XDG_CACHE_HOME"):
@@ -99,7 +107,7 @@ def default_cache() -> Path:
 
 
 def _facts(folder: Path) -> dict[str, Any] | None:
-    """The folder's facts where it is whole, else None."""
+    """The folder's facts if it is complete, else None."""
     try:
         facts: dict[str, Any] = json.loads((folder / _FACTS).read_bytes())
         whole = all((folder / file).stat().st_size == size for file, size in facts["sizes"].items())
@@ -109,9 +117,9 @@ def _facts(folder: Path) -> dict[str, Any] | None:
 
 
 def _written(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    # The machine is in the name for file systems whose locks do not reach from one machine to another.
+    # The name includes the machine, since the locks of some file systems do not extend to other machines.
     temporary = folder.with_name(f"{folder.name}.{platform.node()}.tmp")
-    for dead in (temporary, folder):  # the lock is held: a process that began one of these is gone
+    for dead in (temporary, folder):  # this process has the lock: one that began either of these is gone
         shutil.rmtree(dead, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -136,9 +144,9 @@ _PROBE = 5.0  # seconds to wait for an answer
 
 
 def reach(say: Callable[[str], None]) -> bool:
-    """Whether the hub answers. Where it does not, the packages are told to use what is in HF_HOME and nothing else.
+    """Return whether the hub answers; if not, restrict the packages to HF_HOME.
 
-    Behind a proxy the answer is taken to be yes: an attempt around it would prove nothing.
+    Behind a proxy the answer is assumed to be yes: an attempt that bypasses it would prove nothing.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return False
@@ -146,14 +154,18 @@ def reach(say: Callable[[str], None]) -> bool:
         return True
     say(f"{_endpoint()} does not answer: only what is in HF_HOME ({_home()}) can be used")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    for module in ("huggingface_hub.constants", "datasets.config"):  # imported before by the caller's own program
+    for module in ("huggingface_hub.constants", "datasets.config"):  # maybe imported by the caller's program already
         if module in sys.modules:
             sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     return False
 
 
 def snapshot(name: str, kind: str, revision: str = "") -> Path | None:
-    """The newest files of a hub "model" or "dataset" that a download left in HF_HOME, at a revision; None without."""
+    """Return the downloaded files of a hub "model" or "dataset" in HF_HOME; None without.
+
+    Args:
+        revision: branch, tag or commit; "": the newest.
+    """
     root = Path(os.environ.get("HF_HUB_CACHE") or Path(_home()).expanduser() / "hub")
     held = root / f"{kind}s--{name.replace('/', '--')}"
     try:
@@ -165,7 +177,11 @@ def snapshot(name: str, kind: str, revision: str = "") -> Path | None:
 
 
 def way_out(name: str, kind: str, flag: str) -> str:
-    """What to do where the hub's `name` can neither be downloaded nor found here; `kind` is "model" or "dataset"."""
+    """Return the advice for a `name` that can neither be downloaded nor found locally.
+
+    Args:
+        kind: "model" or "dataset".
+    """
     return (
         f"on a machine with a network run `hf download {name} --repo-type {kind}` and bring its HF_HOME here "
         f"(now {_home()}), or give {flag} a local folder"

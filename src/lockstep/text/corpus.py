@@ -1,6 +1,7 @@
-"""A split of a prepared corpus as samples: windows or blocks of tokens, read from memory-mapped files.
+"""Train a byte-level BPE tokenizer, and read a corpus's tokens as windows or blocks.
 
-Beside NAME.bin, the tokens, lies NAME.labels where only some of them are to be learned: a byte a token, 1 for those.
+The tokens are in NAME.bin, memory-mapped. If only some are to be learned, NAME.labels has a byte for each token, 1 for
+those.
 """
 
 import hashlib
@@ -31,20 +32,25 @@ __all__ = [
 ]
 
 
-# Part of the key of a prepared corpus: whatever changes the tokens of a text.
+# Part of the key of a prepared corpus: all that affects the tokens of a text.
 SETTINGS = {"kind": "byte-level bpe", "pattern": "gpt2", "min_frequency": "2"}
 
 _SMALLEST = 257  # every byte, and the separator
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
-    """The smallest unsigned little-endian type, uint16 or uint32, for tokens below `vocab_size`."""
+    """Return the smallest unsigned little-endian type for tokens below `vocab_size`: uint16 or uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 @final
 class ByteBPE:
-    """A trained tokenizer. `vocab_size` counts the separator, which is its last token."""
+    """A trained byte-level BPE tokenizer.
+
+    Attributes:
+        vocab_size: counts the separator.
+        separator: the last token.
+    """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         _hold_threads()
@@ -54,7 +60,7 @@ class ByteBPE:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "ByteBPE":
-        """Learns at most `vocab_size` tokens, the separator among them; a short text may have fewer to learn.
+        """Learn at most `vocab_size` tokens, separator included; a short text may yield fewer.
 
         Raises:
             ConfigError: `vocab_size` is below 257.
@@ -77,13 +83,13 @@ class ByteBPE:
 
     @classmethod
     def load(cls, path: Path) -> "ByteBPE":
-        """What `save` wrote."""
+        """Load a tokenizer that `save` wrote."""
         from tokenizers import Tokenizer
 
         return cls(Tokenizer.from_file(str(path)))
 
     def save(self, path: Path) -> None:
-        """Writes the tokenizer as one JSON file."""
+        """Write the tokenizer as a JSON file."""
         self._tokenizer.save(str(path))
 
     @property
@@ -92,15 +98,21 @@ class ByteBPE:
         return hashlib.sha256(str(self._tokenizer.to_str()).encode()).hexdigest()[:32]
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         return list(self._tokenizer.encode(text).ids)
 
     def encode_all(self, texts: list[str], special: bool = False) -> list[list[int]]:
-        """The tokens of each text, on all cores. `special` changes nothing: this tokenizer adds none by itself."""
+        """Return the tokens of each text, using all cores.
+
+        `special` has no effect: this tokenizer adds no special tokens.
+        """
         return [list(encoded.ids) for encoded in self._tokenizer.encode_batch_fast(texts)]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of the tokens. Separators have none; an incomplete character is shown as U+FFFD."""
+        """Return the text of the tokens.
+
+        Separators have none; an incomplete character becomes U+FFFD.
+        """
         return str(self._tokenizer.decode([int(token) for token in tokens if token < self.separator]))
 
 
@@ -115,7 +127,7 @@ LABELS = ".labels"
 
 
 class _TokenRows:
-    """Rows of `width` tokens that begin `stride` tokens after one another; a rest at the end is left out."""
+    """Rows of `width` tokens at a stride of `seq_len`, without a rest."""
 
     draws_random = False  # a sample needs no seed
 
@@ -138,13 +150,16 @@ class _TokenRows:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
-        """The samples of a batch, in order; a DataLoader asks for them in this one call. One copy serves them all."""
+        """Return the samples of a batch in order, from a single copy.
+
+        A DataLoader calls it once a batch.
+        """
         rows, labels = self._read(indices)
         pairs = zip(*self._shifted(rows, labels), strict=True)
         return [{"input_ids": inputs, "labels": labels} for inputs, labels in pairs]
 
     def _read(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """The rows, int64 [samples, width], and the same with -100 for tokens that are not to be learned."""
+        """Return the rows, int64 [samples, width], and their labels, with -100 where not learned."""
         wanted = np.asarray(indices, dtype=np.int64)
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < self._count):
             raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {self._count}")
@@ -160,13 +175,13 @@ class _TokenRows:
 
 @final
 class Windows(_TokenRows):
-    """The samples of one split: windows of seq_len + 1 tokens at a stride of seq_len; a rest at the end is left out.
+    """A split as windows of seq_len + 1 tokens, at a stride of seq_len.
 
-    A sample is {"input_ids": int64 [seq_len], "labels": int64 [seq_len]}: the window without its last token and
-    without its first. It pickles as its path, so a worker that is spawned maps the file itself.
+    A rest at the end is left out. A sample is {"input_ids": int64 [seq_len], "labels": int64 [seq_len]}: the window
+    without its last token, and without its first. It pickles as its path, so a spawned worker maps the file itself.
 
     Args:
-        masked: some tokens are not to be learned; their label is -100.
+        masked: some tokens are not learned; their label is -100.
     """
 
     def __init__(self, path: Path, vocab_size: int, seq_len: int, masked: bool = False) -> None:
@@ -177,7 +192,7 @@ class Windows(_TokenRows):
 
     @property
     def items_per_sample(self) -> int | None:
-        """Labelled tokens of every sample; None where samples differ."""
+        """Labelled tokens of every sample; None if samples differ."""
         return None if self.masked else self.seq_len
 
     def _shifted(self, rows: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -186,13 +201,13 @@ class Windows(_TokenRows):
 
 @final
 class TokenBlocks(_TokenRows):
-    """The samples of one split: blocks of seq_len tokens, one after the other.
+    """A split as consecutive blocks of seq_len tokens.
 
     A sample is {"input_ids": int64 [seq_len], "labels": int64 [seq_len]}; a label is the next token of the block, and
-    the last one is -100: what follows is in another block. It pickles as its path.
+    the last one is -100: its next token is in another block. It pickles as its path.
 
     Args:
-        masked: some tokens are not to be learned; their label is -100.
+        masked: some tokens are not learned; their label is -100.
     """
 
     def __init__(self, path: Path, vocab_size: int, seq_len: int, masked: bool = False) -> None:
@@ -203,7 +218,7 @@ class TokenBlocks(_TokenRows):
 
     @property
     def items_per_sample(self) -> int | None:
-        """Labelled tokens of every sample; None where samples differ."""
+        """Labelled tokens of every sample; None if samples differ."""
         return None if self.masked else self.seq_len - 1
 
     def _shifted(self, rows: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -211,7 +226,7 @@ class TokenBlocks(_TokenRows):
 
 
 def mapped(path: Path, kind: np.dtype[Any]) -> NDArray[Any]:
-    """The numbers in a file, memory-mapped."""
+    """Memory-map the numbers in a file."""
     if not path.stat().st_size:  # an empty file cannot be mapped
         return np.empty(0, dtype=kind)
     return np.asarray(np.memmap(path, dtype=kind, mode="r"))  # slices of a plain array are cheaper

@@ -1,10 +1,11 @@
-"""A split of a prepared corpus whose documents stay apart: a sample each, or several in a window, none seeing another.
+"""Read a corpus whose documents stay separate, one a sample or packed in windows.
 
     samples = Packed(folder / "train.bin", vocab_size, seq_len=1024)
     samples[0]["positions"]                 # int64 [seq_len]: 0 1 2 ... 0 1 2 ..., from 0 in each document
 
-Beside NAME.bin and NAME.labels lie NAME.starts, where each document begins (and the last one ends), and for windows
-NAME.order, the documents in the order of the windows, and NAME.packs, how many of them stand before each window.
+No document attends to another. The files next to NAME.bin and NAME.labels: NAME.starts, the start of each document (and
+the end of the last); for windows NAME.order, the documents in the order of the windows, and NAME.packs, the number of
+documents before each window.
 """
 
 from bisect import bisect_left, insort
@@ -33,25 +34,25 @@ __all__ = [
 
 
 class Tokenizer(Protocol):
-    """What turns texts into tokens: `models.hf.HubTokenizer`, or a `ByteBPE` that was trained here."""
+    """A tokenizer of texts: `models.hf.HubTokenizer`, or a trained `ByteBPE`."""
 
     vocab_size: int
     separator: int
 
     def encode_all(self, texts: list[str], special: bool = False) -> list[list[int]]:
-        """The tokens of each text; `special` adds what the tokenizer puts around a text by itself."""
+        """Return the tokens of each text; `special` adds the tokenizer's own special tokens."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of the tokens."""
+        """Return the text of the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row.
+    """One row of data.
 
     Attributes:
-        text: what is read; "" for a conversation, whose text the tokenizer's template makes.
-        given: so many of its first characters are the prompt.
+        text: its text; "" for a conversation, which the tokenizer's template renders.
+        given: number of leading characters that are the prompt.
         messages: the turns of a conversation, each with "role" and "content".
         row: its number in the dataset, from 0; -1 for a file.
     """
@@ -65,17 +66,17 @@ class Example:
 def tokens_of(
     tokenizer: Tokenizer, examples: Sequence[Example], special: bool = False, masked: bool = True
 ) -> list[tuple[list[int], list[bool]]]:
-    """(tokens, whether each belongs to what is to be learned) of each example.
+    """Return (tokens, whether each is learned) of each example.
 
-    A prompt and its completion are tokenized as one text, as without labels; the first token in which that text differs
-    from the prompt alone is the completion's first.
+    A prompt and its completion are tokenized as one text, as without labels; the completion starts at the first token
+    that differs from the prompt's own tokens.
 
     Args:
-        special: adds what the tokenizer puts around a text by itself; a conversation's template says that already.
-        masked: completions and the assistant's words alone are to be learned; else everything.
+        special: add the tokenizer's own special tokens; a conversation's template includes them anyway.
+        masked: learn only completions and the assistant's turns; else everything.
 
     Raises:
-        DataError: a conversation that the tokenizer has no template for, or whose turns cannot be told apart.
+        DataError: a conversation without a template, or with turns that cannot be separated.
     """
     texts = [e.text for e in examples if not e.messages]
     plain = iter(tokenizer.encode_all(texts, special) if texts else [])
@@ -100,7 +101,7 @@ def tokens_of(
 
 
 def alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """With how many equal tokens both begin."""
+    """Count the leading tokens that are equal in both."""
     short = min(len(one), len(other))
     return next((place for place in range(short) if one[place] != other[place]), short)
 
@@ -109,7 +110,7 @@ _OFFSET = np.dtype("<i8")
 
 
 class _TokenDocuments:
-    """The documents of one split, each of 2 to seq_len + 1 tokens."""
+    """The documents of a split, each of 2 to seq_len + 1 tokens."""
 
     draws_random = False  # a sample needs no seed
     items_per_sample = None  # labelled tokens differ by sample
@@ -129,11 +130,11 @@ class _TokenDocuments:
         raise NotImplementedError
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """The samples of a batch, in order."""
+        """Return the samples of a batch, in order."""
         return [self[index] for index in indices]
 
     def _document(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Inputs and labels of a document, each one shorter than it."""
+        """Inputs and labels of a document, each a token shorter than it."""
         begin, end = self._starts[number], self._starts[number + 1]
         tokens = self._tokens[begin:end].astype(np.int64)
         labels = tokens[1:]
@@ -144,7 +145,10 @@ class _TokenDocuments:
 
 @final
 class PaddedDocuments(_TokenDocuments):
-    """Each document is a sample: {"input_ids": int64 [n], "labels": int64 [n]}, n from 1 to seq_len."""
+    """A split with a sample for each document.
+
+    A sample is {"input_ids": int64 [n], "labels": int64 [n]}, n from 1 to seq_len; the task pads it.
+    """
 
     def __reduce__(self) -> tuple[type["PaddedDocuments"], tuple[Path, int, int, bool]]:
         return PaddedDocuments, (self.path, self.vocab_size, self.seq_len, self.masked)
@@ -153,7 +157,7 @@ class PaddedDocuments(_TokenDocuments):
         return max(0, len(self._starts) - 1)
 
     def longest(self, samples: Sequence[int]) -> int:
-        """Tokens of the longest of these samples."""
+        """Return the tokens of the longest of these samples."""
         return max(int(self._starts[sample + 1] - self._starts[sample]) - 1 for sample in samples)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -165,11 +169,11 @@ class PaddedDocuments(_TokenDocuments):
 
 @final
 class Packed(_TokenDocuments):
-    """Windows of seq_len tokens, filled with whole documents.
+    """A split as windows of seq_len tokens, filled with whole documents.
 
     A sample has "input_ids", "labels", "positions" and "documents", each int64 [seq_len]. Positions begin at 0 in each
-    document; `documents` numbers them from 0 within the window. What is left of a window is a document of its own
-    without labels.
+    document; `documents` numbers them from 0 within the window. The rest of a window is a document of its own without
+    labels.
     """
 
     def __init__(self, path: Path, vocab_size: int, seq_len: int, masked: bool = False) -> None:
@@ -201,13 +205,13 @@ class Packed(_TokenDocuments):
 
 
 def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """The documents of these lengths, at most `room` each, in windows of `room`: best fit, the longest first.
+    """Pack documents of these lengths into windows of `room` tokens: best fit decreasing.
 
-    Each document goes where it leaves the least over; equal ones in their own order. Johnson, "Near-optimal bin packing
-    algorithms" (1973): at most 11/9 of the fewest windows, and a few.
+    Each length is at most `room`. Each document goes where it leaves the least space; equal ones keep their order.
+    Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the fewest windows, plus a few.
     """
     windows: list[list[int]] = []
-    left: dict[int, list[int]] = {}  # what is left -> the windows that have so much left
+    left: dict[int, list[int]] = {}  # space left -> the windows with that much left
     known: list[int] = []  # its keys, in order
     for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         length = lengths[document]

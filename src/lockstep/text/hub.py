@@ -1,10 +1,12 @@
-"""Documents from the hub's datasets and from json, jsonl, csv and parquet files. The only file that needs `datasets`.
+"""Read documents and tables from the hub's datasets and from local files.
 
-    rows = open_rows(Wanted("tatsu-lab/alpaca"), say=print)
+    rows = open_rows(DataRequest("tatsu-lab/alpaca"), say=print)
     for example, last in rows.documents(0.05, scratch).train.read(): ...
 
-An evaluation set is the dataset's own (its split validation or test); where it has none, rows are split off in an order
-that a fixed seed gives, whatever the run's seed: runs with other seeds are evaluated on the same rows.
+Local files are json, jsonl, csv, parquet and text. Only this file needs the package `datasets`. An evaluation set is
+the dataset's own split (validation or test); without one, rows are split off by a fixed seed, so that runs with other
+seeds evaluate on the same rows. `reader` recognises the columns of prompts, completions and conversations. `open_table`
+gives rows by index, `plain_rows` reads text files.
 """
 
 import codecs
@@ -39,8 +41,8 @@ __all__ = [
 ]
 
 
-# Taori et al., "Stanford Alpaca: An Instruction-following LLaMA model" (2023): the two prompts that its data is used
-# with, for rows with an input and rows without.
+# Taori et al., "Stanford Alpaca: An Instruction-following LLaMA model" (2023): the two prompts for its data,
+# for rows with an input and rows without.
 _INTRODUCED = "Below is an instruction that describes a task"
 _WITH_INPUT = (
     _INTRODUCED + ", paired with an input that provides further context. Write a response that appropriately completes "
@@ -57,19 +59,20 @@ Row = Mapping[str, Any]
 
 
 def reader(columns: Mapping[str, bool], wanted: str, flag: str, *, answers: bool) -> Callable[[Row], Example]:
-    """A function row -> example; a missing value is an empty text.
+    """Return a function that reads a row of these columns as an example.
+
+    It reads a missing value as an empty text.
 
     Args:
-        columns: name -> whether the column holds text.
-        wanted: the column that was asked for; "" takes "messages", else prompt with completion or response, else
-            instruction (and input) with output, else the only column that holds text.
-        flag: what a message begins with.
-        answers: "text" is taken after those that say which part is the answer, as with `--data.labels completion`; else
-            before them.
+        columns: name -> whether the column has text.
+        wanted: the requested column; "" takes "messages", else prompt with completion or response, else instruction
+            (and input) with output, else the only column with text.
+        flag: the start of a message.
+        answers: prefer columns that mark the answer over "text", as with `--data.labels completion`.
 
     Raises:
-        DataError: no such column, or none that is sure to be the text; the message lists those that there are.
-            (from the function) "messages" that are no list of turns with a role each.
+        DataError: no such column, or no unambiguous one; the message lists the columns. (From the function:) "messages"
+            that are no list of turns with a role each.
     """
     shown = ", ".join(columns) or "none"
     if wanted:
@@ -99,21 +102,21 @@ def reader(columns: Mapping[str, bool], wanted: str, flag: str, *, answers: bool
 
 
 def _has_prompts(columns: Mapping[str, bool], wanted: str, *, answers: bool) -> bool:
-    """Whether the rows, as `reader` reads them, say which part of them is the answer; for columns that it takes."""
+    """Whether the rows, as `reader` reads them, mark the answer."""
     if wanted:
         return wanted == _MESSAGES and not columns[wanted]
     return bool(_answers(columns)) and (answers or not columns.get("text"))
 
 
 def _passed_over(columns: Mapping[str, bool], wanted: str, *, answers: bool) -> str:
-    """What a person should know of a column "text" that `reader` leaves aside; "" where it does not."""
+    """A note if `reader` ignores a column "text"; else ""."""
     if not (answers and not wanted and columns.get("text") and (found := _answers(columns))):
         return ""
     return f"learning from {' and '.join(found)}; the column text is left aside (--data.text-column text takes it)"
 
 
 def _answers(columns: Mapping[str, bool]) -> tuple[str, ...]:
-    """The columns that say which part of a row is the answer; () where none do."""
+    """The columns that mark the answer of a row; () if none do."""
     if columns.get(_MESSAGES) is False:
         return (_MESSAGES,)
     pairs = (*_PAIRS, ("instruction", "output"))
@@ -146,7 +149,7 @@ def _conversation(row: Row, flag: str) -> Example:
         and all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in turns)
     ):
         raise DataError(f"{flag}: 'messages' must be a list of turns such as {{'role': 'user', 'content': 'Hi'}}")
-    # a table has every key in every turn: None where a turn has it not
+    # a table has every key in every turn: None where a turn lacks it
     kept = ({key: value for key, value in turn.items() if value is not None} for turn in turns)
     return Example("", messages=tuple({"content": "", **turn} for turn in kept))
 
@@ -162,10 +165,10 @@ Numbered = tuple[Any, Sequence[int]]  # a table, and the number of each of its r
 
 @dataclass(frozen=True, slots=True)
 class DataRequest:
-    """What the flags ask for: --dataset-name and the section `data`; "" is the default of each.
+    """The data that the flags request: --dataset-name and the section `data`; "" is a default.
 
     Attributes:
-        answers: columns that say which part of a row is the answer go before a column "text"; see `hub_rows.reader`.
+        answers: prefer columns that mark the answer over a column "text"; see `reader`.
     """
 
     name: str
@@ -179,11 +182,11 @@ class DataRequest:
 
 @dataclass(frozen=True, slots=True)
 class HubSplit:
-    """The documents of one split.
+    """The documents of a split.
 
     Attributes:
-        size: what `weigh` sums to over all examples, for progress.
-        read: an iterator over (example, whether it ends its document).
+        size: total of `weigh` over all examples, for progress.
+        read: makes an iterator over (example, whether it ends its document).
     """
 
     size: int
@@ -193,13 +196,13 @@ class HubSplit:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Both splits.
+    """Both splits of a dataset's documents.
 
     Attributes:
         train, evaluation: the splits.
-        note: what a person should know of them.
-        check: called when they have been read; raises DataError where they changed meanwhile.
-        prompts: they say which part of them is the answer.
+        note: a remark for the user.
+        check: call it after reading; raises DataError if the data changed meanwhile.
+        prompts: the rows mark the answer.
     """
 
     train: HubSplit
@@ -211,10 +214,10 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class HubRows:
-    """A dataset that was found, and not yet read.
+    """A dataset that was located, and not yet read.
 
     Attributes:
-        digest: hex; the same for the same content: the files' checksums, or the commit on the hub.
+        digest: hex; the same for the same content: of the files' checksums, or of the commit on the hub.
         revision: the commit on the hub, "" for files.
         documents: (share for the evaluation, a folder for temporary files) -> both splits.
     """
@@ -229,11 +232,11 @@ class HubTable:
     """The rows of both splits, by index.
 
     Attributes:
-        kinds: column -> what it holds: "Image", "ClassLabel", a dtype such as "string", or another feature's name.
-        classes: the names of the classes of the columns that have them, in the order of their numbers.
-        digest: hex; the same for the same content: the files' checksums, or the commit on the hub.
+        kinds: column -> its content: "Image", "ClassLabel", a dtype such as "string", or another feature's name.
+        classes: column -> the names of its classes, in the order of their numbers.
+        digest: hex; the same for the same content: of the files' checksums, or of the commit on the hub.
         revision: the commit on the hub, "" for files.
-        parts: the rows for training and those for evaluation, as `datasets` has them.
+        parts: the training and the evaluation rows, as `datasets` has them.
     """
 
     kinds: dict[str, str]
@@ -243,12 +246,15 @@ class HubTable:
     parts: tuple[Any, Any]
 
     def values(self, column: str) -> tuple[list[Any], list[Any]]:
-        """A column of both splits."""
+        """Return a column of both splits."""
         train, evaluation = (list(part.select_columns([column])[column]) for part in self.parts)
         return train, evaluation
 
     def images(self, column: str) -> tuple[Any, Any]:
-        """A column of images of both splits; a row is {column: {"bytes": bytes or None, "path": str or None}}."""
+        """Return an image column of both splits, undecoded.
+
+        A row is {column: {"bytes": bytes or None, "path": str or None}}.
+        """
         train, evaluation = (
             part.select_columns([column]).cast_column(column, type(part.features[column])(decode=False))
             for part in self.parts
@@ -257,7 +263,10 @@ class HubTable:
 
 
 def table_files(name: str) -> list[Path]:
-    """The json, jsonl, csv and parquet files that a path names: itself, or those below it where it holds no text."""
+    """List the json, jsonl, csv and parquet files at a path.
+
+    The list is empty if the folder has text files.
+    """
     root = Path(name).expanduser()
     if root.is_file():
         return [root] if root.suffix.lower() in _KINDS else []
@@ -270,11 +279,11 @@ def table_files(name: str) -> list[Path]:
 
 
 def open_rows(wanted: DataRequest, say: Say) -> HubRows:
-    """Finds the dataset.
+    """Locate the dataset.
 
     Raises:
-        DataError: nothing of that name, or files that cannot be read in the encoding.
-        (from `documents`) DataError: no such split or column, or fewer than two rows.
+        DataError: no such dataset, or files that cannot be read in the encoding. (From `documents`:) no such split or
+            column, or fewer than two rows.
     """
     if is_hub_name(wanted.name):
         return _from_hub(wanted, say)
@@ -292,14 +301,14 @@ def open_rows(wanted: DataRequest, say: Say) -> HubRows:
 
 
 def open_table(wanted: DataRequest, fraction: float, cache: Path, say: Say) -> HubTable:
-    """The rows of a dataset of the hub, or of json, jsonl, csv and parquet files; any number of processes may call it.
+    """Open the rows of a hub dataset or of files, in any number of processes.
 
     Args:
-        fraction: share of the rows for the evaluation, where the data has no evaluation split of its own.
-        cache: where the rows of files are kept as memory-mapped tables.
+        fraction: share of the rows for the evaluation, if the data has no evaluation split.
+        cache: folder for the files' rows as memory-mapped tables.
 
     Raises:
-        DataError: nothing of that name, no such split, or fewer than two rows.
+        DataError: no such dataset or split, or fewer than two rows.
     """
     if is_hub_name(wanted.name):
         builder, commit = _hub_builder(wanted, say)
@@ -334,8 +343,7 @@ def _from_hub(wanted: DataRequest, say: Say) -> HubRows:
 
 
 def _hub_builder(wanted: DataRequest, say: Say) -> tuple[Any, str]:
-    """The hub's dataset and its commit; where the hub is not reached, what `hf download` or an earlier run left in
-    HF_HOME."""
+    """Return the hub's dataset and its commit; without the hub, those that are in HF_HOME."""
     datasets = _datasets(wanted)
     held = None if reach(say) else snapshot(wanted.name, "dataset", wanted.revision)
     where, revision = (str(held), None) if held else (wanted.name, wanted.revision or None)
@@ -345,13 +353,13 @@ def _hub_builder(wanted: DataRequest, say: Say) -> tuple[Any, str]:
 
 
 def _named(wanted: DataRequest, content: list[Any]) -> str:
-    """The digest of the content, and of whatever the flags choose from it."""
+    """Digest the content, and the flags that select from it."""
     chosen = [wanted.subset, wanted.split, wanted.text_column, wanted.encoding, *["answers"] * wanted.answers]
     return xxhash.xxh3_128_hexdigest(repr([content, chosen]).encode())
 
 
 def _local(wanted: DataRequest, files: list[Path], root: Path) -> dict[str, Any]:
-    """What `load_dataset_builder` takes for local files; a folder's splits are told by the names of its files."""
+    """The arguments of `load_dataset_builder` for local files; file names decide a folder's splits."""
     texts = [path for path in files if path.suffix.lower() != ".parquet"]
     encodings = {_encoding(path, wanted) for path in texts}
     if len(encodings) > 1:
@@ -376,7 +384,7 @@ def _split(builder: Any, wanted: DataRequest, fraction: float) -> Documents:
 
 
 def _parts(builder: Any, wanted: DataRequest, fraction: float) -> tuple[Numbered, Numbered]:
-    """Both splits of a dataset that is downloaded and converted now, unless it is in the package's own cache."""
+    """Both splits of a dataset, downloaded and converted now unless the package has it cached."""
     builder.download_and_prepare()
     known = list(builder.info.splits)
     name = wanted.split.partition("[")[0]  # "train[:10%]" is a part of the split "train"
@@ -394,7 +402,7 @@ def _parts(builder: Any, wanted: DataRequest, fraction: float) -> tuple[Numbered
 
 
 def _parted(rows: int, fraction: float) -> tuple[list[int], list[int]]:
-    """The rows for training and those for evaluation, each in their own order; at least one each."""
+    """Split rows into (training, evaluation), each in the data's order and at least one."""
     count = min(max(round(rows * fraction), 1), rows - 1)
     evaluated = sorted(Shuffled(rows, _SPLIT_SEED).at(0, count)[1].tolist())
     apart = set(evaluated)
@@ -418,7 +426,10 @@ def _part(table: Any, read: Callable[[dict[str, Any]], Example], rows: Sequence[
 
 
 def _encoding(path: Path, wanted: DataRequest) -> str:
-    """The encoding that was asked for, or that the file's byte order mark says, or UTF-8, which is then checked."""
+    """The requested encoding, else the byte order mark's, else UTF-8.
+
+    The file is read to check it.
+    """
     if wanted.encoding:
         encoding = wanted.encoding
     else:
@@ -470,7 +481,7 @@ def _datasets(wanted: DataRequest) -> Any:
 
 @contextmanager
 def _explained(wanted: DataRequest) -> Iterator[None]:
-    """What the package raises, as one line."""
+    """Context manager that turns the package's errors into a DataError of one line."""
     try:
         yield
     except LockstepError:
@@ -489,7 +500,7 @@ def _way_out(wanted: DataRequest) -> str:
 
 
 def plain_rows(name: str) -> HubRows:
-    """The text files that `name` stands for, see `lockstep.text.sources.find`, which raises DataError."""
+    """Locate the text files of `name`; see `lockstep.text.sources.find`, which raises DataError."""
     sources = find(name)
 
     def documents(fraction: float, scratch: Path) -> Documents:

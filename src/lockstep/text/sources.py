@@ -1,11 +1,11 @@
-"""Where a corpus's text comes from: its files in a fixed order, their checksums, and the split by file.
+r"""List a corpus's text files in a fixed order with checksums, and split them.
 
     sources = find("builtin:stdlib")                    # or a text file, or a folder of them
     train, evaluation = split(sources, eval_fraction=0.05, seed=0)
     for text, last in pieces(train): ...
 
-Text is UTF-8, with or without a byte order mark; line ends become "\\n", so that a file has the same tokens whatever
-system wrote it. A file that is not UTF-8 is known as such and left out.
+Text is UTF-8, with or without a byte order mark; line ends become "\\n", so that a file has the same tokens on every
+system. A file that is not UTF-8 is marked as such and left out.
 """
 
 import codecs
@@ -25,7 +25,7 @@ __all__ = ["DocumentSpan", "TextFile", "find", "pieces", "split"]
 
 _STDLIB = "builtin:stdlib"
 
-# What a folder is searched for; a file that is named itself may have any suffix.
+# Suffixes to search a folder for; a file that is named directly may have any.
 _PROSE = {".txt", ".text", ".md", ".rst", ".tex", ".org", ".html", ".htm"}
 _CODE = {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts", ".rb", ".sh", ".sql"}
 _TEXT = frozenset(_PROSE | _CODE)
@@ -36,14 +36,14 @@ _PIECE = 1 << 20  # bytes read and tokenized at a time; a longer document is cut
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """One file.
+    """A file of a corpus.
 
     Attributes:
         name: its path below the corpus's folder, with "/" on every system.
-        path: where it is.
+        path: its location.
         size: bytes.
         digest: 128-bit xxh3 of its bytes, in hex.
-        readable: whether it is valid UTF-8 and not empty.
+        readable: it is valid UTF-8 and not empty.
     """
 
     name: str
@@ -55,7 +55,7 @@ class TextFile:
 
 @dataclass(frozen=True, slots=True)
 class DocumentSpan:
-    """One document: the bytes start .. stop - 1 of a file."""
+    """A document: the bytes start to stop - 1 of a file."""
 
     path: Path
     start: int
@@ -63,15 +63,15 @@ class DocumentSpan:
 
 
 def find(name: str) -> list[TextFile]:
-    """The files of the corpus `name`, sorted by name, each read once for its checksum.
+    """List the files of the corpus `name`, sorted by name, with their checksums.
 
     Args:
-        name: "builtin:stdlib", a text file, or a folder whose text files (by suffix; hidden ones and installed
-            packages left out) are taken, at any depth.
+        name: "builtin:stdlib", a text file, or a folder, searched at any depth for text files (by suffix, without
+            hidden files and installed packages).
 
-    "builtin:stdlib" is the `.py` files of the running interpreter's standard library, without its `test` folders. They
-    are more than half of its bytes, they hold long tables of test data, they make preparing take twice as long, and
-    many systems do not install them.
+    "builtin:stdlib" is the `.py` files of the running interpreter's standard library, without its `test` folders. These
+    are more than half of its bytes, contain long tables of test data, double the preparation time, and many systems do
+    not install them.
 
     Raises:
         DataError: no such file or folder, or no readable text in it.
@@ -118,7 +118,7 @@ def _walk(root: Path, suffixes: frozenset[str], skipped: frozenset[str]) -> list
 
 
 def _refuse(error: OSError) -> None:
-    raise error  # os.walk would pass over a folder that may not be read, and train on less
+    raise error  # os.walk would skip an unreadable folder, and the run would train on less
 
 
 def _scan(label: str, path: Path, name: str) -> TextFile:
@@ -148,10 +148,11 @@ def _decodes(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = Fal
 
 
 def split(sources: list[TextFile], eval_fraction: float, seed: int) -> tuple[list[DocumentSpan], list[DocumentSpan]]:
-    """The readable documents for training and for evaluation, each in the order of their names.
+    """Split the readable documents into (training, evaluation), each in the order of their names.
 
-    Files go to the evaluation in an order keyed by (seed, name) while they fit into `eval_fraction` of the bytes; one
-    goes there at least, and one stays. A single file is cut after the line that crosses 1 - `eval_fraction` of it.
+    Files go to the evaluation in an order keyed by (seed, name) while they fit into `eval_fraction` of the bytes; at
+    least one goes there, and at least one stays. A single file is cut after the line that crosses 1 - `eval_fraction`
+    of it.
     """
     readable = [source for source in sources if source.readable]
     if len(readable) == 1:
@@ -176,7 +177,7 @@ def _chosen(sources: list[TextFile], room: float, seed: int) -> set[TextFile]:
 
 
 def _line_end(source: TextFile, position: int) -> int:
-    """The first line's end at or after `position` that is not the file's; where there is none, a character's start."""
+    """The first line end from `position` on, before the file's; else a character's start."""
     with source.path.open("rb") as file:
         file.seek(max(position - 1, 0))
         file.readline()
@@ -184,15 +185,17 @@ def _line_end(source: TextFile, position: int) -> int:
             return file.tell()
         file.seek(position)
         following = file.read(4)
-    # A byte 10xxxxxx goes on with the character before it.
+    # A byte 10xxxxxx continues the character before it.
     return position + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), 0)
 
 
 def pieces(spans: Iterable[DocumentSpan]) -> Iterator[tuple[str, bool]]:
-    """The text of each document in pieces of about a megabyte that end with a line, and whether it is the last one.
+    """Yield (text, whether it is a document's last piece).
+
+    A piece is about a megabyte of whole lines.
 
     Raises:
-        DataError: a file is gone since it was found.
+        DataError: a file has disappeared.
     """
     for span in spans:
         try:

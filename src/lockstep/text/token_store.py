@@ -1,16 +1,15 @@
-"""Any documents, by any tokenizer, as files of tokens that are memory-mapped.
+"""Tokenize documents into memory-mapped files of tokens, in one of four packings.
 
     corpus = prepare(name, rows.digest, rows.documents, tokenizer, packing, cache=cache, say=print)
     corpus.train[0]["input_ids"]            # int64 [seq_len]
 
-Four packings. "stream": a separator after each document, windows that overlap by one token, each predicting seq_len.
-"blocks": every 1000 examples are joined with nothing between them and cut into blocks of seq_len, the rest of each
-thousand left out; a block predicts its own seq_len - 1 following tokens. That is what run_clm_no_trainer.py of the
-package `transformers` does in its `group_texts`, with the batch size that `datasets.map` has by default.
-"padded": each document is a sample. "documents": windows filled with whole documents that do not see one another.
-
-The samples of a split are one indexed set that every rank opens whole. No rank owns a part of it, so there are no parts
-that could differ in length.
+"stream": a separator after each document, and windows that overlap by one token, each predicting seq_len tokens.
+"blocks": every 1000 examples are concatenated without a separator and cut into blocks of seq_len tokens; the rest of
+each thousand is left out, and a block predicts its own seq_len - 1 next tokens. `group_texts` of
+run_clm_no_trainer.py in `transformers` does the same, with the default batch size of `datasets.map`.
+"padded": each document is a sample. "documents": windows filled with whole documents that do not attend to one another.
+The samples of a split are one indexed set that every rank opens whole. No rank owns a part of it, so parts cannot
+differ in length.
 """
 
 import json
@@ -41,8 +40,8 @@ __all__ = [
 ]
 
 
-_GROUP = 1000  # examples that are tokenized, and in "blocks" cut, together
-# Characters of such a group: tokens in Python lists are large. Blocks do not go over a group's end.
+_GROUP = 1000  # examples that are tokenized, and in "blocks" concatenated, together
+# Maximum characters of such a group: tokens in Python lists are large. Blocks do not cross a group's end.
 _MOST, _MOST_BLOCKS = 1 << 22, 1 << 25
 
 Progress = Callable[[Sequence[Example]], None]
@@ -54,9 +53,9 @@ class Packing:
 
     Attributes:
         kind: "stream", "blocks", "padded" or "documents".
-        seq_len: tokens of a sample, in "padded" the most.
-        fraction: share of the rows for the evaluation, where the data has no evaluation split of its own.
-        labels: what is learned: "all", "completion", or "auto".
+        seq_len: tokens of a sample; in "padded" the maximum.
+        fraction: share of the rows for the evaluation, if the data has no evaluation split.
+        labels: the learned tokens: "all", "completion", or "auto".
     """
 
     kind: str
@@ -66,23 +65,23 @@ class Packing:
 
     @property
     def answers(self) -> bool:
-        """Whether completions alone are learned, of rows that have them."""
+        """Whether only completions are learned, if rows have them."""
         return self.labels == "completion" or (self.labels == "auto" and self.kind != "blocks")
 
     @property
     def apart(self) -> bool:
-        """Whether documents stay apart."""
+        """Whether documents stay separate."""
         return self.kind in ("padded", "documents")
 
 
 @dataclass(slots=True)
 class Written:
-    """What was written of a split.
+    """Counts of a written split.
 
     Attributes:
         tokens: before any rest was left out.
-        labels: tokens that are to be learned.
-        notes: what a person should know.
+        labels: tokens that are learned.
+        notes: remarks for the user.
     """
 
     tokens: int = 0
@@ -100,12 +99,12 @@ def write_split(
     prompts: bool,
     progress: Progress,
 ) -> Written:
-    """Writes the split's tokens into `path`, and beside it what `text.corpus` and `text.documents` read.
+    """Write the split's tokens to `path`, and next to it the files of its reader.
 
     Args:
-        masked: only completions and the assistant's words are to be learned.
-        prompts: a row is one example, which is cut off where it is too long, and not into pieces.
-        progress: gets the examples of each group that was done.
+        masked: learn only completions and the assistant's turns.
+        prompts: a row is one example, truncated if it is too long, and not split into pieces.
+        progress: gets the examples of each finished group.
 
     Raises:
         DataError: see `tokens_of`.
@@ -200,8 +199,11 @@ def _notes(split: str, seq_len: int, cut: int, lost: list[int]) -> list[str]:
 
 
 def _begin_of(tokenizer: Tokenizer, packing: Packing) -> list[int]:
-    """What a text begins with: of documents that stay apart what the tokenizer puts before one by itself, else the
-    separator; in a stream the separator; in blocks nothing."""
+    """The tokens that begin a text.
+
+    For separate documents they are the tokenizer's own first special token, else the separator; in a stream the
+    separator; in blocks none.
+    """
     end = [tokenizer.separator] if tokenizer.separator >= 0 else []
     if packing.apart:
         return tokenizer.encode_all([""], True)[0][:1] or end
@@ -211,9 +213,11 @@ def _begin_of(tokenizer: Tokenizer, packing: Packing) -> list[int]:
 def _documents(
     tokenizer: Tokenizer, part: HubSplit, packing: Packing, masked: bool, progress: Progress
 ) -> Iterator[tuple[list[int], list[bool], int]]:
-    """(tokens, whether each is to be learned, row) of each document, with what begins and ends one.
+    """Yield (tokens, whether each is learned, row) of each document.
 
-    A conversation has what its template says.
+    The tokens that begin and end one are included.
+
+    A conversation has those of its template.
     """
     end = [tokenizer.separator] if tokenizer.separator >= 0 else []
     begin = _begin_of(tokenizer, packing)
@@ -254,7 +258,7 @@ def _numbers(path: Path, values: Sequence[Any]) -> None:
 _FORMAT = 3  # of the folder; another number is another key
 _KINDS: dict[str, Any] = {"stream": Windows, "blocks": TokenBlocks, "padded": PaddedDocuments, "documents": Packed}
 
-_OPENING, _LONGEST = 8, 256  # tokens of a text, and the most of a prompt, that a sample of text begins with
+_OPENING, _LONGEST = 8, 256  # a sample of text begins with so many tokens of a text, or a prompt of at most so many
 
 Samples = Windows | TokenBlocks | PaddedDocuments | Packed
 Say = Callable[[str], None]
@@ -262,7 +266,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class TokenizerToTrain:
-    """A tokenizer that is yet to be trained, on the training split: `--tokenizer train:VOCAB`."""
+    """A tokenizer to train on the training split: `--tokenizer train:VOCAB`."""
 
     vocab_size: int
 
@@ -274,11 +278,11 @@ class TokenCorpus:
     Attributes:
         train, evaluation: the samples of each split.
         vocab_size: tokens that may occur.
-        separator: the token that ends a document; -1 where the tokenizer has none.
-        fingerprint: hex; what the corpus was made from.
+        separator: the token that ends a document; -1 if the tokenizer has none.
+        fingerprint: hex; of everything that the corpus was made from.
         chat: its documents are conversations, by the tokenizer's template.
-        begin: what a document begins with.
-        folder: where its files are.
+        begin: the tokens that begin a document.
+        folder: of its files.
     """
 
     def __init__(self, folder: Path, facts: dict[str, Any], tokenizer: Tokenizer | None, packing: Packing) -> None:
@@ -297,22 +301,22 @@ class TokenCorpus:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """What made its tokens. One that was trained here is read when it is asked for: training needs tokens alone."""
+        """Its tokenizer. One that was trained here is loaded on first use: training does not need it."""
         return self._known or ByteBPE.load(self.folder / "tokenizer.json")
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without a separator."""
+        """Return the tokens of a text, without a separator."""
         return self.tokenizer.encode_all([text])[0]
 
     def begun(self, prompt: str) -> list[int]:
-        """The tokens with which a document begins that begins with `prompt`; in a conversation a user says it."""
+        """Return the tokens of a document's beginning `prompt`; in a conversation, the user's message."""
         if self.chat:
             found: list[int] = getattr(self.tokenizer, "chat_prompt")(prompt)  # noqa: B009  only such a one made it
             return found
         return [*self.begin, *self.encode(prompt)]
 
     def opening(self) -> list[int]:
-        """The tokens with which the evaluation's first sample begins: its prompt, of a plain text eight tokens."""
+        """Return the evaluation's first tokens: its prompt, or eight tokens of plain text."""
         sample = self.evaluation[0]
         inputs, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
         given = next((place for place, label in enumerate(labels) if label != IGNORED), 0) + 1
@@ -320,7 +324,7 @@ class TokenCorpus:
         return [*self.begin * begun, *inputs[: given if 1 < given <= _LONGEST else _OPENING]]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return self.tokenizer.decode(tokens)
 
 
@@ -334,18 +338,18 @@ def prepare(
     cache: Path,
     say: Say,
 ) -> TokenCorpus:
-    """Opens the corpus, writing its tokens first where that was not yet done. Any number of processes may call it.
+    """Open the corpus, writing its tokens first if needed. Any number of processes may call it.
 
     Args:
-        name: what --dataset-name says.
+        name: the value of --dataset-name.
         digest: of the documents' content.
         documents: opens them: (share for the evaluation, folder for temporary files) -> both splits.
-        tokenizer: one that is there, or the size of one to train on the training split.
+        tokenizer: a tokenizer, or the size of one to train on the training split.
         cache: folder of prepared corpora.
-        say: gets a line about what is being done, when it takes time.
+        say: gets a line about the work in progress, if it takes time.
 
     Raises:
-        DataError: no documents as asked for, or a split shorter than one sample.
+        DataError: no such documents, or a split shorter than one sample.
         ConfigError: a cache that cannot be written.
     """
     key = _key(digest, tokenizer, packing)
@@ -428,7 +432,7 @@ def _write(
 
 
 def _progress(name: str, part: HubSplit, say: Say) -> Callable[[Sequence[Example]], None]:
-    """Says each quarter of the split."""
+    """Report each quarter of the split."""
     done, told = 0, 0
 
     def report(examples: Sequence[Example]) -> None:

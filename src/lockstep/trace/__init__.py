@@ -1,13 +1,11 @@
-"""`lockstep trace` and `lockstep compare`: what any training script does, recorded and held against another run.
+"""Record what any training script computes (`lockstep trace`), and compare two records (`lockstep compare`).
 
-Recording, in the script's own process (torch is there; nothing else of lockstep is):
+Recording runs in the script's own process, with torch and nothing else of lockstep:
 
-attach/sitecustomize.py     run by Python at its start; imports.py waits for torch to be imported
-hooks.py, frameworks.py     where it is attached
-recorder.py                 what they fill: passes.py (batches, forwards, backwards), updates.py, both by names.py
-journal.py                  a record a step, of sums.py (tensors), samples.py (batches), states.py (generators)
-pooled.py, held.py          small work of a few steps at once, one read of the device a step
-writing.py                  one line of a file
+attach/sitecustomize.py     run by Python at its start; record/imports.py waits for torch to be imported
+record/hooks.py             hooks into torch and the frameworks; they fill record/states.py (passes and updates)
+record/journal.py           one record a step, of sums.py (tensors), samples.py (batches), names.py (tensor names)
+record/pooled.py            batches small CPU work over several steps, and reads a device once a step
 
-Comparing, without torch: reading.py, pairing.py (which step belongs to which), judge*.py (stage by stage), causes.py.
+Comparing needs no torch: compare/reading.py, pairing.py (matching steps), judge*.py (stage by stage), causes.py.
 """

@@ -1,13 +1,12 @@
-"""The proof that N ranks train what one does.
+"""Prove that N ranks train what a single process trains.
 
     table = lockstep.verify(task, config, engines=("single", "ddp"), world_sizes=(1, 2), steps=8)
     print(table)
     assert table.ok
 
-A single process takes the steps and writes down every tensor of each; then, in every combination of engine and world
-size, each rank compares its own with these as it goes. See docs/verify.md.
-
-Importing this loads no torch: what does the work is imported when it is asked for.
+A single process takes the steps and stores every tensor of each. Then, in every combination of engine and world size,
+each rank compares its own tensors with these as it goes. See docs/verify.md. Importing this package does not load
+torch; `verify` imports the working modules.
 """
 
 import importlib
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FAULTS", "verify"]
 
-# The faults that can be planted; `lockstep/verify/faults.py` has the class of each.
+# Names of the faults to plant; `lockstep/verify/faults.py` has the class of each.
 FAULTS = (
     "per-rank-seed",
     "per-rank-weights",
@@ -56,30 +55,31 @@ def verify(
     skip_unavailable: bool = False,
     scratch: str = "",
 ) -> "VerifyTable":
-    """Runs the same steps in every combination, and compares each with a single process, tensor by tensor.
+    """Run the same steps in every combination, and compare each with a single process.
 
-    The processes are started here; they import the module of `task`, which must therefore not start them itself when
-    it is imported. Under torchrun the job's own ranks are used, at their world size.
+    The processes are started here; they import the module of `task`, which must therefore not start them itself when it
+    is imported. Under torchrun the job's own ranks are used, at their world size.
 
     Args:
-        task: what is trained; None: what the config names. It has to go through pickle, except under torchrun.
+        task: the task to train; None: the config's. It must be picklable, except under torchrun.
         config: of the run. With `exact` every bit must agree.
-        engines, world_sizes: all pairs of them, but for engines that are one process. No engines: every one that needs
-            no further package and no GPU.
-        steps: how many of the run's first steps.
-        precision: "" is float64 without `config.exact`, else the config's; a name is that one. An engine without
-            float64 among them: the config's.
+        engines, world_sizes: all pairs of them; engines of a single process appear once. No engines: every engine that
+            needs no further package and no GPU.
+        steps: number of first steps of the run.
+        precision: "" is float64, or the config's with `config.exact`; else the named one. If one of the engines has no
+            float64, "" is the config's.
         resume_at: the step before which each combination is saved and resumed; None: half-way; 0: never.
         compile: also compare compiled with eager.
-        plant: a fault to plant, to see it found (one of lockstep.verify.FAULTS); plant_at: the step at which.
-        skip_unavailable: leave out what cannot run here.
+        plant: a fault to plant, to check that it is found (one of lockstep.verify.FAULTS).
+        plant_at: the step of the fault.
+        skip_unavailable: leave out combinations that cannot run here.
         scratch: a folder for about 4 copies of the model a step; "": the system's.
 
     Returns:
-        the table; `ok` is False where anything differs.
+        The table; `ok` is False if anything differs.
 
     Raises:
-        ConfigError: what was asked for cannot be done, or something cannot run here and `skip_unavailable` is False.
+        ConfigError: the request is impossible, or something cannot run here and `skip_unavailable` is False.
         LockstepError: the single process itself failed.
     """
     request = importlib.import_module("lockstep.verify.request").VerifyRequest(

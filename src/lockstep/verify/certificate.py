@@ -1,8 +1,8 @@
-"""A certificate: what a verification found, and what the single process did, step by step; a file of JSON.
+"""Write and compare certificates: JSON files with a verification's result and its single process's trace.
 
 write(path, made)
 given = read(path)
-difference = against(given, trace, allowance)            of this machine's single process to the certificate's
+difference = against(given, trace, allowance)           of this machine's single process to the certificate's
 """
 
 import json
@@ -27,7 +27,7 @@ _KEYS = {"versions", "machine", "devices", "config", "steps", "engines", "world_
 
 
 def make(request: VerifyRequest, trace: dict[str, Any], rows: list[TableRow]) -> dict[str, Any]:
-    """The certificate as plain values: what was asked for, the single process's trace, and the table's rows."""
+    """Build a certificate as plain values: the request, the single process's trace, the table's rows."""
     about = run_dir.describe()
     machine = {key: value for key, value in about["machine"].items() if key != "hostname"}
     return {
@@ -52,7 +52,11 @@ def make(request: VerifyRequest, trace: dict[str, Any], rows: list[TableRow]) ->
 
 
 def write(path: Path, made: dict[str, Any]) -> None:
-    """Writes it in one move. Raises ConfigError where the file cannot be written."""
+    """Write a certificate atomically.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     try:
         write_whole(path, json.dumps(made, indent=1) + "\n")
     except OSError as error:
@@ -60,7 +64,11 @@ def write(path: Path, made: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A certificate. Raises ConfigError for a file that is none."""
+    """Read a certificate.
+
+    Raises:
+        ConfigError: the file is no certificate, or cannot be read.
+    """
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
         wrong = given["format"] != _FORMAT
@@ -77,7 +85,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def config_of(given: dict[str, Any]) -> Config:
-    """The configuration that was proved. Raises ConfigError where this version does not know an option of it."""
+    """Return the configuration that was proved.
+
+    Raises:
+        ConfigError: this version does not know one of its options.
+    """
     unknown = sorted(set(given["config"]) - set(cli.option_list()))
     if unknown:
         raise ConfigError(f"--against: the certificate has options that this version lacks: {', '.join(unknown)}")
@@ -85,7 +97,7 @@ def config_of(given: dict[str, Any]) -> Config:
 
 
 def same_machine(given: dict[str, Any]) -> list[str]:
-    """What differs between the certificate's versions and hardware and these, in words; [] where bits must agree."""
+    """Describe how versions and hardware differ from the certificate's; [] if bits must agree."""
     about = run_dir.describe()
     keys = [("versions", key) for key in about["versions"]] + [("machine", "cpu")]
     different = [
@@ -98,9 +110,10 @@ def same_machine(given: dict[str, Any]) -> list[str]:
 
 
 def against(given: dict[str, Any], trace: dict[str, Any], tolerance: Tolerance) -> Difference | None:
-    """The first difference of this machine's single process to the certificate's, stage by stage as ever.
+    """Find the first difference between this machine's single process and the certificate's.
 
-    Of tensors a certificate has digests and 2-norms: with a tolerance it is the norms that are compared.
+    The stages are compared in the usual order. A certificate has only digests and 2-norms of tensors, so with a
+    tolerance the norms are compared.
     """
     expected = given["trace"]
     steps = [_held(mine, theirs, tolerance) for mine, theirs in zip(trace["steps"], expected["steps"], strict=False)]
@@ -111,7 +124,7 @@ def against(given: dict[str, Any], trace: dict[str, Any], tolerance: Tolerance) 
 
 
 def _held(mine: dict[str, Any], theirs: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
-    """This machine's record of a step, its tensors held against the certificate's as a rank's would be."""
+    """This machine's record of a step, compared with the certificate's as a rank's would be."""
     step, kinds = mine["step"], [kind for kind in TENSORS if kind in mine]
     return mine | {kind: _compared(mine[kind], theirs.get(kind), step, tolerance) for kind in kinds}
 

@@ -1,9 +1,9 @@
-"""The first difference between a combination and the reference, found by comparing stage after stage.
+"""Find the first difference between a combination and the reference, stage by stage.
 
 difference = first_difference(Traces(reference, ranks, tolerance, clip=1.0))         None: there is none
 
-Within a step every stage is compared before the next, since each computes from what the ones before it gave. The first
-that differs is therefore the cause, and not a consequence.
+Within a step the stages are compared in causal order: each computes from the ones before it. The first that differs is
+therefore the cause, and not a consequence.
 """
 
 import math
@@ -17,23 +17,24 @@ from lockstep.verify.tolerance import Scales, Tolerance, unit_roundoff
 
 __all__ = ["Traces", "first_difference", "traces_of"]
 
-_ROUNDING = 1e-5  # of an evaluation's loss: what other kernels make of it, in float32
-_PARALLEL = 1e-3  # sine of the largest angle between gradients that differ in length alone
-_LENGTH = 1e-3  # share by which a norm may miss what clipping makes of it
-_WHOLE = 1e-12  # share by which quotients of the same whole numbers may differ, in float64
+_ROUNDING = 1e-5  # relative change of an evaluation's loss by other kernels, in float32
+_PARALLEL = 1e-3  # sine of the largest angle between gradients that differ only in length
+_LENGTH = 1e-3  # share by which a length may miss the clipped norm
+_WHOLE = 1e-12  # share by which quotients of the same integers may differ, in float64
 _UNDONE = 1e-6  # share of the whole norm below which a difference may come from undoing the clipping
 _ROUNDINGS = 4.0  # of the norm and the factor, which have the gradients' dtype
 
 
 @dataclass(frozen=True)
 class Traces:
-    """What is compared.
+    """The traces to compare.
 
     Attributes:
-        reference: the single process's trace; ranks: the traces of a combination.
-        tolerance: what may differ.
+        reference: the single process's trace.
+        ranks: the traces of a combination.
+        tolerance: the allowed differences.
         clip: largest norm of a gradient; 0: not clipped.
-        drift: how far an evaluation may be off besides (see Tolerance.drift).
+        drift: additional tolerance of an evaluation (see Tolerance.drift).
     """
 
     reference: dict[str, Any]
@@ -43,16 +44,16 @@ class Traces:
     drift: float = 0.0
 
     def records(self, step: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(rank, record of the step)."""
+        """Yield (rank, record of the step)."""
         for trace in self.ranks:
             yield trace["rank"], trace["steps"][step]
 
     def slots(self, step: int) -> dict[int, dict[str, Any]]:
-        """The reference's micro-batches of a step, by number."""
+        """Return the reference's micro-batches of a step that count, by number."""
         return {slot["micro"]: slot for slot in self.reference["steps"][step]["slots"] if slot["weight"]}
 
     def pairs(self, step: int) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
-        """(rank, its micro-batch, the reference's) for all that count."""
+        """Yield (rank, its micro-batch, the reference's) for all that count."""
         expected = self.slots(step)
         for rank, record in self.records(step):
             for slot in record["slots"]:
@@ -61,14 +62,14 @@ class Traces:
 
 
 def traces_of(spec: RunSpec, reference: dict[str, Any], ranks: list[dict[str, Any]]) -> Traces:
-    """What `first_difference` compares, once a run has been made."""
+    """Collect the traces of a finished run for `first_difference`."""
     last, config = len(reference["steps"]) - 1, spec.request.config
     drift = spec.tolerance.drift(last, Scales.of(reference["steps"], config)[last])
     return Traces(reference, ranks, spec.tolerance, config.optim.clip, drift)
 
 
 def first_difference(traces: Traces) -> Difference | None:
-    """The first in the order of _COMPARED; None where all steps agree."""
+    """Return the first difference in the order of `_COMPARED`; None if all steps agree."""
     for step in range(len(traces.reference["steps"])):
         for check in _COMPARED:
             found = next(check(traces, step), None)
@@ -78,7 +79,10 @@ def first_difference(traces: Traces) -> Difference | None:
 
 
 def _changed(traces: Traces, step: int) -> Iterator[Difference]:
-    """What has other bits than when the last step ended, on the same rank: no tolerance is needed."""
+    """State that changed since the last step ended, on the same rank.
+
+    No tolerance applies.
+    """
     for rank, record in traces.records(step):
         if record["changed"]:
             kind, name = record["changed"][0]
@@ -108,14 +112,14 @@ def _data(traces: Traces, step: int) -> Iterator[Difference]:
 
 
 def _leaf(slot: dict[str, Any], theirs: dict[str, Any] | None) -> str:
-    """Micro-batch and the first tensor of the batch that differs."""
+    """Name the micro-batch, and the first tensor of the batch that differs."""
     other = theirs["data"] if theirs else {}
     keys = [key for key in {**slot["data"], **other} if slot["data"].get(key) != other.get(key)]
     return f"micro-batch {slot['micro']}, batch{keys[0] if keys else ''}"
 
 
 def _whence(traces: Traces, data: dict[str, str]) -> str:
-    """Where the reference has these samples, which tells a wrong order from wrong samples."""
+    """Describe where the reference has these samples: a wrong order, or wrong samples."""
     for record in traces.reference["steps"]:
         for slot in record["slots"]:
             if slot["data"] == data:
@@ -149,7 +153,7 @@ def _normalisation(traces: Traces, step: int) -> Iterator[Difference]:
         if slot["items"] != theirs["items"]:
             text = f"{slot['items']} items instead of {theirs['items']}"
             yield Difference(step, "normalisation", f"micro-batch {slot['micro']}, items", rank, text)
-        mine, expected_share = slot.get("share"), theirs.get("share")  # of whole numbers, so alike in any dtype
+        mine, expected_share = slot.get("share"), theirs.get("share")  # of integers, so equal in any dtype
         if mine is not None and expected_share is not None and not math.isclose(mine, expected_share, rel_tol=_WHOLE):
             times = mine / expected_share if expected_share else math.inf
             text = f"an item counts {times:.6g} times as much as one of the step's {expected} should"
@@ -177,7 +181,7 @@ def _rates(traces: Traces, step: int) -> Iterator[Difference]:
         elif record["rates"] != expected["rates"]:
             text = f"the rates are {record['rates']} instead of {expected['rates']}; the schedule's factor is the same"
             yield Difference(step, "optimizer", "learning rate", rank, text)
-    if same:  # an update at another rate says nothing of the optimizer; the schedule comes next
+    if same:  # an update at another rate cannot show the optimizer is wrong; the schedule comes next
         yield from _of_tensors(traces, step, "weights", "optimizer")
 
 
@@ -216,13 +220,13 @@ def _number(evaluation: dict[str, Any], name: str) -> float:
     return float(evaluation[name] if name in ("items", "loss") else evaluation["metrics"].get(name, math.nan))
 
 
-# Seen are a step's gradients as the optimizer gets them, clipped, and the norm that the engine reports. Wrong gradients
-# point elsewhere. Gradients that point right but are too long or short were clipped wrongly where their length is not
-# what clipping makes of the reported norm; where it is, the norm, and so the sum, is wrong.
+# Recorded are the clipped gradients that the optimizer receives, and the norm that the engine reports. Wrong gradients
+# have another direction. Those with the right direction and a wrong length were clipped wrongly if the length is not
+# the reported norm after clipping; if it is, the norm, and so the sum, is wrong.
 
 
 def _reduction(traces: Traces, step: int) -> Iterator[Difference]:
-    """Differences of the gradients that clipping does not explain."""
+    """Gradient differences that clipping does not explain."""
     if not _badly_clipped(traces, step):
         yield from _behind_the_clipping(traces, step)
         yield from _gradients(traces, step, "reduction")
@@ -230,7 +234,7 @@ def _reduction(traces: Traces, step: int) -> Iterator[Difference]:
 
 
 def _clipping(traces: Traces, step: int) -> Iterator[Difference]:
-    """Gradients whose length is not what clipping makes of their norm."""
+    """Gradients with another length than clipping by their norm gives."""
     bad = _badly_clipped(traces, step)
     if bad:
         rank, norm, length, expected = bad
@@ -267,7 +271,7 @@ def _behind_the_clipping(traces: Traces, step: int) -> Iterator[Difference]:
 
 
 def _shortened(traces: Traces, norm: float) -> float:
-    """What clipping multiplies gradients of this norm by."""
+    """The factor by which clipping multiplies gradients of this norm."""
     return min(1.0, traces.clip / (norm + 1e-6))
 
 
@@ -280,7 +284,7 @@ def _norms(traces: Traces, step: int) -> Iterator[Difference]:
 
 
 def _badly_clipped(traces: Traces, step: int) -> tuple[int, float, float, float] | None:
-    """(rank, reported norm, length found, length expected) of the first rank whose clipping is wrong; else None."""
+    """(rank, reported norm, actual length, expected length) of the first rank with wrong clipping."""
     for rank, record in traces.records(step):
         if "gradient" not in record:
             continue
@@ -297,7 +301,10 @@ def _badly_clipped(traces: Traces, step: int) -> tuple[int, float, float, float]
 
 
 def _lengths(traces: Traces, step: int, own: dict[str, Any]) -> tuple[float, float, float]:
-    """Norm of the whole gradient as a rank has it, of the reference's, and their product: sharded parts added up."""
+    """Norms of a rank's and the reference's whole gradient, and their product.
+
+    Shards are added up.
+    """
     square, whole, expected, product = own["sums"]
     if whole == square:
         return math.sqrt(square), math.sqrt(expected), product
@@ -307,7 +314,7 @@ def _lengths(traces: Traces, step: int, own: dict[str, Any]) -> tuple[float, flo
 
 
 def _of_tensors(traces: Traces, step: int, kind: str, stage: str) -> Iterator[Difference]:
-    """Tensors of a kind that differ from the reference's, then those that ranks should hold alike and do not."""
+    """Tensors of a kind that differ from the reference's or between replicas."""
     found = [(rank, record[kind]) for rank, record in traces.records(step) if kind in record]
     for rank, part in found:
         if part["missing"]:
@@ -325,7 +332,7 @@ def _of_tensors(traces: Traces, step: int, kind: str, stage: str) -> Iterator[Di
 
 
 def _described(first: dict[str, Any]) -> str:
-    """The largest difference in a tensor, in words."""
+    """Describe the largest difference in a tensor."""
     mine, expected = first["values"]
     if isinstance(mine, str):
         return f"it is {mine} instead of {expected}"

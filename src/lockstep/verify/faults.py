@@ -1,4 +1,4 @@
-"""Make a planted fault by its name."""
+"""Plant faults: each makes one rank go wrong, to check that `verify` finds it."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -79,7 +79,7 @@ class OverlappingShards(Fault):
     def task(self, task: Task, context: FaultContext) -> Task:
         config, world = context.config, context.world
         each = -(-config.micro_batches // world.size)
-        own = world.rank * each * config.micro_size  # where this rank's samples begin in a step
+        own = world.rank * each * config.micro_size  # offset of this rank's samples in a step
         return _Ordered(task, lambda place: place - own * (place % config.batch_size >= own))
 
 
@@ -97,7 +97,7 @@ class DroppedOnResume(Fault):
 
 
 class _Ordered(TaskWrapper):
-    """A task whose positions have the samples of other positions on this rank."""
+    """A task that on this rank reads the samples of other positions."""
 
     def __init__(self, inner: Task, move: Callable[[Indices], Indices]) -> None:
         super().__init__(inner)
@@ -133,7 +133,7 @@ class PaddedEvaluation(Fault):
 
 
 class _PaddedBatches:
-    """Every rank computes one micro-batch more, a repeat; it counts on the last rank."""
+    """Batches plus a repeated micro-batch on every rank, which counts on the last."""
 
     def __init__(self, inner: Batches, context: FaultContext) -> None:
         self._inner, self._counts = inner, float(context.is_target_rank)
@@ -175,7 +175,7 @@ class _Averaging(TaskWrapper):
 
 @torch.no_grad()
 def _average(module: nn.Module, _: Any, output: Any) -> None:
-    """A forward hook: momentum 0.1, as in torch.nn.BatchNorm1d."""
+    """Update a running mean in a forward hook, with momentum 0.1 as in torch.nn.BatchNorm1d."""
     while not isinstance(output, Tensor):  # the first tensor of a tuple, or of what a hub model returns
         output = next(iter(output.values() if hasattr(output, "values") else output))
     if module.training:
@@ -184,7 +184,7 @@ def _average(module: nn.Module, _: Any, output: Any) -> None:
 
 
 class _StepCounter(EngineWrapper):
-    """An engine that knows which step it is in."""
+    """An engine that counts its steps."""
 
     def __init__(self, inner: Engine, context: FaultContext) -> None:
         super().__init__(inner)
@@ -193,7 +193,7 @@ class _StepCounter(EngineWrapper):
 
     @property
     def here(self) -> bool:
-        """Whether this is the step at which the fault is planted, on the rank that has it."""
+        """Whether this is the step and the rank of the fault."""
         return self.context.is_target_rank and self.done == self.context.step
 
     def step(
@@ -263,7 +263,7 @@ class _Twice(_StepCounter):
             return super().step(factor, limit, momentum, evaluate)
 
         def again(optimizer: Any, *_: Any) -> None:
-            handle.remove()  # the innermost optimizer ends first; it alone goes on once more, without its peers
+            handle.remove()  # the innermost optimizer ends first; only it steps once more, without its peers
             optimizer.step()
 
         handle = register_optimizer_step_post_hook(again)
@@ -350,7 +350,7 @@ class ClipBeforeUnscale(Fault):
         seen: list[Any] = []
 
         def unscale(optimizer: Any, *_: Any) -> None:
-            if seen and seen[0] is not optimizer:  # one inside another: the outermost has all parameters
+            if seen and seen[0] is not optimizer:  # nested optimizers: the outermost has all parameters
                 return
             seen[:] = [optimizer]
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -427,7 +427,11 @@ _FAULTS: dict[str, type[Fault]] = {
 
 
 def fault(name: str) -> Fault:
-    """Make the fault of that name; "" is none. Raises ConfigError for an unknown one."""
+    """Make a fault by its name; "" is none.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
     if not name:
         return Fault()
     if name not in _FAULTS:

@@ -1,9 +1,11 @@
-"""Watches the real loop from outside: wrappers of the feed, the seeder and the engine, and torch's optimizer hooks.
+"""Record the real loop from outside, by wrapping the batches, the seeder and the engine.
 
-recorder = Recorder(engine, model, reference, device, before=None)
+recorder = StepRecorder(engine, model, reference, device, before=None)
 control = StepControl(rate, recorder.seeding(seed), clock)
 for record in steps(recorder.engine, task, recorder.watch(step_loader), exchange, control):
-    recorder.close(record)                  # recorder.steps[-1] is what this rank did, as plain values
+    recorder.close(record)                # recorder.steps[-1] is this rank's step, as plain values
+
+Torch's optimizer hooks, set by `recorder.hooked()`, record the gradients and the rates.
 """
 
 import contextlib
@@ -34,20 +36,20 @@ TENSORS = ("initial", "gradient", *_KINDS)  # of a step
 
 
 class StepRecorder:
-    """What one rank does in each step.
+    """Recorder of each step of one rank.
 
     Args:
-        engine: the one to watch.
-        model: the plain module that it holds.
-        reference: takes the tensors of each step, and gives what the record is to say of them.
-        device: whose generators are watched.
-        before: digests of the state after the last step, from the recorder of the steps before a resume.
-        tracks_dtypes: whether the dtypes of the first forward are noted.
-        one_update: a step is one update with one gradient; else its updates are compared by what they make.
+        engine: the engine to record.
+        model: the engine's plain module.
+        reference: writes or compares the tensors of each step, and returns their part of the record.
+        device: its generators are recorded.
+        before: digests of the state after the last step, from the recorder before a resume.
+        tracks_dtypes: record the dtypes of the first forward.
+        one_update: a step is one update with one gradient; else its updates are compared by their result.
 
     Attributes:
         engine: for the loop.
-        steps: a record a step, in order.
+        steps: a record for each step, in order.
         dtypes: those of the first forward.
         ended: digests of the state after the last step.
     """
@@ -77,7 +79,7 @@ class StepRecorder:
         self._armed = False
 
     def watch(self, step_loader: StepLoader) -> Iterator[tuple[int, list[MicroBatch]]]:
-        """The feed, noting what is in each step's micro-batches."""
+        """Wrap the batches, and record the content of each step's micro-batches."""
         for step, micro in step_loader:
             slots = [
                 {"micro": b.index, "weight": b.weight, "items": b.items, "data": dict(_digests(b.data))} for b in micro
@@ -87,11 +89,11 @@ class StepRecorder:
             yield step, micro
 
     def seeding(self, seed: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        """The seeder, noting the generators' states."""
+        """Wrap the seeder, and record the generators' states."""
 
         def noted(step: int, index: int) -> None:
             seed(step, index)
-            if index < 0 or self.updates:  # a loss over the whole step, which belongs to no micro-batch
+            if index < 0 or self.updates:  # a loss over the whole step belongs to no micro-batch
                 return
             self._slot = (self._slot + 1) % len(self.steps[-1]["slots"])  # each pass begins with the first
             self._present["seeded"] = _generators(self._device)
@@ -99,16 +101,16 @@ class StepRecorder:
         return noted
 
     def close(self, record: StepRecord) -> None:
-        """Takes what the loop said about the step."""
+        """Add the loop's record of the step. Waits for the device."""
         step, losses = self.steps[-1], iter(record.losses)
         step |= {"items": record.items, "factor": record.factor}
         for slot in step["slots"]:
-            # A loss over the whole step is told once. Waits for the device.
+            # A loss over the whole step is reported once. Waits for the device.
             slot["loss"] = float(next(losses, 0.0)) if slot["weight"] else None
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Within it the optimizers of this process are watched."""
+        """Context manager in which this process's optimizers are recorded."""
         handle = register_optimizer_step_pre_hook(self._before_update)
         try:
             yield
@@ -122,11 +124,11 @@ class StepRecorder:
 
     @property
     def updates(self) -> bool:
-        """Whether the step's update is under way: what is computed then is an optimizer's further evaluation."""
+        """Whether the step's update is running: an optimizer may evaluate the loss again in it."""
         return self._armed
 
     def begin(self) -> AbstractContextManager[Any] | None:
-        """At a step's first micro-batch: has anything changed since the last step ended?"""
+        """At a step's first micro-batch, check whether the state changed since the last step ended."""
         if self._slot or self._begun == len(self.steps):
             return None
         self._begun = len(self.steps)
@@ -143,14 +145,14 @@ class StepRecorder:
         return self.dtypes if self._tracks_dtypes and len(self.steps) == 1 else None
 
     def scaled(self, loss: Tensor, weight: float) -> None:
-        """What the loop hands to `backward`, how much of it counts, and the generators after the forward."""
+        """Record the loss passed to `backward`, its weight, and the generators after the forward."""
         self._present["drawn"] = _generators(self._device)
         self._present["scaled"] = float(loss)  # waits for the device
         self._present["share"] = weight
         self.steps[-1]["loss_dtype"] = str(loss.dtype).removeprefix("torch.")
 
     def update(self, step: Callable[[], StepResult]) -> StepResult:
-        """Around the engine's step."""
+        """Run the engine's step, and record its result and the state."""
         self._armed, self._optimizer = True, None
         try:
             result = step()
@@ -163,7 +165,7 @@ class StepRecorder:
             present[kind] = self._reference.record(kind, present["step"], state[kind])
         present["fingerprint"] = self._reference.fingerprint(dict(state["weights"]) | dict(state["persistent"]))
         self.ended = {kind: {name: digest(local_of(t)) for name, t in state[kind]} for kind in _KINDS}
-        # An engine's state may have a rank's part of a parameter that the model holds whole, or holds now and then.
+        # An engine's state may have a rank's part of a parameter that the model has whole, or only at times.
         held = [(name, local_of(p)) for name, p in self._model.named_parameters()]
         self.ended["held"] = {name: digest(tensor) for name, tensor in held if tensor.numel()}
         return result
@@ -180,9 +182,10 @@ class StepRecorder:
         return found
 
     def _before_update(self, optimizer: Any, *_: Any) -> None:
-        """A split optimizer calls one inside another: the outermost has all parameters.
+        """Record the rates and, once a step, the gradients before an optimizer's update.
 
-        Another one takes one group after another, or a part of one: an update is over where the first comes again.
+        A split optimizer calls another inside: the outermost has all parameters. Another kind takes one group after
+        another, or parts of one: an update is over when the first parameter comes again.
         """
         if not self._armed or self._optimizer not in (None, optimizer):
             return
@@ -202,7 +205,7 @@ class StepRecorder:
     def _before_first(self, step: dict[str, Any]) -> None:
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         gradients = [(n, p.grad) for n, p in named if p.grad is not None and self._one_update]
-        if gradients:  # some engines keep them elsewhere: there the norm is compared, and what the update makes
+        if gradients:  # some engines keep them elsewhere: then the norm and the result of the update are compared
             step["gradient"] = self._reference.record("gradient", step["step"], gradients)
             step["gradient_dtype"] = coarsest(gradient.dtype for _, gradient in gradients)
         if self.ended:
@@ -211,7 +214,7 @@ class StepRecorder:
 
 
 class _Probe(EngineWrapper):
-    """The engine as the loop sees it."""
+    """The engine that the loop uses."""
 
     def __init__(self, inner: Engine, recorder: StepRecorder) -> None:
         super().__init__(inner)
@@ -243,12 +246,12 @@ class _Probe(EngineWrapper):
 
 
 def _digests(data: Any) -> Iterator[tuple[str, str]]:
-    """(path, digest) of every leaf of a nested batch."""
+    """Yield (path, digest) of every leaf of a nested batch."""
     return ((path, digest(leaf)) for path, leaf in leaves(data))
 
 
 def _generators(device: torch.device) -> str:
-    """One digest of the states of all generators that a model may draw from."""
+    """Digest the states of all generators that a model may draw from."""
     python = random.getstate()[1]
     numpy: Any = np.random.get_state()
     parts = [

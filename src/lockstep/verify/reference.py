@@ -1,10 +1,10 @@
-"""The reference's tensors: written by the single process, and held against what each rank of another run has.
+"""Store the reference's tensors, and compare each rank's tensors of another run with them.
 
 store = TensorStore(folder)
 store.write("weights", step, named_tensors)
-store.read("weights", step)["blocks.0.weight"]          # a CPU tensor, read from the disk now
+store.read("weights", step)["blocks.0.weight"]          # a CPU tensor, read from disk on access
 
-Tensors are written, read and compared one at a time, each rank its own part, so that nothing is gathered.
+Tensors are written, read and compared one at a time, and each rank compares its own part, so nothing is gathered.
 """
 
 import json
@@ -32,13 +32,13 @@ Named = list[tuple[str, Tensor]]
 
 PIECE = 2**18  # elements that are converted to float64 at a time
 
-# Of a tensor's part: the largest 2-norm of its error, or a function of a piece's place to the largest error of elements
+# For a part of a tensor: the largest 2-norm of its error, or a piece's place -> the largest error of its elements
 Limit = float | Callable[[slice], Tensor]
 LimitOf = Callable[[str, Tensor, TensorBox], Limit]
 
 
 class StoredTensors:
-    """What one `write` wrote; each tensor is read from the disk when it is asked for."""
+    """The tensors of one `write`; each is read from disk on access."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -47,11 +47,15 @@ class StoredTensors:
 
     @property
     def names(self) -> list[str]:
-        """In the order in which they were written."""
+        """Names in the order of writing."""
         return list(self._index)
 
     def __getitem__(self, name: str) -> Tensor:
-        """A new CPU tensor. KeyError for a name that was not written."""
+        """Read a tensor to the CPU.
+
+        Raises:
+            KeyError: no tensor of this name was written.
+        """
         offset, size, dtype, shape = self._index[name]
         with self._path.open("rb") as file:
             file.seek(offset)
@@ -69,7 +73,7 @@ class TensorStore:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: str, step: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes whole tensors of any device and dtype; one of them at a time is copied to the host."""
+        """Write whole tensors of any device and dtype, one at a time through the host."""
         path, index, offset = self._path(kind, step), {}, 0
         with path.open("wb") as file:
             for name, tensor in tensors:
@@ -81,12 +85,12 @@ class TensorStore:
         path.with_suffix(".json").write_text(json.dumps(index), encoding="utf-8")
 
     def read(self, kind: str, step: int) -> StoredTensors:
-        """What was written; empty where nothing was."""
+        """Open the tensors of a kind and step; empty if none were written."""
         return StoredTensors(self._path(kind, step))
 
     @property
     def free(self) -> int:
-        """Bytes that are free on its disk."""
+        """Free bytes on its disk."""
         return shutil.disk_usage(self._folder).free
 
     def _path(self, kind: str, step: int) -> Path:
@@ -95,7 +99,7 @@ class TensorStore:
 
 @final
 class ReferenceWriter:
-    """For the reference: tensors go to the store, digests and norms into the record."""
+    """Writer for the reference: tensors go to the store, digests and norms into the record."""
 
     def __init__(self, store: TensorStore, steps: int) -> None:
         self._store, self._steps = store, steps
@@ -109,7 +113,11 @@ class ReferenceWriter:
         return {"digests": digests, "norms": norms, "square": math.fsum(n * n for n in norms.values())}
 
     def _check_room(self, size: int) -> None:
-        """Raises ConfigError unless the gradients, weights and moments of all steps have room."""
+        """Check that the gradients, weights and moments of all steps fit on the disk.
+
+        Raises:
+            ConfigError: they do not.
+        """
         needed, free = size * (4 * self._steps + 4), self._store.free
         if free < needed:
             raise ConfigError(
@@ -123,13 +131,13 @@ class ReferenceWriter:
 
 @final
 class ReferenceComparer:
-    """For all others: each rank compares its parts with the reference's.
+    """Comparer for all other runs: each rank compares its parts with the reference's.
 
     Args:
         store: the reference's.
         steps: the reference's records.
-        tolerance: what may differ.
-        config: of the run; its optimizer's numbers are needed.
+        tolerance: the allowed differences.
+        config: of the run, for the optimizer's hyperparameters.
     """
 
     def __init__(self, store: TensorStore, steps: list[dict[str, Any]], tolerance: Tolerance, config: Config) -> None:
@@ -141,12 +149,12 @@ class ReferenceComparer:
         return compare(tensors, self._store.read(kind, step), partial(self._limit, kind, step, second))
 
     def fingerprint(self, model: dict[str, Tensor]) -> str:
-        return ""  # every tensor is compared, and a split model's would have to be gathered
+        return ""  # every tensor is compared, and a sharded model's would have to be gathered
 
     def _limit(
         self, kind: str, step: int, second: StoredTensors | None, name: str, expected: Tensor, block: TensorBox
     ) -> Limit:
-        """The largest error of a part of one tensor; -1: none at all."""
+        """The largest error of a part of one tensor; -1: no bit may differ."""
         tolerance = EXACT if kind == "initial" else self._tolerance
         if tolerance.exact or not expected.is_floating_point() or name.endswith("/step"):
             return -1.0
@@ -164,21 +172,21 @@ class ReferenceComparer:
 
 
 def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limit_of: LimitOf) -> dict[str, Any]:
-    """How this rank's parts differ from the reference's, as plain values for `found`.
+    """Compare this rank's parts with the reference's, and return the differences as plain values.
 
     Args:
-        tensors: by name, in the model's order; DTensors where sharded.
+        tensors: by name, in the model's order; DTensors if sharded.
         expected: the reference's, of the same kind and step.
         limit_of: (name, reference's part, block) -> the largest error, see Limit; below 0: no bit may differ.
 
     Returns:
-        "digests": of the tensors that this rank holds whole.
-        "first": the first tensor that is not as it should be: its name, the largest difference, where, both values.
+        "digests": of the tensors that this rank has whole.
+        "first": the first tensor beyond its limit: its name, the largest difference, where, both values.
         "largest": [relative difference, name]: of the tensor's largest error to its largest element.
         "equal": whether all bits are.
         "apart": the 2-norm of the difference of all that this rank has.
-        "sums": squares of what this rank has, of what it has whole, of the reference's part, and their product.
-        "parts": by name, squares of what this rank has and of the reference's part, and their product.
+        "sums": squares of this rank's elements, of those that it has whole, of the reference's part, and their product.
+        "parts": by name, squares of this rank's elements and of the reference's part, and their product.
         "missing": names on one side only.
     """
     found: dict[str, Any] = {"digests": {}, "first": None, "largest": [0.0, ""], "equal": True, "missing": []}
@@ -212,12 +220,12 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether this is a plain tensor, which every rank holds whole."""
+    """Whether this is a plain tensor, which every rank has whole."""
     return not hasattr(tensor, "placements")
 
 
 def cut(whole: Tensor, block: TensorBox) -> Tensor:
-    """The part of a whole tensor that a block says; a view."""
+    """Return the block of a whole tensor, as a view."""
     for dimension, (start, length) in enumerate(zip(block.offsets, block.shape, strict=True)):
         whole = whole.narrow(dimension, start, length)
     return whole
@@ -241,7 +249,7 @@ def _tally(sums: list[float], mine: Tensor, theirs: Tensor, whole: bool) -> list
 def _difference(
     found: dict[str, Any], name: str, mine: Tensor, theirs: Tensor, block: TensorBox, limit_of: LimitOf
 ) -> float:
-    """Notes how a part of a tensor differs; the square of how far."""
+    """Record how a part of a tensor differs, and return the squared distance."""
     if digest(mine) == digest(theirs):
         return 0.0
     found["equal"] = False
@@ -249,7 +257,7 @@ def _difference(
     worst, size, error, allowed_square = (-1.0, 0), 0.0, 0.0, 0.0
     for place, a, b in _pieces(mine, theirs):
         apart = (a - b).abs()
-        if not apart.isfinite().all():  # inf - inf, or a nan that has other bits: what is not finite differs
+        if not apart.isfinite().all():  # inf - inf, or a nan with other bits: count it as different
             apart = torch.where(apart.isfinite(), apart, math.inf)
         at = int(apart.argmax())
         worst = max(worst, (float(apart[at]), -(place.start + at)))
@@ -271,7 +279,10 @@ def _difference(
 
 
 def _pieces(mine: Tensor, theirs: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(place, piece of the one, piece of the other) in float64: at no time does a whole tensor lie in memory so."""
+    """Yield (place, piece of one, piece of the other) in float64.
+
+    A whole tensor is never converted.
+    """
     one, other = mine.reshape(-1), theirs.reshape(-1)
     for start in range(0, one.numel(), PIECE):
         place = slice(start, start + PIECE)
@@ -288,11 +299,14 @@ def _place(flat: int, block: TensorBox) -> list[int]:
 
 
 def square(tensor: Tensor) -> float:
-    """The sum of the squares of all elements, in float64."""
+    """Sum the squares of all elements in float64."""
     plain = _real(tensor.detach())
     return math.fsum(float(a @ a) for _, a, _ in _pieces(plain, plain))
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A complex tensor with its real and imaginary parts as a last dimension; any other as it is. A view."""
+    """View a complex tensor with real and imaginary parts as a last dimension.
+
+    Any other is returned unchanged.
+    """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

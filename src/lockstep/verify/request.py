@@ -1,8 +1,10 @@
-"""What is asked for, and from it what the run of each combination of engine and world size is to do.
+"""Define the request of a verification, the run of each combination, and the resulting table.
 
-request = Request(Config(batch_size=8), engines=["single", "ddp"], world_sizes=[1, 2])
+request = VerifyRequest(Config(batch_size=8), engines=["single", "ddp"], world_sizes=[1, 2])
 combinations = combine(request.engines, request.world_sizes, compiled=False)          single x1, ddp x1, ddp x2
 spec = run_spec(request, combinations[2], folder, Fault(), coarsest="float64")
+
+`Fault` is the base of planted faults, `STAGES` explains each stage, `VerifyTable` is the result.
 """
 
 import dataclasses
@@ -49,12 +51,13 @@ Seed = Callable[[int, int], None]
 
 @dataclass
 class FaultContext:
-    """Where a fault is planted.
+    """The time and place of a fault.
 
     Attributes:
-        step: at which step, for one that has a moment.
+        step: the step of the fault, if it shows at a step.
         begin: the first step since the run was started or resumed.
-        model: the plain module that the engine holds; feed: this rank's batches. There once the parts are made.
+        model: the engine's plain module, once built.
+        step_loader: this rank's batches, once built.
     """
 
     world: World
@@ -70,42 +73,46 @@ class FaultContext:
         return self.begin > 0
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the model, in its order."""
+        """Return the model's parameters in order."""
         assert self.model is not None
         return list(self.model.parameters())
 
     @property
     def is_target_rank(self) -> bool:
-        """Whether this is the one rank that goes wrong: the last."""
+        """Whether this is the rank with the fault: the last."""
         return self.world.rank == self.world.size - 1
 
 
 class Fault:
-    """No fault: every part is given back as it is. Each subclass changes one.
+    """No fault: every part is returned unchanged. Each subclass changes one.
 
     Attributes:
         name: for `--plant`.
         text: one line.
         stage: the cause that the comparison has to name.
         moment: "start", "step", "resume" or "end": when it shows.
-        everywhere: the single process has it too, where it does no harm.
+        everywhere: the single process has it too, where it is harmless.
     """
 
     name, text, stage, moment = "", "", "", "start"
     everywhere = False
 
     def check(self, config: Config, steps: int, resume: int) -> None:
-        """Raises ConfigError where the fault could not show."""
+        """Check that the fault can show in this run.
+
+        Raises:
+            ConfigError: it cannot.
+        """
 
     def task(self, task: Task, context: FaultContext) -> Task:
         return task
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
-        """The engine below the recorder: a fault of the engine or of the machine."""
+        """Wrap the engine below the recorder, for a fault of engine or machine."""
         return engine
 
     def outside(self, engine: Engine, context: FaultContext) -> Engine:
-        """The engine above the recorder: a fault of the loop."""
+        """Wrap the engine above the recorder, for a fault of the loop."""
         return engine
 
     def seed(self, seed: Seed, context: FaultContext) -> Seed:
@@ -115,12 +122,12 @@ class Fault:
         return batches
 
     def close(self) -> None:
-        """Takes back whatever was hung up in this process."""
+        """Remove the hooks of the fault from this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """One way to compute the same steps."""
+    """An engine at a world size, eager or compiled, that computes the same steps."""
 
     engine: str
     world_size: int
@@ -142,11 +149,11 @@ _COMPILED = Combination(PLAIN, 1, compiled=True)
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """What is to be proved. The fields are the arguments of `lockstep.verify`, besides:
+    """A verification to run. The fields are the arguments of `lockstep.verify`.
 
     Attributes:
         engines: () is every engine that needs no further package and no GPU.
-        precision: "" is float64, but for `config.exact` and where one of the engines has none: then the config's.
+        precision: "" is float64; the config's with `config.exact`, or if one of the engines has no float64.
     """
 
     config: Config
@@ -177,14 +184,14 @@ class VerifyRequest:
 
     @property
     def fault_step(self) -> int:
-        """The step of a fault that has a moment."""
+        """The step of a fault that shows at a step."""
         if self.plant_at is not None:
             return self.plant_at
         usual = min(2, self.steps - 1)
-        return max(0, usual - (usual == self.resume))  # not where a resume could be taken for it
+        return max(0, usual - (usual == self.resume))  # not where a resume could be mistaken for it
 
     def resolved(self) -> "VerifyRequest":
-        """The same with its defaults filled in, and without what a proof leaves alone: the sinks, an end in between."""
+        """Fill in the defaults, and turn off sinks and early stops."""
         engines = self.engines or tuple(name for name, entry in ENGINES.items() if entry.everywhere)
         wide = not self.config.exact and all(ENGINES[name].float64 for name in engines if name in ENGINES)
         given, own = ("" if name == "auto" else name for name in (self.precision, self.config.precision))
@@ -196,15 +203,15 @@ class VerifyRequest:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What the run of one combination is to do.
+    """The run of one combination.
 
     Attributes:
         key: names its traces; the reference's is "reference".
-        folder: where traces, checkpoints and the reference's tensors lie.
-        reference: the key of the trace that is compared with; "" writes one.
-        tolerance: what may differ from it.
-        fault: what is planted, if anything.
-        disturbed: its sums are rounded otherwise, to measure what that makes; see `wrappers.Disturbed`.
+        folder: of traces, checkpoints and the reference's tensors.
+        reference: the key of the trace to compare with; "" writes one.
+        tolerance: the allowed differences from it.
+        fault: the planted fault, if any.
+        disturbed: its sums are rounded differently, to measure the effect; see `wrappers.Disturbed`.
     """
 
     key: str
@@ -218,14 +225,17 @@ class RunSpec:
 
     @property
     def resume(self) -> int:
-        """The step before which the run is saved, ended and begun again; 0: never, as the reference."""
+        """The step before which the run is saved, ended and resumed; 0: never.
+
+        It is 0 for the reference.
+        """
         return self.request.resume if self.reference and not self.disturbed else 0
 
 
 def combine(engines: Sequence[str], world_sizes: Sequence[int], compiled: bool) -> list[Combination]:
-    """Every engine at every world size, world sizes ascending; first the single process itself, run again.
+    """List every engine at every world size, ascending, after the single process run again.
 
-    An engine that is one process appears once.
+    An engine of one process appears once.
 
     Raises:
         ConfigError: an unknown engine, or a world size below 1.
@@ -248,10 +258,10 @@ def combine(engines: Sequence[str], world_sizes: Sequence[int], compiled: bool) 
 
 
 def refusal(one: Combination, config: Config) -> str | None:
-    """Why this combination cannot run, as far as that can be said without starting it; else None.
+    """Return why this combination cannot run, as far as known before it starts; else None.
 
     Args:
-        config: where its micro-batch is still "auto" the model decides how a step is cut: then nothing is said yet.
+        config: if its micro-batch is still "auto", the model decides how a step is split, and the answer is None.
     """
     if config.exact and config.micro_batch_size:
         try:
@@ -262,7 +272,10 @@ def refusal(one: Combination, config: Config) -> str | None:
 
 
 def reference_specs(request: VerifyRequest, folder: Path, fault: Fault, *, compiled: bool) -> list[RunSpec]:
-    """The single process, and in exact mode the compiled one too, since compiled has other bits than eager."""
+    """Return the single process, and in exact mode the compiled one too.
+
+    Compiled code has other bits than eager code.
+    """
     planted = fault if fault.everywhere else Fault()
     specs = [RunSpec("reference", REFERENCE, request, folder, "", fault=planted)]
     if compiled and request.config.exact:
@@ -271,7 +284,7 @@ def reference_specs(request: VerifyRequest, folder: Path, fault: Fault, *, compi
 
 
 def disturbed_spec(request: VerifyRequest, folder: Path, fault: Fault) -> RunSpec:
-    """The single process with its sums rounded otherwise, compared with the reference only to see how far it moves."""
+    """Return the single process with its sums rounded differently, to measure how far it moves."""
     planted = fault if fault.everywhere else Fault()
     return RunSpec("reference-disturbed", REFERENCE, request, folder, "reference", _ANY, planted, disturbed=True)
 
@@ -284,11 +297,11 @@ def run_spec(
     coarsest: str,
     measured: tuple[float, ...] = (),
 ) -> RunSpec:
-    """The run that is compared with its reference.
+    """Return the run of a combination that is compared with its reference.
 
     Args:
         fault: planted on combinations of several ranks.
-        coarsest: dtype that the reference's model computes in, at its coarsest.
+        coarsest: the coarsest dtype that the reference's model computes in.
         measured: see Tolerance.
     """
     exact = request.config.exact and one.compiled and one != _COMPILED
@@ -301,10 +314,10 @@ def run_spec(
     return RunSpec(one.key, one, request, folder, reference, allowed, planted)
 
 
-_SHARE = 1e-4  # from which on a share is said in per cent
+_SHARE = 1e-4  # shares from here on are shown in per cent
 
-# The stages of a step, in the order in which two runs are compared, and what a first difference there means. Whatever a
-# stage computes from is compared before it, so the first that differs is the cause.
+# The stages of a step in the order of comparison, and the meaning of a first difference there. The inputs of a stage
+# are compared before it, so the first that differs is the cause.
 STAGES = {
     "determinism": "the same program computes something else when it runs again, so no engine is to blame",
     "initial weights": "the ranks do not begin with the same weights",
@@ -326,14 +339,15 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a combination first differs from the reference.
+    """The first difference of a combination from the reference.
 
     Attributes:
         step: 0-based.
         stage: the cause, a key of STAGES.
         where: the tensor, or the micro-batch.
-        rank: the first rank that differs, -1 where it is no rank's doing; `ranks`: all of them, where known.
-        text: what was found there.
+        rank: the first rank that differs, -1 if no rank is at fault.
+        text: a description of the difference.
+        ranks: all ranks that differ, if known.
     """
 
     step: int
@@ -346,14 +360,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class TableRow:
-    """One combination.
+    """The result of one combination.
 
     Attributes:
         verdict: "equal" (all bits), "close" (within the tolerance), "different", "not proved", "failed" or
             "unavailable".
-        largest: the largest relative difference of a weight after the last step, and in which tensor.
-        hidden: share of a step's gradient below which a difference would not have shown.
-        difference: the first difference, where the verdict is "different".
+        largest: the largest relative difference of a weight after the last step, and its tensor.
+        hidden: share of a step's gradient below which a difference would not show.
+        difference: the first difference, if the verdict is "different".
         reason: why it failed, cannot run or proves nothing.
     """
 
@@ -370,7 +384,7 @@ class TableRow:
 
     @property
     def text(self) -> str:
-        """What the table says of it."""
+        """The row's text in the table."""
         if self.verdict == "equal":
             return "bitwise equal"
         if self.verdict == "close":
@@ -384,14 +398,14 @@ class TableRow:
 
 @dataclass
 class VerifyTable:
-    """The outcome of `verify`; `print(table)` shows it, `table.ok` says whether everything agreed.
+    """The result of `verify`: `print(table)` shows it, `table.ok` is whether everything agreed.
 
     Attributes:
-        rows: one a combination.
+        rows: one for each combination.
         title: what was compared, and how exactly.
-        notes: what applies to all rows: a task that is not deterministic, a planted fault.
+        notes: facts about all rows: a task that is not deterministic, a planted fault.
         difference: between the single process and itself, or another machine's certificate.
-        certificate: what a certificate holds; None where nothing was run.
+        certificate: the content of a certificate; None if nothing ran.
     """
 
     title: str
@@ -418,7 +432,7 @@ class VerifyTable:
 
 
 def _shown(found: Difference, *, named: bool) -> str:
-    """A difference in words; `named`: there is more than one rank to name."""
+    """Describe a difference; `named`: there is more than one rank to name."""
     others = [rank for rank in found.ranks if rank != found.rank]
     also = f" (and {listed(others)})" if others else ""
     rank = f"rank {found.rank}{also}, " if named and found.rank >= 0 else ""
@@ -429,6 +443,6 @@ def _shown(found: Difference, *, named: bool) -> str:
 
 
 def listed(numbers: Iterable[int]) -> str:
-    """`0, 1, 2`, shortened where long."""
+    """Format numbers as `0, 1, 2`, shortened if there are many."""
     texts = [str(number) for number in sorted(numbers)]
     return ", ".join(texts if len(texts) <= 8 else [*texts[:7], f"... ({len(texts)} of them)"])

@@ -1,7 +1,9 @@
-"""How far two runs that add the same numbers in another order may be apart. docs/verify.md derives it.
+"""Bound the distance of two runs that add the same numbers in another order.
 
 tolerance = Tolerance(terms=10, sums=2**-53, inner=2**-53)
 tolerance.relative(step)        of a gradient, as a share of the whole gradient's norm
+
+docs/verify.md derives the bounds. `DtypeTracker` and `OperationLog` record the dtypes and operations of a forward.
 """
 
 import math
@@ -38,12 +40,12 @@ Line = tuple[str, str, list[str]]  # module, operation, digests
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> str:
-    """The name of the one that rounds most: "bfloat16"; "float64" where there is none."""
+    """Return the name of the dtype that rounds most, such as "bfloat16"; default "float64"."""
     return str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)).removeprefix("torch.")
 
 
 class DtypeTracker(TorchDispatchMode):
-    """Notes the floating-point and complex dtypes of all results."""
+    """Dispatch mode that records the floating-point and complex dtypes of all results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -56,12 +58,12 @@ class DtypeTracker(TorchDispatchMode):
 
     @property
     def name(self) -> str:
-        """The coarsest of them: "bfloat16"; "float64" where there was none."""
+        """The coarsest recorded dtype, such as "bfloat16"; "float64" if there was none."""
         return coarsest(self.dtypes)
 
 
 class OperationLog(TorchDispatchMode):
-    """Notes every operation's result by its digest, and the module in whose forward it ran. Waits for the device."""
+    """Dispatch mode that records every operation's digest and its module. Waits for the device."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,16 +87,16 @@ class OperationLog(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         found = [digest(tensor) for tensor in _tensors(result) if not tensor.is_meta]
-        if found and not str(function).startswith(("aten.empty", "aten.new_empty")):  # whatever lay in that memory
+        if found and not str(function).startswith(("aten.empty", "aten.new_empty")):  # uninitialised memory
             self.lines.append((self._inside[-1] if self._inside else "", str(function), found))
         return result
 
     def _leave(self) -> None:
-        self._inside.pop()  # and returns None: a forward hook's value would take the place of the output
+        self._inside.pop()  # and returns None: a forward hook's value would replace the output
 
 
 def first_unequal(one: list[Line], other: list[Line]) -> tuple[int, Line, Line] | None:
-    """(place, line, line) where two logs first differ; None where they agree."""
+    """Return (index, line, line) of the first difference between two logs; None if they agree."""
     for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         if list(mine) != list(theirs):
             return place, mine, theirs
@@ -114,33 +116,33 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def digest(value: Tensor | bytes) -> str:
-    """xxh3 of the bytes, as 16 hexadecimal digits."""
+    """Return xxh3 of the bytes as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(bytes_of(value) if isinstance(value, Tensor) else value)
 
 
-SAFETY = 32.0  # growth of an error by the model and the optimizer from step to step: the one assumption
+SAFETY = 32.0  # growth of an error through model and optimizer from step to step: the one assumption
 INNER = 16.0  # products and sums inside the model, once its weights differ in their last digits
 CEILING = 0.25  # a larger difference is never rounding
-LEAST = 4.0  # roundings in the model that are allowed, once its weights differ, whatever was measured
-MEASURED = 4.0  # times what was measured: another order rounds otherwise
-FINE = 1e-4  # share of a gradient below which nothing is measured: an activation that changes its side may move as much
-_SPREAD = 4.0  # share of the norm in which an element may be off whatever its tensor's size: cancelled gradients
-_KERNEL_TERMS = 4096  # of the longest sum inside a model, which another compiler or machine may add in another order
-_TRAVEL = 2.0  # updates, in learning rates, that Adam makes at most of an element whose gradient is all rounding
+LEAST = 4.0  # roundings in the model that are always allowed, once its weights differ
+MEASURED = 4.0  # times the measured distance: another order rounds differently
+FINE = 1e-4  # share of a gradient below which measuring is useless: an activation that flips its sign may move as much
+_SPREAD = 4.0  # share of the norm by which an element may be off whatever its tensor's size: cancelled gradients
+_KERNEL_TERMS = 4096  # terms of the longest sum inside a model, which another compiler or machine may reorder
+_TRAVEL = 2.0  # largest Adam update, in learning rates, of an element whose gradient is all rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What may differ.
+    """The allowed differences between two runs.
 
     Attributes:
-        terms: numbers that are added in another order: micro-batches and ranks; with another compiler also the
-            longest sum inside the model. 0: nothing may differ, not a bit.
+        terms: numbers that are added in another order: micro-batches and ranks; with another compiler also the longest
+            sum inside the model. 0: not a bit may differ.
         sums: unit roundoff of the gradients' dtype.
-        inner: unit roundoff of the coarsest dtype in which the model computes.
-        compiled: another compiler than the reference's, so that even the first forward differs.
-        measured: of each step, how far the single process's gradient moved when its sums were rounded otherwise, as a
-            share of the gradient's norm; (): it was not measured.
+        inner: unit roundoff of the coarsest dtype that the model computes in.
+        compiled: another compiler than the reference's, so even the first forward differs.
+        measured: for each step, how far the single process's gradient moved when its sums were rounded differently, as
+            a share of the gradient's norm; (): not measured.
     """
 
     terms: int
@@ -154,23 +156,23 @@ class Tolerance:
         return self.terms == 0
 
     def relative(self, step: int) -> float:
-        """Largest 2-norm of a gradient's error after `step` updates, as a share of the gradient's norm."""
+        """Return the largest 2-norm of a gradient's error after `step` updates, relative to its norm."""
         most = max(self.measured[: step + 1], default=0.0)
         if most > 0.0:
-            # Of the few elements whose rounding turns over, and that Adam may move by a whole update, one run may show
+            # A few elements round the other way, and Adam may move them by a whole update; one run may show
             # some and another none.
             return min(self.bound(step), max(MEASURED * most, FINE + (LEAST * self.inner if step else 0.0)))
         return self.bound(step)
 
     def bound(self, step: int) -> float:
-        """The same, derived from the dtypes alone: what no measurement may exceed."""
+        """Return the same bound from the dtypes alone, which no measurement may exceed."""
         if self.exact:
             return 0.0
         disturbed = INNER * self.inner if step or self.compiled else 0.0
         return min(CEILING, SAFETY * self.terms * self.sums * (step + 1) + disturbed)
 
     def close(self, step: int, mine: float, expected: float, share: float | None = None) -> bool:
-        """Whether two numbers that were summed from losses or weights of `step` agree, within `share` of themselves."""
+        """Whether two sums of losses or weights in `step` agree within `share` of themselves."""
         if mine == expected or (mine != mine and expected != expected):
             return True
         return abs(mine - expected) <= (self.bound(step) if share is None else share) * max(abs(mine), abs(expected))
@@ -178,13 +180,14 @@ class Tolerance:
     def weights(
         self, step: int, expected: Tensor, second: Tensor | None, scales: "Scales"
     ) -> Callable[[slice], Tensor]:
-        """Largest error of the elements at a place of a flattened parameter after the update of `step`, in float64.
+        """Return a function of a slice -> the largest error of these parameter elements.
 
-        By the bound: Adam divides an element's error by its own size, of which the whole gradient's says nothing.
+        The errors are float64, and hold after the update of `step`. They use the bound: Adam divides an element's error
+        by its own size, which the whole gradient does not determine.
 
         Args:
             expected: the reference's parameter.
-            second: the reference's running mean of squared gradients, where the optimizer has one.
+            second: the reference's running mean of squared gradients, if the optimizer has one.
             scales: of this step.
         """
         flat, moments = expected.reshape(-1), None if second is None else second.reshape(-1)
@@ -202,24 +205,25 @@ class Tolerance:
         return largest
 
     def drift(self, step: int, scales: "Scales") -> float:
-        """How far a weight may be off whose gradient cancels to nothing, as that of a bias before a BatchNorm.
+        """Return how far a weight may be off if its gradient cancels.
 
-        The loss does not depend on such a weight, but a running mean, and with it an evaluation, follows it.
+        A bias before a BatchNorm is such a weight. The loss does not depend on it, but a running mean, and with it an
+        evaluation, follows it.
         """
         return scales.travel * min(_TRAVEL, 2.0 * self._noise(step) * scales.norm / scales.eps) if self.terms else 0.0
 
     def _noise(self, step: int) -> float:
-        """Error of an element's gradient that is all rounding, as a share of the whole gradient's norm."""
+        """Error of an all-rounding gradient element, as a share of the gradient's norm."""
         return _SPREAD * self.terms * self.sums + (self.inner / 64.0 if step or self.compiled else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What the errors of a step are measured against.
+    """The magnitudes that a step's errors are relative to.
 
     Attributes:
         norm: largest 2-norm of a gradient so far, after clipping.
-        travel: learning rates of all updates so far, added up.
+        travel: sum of the learning rates of all updates so far.
         beta2, eps: of AdamW; beta2 is 0 for an optimizer without.
     """
 
@@ -230,7 +234,7 @@ class Scales:
 
     @classmethod
     def of(cls, steps: list[dict[str, Any]], config: Config) -> list[Self]:
-        """For each step, from the reference's records."""
+        """Compute the scales of each step from the reference's records."""
         found: list[Self] = []
         norm = travel = 0.0
         for step in steps:
@@ -246,12 +250,14 @@ EXACT = Tolerance(0)
 def tolerance_of(
     config: Config, world_size: int, coarsest: str, *, other_kernels: bool, measured: tuple[float, ...] = ()
 ) -> Tolerance:
-    """Bits with --exact, where the kernels are the same; else what the dtypes and the number of terms allow.
+    """Return the tolerance of a run.
+
+    It is zero with --exact and the same kernels; else it follows from the dtypes and the number of terms.
 
     Args:
-        coarsest: dtype that the model computes in, at its coarsest.
-        other_kernels: those of another compiler or machine than the reference's.
-        measured: see Tolerance; it says nothing of other kernels.
+        coarsest: the coarsest dtype that the model computes in.
+        other_kernels: the run has another compiler or machine than the reference.
+        measured: see Tolerance; it does not apply to other kernels.
     """
     if config.exact and not other_kernels:
         return EXACT
@@ -265,10 +271,13 @@ def tolerance_of(
 
 
 def unit_roundoff(name: str) -> float:
-    """2**-53 for "float64", 2**-24 for "float32", 2**-8 for "bfloat16": half the spacing of numbers at 1."""
+    """Return half the spacing of a dtype's numbers at 1.
+
+    That is 2**-53 for "float64", 2**-24 for "float32" and 2**-8 for "bfloat16".
+    """
     return float(torch.finfo(getattr(torch, name.removeprefix("torch."))).eps) / 2
 
 
 def _mean(flat: Tensor) -> float:
-    """In float64, without a copy of the whole in float64."""
+    """The mean in float64, without a float64 copy of the whole."""
     return math.fsum(float(piece.double().sum()) for piece in torch.split(flat, 2**18)) / max(1, flat.numel())

@@ -1,4 +1,8 @@
-"""One verification: the single process, then itself again, then every combination by world size."""
+"""Run a verification: the single process, the same again, then every combination by world size.
+
+`run` serves `lockstep verify`, `prove` serves `lockstep.verify`. An executor starts the processes, or uses the ranks
+of a torchrun job; `Verification` makes the runs, and compares them.
+"""
 
 import argparse
 import contextlib
@@ -64,18 +68,18 @@ __all__ = [
 def start(
     function: Callable[..., None], size: int, args: tuple[Any, ...], *, folder: Path, device: str, patience: float
 ) -> None:
-    """Runs `function(world, say, *args)` on each of `size` ranks to the end. See `spawn.start`."""
+    """Run `function(world, say, *args)` on each of `size` ranks to the end. See `spawn.start`."""
     preload = ["lockstep.verify.worker"]
     spawn.start(function, size, args, device=device, patience=patience, folder=folder, preload=preload, what="the task")
 
 
 class Executor(Protocol):
-    """Makes runs; every rank of a job calls each method alike, and reads the same files afterwards.
+    """Runner of combinations. Every rank of a job calls each method alike, then reads the same files.
 
     Attributes:
         folder: a new one that all ranks see.
         is_main: whether this process prints and writes.
-        world_size: the one that it has beside 1; 0: it has any.
+        world_size: the only world size apart from 1; 0: any.
     """
 
     folder: Path
@@ -83,17 +87,21 @@ class Executor(Protocol):
     world_size: int
 
     def run(self, specs: Sequence[RunSpec]) -> None:
-        """Makes runs of one world size, one after another. Raises RankFailed for the first that fails."""
+        """Run specs of one world size in order.
+
+        Raises:
+            RankFailed: for the first that fails.
+        """
 
     def log_operations(self, spec: RunSpec, step: int, name: str) -> None:
         """See `worker.log_operations`."""
 
     def close(self) -> None:
-        """Leaves the groups."""
+        """Leave the process groups."""
 
 
 def _executor_for(config: Config, scratch: str) -> Executor:
-    """The ranks of the job, where a launcher started this process; else processes of its own."""
+    """Use the ranks of the job if a launcher started this process; else start processes."""
     if "WORLD_SIZE" in os.environ:
         return TorchrunExecutor(config, scratch)
     return LocalExecutor(config, _new_folder(scratch))
@@ -101,7 +109,10 @@ def _executor_for(config: Config, scratch: str) -> Executor:
 
 @final
 class LocalExecutor:
-    """Starts the processes of each world size, on this machine, and ends them. Their output goes to `folder` too."""
+    """Executor that starts the processes of each world size on this machine, and ends them.
+
+    Their output goes to `folder` too.
+    """
 
     is_main, world_size = True, 0
 
@@ -124,7 +135,7 @@ class LocalExecutor:
 
 @final
 class TorchrunExecutor:
-    """Inside a torchrun job: rank 0 alone runs what takes one process, while the others wait."""
+    """Executor inside a torchrun job; rank 0 runs single-process work while the others wait."""
 
     def __init__(self, config: Config, scratch: str) -> None:
         self._world = world = World.join(config.device, config.timeout)
@@ -143,13 +154,16 @@ class TorchrunExecutor:
         self._world.leave()
 
     def _do(self, action: Callable[[World], None], one_process: bool) -> None:
-        """An error of one rank alone ends the job: the others may stand in any collective."""
+        """Run `action` on all ranks, or on rank 0 only.
+
+        An error on a single rank ends the job: the others may be in any collective.
+        """
         if one_process:
             own = World(device=self._world.device)
             on_all_ranks(self._world, lambda: action(own) if self.is_main else None)
         else:
             action(self._world)
-            self._world.barrier()  # collective: the traces of all ranks are there
+            self._world.barrier()  # collective: all ranks have written their traces
         gc.collect()
 
 
@@ -158,7 +172,11 @@ def _silent(*_: Any) -> None:
 
 
 def _new_folder(scratch: str) -> Path:
-    """A new folder below `scratch`, or the system's where that is "". Raises ConfigError where it cannot be made."""
+    """Make a new folder below `scratch`, or the system's if that is "".
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
     try:
         return Path(tempfile.mkdtemp(prefix="lockstep-verify-", dir=scratch or None))
     except OSError as error:
@@ -171,10 +189,10 @@ def _check_seen(path: Path) -> None:
 
 
 def prove(request: VerifyRequest, against: dict[str, Any] | None = None) -> VerifyTable:
-    """What `lockstep.verify` does, from its arguments. Its files are removed at the end.
+    """Run a verification for `lockstep.verify`. Its files are removed at the end.
 
     Args:
-        against: a certificate, with which this machine's single process is compared too.
+        against: a certificate to compare this machine's single process with, too.
 
     Raises:
         ConfigError, LockstepError: see `lockstep.verify`.
@@ -191,7 +209,7 @@ def prove(request: VerifyRequest, against: dict[str, Any] | None = None) -> Veri
 
 
 class Verification:
-    """One verification under way: first the reference, then itself again, then all others by world size."""
+    """A running verification: the reference, the same again, then all others by world size."""
 
     def __init__(self, request: VerifyRequest, executor: Executor, against: dict[str, Any] | None = None) -> None:
         self._request, self._executor, self._against = request, executor, against
@@ -201,7 +219,7 @@ class Verification:
         self._measured: tuple[float, ...] = ()
 
     def table(self) -> VerifyTable:
-        """Makes all runs and compares them. Raises as `lockstep.verify` does."""
+        """Make all runs, and compare them. Raises as `lockstep.verify` does."""
         combinations = self._combinations()
         self._run_reference(compiled=any(one.compiled for one in combinations))
         self._refuse(combinations)  # again, now that the micro-batch is known
@@ -209,7 +227,7 @@ class Verification:
         self._measured = measured_rounding(self._request, self._executor, self._fault, self._reference)
         self._run([one for one in combinations if one == REFERENCE])
         again = self._rows[REFERENCE]
-        if again.difference:  # whatever another combination showed, it could not be told from this
+        if again.difference:  # a difference of another combination could not be distinguished from this
             table.notes = [_explained(again.difference, self._spec(REFERENCE), self._executor)]
             table.difference = _undetermined(again.difference)
             table.rows = [dataclasses.replace(again, difference=table.difference)]
@@ -226,10 +244,10 @@ class Verification:
         return table
 
     def _combinations(self) -> list[Combination]:
-        """All of them. Those that cannot run here have a row already, or are refused."""
+        """List all combinations. Those that cannot run here get a row, or are refused."""
         request, own = self._request, self._executor.world_size
         found = combine(request.engines, [own] if own else request.world_sizes, request.compile)
-        if own:  # of one process there is only what needs no launcher
+        if own:  # with one process, only combinations that need no launcher
             found = [one for one in found if one.world_size > 1 or one.engine == REFERENCE.engine]
         self._refuse(found)
         if request.plant:
@@ -252,7 +270,11 @@ class Verification:
             raise ConfigError(f"{reasons}; leave it out, or give --skip-unavailable")
 
     def _run_reference(self, *, compiled: bool) -> None:
-        """Runs the single process; raises where it cannot."""
+        """Run the single process.
+
+        Raises:
+            ConfigError, LockstepError: it cannot run, or fails.
+        """
         request = self._request
         try:
             self._executor.run(reference_specs(request, self._executor.folder, self._fault, compiled=compiled))
@@ -264,7 +286,7 @@ class Verification:
         taken = len(self._reference["steps"])
         if taken < request.steps:
             raise ConfigError(f"--steps {request.steps}: the whole plan has {taken}; lower it, or raise --num-epochs")
-        size = request.config.batch_size // self._reference["micro_batches"]  # which the model may have decided
+        size = request.config.batch_size // self._reference["micro_batches"]  # the model may have decided it
         config = dataclasses.replace(request.config, micro_batch_size=size)
         self._request = dataclasses.replace(request, config=config)
 
@@ -275,7 +297,10 @@ class Verification:
         return traces[0]
 
     def _run(self, combinations: list[Combination]) -> None:
-        """Rows for combinations of one world size; after a failure the rest are started again."""
+        """Add rows for combinations of one world size.
+
+        After a failure the rest are started again.
+        """
         waiting = [one for one in combinations if one not in self._rows]
         while waiting:
             failure = None
@@ -293,7 +318,10 @@ class Verification:
         self._check_available()
 
     def _repeat_different(self) -> None:
-        """Runs combinations that differ once more: one that differs from itself too shows no fault of its engine."""
+        """Repeat combinations that differ.
+
+        One that also differs from itself does not show a fault of its engine.
+        """
         different = [] if self._request.plant else [one for one, row in self._rows.items() if row.difference]
         for one in different:
             spec, found = self._spec(one), self._rows[one].difference
@@ -301,7 +329,7 @@ class Verification:
             try:
                 self._executor.run([again])
             except RankFailed:
-                continue  # what was found stands
+                continue  # keep the first result
             first, second = (read_trace(self._executor.folder, each.key, one.world_size) for each in (spec, again))
             if found and first and second and not repeats(first, second, found.step, spec.tolerance):
                 self._rows[one] = dataclasses.replace(self._rows[one], difference=_undetermined(found))
@@ -323,7 +351,7 @@ class Verification:
         return run_spec(self._request, one, folder, self._fault, coarsest, self._measured)
 
     def _compare_with(self, given: dict[str, Any], table: VerifyTable) -> None:
-        """This machine's single process against the certificate's."""
+        """Compare this machine's single process with the certificate's."""
         apart = certificate.same_machine(given)
         config = self._request.config
         allowed = tolerance_of(config, 1, self._reference["coarsest"], other_kernels=bool(apart))
@@ -348,10 +376,13 @@ class Verification:
 def measured_rounding(
     request: VerifyRequest, executor: Executor, planted: Fault, reference: dict[str, Any]
 ) -> tuple[float, ...]:
-    """How far the gradient of each step moves where its sums are rounded otherwise; () where that cannot matter.
+    """Measure how far each step's gradient moves if its sums are rounded differently.
 
     Args:
         reference: the single process's trace.
+
+    Returns:
+        The distance of each step, as a share of the gradient's norm; () if it cannot matter.
 
     Raises:
         LockstepError: the single process failed.
@@ -369,16 +400,17 @@ def measured_rounding(
 
 
 def _undetermined(found: Difference) -> Difference:
-    """A difference between two runs of one combination."""
+    """The difference between two runs of one combination."""
     text = f"two runs of the same differ from here on ({found.stage}: {found.text})"
     return Difference(found.step, "determinism", found.where, -1, text)
 
 
 def repeats(one: list[dict[str, Any]], two: list[dict[str, Any]], step: int, tolerance: Tolerance) -> bool:
-    """Whether two runs of one combination did the same up to a step, on each rank.
+    """Whether two runs of one combination agree up to a step, on each rank.
 
     Args:
-        one, two: the traces of all ranks; step: the last that counts, or the number of steps for the evaluation behind.
+        one, two: the traces of all ranks.
+        step: the last that counts, or the number of steps for the evaluation after it.
     """
     for mine, theirs in zip(one, two, strict=True):
         for a, b in zip(mine["steps"][: step + 1], theirs["steps"], strict=False):
@@ -395,7 +427,7 @@ def repeats(one: list[dict[str, Any]], two: list[dict[str, Any]], step: int, tol
 
 
 def _moved(reference: dict[str, Any], disturbed: dict[str, Any]) -> tuple[float, ...]:
-    """Of each step, how far the gradient moved, as a share of its norm; () where gradients are not seen."""
+    """For each step, the gradient's relative move; () if gradients are hidden."""
     found: list[float] = []
     for step, other in zip(reference["steps"], disturbed["steps"], strict=False):
         square = step.get("gradient", {}).get("square", 0.0)
@@ -405,7 +437,7 @@ def _moved(reference: dict[str, Any], disturbed: dict[str, Any]) -> tuple[float,
 
 
 def _idle(combinations: list[Combination], config: Config) -> list[str]:
-    """A line where ranks have no micro-batch of a step: what they would do with one is not proved by this."""
+    """A note if ranks have no micro-batch in a step: this proves little about them."""
     parts = config.micro_batches
     without = [one for one in combinations if one.world_size > parts]
     if not without:
@@ -417,10 +449,15 @@ def _idle(combinations: list[Combination], config: Config) -> list[str]:
 
 
 def unproved_by(reference: dict[str, Any], *, skips: bool) -> str:
-    """Say which losses of the single process are not finite: where both have NaN nothing was compared.
+    """Describe losses of the single process that prevent a proof by not being finite.
+
+    Where both runs have NaN nothing was compared.
 
     Args:
-        skips: such steps are left out of the training, so that the others prove it.
+        skips: such steps are left out of the training, so the others prove it.
+
+    Returns:
+        The description, or "".
     """
     steps = reference["steps"]
     losses = [[slot["loss"] for slot in step["slots"] if slot["loss"] is not None] for step in steps]
@@ -451,10 +488,10 @@ def _title(request: VerifyRequest) -> str:
 
 
 def _explained(found: Difference, spec: RunSpec, executor: Executor) -> str:
-    """One line on a difference between two runs of the single process: the task is not deterministic.
+    """Explain a difference between two runs of the single process: the task is not deterministic.
 
-    Two more processes note every operation of the step in which the runs came apart. Where the data differ already, or
-    the state after the resume, that is the answer.
+    Two more processes record every operation of the step in which the runs differ. If the data differ already, or the
+    state after the resume, that is the answer.
     """
     head = f"the task is not deterministic in one process, so nothing else can be compared: step {found.step}"
     states = ("data", "optimizer state", "weights", "initial weights")
@@ -476,15 +513,17 @@ def _explained(found: Difference, spec: RunSpec, executor: Executor) -> str:
     return f"{head}: the first operation that differs is {operation} (number {place} of the step), {where}"
 
 
-_OF_THE_MACHINE = ("device", "timeout", "save_dir", "task")  # flags that hold with --against
+_OF_THE_MACHINE = ("device", "timeout", "save_dir", "task")  # flags that apply with --against
 
 
 def run(own: argparse.Namespace) -> int:
-    """Proves what `own`, read by the parser in commands/verify.py, asks for, prints the table and returns 0.
+    """Run the verification that the parsed flags `own` request, print its table and return 0.
+
+    `commands/verify.py` parses the flags.
 
     Raises:
         DifferenceError: a combination differs; exit code 3.
-        UsageError: what was asked for cannot be done; exit code 2.
+        UsageError: the request is impossible; exit code 2.
     """
     values = cli.told(vars(own))
     config = cli.build(cli.applied(values))
@@ -492,7 +531,7 @@ def run(own: argparse.Namespace) -> int:
         config, _ = importlib.import_module("lockstep.adapters.lightning.convert").configured(values)
     _check_out(own.out)
     if kind_of(config.task) == OWN:
-        load_task(config.task)  # here first: what is wrong is one line, not a failed rank's
+        load_task(config.task)  # load it here first: an error is one line, not a failed rank's
     given = certificate.read(Path(own.against)) if own.against else None
     asked = _repeated(own, config, given) if given else _request(own, config, precision=values.get("precision", ""))
     with _removing():
@@ -515,21 +554,26 @@ def run(own: argparse.Namespace) -> int:
 
 
 def _check_out(out: str) -> None:
-    """Raises ConfigError, before the proof and not after it, where no certificate can be written."""
+    """Check before the proof that a certificate can be written.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     if out and _is_main() and (Path(out).is_dir() or not Path(out).parent.is_dir()):
         raise ConfigError(f"--out {out}: give a file in a folder that exists")
 
 
 def _is_main() -> bool:
-    """Whether this process speaks and writes: under torchrun rank 0 alone does."""
+    """Whether this process prints and writes: under torchrun only rank 0 does."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager
 def _removing() -> Iterator[None]:
-    """Within it SIGTERM (`timeout`, a scheduler) ends the processes and removes the files, as Ctrl-C does.
+    """Context manager in which SIGTERM ends the processes and removes the files, as Ctrl-C does.
 
-    In a torchrun job rank 0 has the files. It hears of the others' end where it waits for them.
+    `timeout` and schedulers send SIGTERM. In a torchrun job rank 0 has the files; it notices the end of the others
+    where it waits for them.
     """
     if not _is_main() or threading.current_thread() is not threading.main_thread():
         yield
@@ -546,7 +590,7 @@ def _removing() -> Iterator[None]:
 
 
 def _request(own: argparse.Namespace, config: Config, **changes: Any) -> VerifyRequest:
-    """What the flags ask for, but for `changes`."""
+    """The request that the flags make, but for `changes`."""
     asked = {
         "engines": own.engines,
         "world_sizes": own.world_sizes,
@@ -562,7 +606,11 @@ def _request(own: argparse.Namespace, config: Config, **changes: Any) -> VerifyR
 
 
 def _repeated(own: argparse.Namespace, config: Config, given: dict[str, Any]) -> VerifyRequest:
-    """What a certificate proved, asked for again. Raises ConfigError for a flag that would not be heeded."""
+    """The request that repeats a certificate's.
+
+    Raises:
+        ConfigError: a flag that would be ignored.
+    """
     flags = cli.flat(Config())
     mine = [key for key in ("engines", "world_sizes", "steps", "resume_at") if key in own.named]
     mine += [key for key, value in cli.flat(config).items() if value != flags[key] and key not in _OF_THE_MACHINE]

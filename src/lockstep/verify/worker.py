@@ -1,8 +1,9 @@
-"""The run of one combination, on one rank: the product's own parts and loop, watched, with a resume on the way.
+"""Run one combination on one rank: the product's own parts and loop, recorded.
 
-    run(world, say, specs)          in each of N processes; a trace of each run goes to disk
+    run_rank(world, say, specs)       in each of N processes; a trace of each run goes to disk
 
-Nothing of the loop is repeated here. A fault, where one is planted, wraps a part before the recorder does.
+The run is resumed on the way. The loop itself is not copied here. A planted fault wraps a part before the recorder
+does.
 """
 
 import contextlib
@@ -43,18 +44,18 @@ __all__ = ["log_operations", "read_trace", "run_rank"]
 
 
 def run_rank(world: World, say: Callable[..., None], specs: Sequence[RunSpec]) -> None:
-    """Makes the runs one after another and writes this rank's trace of each."""
+    """Run the specs in order, and write this rank's trace of each."""
     (specs[0].folder / "traces").mkdir(exist_ok=True)
     for spec in specs:
         with _eager_numbers(spec):
             trace = _traced(world, say, spec)
         path = _path(spec.folder, spec.key, world.rank)
-        write_whole(path, json.dumps(trace), lasting=False)  # a trace is there whole, or the run failed
+        write_whole(path, json.dumps(trace), lasting=False)  # a trace is complete, or the run failed
         say()
 
 
 def read_trace(folder: Path, key: str, ranks: int) -> list[dict[str, Any]] | None:
-    """The traces of all ranks of a run; None unless it ended on every one."""
+    """Read the traces of all ranks of a run; None unless it ended on each."""
     paths = [_path(folder, key, rank) for rank in range(ranks)]
     if not all(path.exists() for path in paths):
         return None
@@ -62,7 +63,10 @@ def read_trace(folder: Path, key: str, ranks: int) -> list[dict[str, Any]] | Non
 
 
 def log_operations(world: World, say: Callable[..., None], spec: RunSpec, step: int, name: str) -> None:
-    """Writes every operation of `step`, in order, to `folder/name.json`: for a task that is not deterministic."""
+    """Write every operation of `step`, in order, to `folder/name.json`.
+
+    It locates the cause if a task is not deterministic.
+    """
     built = _assembled(spec, world, FaultContext(world, spec.request.config, 0, 0), name)
     step_loader = built.batches.from_step(0)
     training = _training(built, built.engine, step_loader, step_loader, _seed(built))
@@ -80,13 +84,16 @@ def _path(folder: Path, key: str, rank: int) -> Path:
 
 @contextlib.contextmanager
 def _eager_numbers(spec: RunSpec) -> Iterator[None]:
-    """Compiled code draws other random numbers than eager; where the two are compared, it is to draw eager's."""
+    """Context manager in which compiled code draws the random numbers of eager code.
+
+    It applies if a compiled run is compared with an eager one.
+    """
     if not spec.combination.compiled or spec.reference != "reference":
         yield
         return
     with importlib.import_module("torch._inductor.config").patch(fallback_random=True):
         yield
-    torch.compiler.reset()  # what is compared with compiled runs is compiled as it is
+    torch.compiler.reset()  # runs compared with compiled ones are compiled normally
 
 
 def _traced(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, Any]:
@@ -127,14 +134,14 @@ def _traced(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, 
             found = evaluate_all(built.engine, built.task, sets, world, step=end, seed=built.config.seed)
             trace["evaluation"] = {"step": end, "loss": found.loss, "items": found.items, "metrics": found.metrics}
         del built, context, recorder
-        gc.collect()  # engines, before the next is made or the groups are left
+        gc.collect()  # free engines before the next is made or the groups are left
     return trace
 
 
 def _take_steps(
     built: Built, recorder: StepRecorder, spec: RunSpec, context: FaultContext, end: int, say: Callable[..., None]
 ) -> None:
-    """The steps up to `end`, recorded."""
+    """Take and record the steps up to `end`."""
     assert context.step_loader is not None
     seed = recorder.seeding(spec.fault.seed(_seed(built), context))
     engine = spec.fault.outside(recorder.engine, context)
@@ -151,7 +158,7 @@ def _take_steps(
 
 
 def _training(built: Built, engine: Engine, step_loader: StepLoader, watched: Any, seed: Seed) -> Iterator[StepRecord]:
-    """The product's loop over `watched`, as run.py starts it."""
+    """Start the product's loop over `watched`, as `training/` does."""
     each, step_plan = items_of_a_sample(built.task), built.run_plan.step_plan
     exchange = StepExchange(
         built.world, step_loader.items, (lambda step: each * step_plan.samples(step)) if each else None
@@ -175,15 +182,15 @@ def _seed(built: Built) -> Seed:
 
 
 def _assembled(spec: RunSpec, world: World, context: FaultContext, name: str) -> Built:
-    """The parts of the run in a folder of its own, so that nothing of the user's is read or written."""
+    """Build the parts of the run in its own folder, apart from the user's files."""
     given, engine = spec.request.config, spec.combination.engine
     config = dataclasses.replace(
         given,
         engine=engine,
         compile=spec.combination.compiled,
-        engine_options=options_for(engine, given.engine_options),  # the others are for other engines
+        engine_options=options_for(engine, given.engine_options),  # the rest is for other engines
         shares=shares_for(engine, world.size, given.shares),
-        guards=dataclasses.replace(given.guards, audit=0.0),  # everything is compared here, and with every engine
+        guards=dataclasses.replace(given.guards, audit=0.0),  # everything is compared here anyway, with every engine
         experiment_name=name,
         save_dir=str(spec.folder / "runs"),
     )

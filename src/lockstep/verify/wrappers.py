@@ -1,4 +1,4 @@
-"""A task around a task and an engine around an engine: what recorders and planted faults are made of."""
+"""Wrap tasks and engines, for recorders and planted faults."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ __all__ = ["Disturbed", "EngineWrapper", "PreparedTask", "TaskWrapper", "reverse
 
 
 class TaskWrapper(Task):
-    """Does what `inner` does; a subclass changes one thing."""
+    """A task that delegates to `inner`; a subclass changes one thing."""
 
     def __init__(self, inner: Task) -> None:
         self.inner = inner
         own = {name for kind in type(self).__mro__ if kind not in Task.__mro__ for name in vars(kind)}
-        for name in METHODS:  # and no more, so that what the task leaves out is left out here
+        for name in METHODS:  # only these, so that methods the task lacks are missing here too
             if name not in own and has_own(inner, name):
                 setattr(self, name, getattr(inner, name))
         for name in VALUES:
@@ -38,10 +38,10 @@ class TaskWrapper(Task):
 
 
 class PreparedTask(TaskWrapper):
-    """The task with its data and tensors in float64 where `wide`, and at most `samples` to evaluate on.
+    """A task in float64 if `wide`, with at most `samples` evaluation samples.
 
-    Its attributes that are tensors or modules, and such in its lists and dicts, are changed in place: class weights, a
-    criterion. It belongs to this process alone.
+    Its attributes that are tensors or modules, also those in its lists and dicts, are converted in place: class
+    weights, a criterion. The task belongs to this process alone.
     """
 
     def __init__(self, inner: Task, *, wide: bool, samples: int) -> None:
@@ -67,7 +67,7 @@ class PreparedTask(TaskWrapper):
 
 
 def _widen(task: Any) -> None:
-    """Change a task's own tensors to float64 (complex128)."""
+    """Convert a task's own tensors to float64 (complex128)."""
     attributes = getattr(task, "__dict__", {})
     for held in (attributes, *attributes.values()):
         places = held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
@@ -93,7 +93,7 @@ def _in_float64(value: Any) -> Any:
 
 
 class EngineWrapper:
-    """Does what `inner` does; a subclass changes one thing."""
+    """An engine that delegates to `inner`; a subclass changes one thing."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner, self.model = inner, inner.model
@@ -124,9 +124,9 @@ class EngineWrapper:
 
 
 class Disturbed(EngineWrapper):
-    """The same training with its sums rounded otherwise: some elements of a step's gradient move by their last bit.
+    """The same training with differently rounded sums: some gradient elements move by their last bit.
 
-    For where the order of the micro-batches, which `reversed_steps` turns round, changes nothing: there are two or one.
+    It is for steps of one or two micro-batches, where their order, which `reversed_steps` reverses, changes nothing.
     """
 
     def __init__(self, inner: Engine) -> None:
@@ -147,7 +147,10 @@ class Disturbed(EngineWrapper):
         return self.inner.step(factor, limit, momentum, evaluate)
 
     def _nudges(self, gradient: Tensor) -> Tensor:
-        """For a quarter of the elements 1 plus or minus the spacing of numbers at 1; else 1."""
+        """A factor for each element.
+
+        It is 1 plus or minus the spacing of numbers at 1 for a quarter of them, else 1.
+        """
         drawn = torch.randint(0, 8, gradient.shape, generator=self._generator, dtype=torch.int8)
         signs = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)
         dtype = gradient.abs().dtype  # a complex number moves along itself
@@ -155,6 +158,6 @@ class Disturbed(EngineWrapper):
 
 
 def reversed_steps(steps: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    """(step, its micro-batches), the last first."""
+    """Yield (step, its micro-batches in reverse order)."""
     for step, micro in steps:
         yield step, micro[::-1]

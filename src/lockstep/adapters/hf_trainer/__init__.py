@@ -1,1 +1,1 @@
-"""A transformers Trainer as a task."""
+"""Adapter from a transformers Trainer to a task."""

@@ -1,9 +1,10 @@
-"""The `TrainingArguments` of a Hugging Face Trainer as a Config: a table of names, and what each becomes.
+"""Convert the `TrainingArguments` of a Hugging Face Trainer to a Config.
 
-    check_arguments(trainer)                        # what is set and not served is refused by its name
+    check_arguments(trainer)                        # refuses, by name, an argument that is set and not served
     config = config_of(trainer, devices=4)
 
-The rest of the task reads what the table calls "the task". docs/hf-trainer.md has the table for people.
+The table in `refusals` maps each argument. Arguments of kind "task" are read by the rest of the adapter.
+docs/hf-trainer.md has the table for users.
 """
 
 import dataclasses
@@ -29,12 +30,16 @@ _ALL_KEPT = 10**6
 
 
 def value(setting: Any) -> Any:
-    """An argument as plain text where it is an enum."""
+    """Return the value of an enum member, and anything else unchanged."""
     return getattr(setting, "value", setting)
 
 
 def check_arguments(trainer: Any) -> None:
-    """Raises ConfigError, by its name and in one line, for an argument that is set and not served."""
+    """Check that every argument that is set is served.
+
+    Raises:
+        ConfigError: an argument is set and not served; one line that names it.
+    """
     args = trainer.args
     for spec in _theirs(args):
         given = getattr(args, spec.name, None)
@@ -55,7 +60,7 @@ def check_arguments(trainer: Any) -> None:
 
 
 def _step_size(trainer: Any, devices: int) -> int:
-    """Samples of a step on so many devices; 0: on those that the Trainer was made for."""
+    """Samples of a step on `devices` devices; 0: on the Trainer's own number."""
     args = trainer.args
     if devices:
         return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * devices)
@@ -63,7 +68,11 @@ def _step_size(trainer: Any, devices: int) -> int:
 
 
 def config_of(trainer: Any, devices: int = 0) -> Config:
-    """The Config of a run that trains what the Trainer would. Raises ConfigError for what has no place in one."""
+    """Build the Config that trains as the Trainer would.
+
+    Raises:
+        ConfigError: a setting that no Config field can express.
+    """
     args = trainer.args
     batch_size, samples = _step_size(trainer, devices), len(trainer.train_dataset)
     fields: dict[str, Any] = {
@@ -101,7 +110,7 @@ def config_of(trainer: Any, devices: int = 0) -> Config:
 
 
 def _theirs(args: Any) -> list[Any]:
-    """The fields of TrainingArguments itself, and of those that derive from it what the table knows."""
+    """The fields of TrainingArguments itself, plus the known fields of classes derived from it."""
     base = next((kind for kind in type(args).__mro__ if kind.__name__ == "TrainingArguments"), type(args))
     own = {spec.name for spec in dataclasses.fields(base)}
     return [spec for spec in dataclasses.fields(args) if spec.name in own or spec.name in ARGUMENTS]
@@ -121,7 +130,7 @@ def _is_set(spec: Any, given: Any) -> bool:
 
 
 def _accelerates(given: Any) -> bool:
-    """Whether accelerate was told to cut batches in another way than lockstep does."""
+    """Whether accelerate is configured to split batches in another way than lockstep."""
     cuts = ("split_batches", "dispatch_batches", "gradient_accumulation_kwargs")
     return any(getattr(given, name, None) for name in cuts) or not getattr(given, "use_seedable_sampler", True)
 
@@ -140,7 +149,7 @@ def _name(output_dir: str) -> dict[str, Any]:
 
 
 def _length(args: Any, samples: int, batch_size: int) -> dict[str, Any]:
-    """Epochs or steps, and the share of an epoch that is trained."""
+    """The Config fields for the length: epochs or steps, and an epoch's used share."""
     limit = samples // batch_size if args.dataloader_drop_last else 0
     found = {"limit_train_batches": limit} if limit and limit * batch_size != samples else {}
     if args.max_steps > 0:
@@ -164,14 +173,17 @@ def _frequencies(args: Any) -> dict[str, Any]:
 
 
 def _span(steps: float) -> int | str:
-    """Steps; what is below 1 is a share of the plan."""
+    """Convert an interval to steps, or to a percentage of the run if below 1."""
     if steps >= 1:
         return int(steps)
     return f"{100 * steps:.6f}".rstrip("0").rstrip(".") + "%"
 
 
 def _judged(trainer: Any) -> dict[str, Any]:
-    """By what the best is judged: theirs begins with eval_, and with the name of the set where there are several."""
+    """The Config field for the best metric.
+
+    The Trainer's name starts with `eval_`, and with the name of the set if there are several.
+    """
     args, name = trainer.args, trainer.args.metric_for_best_model
     if not name:
         return {}
@@ -215,7 +227,10 @@ def _checkpointing(args: Any) -> str:
 
 
 def _plateau(args: Any) -> dict[str, Any]:
-    """The section `optim` of a rate that follows the evaluations, which alone is not the task's."""
+    """The `optim` section for a plateau schedule.
+
+    It is the only schedule that depends on the evaluations, so the task cannot compute it from the step.
+    """
     kind = value(args.lr_scheduler_type)
     if kind == "greedy":
         raise _refused("lr_scheduler_type", kind, "use another, or dataclasses.replace(config, optim=...)")

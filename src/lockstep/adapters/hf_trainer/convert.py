@@ -1,11 +1,12 @@
-"""A made Hugging Face Trainer as a config and a task; nothing of its script changes but the call of `train`.
+"""Convert a constructed Hugging Face Trainer to a config and a task.
 
     config, task = lockstep.from_trainer(trainer)           # in place of trainer.train()
     result = lockstep.train(config, task)
 
-What the Trainer does with a batch (its collator, `compute_loss`, `prediction_step`, `compute_metrics`) is called as it
-is, also where a subclass has written it anew; what it does with processes, steps and files is lockstep's. Nothing here
-imports transformers.
+Only the call of `train` changes in the user's script. The task calls the Trainer's own code for a batch (collator,
+`compute_loss`, `prediction_step`, `compute_metrics`), overrides in a subclass included. Processes, steps and files
+are lockstep's. The module also converts the callbacks, the optimizer and the schedule. It does not import
+transformers.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 
-# What prints, logs, or decides when to: the run does it itself. Sinks are turned on by `report_to`.
+# Callbacks that print, log or decide when to: the run does this itself. `report_to` turns sinks on.
 _DONE = (
     *("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback"),
     *("JITCheckpointCallback", "RichProgressCallback"),
@@ -60,10 +61,10 @@ _THEIRS = ("transformers.", "trl.")
 
 
 def settings_of(trainer: Any, config: Config) -> Config:
-    """The config with what the Trainer's callbacks mean.
+    """Convert the Trainer's callbacks to settings, and add them to the config.
 
     Raises:
-        ConfigError: one whose meaning is not known, by its class.
+        ConfigError: a callback that is not served; the message names its class.
     """
     changes: dict[str, Any] = {}
     for each in trainer.callback_handler.callbacks:
@@ -84,13 +85,17 @@ def settings_of(trainer: Any, config: Config) -> Config:
     return dataclasses.replace(config, **changes)
 
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what transformations put into parameters' names
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added to parameter names by transformations
 
 Rates = Callable[[int, int], float]
 
 
 def check_optimizer(trainer: Any) -> None:
-    """Raises ConfigError, by its name, for an optimizer that no engine steps."""
+    """Check that an engine can step the Trainer's optimizer.
+
+    Raises:
+        ConfigError: no engine can; the message names the optimizer.
+    """
     if trainer.optimizer is not None:
         return
     if trainer.optimizer_cls_and_kwargs is not None:
@@ -110,10 +115,10 @@ def check_optimizer(trainer: Any) -> None:
 
 
 def _given_optimizer(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
-    """How to make the optimizer that the Trainer was given anew, over the parameters of the same names.
+    """Return a factory that rebuilds the Trainer's optimizer over parameters of the same names.
 
     Raises:
-        ConfigError: it has stepped already, or holds parameters that are not of the Trainer's model.
+        ConfigError: it has already stepped, or has parameters that are not in the Trainer's model.
     """
     given = trainer.optimizer
     if given is None:
@@ -144,7 +149,7 @@ def _given_optimizer(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
 
 
 def _made_optimizer(trainer: Any, model: nn.Module) -> Optimizer:
-    """What the Trainer's `create_optimizer` makes for `model`; groups without parameters are left out."""
+    """Call the Trainer's `create_optimizer` for `model`, and drop groups without parameters."""
     held = trainer.model
     trainer.model, trainer.optimizer = model, None
     try:
@@ -157,10 +162,12 @@ def _made_optimizer(trainer: Any, model: nn.Module) -> Optimizer:
 
 
 def _schedule_of(trainer: Any) -> Rates | None:
-    """(step, steps) -> what the base rates are multiplied by; None for a plateau, which is not the step's alone.
+    """Return the schedule, (step, steps) -> factor of the base rates; None for a plateau.
+
+    A plateau depends on the evaluations too, so it is no function of the step.
 
     Raises:
-        ConfigError: a scheduler that was given and is no function of the step.
+        ConfigError: the Trainer has a scheduler that is no function of the step.
     """
     given = trainer.lr_scheduler
     if given is not None:
@@ -186,7 +193,7 @@ def _schedule_of(trainer: Any) -> Rates | None:
 
 
 def _is_own_method(trainer: Any, method: str) -> bool:
-    """Whether the method is written by the user, and not in transformers."""
+    """Whether the user wrote the method, rather than transformers."""
     return not getattr(type(trainer), method).__module__.startswith("transformers.")
 
 
@@ -196,8 +203,8 @@ def _plain(name: str) -> str:
     return name
 
 
-# What is lockstep's here, and would not be called where a subclass has its own.
-_KNOWN = ("transformers.", "trl.trainer.sft_trainer")  # whose own methods change nothing of a step
+# Modules that define methods lockstep replaces; an override from elsewhere would not be called.
+_KNOWN = ("transformers.", "trl.trainer.sft_trainer")  # their methods do not change a step
 _DECIDING = (
     *("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
     *("label_smoothing_factor", "data_seed", "train_sampling_strategy"),
@@ -205,16 +212,16 @@ _DECIDING = (
 
 
 def from_trainer(trainer: Any, devices: int = 0) -> "tuple[Config, TrainerTask]":
-    """The config and the task of a made `transformers.Trainer` that has not trained yet.
+    """Convert a `transformers.Trainer` that has not trained yet to a config and a task.
 
     Args:
-        trainer: from here on its `model` is the one that is trained, so that `trainer.save_model()` and
-            `trainer.evaluate()` after the training mean that one.
-        devices: for how many devices its batch size per device is meant, however many there are; 0: for those that it
-            was made on, as it has it itself.
+        trainer: its `model` becomes the model that is trained, so `trainer.save_model()` and `trainer.evaluate()` work
+            on the trained model afterwards.
+        devices: the number of devices that its batch size per device is meant for, however many the run has; 0: the
+            number that the Trainer itself found.
 
     Raises:
-        ConfigError: it uses what lockstep does not serve; named in one line, with the way out.
+        ConfigError: it uses a feature that lockstep does not serve; one line that names it and the way out.
     """
     _check_trainer(trainer)
     check_arguments(trainer)
@@ -229,7 +236,10 @@ def from_trainer(trainer: Any, devices: int = 0) -> "tuple[Config, TrainerTask]"
 
 
 class TrainerTask(Task):
-    """A Trainer's work as a task whose losses of batches are averaged by samples. Made by `from_trainer`."""
+    """A Trainer as a task; batch losses are averaged by samples.
+
+    Made by `from_trainer`.
+    """
 
     framework = "the Trainer"
     reduction = "micro-batch"
@@ -249,11 +259,14 @@ class TrainerTask(Task):
         self._kept = None if trainer.model_init is not None else _copied(trainer.model)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A loader process gets what it needs, and not the Trainer."""
+        """Pickle only the batching for a loader process, and not the Trainer."""
         return Batching, (self._batching.collate, self._batching.shifts)
 
     def model(self) -> nn.Module:
-        """The Trainer's own model; when asked again, another one as it was then. With `model_init` always a new one."""
+        """Return the Trainer's own model; on later calls, a copy of its initial state.
+
+        With `model_init` every call makes a new model.
+        """
         trainer = self.trainer
         if self._kept is None:
             made = _drawn(trainer)
@@ -275,7 +288,7 @@ class TrainerTask(Task):
         return self._batching.collate(samples)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean that `compute_loss` makes of a batch, over what `count` counts: 0-dim."""
+        """Return the loss of `compute_loss`: a 0-dim mean over the items that `count` counts."""
         inputs = self.trainer._prepare_inputs(batch)
         items = self._items(inputs)
         more = {} if items is None or not self._takes("num_items_in_batch") else {"num_items_in_batch": items}
@@ -284,7 +297,7 @@ class TrainerTask(Task):
         return loss
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
-        """The loss, and with `compute_metrics` all predictions, from one forward of `prediction_step`."""
+        """Return the loss and, with `compute_metrics`, the predictions, from one `prediction_step`."""
         trainer, predictions = self.trainer, self._predictions
         alone = trainer.compute_metrics is None or trainer.args.prediction_loss_only
         with _alone(trainer):
@@ -316,7 +329,7 @@ class TrainerTask(Task):
         return None if self._rates is None else self._rates(step, steps)
 
     def order(self, samples: int, seed: int) -> Order | None:
-        """The Trainer's own: torch's permutation of each epoch, or the order of the data."""
+        """Return the Trainer's sample order: a permutation per epoch, or the order of the data."""
         args = self.trainer.args
         if getattr(args, "train_sampling_strategy", "random") == "sequential":
             return Sequential(samples)
@@ -331,7 +344,10 @@ class TrainerTask(Task):
 
 
 class LabelledTrainerTask(TrainerTask):
-    """One whose loss is a mean over the labels that are not -100, as the model or `compute_loss_func` makes it."""
+    """A Trainer task that takes the mean loss over the labels that are not -100.
+
+    The model or `compute_loss_func` computes that mean.
+    """
 
     item_name = "labels"
 
@@ -343,7 +359,11 @@ class LabelledTrainerTask(TrainerTask):
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Raises ConfigError for what is no Trainer, has trained, or trains in a way of its own."""
+    """Check that this is an untrained Trainer without a training loop of its own.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if not any(
         kind.__name__ == "Trainer" and kind.__module__.startswith("transformers.") for kind in type(trainer).__mro__
     ):
@@ -364,7 +384,13 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _evaluates(trainer: Any) -> bool:
-    """Whether the run evaluates, and not the script after it, with an `evaluate` of its own."""
+    """Whether the run evaluates.
+
+    It does not if the Trainer has its own `evaluate`, which the script calls after the training.
+
+    Raises:
+        ConfigError: it has its own evaluation methods, and `eval_strategy` is not "no".
+    """
     own = [method for method in EVALUATION if _is_own(trainer, method)]
     if own and value(trainer.args.eval_strategy) != "no":
         raise ConfigError(
@@ -380,10 +406,12 @@ def _is_own(trainer: Any, method: str) -> bool:
 
 
 def _counts_labels(trainer: Any, batching: Batching, training: Any) -> bool:
-    """Whether a loss is a mean over labels: the model or `compute_loss_func` is told their number, and there are such.
+    """Whether the loss is a mean over labels.
+
+    It is if the model or `compute_loss_func` receives the number of labels, and the batches have labels.
 
     Raises:
-        ConfigError: the first samples cannot be made a batch.
+        ConfigError: the first samples cannot be collated.
     """
     if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
         return False
@@ -406,7 +434,7 @@ def _counts_labels(trainer: Any, batching: Batching, training: Any) -> bool:
 
 @contextlib.contextmanager
 def _alone(trainer: Any) -> Iterator[None]:
-    """Within it the Trainer takes its process for the only one, and exchanges nothing."""
+    """Context manager in which the Trainer sees a single process and exchanges nothing."""
     args = trainer.args
     held = getattr(args, "average_tokens_across_devices", False)
     args.average_tokens_across_devices = False
@@ -417,7 +445,7 @@ def _alone(trainer: Any) -> Iterator[None]:
 
 
 def _drawn(trainer: Any) -> nn.Module:
-    """What `model_init` makes under the Trainer's seed, as the Trainer has it."""
+    """Call `model_init` under the Trainer's seed, as the Trainer does."""
     random.seed(trainer.args.seed)
     np.random.seed(trainer.args.seed)
     torch.manual_seed(trainer.args.seed)
@@ -427,7 +455,11 @@ def _drawn(trainer: Any) -> nn.Module:
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """A copy in host memory. Raises ConfigError where it cannot be made."""
+    """Copy a model to host memory.
+
+    Raises:
+        ConfigError: it cannot be copied.
+    """
     try:
         return copy.deepcopy(model).cpu()
     except Exception as error:
@@ -439,7 +471,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _align(trainer: Any, model: nn.Module) -> None:
-    """Has the model know the special tokens of its tokenizer, as the Trainer does before it trains."""
+    """Align the model's special tokens with its tokenizer, as the Trainer does before training."""
     theirs = of_transformers(trainer)
     align: Callable[..., None] | None = getattr(theirs, "align_special_tokens", None)
     kinds = tuple(getattr(theirs, name) for name in ("PreTrainedTokenizerBase", "ProcessorMixin"))

@@ -1,10 +1,12 @@
-"""A Trainer's `compute_metrics` as a metric whose state is every prediction: see `lockstep.run.stateful_metrics`.
+"""Feed a Trainer's samples to a run, and its predictions to `compute_metrics`.
 
     predictions = Predictions(trainer)
     predictions.add(logits, labels, inputs, loss)       # of one micro-batch
     predictions.compute()                               # name -> number, of all that were added
 
-What a batch gave is kept in host memory; batches of other lengths are padded with -100, as the Trainer does it.
+Here are the samples of its datasets, its collator, the count of labels and the order of samples. `Predictions` is a
+metric with every prediction as its state (see `tasks.regression.RowsMetric`): it keeps the outputs in host memory and
+pads batches of different lengths with -100, as the Trainer does.
 """
 
 import sys
@@ -36,10 +38,10 @@ IGNORED = -100
 
 
 def samples_of(trainer: Any, dataset: Any, name: str) -> Any:
-    """A set of the Trainer without the columns that its model does not take, where it has such.
+    """Return a dataset of the Trainer without the columns that its model does not take.
 
     Raises:
-        ConfigError: it is iterable: a sample must be had by its index.
+        ConfigError: the dataset is iterable: samples must be accessible by index.
     """
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
@@ -52,16 +54,19 @@ def samples_of(trainer: Any, dataset: Any, name: str) -> Any:
 
 
 def collator_of(trainer: Any) -> Callable[[list[Any]], Any]:
-    """What makes batches; it leaves out, of samples that still have them, the columns that the model does not take."""
+    """Return the Trainer's collator, which drops the columns that the model does not take."""
     collator: Callable[[list[Any]], Any] = trainer._get_collator_with_removed_columns(trainer.data_collator)
     return collator
 
 
 def labelled(batch: Mapping[str, Any], *, shifts: bool) -> Tensor | None:
-    """How many labels of a batch count, 0-dim int64 where they lie; None where it has no labels that can be counted.
+    """Count the labels of a batch that are not -100.
 
     Args:
-        shifts: the loss shifts the labels itself, so that the first of each row is none.
+        shifts: the loss shifts the labels itself, so the first label of each row does not count.
+
+    Returns:
+        A 0-dim int64 tensor on the device of the labels; None if the batch has no labels that can be counted.
     """
     labels = batch.get("shift_labels")
     if labels is None:
@@ -74,10 +79,10 @@ def labelled(batch: Mapping[str, Any], *, shifts: bool) -> Tensor | None:
 
 @final
 class Batching:
-    """What a loader process needs of the task: batches, and their items.
+    """Collator and item count: all that a loader process needs of the task.
 
     Args:
-        collator: a list of samples as one batch.
+        collator: a list of samples -> a batch.
         shifts: see `labelled`.
     """
 
@@ -85,14 +90,14 @@ class Batching:
         self.collate, self.shifts = collator, shifts
 
     def count(self, batch: Any) -> int:
-        """The labels of a batch in host memory that count."""
+        """Count the labels of a batch in host memory."""
         found = labelled(batch, shifts=self.shifts)
         return 0 if found is None else int(found)
 
 
 @final
 class EpochShuffled(EpochOrder):
-    """The order of accelerate's SeedableRandomSampler: epoch e is `torch.randperm` under the seed `seed + e`.
+    """The order of accelerate's SeedableRandomSampler: epoch e is `torch.randperm` with seed `seed + e`.
 
     Args:
         size: samples in an epoch.
@@ -113,7 +118,7 @@ _KINDS = ("predictions", "label_ids", "inputs", "losses")
 
 
 def of_transformers(trainer: Any) -> Any:
-    """The module of the Trainer class itself, whatever derives from it."""
+    """Return the module that defines the Trainer class itself, whatever class derives from it."""
     base = next(kind for kind in type(trainer).__mro__ if kind.__name__ == "Trainer")
     return sys.modules[base.__module__]
 
@@ -128,13 +133,17 @@ class Predictions(RowsMetric):
         self._form: Any = None
 
     def add(self, *values: Any) -> None:
-        """Adds a batch: predictions, labels, inputs and losses, nested as they come, or None. Waits for the device."""
+        """Add a batch. Waits for the device.
+
+        Args:
+            values: predictions, labels, inputs and losses, nested as the model returns them, or None.
+        """
         row: list[Tensor] = []
         self._form = tuple(_taken_apart(value, row) for value in values)
         self._rows.append(row)
 
     def compute(self) -> dict[str, float]:
-        """The numbers that `compute_metrics` gives; what is no number is left out."""
+        """Return the numbers of `compute_metrics`; values that are no number are dropped."""
         theirs, args = of_transformers(self._trainer), self._trainer.args
         found = {}
         for place, kind in enumerate(_KINDS):
@@ -164,7 +173,7 @@ def _number(value: Any) -> float | None:
 
 
 def _taken_apart(value: Any, row: list[Tensor]) -> Any:
-    """The form of a nested value, whose tensors are put into `row`."""
+    """Append the tensors of a nested value to `row`, and return the value's structure."""
     if value is None:
         return None
     if isinstance(value, Tensor):

@@ -1,8 +1,8 @@
-"""The flags `--hf-script FILE.py --hf-args FILE.json` of `lockstep train`: read, and refused, before torch is loaded.
+"""Read and check `--hf-script FILE.py --hf-args FILE.json` of `lockstep train` before torch is loaded.
 
 parser = with_flags(options.parser_of(argv, "lockstep train"))
 given = vars(parser.read(argv))
-script = asked(given, options.told(given))      # None where there is no --hf-script
+script = asked(given, options.told(given))      # None without --hf-script
 """
 
 import argparse
@@ -24,7 +24,7 @@ __all__ = [
 
 
 _P = TypeVar("_P", bound=argparse.ArgumentParser)
-_ALSO = ("task", "preset")  # options of any task that say which one, or what its script would
+_ALSO = ("task", "preset")  # options of any task that select it, or that its script decides
 
 
 class Script(NamedTuple):
@@ -35,7 +35,7 @@ class Script(NamedTuple):
 
 
 def with_flags(parser: _P) -> _P:
-    """The parser with the two flags."""
+    """Add the two flags to the parser."""
     group = parser.add_argument_group("a Hugging Face script", "Runs it unedited; its trainer.train() is lockstep's.")
     group.add_argument("--hf-script", metavar="FILE.py", default="", help="a script that makes a transformers.Trainer")
     group.add_argument("--hf-args", metavar="FILE.json", default="", help="its arguments, which it reads itself")
@@ -43,15 +43,15 @@ def with_flags(parser: _P) -> _P:
 
 
 def asked(given: Mapping[str, Any], told: Mapping[str, Any]) -> Script | None:
-    """The script that the flags name, or None.
+    """Return the script that the flags name, or None.
 
     Args:
-        given: what the parser read.
-        told: the options that flags and file say, by dotted name.
+        given: the parsed values.
+        told: the options that the flags and the file set, by dotted name.
 
     Raises:
-        ConfigError: one of the two flags without the other, a file that is not there or is no JSON object, or an option
-            that the script decides.
+        ConfigError: one of the two flags without the other, a file that does not exist or is no JSON object, or an
+            option that the script decides.
     """
     script, arguments = given["hf_script"], given["hf_args"]
     if not script and not arguments:
@@ -73,7 +73,7 @@ def asked(given: Mapping[str, Any], told: Mapping[str, Any]) -> Script | None:
 
 
 def _check_arguments(path: Path) -> None:
-    if path.suffix != ".json":  # by which the scripts know it
+    if path.suffix != ".json":  # the scripts recognise it by its suffix
         raise ConfigError(f"--hf-args {path}: give a file whose name ends in .json")
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
@@ -88,7 +88,11 @@ def _check_arguments(path: Path) -> None:
 
 
 def _check_told(told: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an option that says what the script does: its model and its data."""
+    """Refuse an option that the script decides: its model and its data.
+
+    Raises:
+        ConfigError: such an option is set.
+    """
     for owner, prefix in sections(Config()):
         for spec in dataclasses.fields(owner):
             name = prefix + spec.name

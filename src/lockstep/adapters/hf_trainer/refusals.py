@@ -1,4 +1,4 @@
-"""What `lockstep.from_trainer` makes of a Hugging Face Trainer: its arguments, callbacks and methods."""
+"""Tables of how `lockstep.from_trainer` treats a Trainer's arguments, callbacks and methods."""
 
 from lockstep.adapters.rows import rows
 

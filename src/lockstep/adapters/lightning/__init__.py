@@ -1,1 +1,1 @@
-"""A LightningModule as a task."""
+"""Adapter from a LightningModule to a task."""

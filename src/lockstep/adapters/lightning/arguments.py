@@ -1,10 +1,10 @@
-"""The arguments of a Lightning Trainer as a Config: a table of names, and what each becomes.
+"""Convert the arguments of a Lightning Trainer to a Config.
 
-    check_arguments(trainer)                        # what is set and not served is refused by its name
+    check_arguments(trainer)                        # refuses, by name, an argument that is set and not served
     config = config_of(module, loaders, trainer, devices=2)
     plan = plan_of(config, samples)
 
-docs/lightning.md has the table for people.
+The table in `refusals` maps each argument; docs/lightning.md has it for users.
 """
 
 import math
@@ -50,13 +50,13 @@ _PLAIN = (
 
 
 class TrainerLength(NamedTuple):
-    """How long a run is, in the words of a Trainer.
+    """The length of a run in a Trainer's terms.
 
     Attributes:
         samples: of an epoch.
         in_epoch: steps of an epoch, rounded up.
-        steps: of the whole plan.
-        max_epochs, max_steps: -1 for the one that does not end it.
+        steps: of the whole run.
+        max_epochs, max_steps: -1 for the one that does not end the run.
     """
 
     samples: int
@@ -67,7 +67,7 @@ class TrainerLength(NamedTuple):
 
 
 def plan_of(config: Config, samples: int) -> TrainerLength:
-    """The plan of a config for a training set of so many samples."""
+    """Compute the length of a run for a training set of `samples` samples."""
     size = config.batch_size
     if config.limit_train_batches:
         samples = min(samples, in_batches(config.limit_train_batches, samples / size) * size)
@@ -79,7 +79,11 @@ def plan_of(config: Config, samples: int) -> TrainerLength:
 
 
 def check_arguments(trainer: Any) -> None:
-    """Raises ConfigError, by its name and in one line, for an argument that is set and not served."""
+    """Check that every argument that is set is served.
+
+    Raises:
+        ConfigError: an argument is set and not served; one line that names it.
+    """
     connector = trainer._accelerator_connector
     plugins = [getattr(connector, name, None) for name in ("_precision_plugin_flag", "_cluster_environment_flag")]
     plugins.append(getattr(connector, "checkpoint_io", None))
@@ -109,12 +113,12 @@ def check_arguments(trainer: Any) -> None:
 
 
 def refused(name: str, given: Any, why: str) -> ConfigError:
-    """The error for an argument."""
+    """Build the error for an argument that is not served."""
     return ConfigError(f"from_lightning: Trainer({name}={given!r}) is not served: {why}")
 
 
 def describe(standing: Standing, trainer: Any, devices: int) -> None:
-    """Gives the module's trainer what the real one was told."""
+    """Copy the real Trainer's settings to the stand-in that the module sees."""
     standing.num_devices, standing.num_nodes = devices, 1
     if trainer is None:
         return
@@ -124,7 +128,11 @@ def describe(standing: Standing, trainer: Any, devices: int) -> None:
 
 
 def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Config:
-    """The Config of a run that trains what the Trainer would. Raises ConfigError for what has no place in one."""
+    """Build the Config that trains as the Trainer would.
+
+    Raises:
+        ConfigError: a setting that no Config field can express.
+    """
     train, name = loaders.train, re.sub(r"[^A-Za-z0-9_.-]+", "-", type(module).__name__)
     accumulate = trainer.accumulate_grad_batches if trainer is not None else 1
     batch_size = train.batch_size * accumulate * devices
@@ -176,7 +184,10 @@ def _of_trainer(trainer: Any, devices: int, *, evaluates: bool) -> dict[str, Any
 
 
 def _length(trainer: Any) -> dict[str, Any]:
-    """Epochs or steps. Lightning's own default is a thousand epochs."""
+    """The Config field for the length: epochs or steps.
+
+    Lightning's default here is a thousand epochs.
+    """
     if trainer.max_steps > 0:
         return {"max_steps": trainer.max_steps}
     epochs = trainer.max_epochs
@@ -188,7 +199,7 @@ def _length(trainer: Any) -> dict[str, Any]:
 
 
 def _limits(trainer: Any, devices: int) -> dict[str, Any]:
-    """The parts of the data that are used. A limit is of batches on each device."""
+    """The Config fields that limit the data. Lightning's limits count batches on each device."""
     found: dict[str, Any] = {}
     train, held_out = trainer.limit_train_batches, trainer.limit_val_batches
     if isinstance(train, float) and train < 1.0:
@@ -205,7 +216,7 @@ def _limits(trainer: Any, devices: int) -> dict[str, Any]:
 
 
 def _evaluations(trainer: Any) -> Any:
-    """How often is evaluated, in steps or epochs."""
+    """The interval between evaluations, in steps or epochs."""
     every, interval = trainer.check_val_every_n_epoch or 1, trainer.val_check_interval
     within = isinstance(interval, int) or interval < 1.0  # 1.0 is an epoch, and 1 a batch
     if within and every > 1:

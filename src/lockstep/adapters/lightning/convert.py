@@ -1,9 +1,11 @@
-"""A module that a file has, by name: what `lockstep train --lightning FILE.py:Module --datamodule FILE.py:DM` means.
+"""Convert a LightningModule, an object or from a file, to a config and a task.
 
     task = load("lightning:FILE.py:Module,FILE.py:DM")
-    config, task = configured(values)           # its loaders' batch size and the rest where the flags say nothing
+    config, task = configured(values)           # flags first, then the batch size and the like of its loaders
 
-Both are made without arguments, the module under the run's seed.
+`from_lightning` takes objects. `load` and `configured` serve `lockstep train --lightning FILE.py:Module
+--datamodule FILE.py:DM`, and make both objects without arguments, the module under the run's seed. The module also
+has the tasks for manual optimization and for datasets of whole batches.
 """
 
 from collections.abc import Mapping
@@ -41,7 +43,11 @@ __all__ = [
 
 
 def _check_module(module: Any, trainer: Any) -> None:
-    """Raises ConfigError, in one line, for what is no module, has trained, or trains in a way that is not served."""
+    """Check that this is a LightningModule that a run can train.
+
+    Raises:
+        ConfigError: it is no module, or uses a method that is not served; one line.
+    """
     if isinstance(module, type):
         raise ConfigError(f"from_lightning: {module.__name__} is a class: give an object of it, {module.__name__}()")
     if kind_of(module, "LightningModule") is None:
@@ -71,10 +77,10 @@ def _check_module(module: Any, trainer: Any) -> None:
 
 
 def _made_whole(module: Any, train: LoaderParts) -> None:
-    """Gives lazy parameters their shapes, by one `training_step` on the first samples.
+    """Materialise lazy parameters by one `training_step` on the first samples.
 
     Raises:
-        ConfigError: the step fails, or leaves lazy parameters behind.
+        ConfigError: the step fails, or leaves a parameter lazy.
     """
     if not any(is_lazy(parameter) for parameter in module.parameters()):
         return
@@ -104,17 +110,17 @@ def _has(module: Any, hook: str) -> bool:
 def from_lightning(
     module: Any, datamodule: Any = None, trainer: Any = None, devices: int = 0
 ) -> "tuple[Config, LightningTask]":
-    """The config and the task of a LightningModule that has not trained yet.
+    """Convert a LightningModule that has not trained yet to a config and a task.
 
     Args:
-        module: of `lightning` or `pytorch_lightning`. It is the model that is trained.
+        module: of `lightning` or `pytorch_lightning`. It becomes the model that is trained.
         datamodule: a LightningDataModule; or a train DataLoader, or (train, validation) loaders; None: the module's.
-        trainer: a made Trainer, whose arguments are taken over; None: the config's defaults.
-        devices: for how many devices the loader's batch size is meant, however many there are; 0: for those of the
-            trainer.
+        trainer: a constructed Trainer to take arguments from; None: the config's defaults.
+        devices: the number of devices that the loader's batch size is meant for, however many the run has; 0: the
+            Trainer's, or 1 without one.
 
     Raises:
-        ConfigError: it uses what lockstep does not serve; named in one line, with the way out.
+        ConfigError: it uses a feature that lockstep does not serve; one line that names it and the way out.
     """
     _check_module(module, trainer)
     if trainer is not None:
@@ -135,7 +141,7 @@ def from_lightning(
 
 
 class WholeBatchTask(LightningTask):
-    """One whose dataset holds whole batches, each of which has as many items as samples."""
+    """A module with a dataset of whole batches, counted as samples."""
 
     items_per_sample = None
 
@@ -145,7 +151,10 @@ class WholeBatchTask(LightningTask):
 
 
 class ManualTask(LightningTask):
-    """One whose `training_step` steps its optimizers itself. Its loss is noted, and filled after the step."""
+    """A module that steps its optimizers in `training_step` (manual optimization).
+
+    `loss` returns a placeholder, which the engine's step fills.
+    """
 
     reduction = "sum"
     _manual: ManualSteps
@@ -164,7 +173,7 @@ class ManualTask(LightningTask):
         return state
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """A number that is filled with the loss, summed over the samples, once the step is taken."""
+        """Return a 0-dim placeholder that receives the summed loss during the engine's step."""
         turn = self.life.take_turn()
         if turn is None:
             tried = self._manual.tried(lambda: self._stepped(model, batch, None))
@@ -177,7 +186,7 @@ class ManualTask(LightningTask):
         return loss * batch.samples, found
 
     def schedule(self, step: int, steps: int) -> float | None:
-        """What the module's own schedulers have made of the first rate."""
+        """Return the factor that the module's own schedulers have applied to the first group's rate."""
         group = self.trainer.optimizers[0].param_groups[0] if self.trainer.optimizers else {"lr": 1.0}
         base = group.get("initial_lr", group["lr"])
         return float(group["lr"] / base) if base else 1.0
@@ -193,23 +202,27 @@ class ManualTask(LightningTask):
 
 
 class WholeBatchManualTask(WholeBatchTask, ManualTask):
-    """Both."""
+    """A module with manual optimization and a dataset of whole batches."""
 
 
 _MUST = {"--lightning": ["training_step"], "--datamodule": ["from_datasets"]}  # a module has train_dataloader too
 
 
 def load(named: str, seed: int = 0) -> LightningTask:
-    """The task of `lightning:FILE.py:Module` or `lightning:FILE.py:Module,FILE.py:DM`.
+    """Make the task of `lightning:FILE.py:Module` or `lightning:FILE.py:Module,FILE.py:DM`.
 
     Raises:
-        ConfigError: no such file or class, one that cannot be made so, or what it uses is not served.
+        ConfigError: the file or class does not exist, cannot be made without arguments, or uses a feature that is not
+            served.
     """
     return _made(named, seed)[1]
 
 
 def configured(values: dict[str, Any]) -> tuple[Config, LightningTask]:
-    """The config that flags and file ask for, on top of what the module's loaders say, and the task."""
+    """Return the config and the task for `--lightning`.
+
+    Flags and file override the values that the module's loaders imply.
+    """
     asked = cli.build(values)
     suited, task = _made(asked.task, asked.seed)
     plain = cli.flat(Config(), own_task=True)

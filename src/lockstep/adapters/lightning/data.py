@@ -1,7 +1,11 @@
-"""A module's `test_step` and `predict_step` on the trained weights, in one process.
+"""Take a module's DataLoaders apart, and run its `test_step` and `predict_step`.
 
-numbers = tested(task)                      # name -> number, as an evaluation gives them; `task.test()`
-outputs = predicted(task)                   # what predict_step returned, by batch; `task.predict()`
+numbers = tested(task)                    # name -> number, as an evaluation gives them; `task.test()`
+outputs = predicted(task)                 # the results of predict_step, by batch; `task.predict()`
+
+`begun` sets module and datamodule up and returns the parts of their loaders (dataset, sampler, collation), from which
+a run builds its own. `LoaderOrder` reproduces the order of a loader's sampler. Test and prediction run in one
+process on the module's current weights.
 """
 
 import contextlib
@@ -50,7 +54,7 @@ __all__ = [
 
 
 class Placed(NamedTuple):
-    """A batch of an evaluation set: which set, how many samples, and what its collation made."""
+    """A collated batch with the index of its evaluation set and its number of samples."""
 
     place: int
     samples: int
@@ -58,10 +62,10 @@ class Placed(NamedTuple):
 
 
 class Sampled(Dataset[Any]):
-    """A dataset whose epoch has another number of samples than it holds, or whose samples know their set.
+    """A dataset with its own length, or with samples that carry their set's index.
 
     Args:
-        inner: any index that an order names is one of its own.
+        inner: the dataset; an order's indices refer to it.
         size: samples in an epoch.
     """
 
@@ -81,15 +85,15 @@ class Sampled(Dataset[Any]):
 
 @dataclass(frozen=True)
 class LoaderParts:
-    """What a loader is made of.
+    """The parts of a DataLoader.
 
     Attributes:
-        dataset: its `len` is an epoch's samples.
-        sampler: what draws indices, or lists of them where `in_batches`; None: a shuffle; "sequential": as they lie.
-        batch_size: samples of a batch; 1 where `whole`.
+        dataset: its `len` is the number of samples of an epoch.
+        sampler: yields indices, or lists of them if `in_batches`; None: a shuffle; "sequential": the order of the data.
+        batch_size: samples of a batch; 1 if `whole`.
         whole: an item of the dataset is a batch already.
-        collate: a list of samples as a batch.
-        drop_last: what is short of a batch is left out of each epoch.
+        collate: a list of samples -> a batch.
+        drop_last: each epoch drops its incomplete last batch.
     """
 
     dataset: Any
@@ -103,7 +107,7 @@ class LoaderParts:
     drop_last: bool
 
     def order(self, seed: int) -> Order | None:
-        """Which sample stands where in the endless stream; None: another shuffle in each epoch."""
+        """Return the order of the samples; None: a new shuffle in each epoch."""
         if self.sampler is None:
             return None
         if self.sampler == "sequential":
@@ -115,10 +119,10 @@ class LoaderParts:
 
 
 def taken_apart(loader: Any, name: str) -> LoaderParts:
-    """The parts of a loader.
+    """Split a loader into its parts.
 
     Raises:
-        ConfigError: it is no DataLoader, or it streams, or its batches are of different sizes.
+        ConfigError: it is no DataLoader, its dataset is iterable, or its batches differ in size.
     """
     if not isinstance(loader, DataLoader):
         raise ConfigError(
@@ -160,7 +164,10 @@ def taken_apart(loader: Any, name: str) -> LoaderParts:
 
 
 def named_loaders(found: Any, name: str) -> dict[str, Any]:
-    """The loaders of an evaluation by name: "" for one alone, `dataloader_idx_N` or their own names for several."""
+    """Return the loaders of an evaluation by name.
+
+    The name is "" for a single loader, `dataloader_idx_N` or the mapping's own key for several.
+    """
     if found is None:
         return {}
     inner = getattr(found, "iterables", None) if type(found).__name__ == "CombinedLoader" else None
@@ -176,14 +183,16 @@ def named_loaders(found: Any, name: str) -> dict[str, Any]:
 
 @final
 class LoaderOrder(EpochOrder):
-    """The order of a loader's sampler, as Lightning draws it: its generator goes on from epoch to epoch.
+    """The order of a loader's sampler, drawn as Lightning draws it.
+
+    Its generator continues from epoch to epoch.
 
     Args:
         sampler: yields indices, or lists of them; `set_epoch` is called before each epoch.
-        size: samples in an epoch; what is drawn beyond them is left out.
+        size: samples in an epoch; further indices are dropped.
         samples: of the dataset.
-        seed: the run's; what is drawn from the default generators is drawn under a seed of the epoch.
-        in_batches: it yields lists.
+        seed: of the run; draws from the default generators use a seed derived from it for each epoch.
+        in_batches: the sampler yields lists.
     """
 
     def __init__(self, sampler: Any, size: int, samples: int, seed: int, *, in_batches: bool) -> None:
@@ -192,9 +201,13 @@ class LoaderOrder(EpochOrder):
         self._generators = [(each, each.get_state()) for each in _generators(sampler)]
 
     def draw(self, epoch: int) -> NDArray[np.int64]:
-        """Draw an epoch. Raises ConfigError where it has too few samples."""
+        """Draw the indices of an epoch.
+
+        Raises:
+            ConfigError: the sampler yields too few.
+        """
         with generators_kept():
-            for generator, state in self._generators:  # which go on from epoch to epoch
+            for generator, state in self._generators:  # they continue from epoch to epoch
                 generator.set_state(state)
             for now in range(epoch + 1) if self._generators else (epoch,):
                 seed_everything(derive(self._seed, "sampler", now))
@@ -216,7 +229,7 @@ class LoaderOrder(EpochOrder):
 
 @final
 class _ReadyBatch:
-    """A dataset's item, which is a batch already, as the loader hands it on."""
+    """Collation for a dataset of ready batches: convert the single item."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
@@ -226,13 +239,20 @@ class _ReadyBatch:
 
 
 def _is_shuffle(sampler: Any) -> bool:
-    """Whether this is the sampler of `shuffle=True`: each sample once, in an order that nobody has fixed."""
+    """Whether this is the sampler of `shuffle=True`.
+
+    It yields each sample once, without a generator of its own.
+    """
     plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
     return plain and sampler.num_samples == len(sampler.data_source)
 
 
 def _of_batches(batch_sampler: Any, name: str) -> tuple[Any, int, bool]:
-    """(sampler, size, whether it yields lists) of a batch sampler. Raises ConfigError where sizes differ."""
+    """Return (sampler, batch size, whether it yields lists) of a batch sampler.
+
+    Raises:
+        ConfigError: its batches differ in size.
+    """
     if type(batch_sampler) is BatchSampler:
         return batch_sampler.sampler, int(batch_sampler.batch_size), False
     _length(batch_sampler, name)
@@ -267,7 +287,7 @@ def _generators(sampler: Any) -> list[torch.Generator]:
 
 @dataclass
 class Loaders:
-    """The parts of the loaders; `owner` has their methods: the datamodule, or the module itself."""
+    """The parts of the training and validation loaders, and the datamodule if there is one."""
 
     train: LoaderParts
     validation: dict[str, LoaderParts] = field(default_factory=dict)
@@ -275,11 +295,10 @@ class Loaders:
 
 
 def begun(module: Any, given: Any, trainer: Standing) -> Loaders:
-    """Prepares, sets up, and asks for the loaders of the training and of the evaluation in it.
+    """Set up module and datamodule, and take their training and validation loaders apart.
 
     Raises:
         ConfigError: there is no training loader, or one that cannot be taken apart.
-        DataError: what the module's own methods raise, named.
     """
     datamodule = given if kind_of(given, "LightningDataModule") else None
     if datamodule is not None:
@@ -314,7 +333,7 @@ def begun(module: Any, given: Any, trainer: Standing) -> Loaders:
 
 
 def _more_loaders(module: Any, datamodule: Any, name: str) -> dict[str, LoaderParts]:
-    """The loaders of `test_dataloader` or `predict_dataloader`, set up for it."""
+    """Set up for `test_dataloader` or `predict_dataloader`, and return the parts of its loaders."""
     stage, owners = name.removesuffix("_dataloader"), (datamodule, module)
     for owner in owners:
         if written(owner, "setup"):
@@ -333,7 +352,7 @@ def _asked(name: str, module: Any, datamodule: Any) -> Any:
 
 
 def _given(loaders: Any) -> tuple[Any, Any]:
-    """(training, evaluation) of loaders that were given in a datamodule's place."""
+    """Return (training, evaluation) loaders that were passed in place of a datamodule."""
     if isinstance(loaders, DataLoader):
         return loaders, None
     if isinstance(loaders, list | tuple) and len(loaders) == 2:
@@ -345,7 +364,10 @@ def _given(loaders: Any) -> tuple[Any, Any]:
 
 
 def _prepare(module: Any, datamodule: Any) -> None:
-    """`prepare_data` of datamodule and module: on rank 0, or the first of each node, while the others wait."""
+    """Call `prepare_data` of datamodule and module on rank 0, or on each node's first rank.
+
+    The other ranks wait.
+    """
     owners = [each for each in (datamodule, module) if written(each, "prepare_data")]
     if not owners:
         return
@@ -367,7 +389,9 @@ def _prepare(module: Any, datamodule: Any) -> None:
 
 
 def tested(task: Any) -> dict[str, float]:
-    """What `test_step` logs over the test loaders, with the weights that the module has now. Every sample counts once.
+    """Run `test_step` over the test loaders with the current weights, and return what it logs.
+
+    Every sample counts once.
 
     Raises:
         ConfigError: the module has no test_step, or there is no test_dataloader.
@@ -386,7 +410,9 @@ def tested(task: Any) -> dict[str, float]:
 
 
 def predicted(task: Any) -> list[Any]:
-    """What `predict_step` returns for each batch; a list for each loader where there are several.
+    """Run `predict_step` over the predict loaders, and return its results batch by batch.
+
+    With several loaders there is a list for each.
 
     Raises:
         ConfigError: there is no predict_dataloader.
@@ -413,7 +439,7 @@ def predicted(task: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _resting(task: Any) -> Iterator[None]:
-    """Within it the module is in eval mode, without gradients."""
+    """Context manager: the module is in eval mode, without gradients."""
     modes = [(each, each.training) for each in task.module.modules()]
     task.module.eval()
     try:
@@ -437,7 +463,7 @@ def _moved(task: Any, batch: Placed) -> Placed:
 
 
 def _batches(parts: LoaderParts, place: int, limit: int | float) -> Iterator[Placed]:
-    """The batches of a set in the order of the data."""
+    """Yield the batches of a set in the order of the data."""
     size, samples = parts.batch_size, len(parts.dataset)
     whole = -(-samples // size)
     most = limit if isinstance(limit, int) and not isinstance(limit, bool) else int(whole * limit)

@@ -1,10 +1,11 @@
-"""The hooks of a module's life, called where Lightning calls them, and what it logs while it trains.
+"""Call a module's hooks where Lightning calls them, and record what it logs in training.
 
     life = Life(module, trainer, logged)            # a task's `hooks`
     with life.training_step(batch, samples, turn) as outputs: ...   # around one `training_step`
 
-Lightning's batch is here a turn: `accumulate_grad_batches` of them make a step, on any number of ranks, so that what a
-hook does once a batch is done as often. What is logged is summed over items, micro-batches and ranks.
+A batch of Lightning is a turn here: a step has `accumulate_grad_batches` turns on any number of ranks, so hooks that
+run once a batch run equally often. Logged values are summed over items, micro-batches and ranks. `settings_of` turns
+Lightning's callbacks into Config fields.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 
-# What shows, logs or measures: the run does it itself.
+# Callbacks that display, log or measure: the run does this itself.
 DONE = (
     *("ModelSummary", "RichModelSummary", "ProgressBar", "TQDMProgressBar", "RichProgressBar", "DeviceStatsMonitor"),
     *("ThroughputMonitor", "LearningRateMonitor", "OnExceptionCheckpoint"),
@@ -47,10 +48,10 @@ DONE = (
 
 
 def settings_of(module: Any, trainer: Any, config: Config) -> Config:
-    """The config with what the callbacks mean.
+    """Convert the callbacks to settings, and add them to the config.
 
     Raises:
-        ConfigError: one whose meaning is not known, by its class; or two that judge one thing by different values.
+        ConfigError: a callback that is not served (the message names its class), or two that monitor different values.
     """
     given = list(trainer.callbacks) if trainer is not None else []
     if written(module, "configure_callbacks"):
@@ -96,7 +97,10 @@ def _keep(changes: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def _judged(monitor: str, mode: str) -> str:
-    """By what is judged. Lightning puts the loader's index behind a name, lockstep the set's name before."""
+    """The Config's name of the monitored value.
+
+    Lightning appends the loader's index to a name; lockstep prefixes the name of the set.
+    """
     name, _, place = monitor.partition("/dataloader_idx_")
     full = f"dataloader_idx_{place}/{name}" if place else name
     return f"{full}:{mode}"
@@ -110,7 +114,7 @@ def _early(each: Any) -> dict[str, Any]:
                 "loop of lockstep.Run"
             )
     return {
-        "patience": max(1, int(each.patience)),  # of 0 it ends at the first that is no better, as of 1
+        "patience": max(1, int(each.patience)),  # 0 ends at the first evaluation that is no better, as 1 does
         "patience_metric": _judged(each.monitor, each.mode),
         "min_delta": abs(float(each.min_delta)),
     }
@@ -138,7 +142,7 @@ _ALL = 10**6
 
 
 def _decay(each: Any) -> float:
-    """Of EMAWeightAveraging."""
+    """The decay of EMAWeightAveraging."""
     if each.update_every_n_steps != 1 or each.update_starting_at_step or each.update_starting_at_epoch:
         raise ConfigError(
             "from_lightning: EMAWeightAveraging with update_every_n_steps or a later start is not served: every step "
@@ -156,7 +160,7 @@ _LOG = logging.getLogger("lockstep")
 
 
 class Turn(NamedTuple):
-    """What the coming forward is: a micro-batch of a step, and which batches, as a module counts them, begin or end."""
+    """The next forward: its micro-batch, and the Lightning batches that begin or end."""
 
     step: int
     micro: int
@@ -169,36 +173,36 @@ class Turn(NamedTuple):
 
 @final
 class Life(Hooks):
-    """Calls a module's hooks.
+    """Caller of a module's hooks over the life of a run.
 
     Attributes:
-        module: the one that is trained now.
-        rates: of its optimizer, once that is made.
+        module: the module that is trained.
+        rates: the schedule of its optimizer, once that is made.
     """
 
     def __init__(self, module: Any, trainer: Standing, logged: Logged) -> None:
         self.module, self.trainer, self.logged = module, trainer, logged
         self.rates: Rates | None = None
         self._turn: Turn | None = None
-        self._ended: list[tuple[Any, Any, range]] = []  # batches whose end comes after the update
+        self._ended: list[tuple[Any, Any, range]] = []  # batches that end after the update
         self._in_epoch, self._samples, self._size = 1, 1, 1
         self._steps, self._epochs = Totals(), Totals()
         self._metrics: dict[str, Any] = {}
         self._step_names: dict[str, str] = {}
         self._leavings = Leavings()
-        self._epoch = -1  # the one that has begun; -1: none
+        self._epoch = -1  # the current one; -1: none
         self._tries, self._log_freq = False, 1
         self._own = own_methods(module)
-        self._several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # else nothing is to be gathered
+        self._several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # else there is nothing to gather
 
     def planned(self, samples: int, size: int) -> None:
-        """Tells how many samples an epoch and a step have."""
+        """Set the number of samples of an epoch and of a step."""
         self._samples, self._size = samples, size
         self._turn, self._epoch, self._own = None, -1, own_methods(self.module)
         self._ended.clear()
 
     def call(self, name: str, *given: Any) -> Any:
-        """Calls a method of the module as Lightning does, with the name that `self.log` wants to know."""
+        """Call a method of the module as Lightning does, setting its name for `self.log`."""
         module = self.module
         before, module._current_fx_name = module._current_fx_name, name
         try:
@@ -207,7 +211,7 @@ class Life(Hooks):
             module._current_fx_name = before
 
     def hook(self, name: str, *given: Any) -> None:
-        """Calls a hook where the module has its own; what it draws at random changes nothing of the training."""
+        """Call a hook if the user wrote it, without effect on the random state."""
         if name in self._own:
             with generators_kept():
                 answer = self.call(name, *calls(getattr(self.module, name), *given))
@@ -218,11 +222,11 @@ class Life(Hooks):
                 )
 
     def tries(self) -> bool:
-        """Whether what is computed now is tried before a run, and no part of it."""
+        """Whether the current computation is a trial before the run, and not part of it."""
         return self._tries
 
     def fitted(self) -> None:
-        """The optimizer is made: the training begins."""
+        """Start the training: call `on_fit_start`, `on_train_start` and the first epoch's hook."""
         self._tries = True
         self.hook("on_fit_start")
         self.hook("on_train_start")
@@ -248,15 +252,15 @@ class Life(Hooks):
         self._turn = Turn(step, index, begins, ends, slot == 0, counts, before + index % turns)
 
     def take_turn(self) -> Turn | None:
-        """What the coming forward is; None outside of a step of the run, as where a task is tried."""
+        """Return and clear the next forward's turn; None outside a step of the run."""
         turn, self._turn = self._turn, None
         return turn
 
     @contextlib.contextmanager
     def training_step(self, batch: Any, samples: int, turn: Turn | None) -> Iterator[list[Any]]:
-        """Around one `training_step`; its output is put into the list that this gives.
+        """Wrap one `training_step`; the caller appends its output to the yielded list.
 
-        Outside of a step of the run nothing of it is left behind.
+        Outside a step of the run, its changes to the module are undone.
         """
         self.logged.samples = samples
         self.logged.taken()
@@ -272,7 +276,7 @@ class Life(Hooks):
         around: AbstractContextManager[None] = nullcontext()
         if not turn.counts:
             around = Leavings.undone(self.module)
-        elif self._several and self.module.automatic_optimization:  # else its micro-batches run by turns
+        elif self._several and self.module.automatic_optimization:  # else its micro-batches alternate
             around = self._leavings.noted(self.module, key)
         with around:
             yield found
@@ -293,7 +297,7 @@ class Life(Hooks):
         self.hook("on_after_backward")
 
     def before_update(self, optimizer: Any) -> None:
-        """Gradients are summed and clipped."""
+        """Call `on_before_optimizer_step`; the gradients are already summed and clipped."""
         self.hook("on_before_optimizer_step", optimizer)
 
     def after_update(self) -> None:
@@ -342,7 +346,7 @@ class Life(Hooks):
             known = set(checkpoint)
             self.hook("on_save_checkpoint", checkpoint)
             more = {key: value for key, value in checkpoint.items() if key not in known}
-            # Whose tensors are kept anyway: it is found again by its name.
+            # A submodule's tensors are saved anyway: only its name is kept.
             names = {id(module): name for name, module in self.module.named_modules() if name}
             own = {key: names[id(value)] for key, value in more.items() if id(value) in names}
             if own:
@@ -353,9 +357,12 @@ class Life(Hooks):
             state["datamodule"] = packed(datamodule.state_dict(), "the datamodule's state_dict")
 
     def _try_saving(self, course: Course) -> None:
-        """What hooks put into a checkpoint, as before step 1. Collective. Raises ConfigError for what cannot be kept.
+        """Try to save the hooks' state before step 1. Collective.
 
-        A hook that fails may need what the training brings, and is told of at the first save.
+        A hook that fails otherwise may need state that only the training brings; it fails at the first save.
+
+        Raises:
+            ConfigError: a value that a checkpoint cannot hold.
         """
         owners = (self.module, "on_save_checkpoint"), (self.trainer.datamodule, "state_dict")
         if not any(written(owner, name) for owner, name in owners):
@@ -375,7 +382,7 @@ class Life(Hooks):
             raise ConfigError(problem)
 
     def _checkpoint(self) -> dict[str, Any]:
-        """What a checkpoint of Lightning has for a module's hooks to look at."""
+        """The entries of a Lightning checkpoint that a module's hooks may read."""
         trainer, module = self.trainer, self.module
         return {
             "epoch": trainer.current_epoch,
@@ -394,14 +401,14 @@ class Life(Hooks):
         if written(self.module, "teardown"):
             self.module.teardown("fit")
 
-    # What is behind them.
+    # Helpers of the hooks above.
 
     def _record(self, course: Course, values: dict[str, float], done: int) -> None:
         course.log(values)
         self._to_loggers(values, done)
 
     def _to_loggers(self, values: Mapping[str, float], done: int) -> None:
-        """To the Trainer's own loggers, which write on rank 0 alone."""
+        """Log to the Trainer's own loggers, on rank 0 only."""
         if values and self.trainer.is_global_zero:
             for logger in self.trainer.loggers:
                 logger.log_metrics({**values, "epoch": self.trainer.current_epoch}, done)
@@ -419,7 +426,10 @@ class Life(Hooks):
         self._count(True)
 
     def _end_epoch(self, course: Course | None) -> dict[str, float]:
-        """Ends the epoch that has begun: its hook, and what was logged over it, over all ranks with a `course`."""
+        """End the current epoch: call its hook, and return what was logged over it.
+
+        With a `course` the values are reduced over all ranks; without one nothing is logged.
+        """
         if self._epoch < 0:
             return {}
         if course is None:
@@ -439,7 +449,10 @@ class Life(Hooks):
         return shown
 
     def _count(self, counts: bool, recorded: bool = True) -> None:
-        """Counts in what was logged since it was asked last; that of the step alone where the step is recorded."""
+        """Add what was logged since the last call to the totals.
+
+        Step values are added only if the step is recorded.
+        """
         for entry in self.logged.taken():
             if not counts:
                 continue
@@ -455,7 +468,7 @@ class Life(Hooks):
                 self._epochs.add(entry.epoch_name, entry.value, entry.weight, entry.reduce)
 
     def _shown(self, found: dict[str, float], *, steps: bool) -> dict[str, float]:
-        """Also as the module's trainer has them."""
+        """Copy the values to the module's trainer too."""
         trainer = self.trainer
         tensors = {name: torch.tensor(value) for name, value in found.items()}
         trainer.callback_metrics |= tensors
@@ -466,7 +479,7 @@ class Life(Hooks):
         return found
 
     def _watch(self, course: Course, done: int, values: Mapping[str, float]) -> None:
-        """Steps the plateaus that are due, where an epoch has just ended, and notes by what."""
+        """Step the plateau schedulers due at the end of an epoch, and record their values."""
         rates = self.rates
         if rates is None or not rates.watched:
             return
@@ -482,7 +495,7 @@ class Life(Hooks):
 
 @contextlib.contextmanager
 def own_dtype(module: torch.nn.Module) -> Iterator[None]:
-    """Within it what makes a tensor without saying of which dtype makes one of the parameters', as Lightning has it."""
+    """Context manager: the default dtype is that of the module's parameters, as in Lightning."""
     with default_dtype(next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)):
         yield
 
@@ -501,7 +514,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _turns(slot: int, slots: int, turns: int) -> tuple[range, range]:
-    """Which of a step's `turns` begin with a rank's slot, and which end with it: each once, however many slots."""
+    """Return the ranges of turns that begin and that end with a rank's slot.
+
+    Each turn of a step begins and ends once, however many slots there are.
+    """
     starts = [turn * slots // turns for turn in range(turns)]
     ends = [max(start, (turn + 1) * slots // turns - 1) for turn, start in enumerate(starts)]
     begun = [turn for turn, start in enumerate(starts) if start == slot]
@@ -514,7 +530,7 @@ def _run(turns: list[int]) -> range:
 
 
 def _detached(output: Any) -> Any:
-    """The output as `on_train_batch_end` gets it: a dict with a loss that holds no graph."""
+    """The output as `on_train_batch_end` receives it: a dict with a detached loss."""
     if isinstance(output, torch.Tensor):
         return {"loss": output.detach()}
     if isinstance(output, Mapping):

@@ -1,9 +1,9 @@
-"""What a module logs, kept by name and reduced over items: the place of Lightning's own result collection.
+"""Collect what a module logs, by name, and reduce it over items: Lightning's result collection.
 
-logged = Logged()                           # is `trainer._results` while a hook runs
-entries = logged.taken()                    # what was logged since, in order
-totals.add(name, value, weight, "mean")     # of a `Totals`, for many micro-batches and steps
-together([totals.plain()])                  # name -> number, of the totals of all ranks
+logged = Logged()                         # is `trainer._results` while a hook runs
+entries = logged.taken()                  # what was logged since the last call, in order
+totals.add(name, value, weight, "mean")   # of a `Totals`, for many micro-batches and steps
+together([totals.plain()])                # name -> number, of the totals of all ranks
 """
 
 import math
@@ -34,7 +34,7 @@ class LoggedValue(NamedTuple):
 
     Attributes:
         value: a 0-dim tensor, detached; a metric with a state; or a number.
-        weight: what a mean counts it as: samples, or the `batch_size` that was said.
+        weight: of the value in a mean: the samples, or the `batch_size` that `self.log` received.
         reduce: "mean", "sum", "min" or "max".
         metric: the name of the module's attribute that is the metric, else "".
     """
@@ -51,7 +51,7 @@ class LoggedValue(NamedTuple):
 
     @property
     def epoch_name(self) -> str:
-        """As Lightning calls the number of an epoch: another name beside that of the steps, where both are logged."""
+        """The name of the epoch's value, with a suffix if steps are logged too."""
         return f"{self.name}_epoch" if self.on_step else self.name
 
     @property
@@ -61,10 +61,10 @@ class LoggedValue(NamedTuple):
 
 @final
 class Logged:
-    """Takes what `LightningModule.log` hands on.
+    """Receiver of `LightningModule.log`.
 
     Attributes:
-        samples: of the present batch.
+        samples: of the current batch.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,11 @@ class Logged:
         rank_zero_only: bool = False,
         **_: Any,  # what says how to exchange it, which is always done
     ) -> None:
-        """Notes a value. Raises ConfigError for a reduction that cannot be made of parts."""
+        """Record a value.
+
+        Raises:
+            ConfigError: a reduction that cannot be computed from parts.
+        """
         reduce = _reduction_of(name, reduce_fx)
         values = value if isinstance(value, Mapping) else {"": value}
         for key, each in values.items():
@@ -99,21 +103,25 @@ class Logged:
             )
 
     def swapped(self, entries: list[LoggedValue], samples: int) -> list[LoggedValue]:
-        """What was logged so far, in whose place are the entries of another micro-batch."""
+        """Swap in the entries of another micro-batch, and return the previous ones."""
         found, self._found, self.samples = self._found, entries, samples
         return found
 
     def reset(self, *_: Any, **__: Any) -> None:
-        """As Lightning's; nothing is kept here that could be reset."""
+        """Do nothing; Lightning calls this, and there is no state to reset."""
 
     def taken(self) -> list[LoggedValue]:
-        """What was logged since it was asked last; a name that was logged twice counts with its last value."""
+        """Return and clear the values logged since the last call, the last of each name."""
         found, self._found = self._found, []
         return list({entry.name: entry for entry in found}.values()) if len(found) > 1 else found
 
 
 def _reduction_of(name: str, given: Any) -> str:
-    """`reduce_fx` as a word. Raises ConfigError for a function that is not known."""
+    """Return the name of a `reduce_fx`.
+
+    Raises:
+        ConfigError: the function is not known.
+    """
     word = given if isinstance(given, str) else getattr(given, "__name__", "")
     found = _NAMED.get(word.lower())
     if found is None:
@@ -125,19 +133,19 @@ def _reduction_of(name: str, given: Any) -> str:
 
 
 def number(value: Any) -> float:
-    """A logged value as a number. Waits for the device."""
+    """Return a logged value as a number. Waits for the device."""
     return float(value.double().mean() if isinstance(value, Tensor) and value.numel() > 1 else value)
 
 
 @final
 class Totals:
-    """Sums by name, which can be put together in any order of parts that is the same everywhere."""
+    """Weighted sums by name, which can be merged over micro-batches and ranks."""
 
     def __init__(self) -> None:
         self._held: dict[str, list[Any]] = {}
 
     def add(self, name: str, value: Any, weight: float, reduce: str) -> None:
-        """Counts a value in. Tensors stay where they are, so nothing waits."""
+        """Add a value. Tensors on a device stay there, so this does not wait for it."""
         if isinstance(value, Tensor) and value.device.type != "cpu":
             value = value.double()
             value = value.mean() if value.numel() > 1 else value.reshape(())
@@ -152,7 +160,7 @@ class Totals:
         held[1], held[2] = combine[reduce](held[1], part), held[2] + weight
 
     def plain(self) -> dict[str, list[Any]]:
-        """name -> [reduction, value, weight], in numbers that can be sent. Waits for the device."""
+        """Return name -> [reduction, value, weight] as plain numbers. Waits for the device."""
         return {name: [kind, float(value), weight] for name, (kind, value, weight) in self._held.items()}
 
     def clear(self) -> None:
@@ -160,7 +168,7 @@ class Totals:
 
 
 def together(parts: list[dict[str, list[Any]]]) -> dict[str, float]:
-    """name -> number, of what `Totals.plain` gave on each rank, or of each micro-batch."""
+    """Merge the results of `Totals.plain` of all ranks or micro-batches into name -> number."""
     kinds: dict[str, str] = {}
     values: dict[str, list[tuple[float, float]]] = {}
     for part in parts:
@@ -184,7 +192,7 @@ _ON_DEVICE = _COMBINE | {"min": torch.minimum, "max": torch.maximum}
 
 
 def rows_of(batch: Any) -> int:
-    """Samples of a batch by its first tensor, as Lightning finds them; 1 where it has none."""
+    """Return the length of a batch's first tensor, as Lightning does; else 1."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 1
     if isinstance(batch, str):

@@ -1,9 +1,9 @@
-"""Manual optimization (`automatic_optimization = False`) that does not depend on the number of ranks.
+"""Run manual optimization (`automatic_optimization = False`) alike on any number of ranks.
 
-The `training_step` of each micro-batch of a step runs in a thread of its own, one at a time. Where it steps an
-optimizer, or a scheduler, it stops until all the others have come as far; then the gradients of all are summed, the
-optimizer steps once, and all go on. What of the module belongs to a micro-batch meanwhile (gradients, random numbers,
-plain attributes, which parameters are toggled, buffers) is put aside while another one runs.
+The `training_step` of each micro-batch of a step runs in its own thread, one at a time. At the step of an optimizer
+or scheduler it pauses until all the others have reached the same point. Then the gradients of all micro-batches are
+summed, the optimizer steps once, and all continue. The state of the module that belongs to one micro-batch
+(gradients, random numbers, plain attributes, toggled parameters, buffers) is swapped out while another one runs.
 """
 
 import random
@@ -37,7 +37,7 @@ _NUMBERS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of a 
 
 
 class Coroutine:
-    """A thread that runs while its caller waits, and the other way round."""
+    """A thread that alternates with its caller: one waits while the other runs."""
 
     current: ClassVar["Coroutine | None"] = None
 
@@ -50,12 +50,16 @@ class Coroutine:
         threading.Thread(target=self._serve, daemon=True, name="lockstep-micro-batch").start()
 
     def begin(self, work: Callable[[], Any]) -> bool:
-        """Runs `work` up to its first pause; whether it is over. Raises what it raises."""
+        """Run `work` up to its first pause. Raises what it raises.
+
+        Returns:
+            Whether it has finished.
+        """
         self._work, self._over, self._error = work, False, None
         return self.go_on()
 
     def go_on(self) -> bool:
-        """Runs it up to its next pause; whether it is over."""
+        """Run up to the next pause, and return whether the work has finished."""
         Coroutine.current = self
         self._go.release()
         self._back.acquire()
@@ -70,7 +74,7 @@ class Coroutine:
 
     @staticmethod
     def pause() -> None:
-        """Called in the thread of the one that runs: its caller goes on."""
+        """Hand control back to the caller; called in the running thread."""
         running = Coroutine.current
         assert running is not None
         running._back.release()
@@ -90,12 +94,12 @@ class Coroutine:
 
 @final
 class ManualScheduler:
-    """Stands for a scheduler of the module: a step of it is one of all micro-batches."""
+    """A proxy for a scheduler of the module: its step waits for all micro-batches."""
 
     def __init__(self, scheduler: Any, ask: Callable[[tuple[str, int], Any], None], place: int) -> None:
         self._scheduler, self._ask, self._place = scheduler, ask, place
         self.optimizer = scheduler.optimizer
-        # How often it was stepped; of a plateau its numbers and the rates it has come to.
+        # The number of its steps; for a plateau, its counters and its current rates.
         groups = len(self.optimizer.param_groups)
         self._plateau = isinstance(scheduler, ReduceLROnPlateau)
         self.state = torch.zeros(len(_NUMBERS) + groups if self._plateau else 1, dtype=torch.float64, device="cpu")
@@ -112,7 +116,7 @@ class ManualScheduler:
         self._note()
 
     def restored(self) -> None:
-        """Brings the scheduler, which is new, to where its state says."""
+        """Advance the new scheduler to its loaded state."""
         if not self._plateau:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -150,12 +154,12 @@ _APART = ("_parameters", "_buffers", "_modules", "_trainer", "training", "forwar
 
 @dataclass
 class _Micro:
-    """A micro-batch of the step, and what of the module is its own while another one runs.
+    """A micro-batch of the step, with its own state of the module.
 
     Attributes:
-        work: its `training_step`, which gives the loss, or None.
-        told: the number that the loop was given for its loss, filled here.
-        backwards: the losses that were given to `manual_backward`.
+        work: its `training_step`, which returns the loss, or None.
+        told: the placeholder that the loop received for its loss, filled here.
+        backwards: the losses that were passed to `manual_backward`.
     """
 
     work: Callable[[], Any]
@@ -174,7 +178,7 @@ class _Micro:
 
 @final
 class ManualSteps:
-    """The steps of a module that takes them itself; see `lockstep.hooks.OwnSteps`."""
+    """Steps of a module with manual optimization; see `lockstep.hooks.OwnSteps`."""
 
     def __init__(self, life: Life) -> None:
         self._life = life
@@ -190,7 +194,7 @@ class ManualSteps:
         self._dtype = torch.float32
 
     def configured(self, found: Configured) -> Several:
-        """The optimizers as one; what the module then steps is this step's."""
+        """Wrap the module's optimizers as one, and route their steps through this object."""
         trainer, self._optimizers = self._life.trainer, found.optimizers
         self._noted, self._carried = [], []
         for scheduler in found.schedulers:
@@ -207,28 +211,32 @@ class ManualSteps:
         strategy = trainer.strategy
         strategy.manual = self
         strategy._lightning_optimizers = [kind._to_lightning_optimizer(each, strategy) for each in found.optimizers]
-        self._standing = strategy  # which Lightning's optimizers hold by a weak reference
+        self._standing = strategy  # Lightning's optimizers hold it by a weak reference only
         return made
 
-    # Of the loop.
+    # Called by the loop.
 
     def state(self) -> dict[str, Tensor]:
-        """How far the schedulers are, for a checkpoint."""
+        """Return the positions of the schedulers for a checkpoint."""
         return {f"schedulers/{place}": each.state for place, each in enumerate(self._schedulers)}
 
     def restored(self) -> None:
-        """The tensors of `state` have been filled: the schedulers are brought there."""
+        """Advance the schedulers to the positions that were loaded into `state`."""
         for each in self._schedulers:
             each.restored()
 
     def note(self, work: Callable[[], Any], samples: int, device: torch.device) -> Tensor:
-        """Notes a micro-batch; a number that is filled once its loss, summed over its samples, is known."""
+        """Record a micro-batch to run in the engine's step.
+
+        Returns:
+            A 0-dim placeholder; the step fills it with the loss, summed over the samples.
+        """
         told = torch.zeros((), device=device, requires_grad=True)
         self._noted.append(_Micro(work, samples, told, _drawing(device)))
         return told
 
     def tried(self, work: Callable[[], Any]) -> Tensor:
-        """The mean loss of a micro-batch of which nothing is learnt: no step is taken."""
+        """Return the mean loss of a micro-batch without taking a step."""
         self._present = _Micro(work, 1, torch.zeros(()), ())
         try:
             with torch.enable_grad(), own_dtype(self._life.module):
@@ -269,10 +277,10 @@ class ManualSteps:
         done, self._done = self._done, []
         return [each.kept for each in done]
 
-    # Of the module, in the midst of a micro-batch.
+    # Called by the module within a micro-batch.
 
     def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
-        """`manual_backward`."""
+        """Serve `manual_backward`."""
         micro = self._at("manual_backward")
         micro.backwards.append(loss.detach())
         self._life.hook("on_before_backward", loss)
@@ -282,11 +290,11 @@ class ManualSteps:
         self._life.hook("on_after_backward")
 
     def clip(self, optimizer: Any, clip: Clip) -> None:
-        """`clip_gradients`: of the sum, when the optimizer steps."""
+        """Serve `clip_gradients`: the summed gradient is clipped when the optimizer steps."""
         self._at("clip_gradients").clips[self._place(optimizer)] = clip
 
     def ask(self, what: tuple[str, int], value: Any = None) -> None:
-        """The present micro-batch has come to a step; returns when it is taken."""
+        """Pause the current micro-batch at a step, and return once all have taken it."""
         micro = self._at("a step")
         if not micro.states:  # a trial
             return
@@ -307,11 +315,11 @@ class ManualSteps:
 
         return step
 
-    # What is behind them.
+    # Helpers.
 
     def _together(self, micro: list[_Micro]) -> None:
-        """Runs the micro-batches, each up to where it asks, until all are done."""
-        threads, self._threads = self._threads, []  # after an error they wait for ever, and others are made
+        """Run the micro-batches in turn, each up to its next pause, until all have finished."""
+        threads, self._threads = self._threads, []  # after an error they wait for ever, and new ones are made
         while len(threads) < len(micro):
             threads.append(Coroutine())
         going = list(range(len(micro)))
@@ -339,7 +347,7 @@ class ManualSteps:
         self._threads = threads
 
     def _meet(self, micro: list[_Micro]) -> None:
-        """All have asked for the same step: it is taken."""
+        """Take the step that all micro-batches have reached."""
         self._engine.agree([each.asked[:2] for each in micro])  # collective
         kind, place, value = micro[0].asked
         if kind == "scheduler":
@@ -351,7 +359,7 @@ class ManualSteps:
             self._engine.update(place, gradients, self._weights, kept, clips[0])  # collective
 
     def _enter(self, micro: _Micro) -> None:
-        """What is this micro-batch's own is in its place."""
+        """Swap in the state of a micro-batch."""
         module = self._life.module
         self._present = micro
         self._life.logged.swapped(micro.entries, micro.samples)
@@ -380,7 +388,7 @@ class ManualSteps:
             micro.told.copy_(self._loss(micro, found) * micro.samples)
 
     def _loss(self, micro: _Micro, found: Any) -> Tensor:
-        """What the step returned, or the sum of what it gave to `manual_backward`."""
+        """The returned loss, or the sum of the losses passed to `manual_backward`."""
         loss = found.get("loss") if isinstance(found, dict) else found
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.detach().reshape(())
@@ -411,7 +419,7 @@ def _give(module: nn.Module, attributes: dict[str, Any]) -> None:
 
 
 def _drawing(device: torch.device) -> tuple[Any, ...]:
-    """What the default generators will draw next."""
+    """The states of the default random generators."""
     drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), np.random.get_state(), random.getstate(), drawn, device
 

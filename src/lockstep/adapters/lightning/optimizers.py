@@ -1,12 +1,12 @@
-"""What `configure_optimizers` returns, in every form that Lightning 2 takes, and its schedulers as rates by step.
+"""Read the result of `configure_optimizers`, and turn its schedulers into rates by step.
 
     found = read(module.configure_optimizers())
-    rates = Rates(found.optimizers[0], found.schedulers, place)      # place: step -> (epoch, batch in it, ends)
-    factor = rates.at(step)                                         # what the base rates are multiplied by
+    rates = Rates(found.optimizers[0], found.schedulers, place)   # place: step -> (epoch, batch in it, ends)
+    factors = rates.factors(step)                                 # by group: what its base rate is multiplied by
 
-The schedulers are torch's own objects, stepped where Lightning steps them. What they say in a step is a function of
-the step alone, so a resume drives them there again; a plateau's follows the evaluations, whose values a run's state
-keeps.
+`read` accepts every form that Lightning 2 accepts. The schedulers are torch's own objects, stepped where Lightning
+steps them. Their values depend on the step alone, so a resume steps them up to it again. A plateau depends on the
+evaluations; their values are kept in the run's state.
 """
 
 import math
@@ -31,11 +31,17 @@ __all__ = [
 
 
 _KEYS = ("scheduler", "name", "interval", "frequency", "reduce_on_plateau", "monitor", "strict")
-_MOMENTA = ("momentum", "betas")  # what some schedulers cycle besides the rate
+_MOMENTA = ("momentum", "betas")  # some schedulers cycle these too
 
 
 class EpochPosition(NamedTuple):
-    """Where a step stands: its epoch, how many batches of that epoch there were with it, whether it ends the epoch."""
+    """The position of a step among the epochs.
+
+    Attributes:
+        epoch: of the step, 0-based.
+        batches: of that epoch up to and including this step's.
+        ends: the step ends the epoch.
+    """
 
     epoch: int
     batches: int
@@ -44,12 +50,13 @@ class EpochPosition(NamedTuple):
 
 @dataclass
 class Scheduler:
-    """A scheduler and when it is stepped.
+    """A scheduler, and when to step it.
 
     Attributes:
         scheduler: of torch, or any object with `step()`.
-        interval: "step" or "epoch"; frequency: every so many of them.
-        monitor: for a plateau, by whose value it is stepped; else None.
+        interval: "step" or "epoch".
+        frequency: intervals between its steps.
+        monitor: name of the value that a plateau follows; else None.
         strict: a missing value is an error.
     """
 
@@ -63,20 +70,20 @@ class Scheduler:
 
 @dataclass
 class Configured:
-    """The optimizers in their order, and the schedulers."""
+    """A module's optimizers and schedulers, in order."""
 
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[Scheduler] = field(default_factory=list)
 
 
 def read(found: Any, *, automatic: bool = True) -> Configured:
-    """Optimizers and schedulers of what `configure_optimizers` returned.
+    """Return the optimizers and schedulers of a result of `configure_optimizers`.
 
     Args:
-        automatic: the steps are lockstep's; else `training_step` takes them, and may have several optimizers.
+        automatic: lockstep takes the steps; else `training_step` does, and may have several optimizers.
 
     Raises:
-        ConfigError: a form that Lightning 2 has not, or what no engine steps.
+        ConfigError: a form that Lightning 2 does not accept, or an optimizer that no engine can step.
     """
     optimizers: list[Any] = []
     schedulers: list[Any] = []
@@ -132,16 +139,15 @@ def _scheduler(given: Any, monitor: str | None, *, automatic: bool) -> Scheduler
 
 @final
 class Rates:
-    """What the rates of an optimizer's groups are in each step, by its schedulers.
+    """The learning rates of an optimizer's groups in each step, by its schedulers.
 
-    The optimizer's groups have their base rates (`initial_lr`) from here on; the schedulers see their own values while
-    they step.
+    From here on the groups hold their base rates (`initial_lr`); the schedulers see their own values while they step.
 
     Args:
-        optimizer: the schedulers' own.
-        schedulers: of it.
-        place: step -> where it stands.
-        step_scheduler: (scheduler, value) -> None; the module's `lr_scheduler_step`, where it has its own.
+        optimizer: of the schedulers.
+        schedulers: of the optimizer.
+        place: step -> its position among the epochs.
+        step_scheduler: (scheduler, value) -> None; the module's own `lr_scheduler_step`, if it has one.
 
     Attributes:
         watched: names of the values that plateaus follow.
@@ -161,7 +167,7 @@ class Rates:
         self.watched = [each.monitor for each in schedulers if each.monitor]
         self._cycled = [[name for name in _MOMENTA if name in group] for group in groups]
         self._now = self._values()
-        self._at = 0  # the step whose values these are
+        self._at = 0  # the step that these values belong to
         self._known = array("d")  # of the steps before it, a row each; not kept where plateaus follow evaluations
         self._plain = [dict(row) for row in self._now]
         self._cycles = False
@@ -171,23 +177,26 @@ class Rates:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch warns: the engine's optimizer steps
 
     def factors(self, step: int) -> list[float]:
-        """By group, what its base rate is multiplied by in `step` (0-based)."""
+        """Return the factor of each group's base rate in `step` (0-based)."""
         if not self._schedulers:
             return [1.0] * len(self.base)
         if step < self._at and not self.watched:
             width = len(self.base)
             return list(self._known[step * width : (step + 1) * width])
-        if not self.watched or step == self._at + 1:  # else it depends on evaluations to come
+        if not self.watched or step == self._at + 1:  # else it depends on future evaluations
             self.drive_to(step)
         return self._present()
 
     def drive_to(self, step: int) -> None:
-        """Steps the schedulers that follow no evaluation up to `step`."""
+        """Step the schedulers that follow no evaluation up to `step`."""
         while self._at < step:
             self._advance()
 
     def momenta(self, step: int) -> list[dict[str, Any]] | None:
-        """By group, `momentum` or `betas` in `step`, which was reached; None where no scheduler cycles them."""
+        """Return each group's `momentum` or `betas` in `step`; None if no scheduler cycles them.
+
+        The step must have been reached.
+        """
         if not self._cycles:
             return None
         if step in self._momenta:
@@ -195,7 +204,7 @@ class Rates:
         return _others(self._plain if step < self._at else self._now)
 
     def due(self, epochs: int, values: Mapping[str, float], interval: str = "epoch") -> list[str]:
-        """The watched names among `values` that schedulers are to be stepped by after so many epochs, or steps."""
+        """Return the names among `values` by which schedulers step after `epochs` epochs or steps."""
         return [
             each.monitor
             for each in self._schedulers
@@ -203,7 +212,7 @@ class Rates:
         ]
 
     def unknown(self, values: Iterable[str]) -> str:
-        """A name that a strict scheduler watches and `values` has not; "" where there is none."""
+        """Return a name that a strict scheduler watches and `values` lacks; else ""."""
         known = set(values)
         return next(
             (each.monitor for each in self._schedulers if each.monitor and each.strict and each.monitor not in known),
@@ -211,7 +220,7 @@ class Rates:
         )
 
     def watch(self, done: int, name: str, value: float) -> None:
-        """After `done` steps, steps the plateaus that follow `name`."""
+        """Step the plateaus that follow `name`, after `done` steps."""
         self.drive_to(done)
         self._drive([each for each in self._schedulers if each.monitor == name], value)
 
@@ -232,7 +241,7 @@ class Rates:
         return place.ends and (place.epoch + 1) % each.frequency == 0
 
     def _drive(self, schedulers: list[Scheduler], value: float | None) -> None:
-        """Steps them, with their own values in the groups; afterwards the engine's are there again."""
+        """Step the schedulers with their own values in the groups, then restore the engine's."""
         held = self._values()
         self._fill(self._now)
         with warnings.catch_warnings():
@@ -262,7 +271,7 @@ class Rates:
 
 
 def _others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The values but for the rates."""
+    """The values without the rates."""
     return [{name: value for name, value in row.items() if name != "lr"} for row in rows]
 
 

@@ -1,9 +1,9 @@
-"""Which classes are Lightning's own: of `lightning`, or of `pytorch_lightning`, whichever a module was written for.
+"""Recognise the classes and methods of `lightning` and `pytorch_lightning` without importing them.
 
-    kind_of(module, "LightningModule")          # the class of that name that it derives from; None where it does not
-    written(module, "on_train_start")           # whether the user has written the method
+    kind_of(module, "LightningModule")          # the class of that name that it derives from; None if it does not
+    written(module, "on_train_start")           # whether the user wrote the method
 
-Nothing here imports either package: whoever hands a module over has done so.
+Whoever passes a module has imported the package already.
 """
 
 import inspect
@@ -26,19 +26,19 @@ PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 
 
 def kind_of(what: Any, name: str) -> type | None:
-    """The class `name` of one of the packages among the bases of an object; None where it has none."""
+    """Return an object's base class `name` from one of the packages, or None."""
     return next((kind for kind in type(what).__mro__ if kind.__name__ == name and _is_theirs(kind)), None)
 
 
 def written(what: Any, method: str) -> bool:
-    """Whether a method is the user's own, in the object's class or in the object, and not one of the package's."""
+    """Whether the user, not the package, wrote a method of the class or object."""
     if what is None:
         return False
     return method in getattr(what, "__dict__", {}) or _in_class(what.__class__, method)
 
 
 def own_methods(what: Any) -> frozenset[str]:
-    """The names of an object's methods that the user has written."""
+    """Return the names of an object's methods that the user wrote."""
     own = {name for name, value in getattr(what, "__dict__", {}).items() if callable(value)}
     return _of_class(what.__class__) | own
 
@@ -58,7 +58,10 @@ def _in_class(kind: Any, method: str) -> bool:
 
 
 def class_beside(what: Any, module: str, name: str) -> Any:
-    """A class of the package that an object's LightningModule comes from: of its module `core.optimizer`, say."""
+    """Return a class of the package that a LightningModule comes from, by module and name.
+
+    The module is relative to the package, such as `core.optimizer`.
+    """
     base = kind_of(what, "LightningModule")
     assert base is not None
     package = base.__module__.removesuffix(".core.module")
@@ -71,7 +74,7 @@ def takes(function: Any, name: str) -> bool:
 
 
 def calls(function: Any, *given: Any) -> tuple[Any, ...]:
-    """As many of the arguments, from the first on, as the function takes by position."""
+    """Return as many of the first arguments as the function takes by position."""
     own = getattr(function, "__func__", None)  # a bound method is another object each time
     most = _places(own) - 1 if own is not None else _places(function)
     return given[:most] if most < len(given) else given
@@ -79,7 +82,7 @@ def calls(function: Any, *given: Any) -> tuple[Any, ...]:
 
 @cache
 def _places(function: Any) -> int:
-    """How many arguments a function takes by position; very many where it takes all."""
+    """The number of positional arguments of a function; `sys.maxsize` with `*args`."""
     known = inspect.signature(function).parameters.values()
     if any(each.kind is each.VAR_POSITIONAL for each in known):
         return sys.maxsize

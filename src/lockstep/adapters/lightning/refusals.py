@@ -1,4 +1,4 @@
-"""What `lockstep.from_lightning` makes of a module and of a Trainer: arguments, callbacks, hooks."""
+"""Tables of how `lockstep.from_lightning` treats a Trainer's arguments, callbacks and a module's hooks."""
 
 from lockstep.adapters.rows import rows
 
@@ -11,7 +11,7 @@ __all__ = [
 ]
 
 
-# Hooks of a module that a run would not call, or whose meaning it could not keep -> the way out.
+# Hooks of a module that a run would not call, or could not serve faithfully -> the way out.
 HOOKS = {
     "optimizer_step": "the engine takes the step: write the rates as a scheduler of configure_optimizers",
     "backward": "the engine runs the backward: scale or change the loss in training_step",

@@ -1,8 +1,10 @@
-"""What the steps of a module leave behind in it: items that they append to its lists, and states of its metrics.
+"""Track the state that `training_step` accumulates on the module: list attributes and torchmetrics.
 
-with Leavings.undone(module): ...               # nothing of it is left behind
-with leavings.noted(module, (step, index)): ...     # what is appended is known by its micro-batch
-with leavings.gathered(module, gather): ...     # on every rank all that was left on any, in order
+with Leavings.undone(module): ...                # changes are undone at the end
+with leavings.noted(module, (step, index)): ...  # appended items are recorded with their micro-batch
+with leavings.gathered(module, gather): ...      # every rank sees the items and states of all ranks, in order
+
+It also packs nested values for other ranks and for checkpoints, without pickle.
 """
 
 import ast
@@ -40,18 +42,22 @@ __all__ = [
 
 
 _INSIDE = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", __name__)
-_FOR_STEPS = "torch.distributed.nn."  # collectives with gradients, for whoever computes with them
+_FOR_STEPS = "torch.distributed.nn."  # collectives with gradients, for use in a loss
 _OWN_ATTRIBUTES = ("torch.", "lockstep.")
 
 
 @contextlib.contextmanager
 def apart(step: str) -> Iterator[None]:
-    """Within it a collective that is called from elsewhere than torch and lockstep raises ConfigError."""
+    """Context manager that refuses collectives called from user code.
+
+    Raises:
+        ConfigError: code outside torch and lockstep calls a collective.
+    """
     if not dist.is_initialized():
         yield
         return
     inside: Any = c10d
-    plain = inside._rank_not_in_group  # which every collective asks first, however it was imported
+    plain = inside._rank_not_in_group  # every collective calls it first, however it was imported
 
     def asked(*given: Any) -> Any:
         called, caller = _called()
@@ -72,7 +78,7 @@ def apart(step: str) -> Iterator[None]:
 
 
 def _called() -> tuple[str, str]:
-    """The collective that is called, and the module that calls it."""
+    """Return the collective that is called, and the module that calls it."""
     frame, name = sys._getframe(2), ""
     while frame.f_back is not None and frame.f_globals.get("__name__", "") in _INSIDE:
         name = frame.f_code.co_name if frame.f_globals["__name__"] == _INSIDE[0] else name
@@ -82,13 +88,13 @@ def _called() -> tuple[str, str]:
 
 _DEEP = 8  # containers within each other
 _OWN = ("_parameters", "_buffers", "_modules", "_fabric_optimizers", "_forward_hooks", "_backward_hooks")
-_MOVING = ("training", "_current_fx_name", "_metric_attributes", "_trainer")  # attributes that are not the user's
+_MOVING = ("training", "_current_fx_name", "_metric_attributes", "_trainer")  # attributes that Lightning or torch sets
 
 Key = tuple[int, int]
 
 
 class _NoPlainValue(ConfigError):
-    """A step leaves something of a `kind` that cannot be sent to the other ranks."""
+    """A step leaves a value of a `kind` that other ranks cannot receive."""
 
     def __init__(self, kind: str, name: str) -> None:
         self.kind = kind
@@ -100,7 +106,7 @@ class _NoPlainValue(ConfigError):
 
 @final
 class Leavings:
-    """What the micro-batches of this rank left in lists of the module since an epoch began."""
+    """Items that this rank's micro-batches appended to lists of the module in this epoch."""
 
     def __init__(self) -> None:
         self._noted: dict[str, list[tuple[Key, int]]] = {}
@@ -111,7 +117,7 @@ class Leavings:
     @staticmethod
     @contextlib.contextmanager
     def undone(module: nn.Module) -> Iterator[None]:
-        """What is appended, assigned to plain attributes or counted by metrics within it is taken back."""
+        """Context manager that undoes appended items, assigned plain attributes and metric updates."""
         metrics, lists, plain = metrics_of(module), lists_of(module), dict(vars(module))
         lengths = {name: len(held) for name, held in lists.items()}
         aside = {name: set_aside(metric) for name, metric in metrics.items()}
@@ -129,7 +135,7 @@ class Leavings:
 
     @contextlib.contextmanager
     def noted(self, module: nn.Module, key: Key) -> Iterator[None]:
-        """What is appended within it is known as that of the micro-batch `key`."""
+        """Context manager that records appended items as those of the micro-batch `key`."""
         before = {name: len(held) for name, held in lists_of(module).items()}
         yield
         for name, held in lists_of(module).items():
@@ -138,9 +144,12 @@ class Leavings:
 
     @contextlib.contextmanager
     def gathered(self, module: nn.Module, gather: Callable[[Any], list[Any]]) -> Iterator[None]:
-        """Within it the lists hold what all ranks have put in, in the order of micro-batches, and metrics all states.
+        """Context manager in which lists and metrics have the contents of all ranks. Collective.
 
-        Collective. Raises ConfigError for what cannot be sent.
+        List items are in the order of the micro-batches.
+
+        Raises:
+            ConfigError: a value that cannot be sent.
         """
         lists, metrics = lists_of(module), metrics_of(module)
         used = {name: metric for name, metric in metrics.items() if was_updated(metric)}
@@ -166,22 +175,23 @@ def is_metric(value: Any) -> bool:
 
 
 def metrics_of(module: nn.Module) -> dict[str, Any]:
-    """The module's metrics by name; those of a collection with their states apart from each other.
+    """Return the module's metrics by name, with their own synchronisation turned off.
 
-    They compute what they hold: whoever puts the states of ranks together does it here, and not they themselves.
+    lockstep merges the states of the ranks. The compute groups of a MetricCollection are turned off too, so that each
+    metric has its own state.
     """
     each: Any
     for each in module.modules():
         if is_metric(each):
             each.sync_on_compute = each.dist_sync_on_step = each._to_sync = False
         if type(each).__name__ == "MetricCollection" and getattr(each, "_enable_compute_groups", False):
-            each._enable_compute_groups, each._groups_checked = False, False  # or one's state would stand for others'
+            each._enable_compute_groups, each._groups_checked = False, False  # or metrics would share a state
             each._groups = {}
     return {name: each for name, each in module.named_modules() if is_metric(each)}
 
 
 def lists_of(module: nn.Module) -> dict[str, list[Any]]:
-    """Lists that are attributes of the module, and those in dicts that are."""
+    """Return the lists among the module's attributes, and those in its dict attributes."""
     found: dict[str, list[Any]] = {}
     for name, value in vars(module).items():
         if name in _OWN:
@@ -194,7 +204,7 @@ def lists_of(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def list_at(module: nn.Module, name: str) -> list[Any]:
-    """The list that `lists_of` calls so; where only another rank has come by a key of a dict yet, a new one."""
+    """Return the list named by `lists_of`; create it if only another rank has its key."""
     held = lists_of(module).get(name)
     if held is None:
         attribute, _, key = name.removesuffix("]").partition("[")
@@ -207,7 +217,7 @@ def was_updated(metric: Any) -> bool:
 
 
 def set_aside(metric: Any) -> tuple[dict[str, Any], int, Any] | None:
-    """The state of a metric, which is empty afterwards; None where it is empty already."""
+    """Return and reset the state of a metric; None if it is already empty."""
     if not was_updated(metric):
         return None
     held = {name: copy.copy(value) for name, value in metric.metric_state.items()}
@@ -217,7 +227,7 @@ def set_aside(metric: Any) -> tuple[dict[str, Any], int, Any] | None:
 
 
 def put_back(metric: Any, kept: tuple[dict[str, Any], int, Any] | None) -> None:
-    """Gives a metric the state that `set_aside` took."""
+    """Restore the state that `set_aside` returned."""
     if was_updated(metric):
         metric.reset()
     if kept is None:
@@ -228,10 +238,10 @@ def put_back(metric: Any, kept: tuple[dict[str, Any], int, Any] | None) -> None:
 
 
 def taken_apart(value: Any, row: list[Any], name: str, deep: int = 0) -> Any:
-    """The form of a nested value as JSON keeps it, whose tensors are put into `row`. Waits for the device.
+    """Convert a nested value to JSON form, and append its tensors to `row`. Waits for the device.
 
     Raises:
-        ConfigError: something that cannot be sent to the other ranks.
+        ConfigError: a value that cannot be sent to the other ranks.
     """
     if isinstance(value, Tensor):
         row.append(value.detach().cpu())  # waits for the device
@@ -256,7 +266,7 @@ def taken_apart(value: Any, row: list[Any], name: str, deep: int = 0) -> Any:
 
 
 def put_together(form: Any, row: list[Any]) -> Any:
-    """What `taken_apart` took apart; its tensors lie on the host."""
+    """Rebuild a value from the form of `taken_apart`; its tensors are on the host."""
     ((kind, found),) = form.items()
     if kind == "tensor":
         return row[found]
@@ -276,7 +286,11 @@ def put_together(form: Any, row: list[Any]) -> Any:
 
 
 def packed(value: Any, hook: str) -> list[Any]:
-    """A nested value, tensors and all, as plain values. Raises ConfigError for what is none, by the hook it is of."""
+    """Convert a nested value with tensors to plain values.
+
+    Raises:
+        ConfigError: a value that has no such form; the message names the hook.
+    """
     row: list[Any] = []
     try:
         form = taken_apart(value, row, hook)
@@ -289,12 +303,12 @@ def packed(value: Any, hook: str) -> list[Any]:
 
 
 def unpacked(held: list[Any]) -> Any:
-    """What `packed` gave, as it was; its tensors lie on the host."""
+    """Rebuild the value of `packed`; its tensors are on the host."""
     return put_together(held[0], [_received(text) for text in held[1]])
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
-    """The fields of a dataclass or a named tuple of a module; None for anything else."""
+    """The fields of a dataclass or named tuple of a module; else None."""
     if "<locals>" in type(value).__qualname__ or isinstance(value, type):
         return None
     if dataclasses.is_dataclass(value):
@@ -303,7 +317,10 @@ def _fields(value: Any) -> dict[str, Any] | None:
 
 
 def _made(module: str, name: str, fields: dict[str, Any]) -> Any:
-    """One of the class with these fields, as it was: `__post_init__` has run already."""
+    """Rebuild an object from its class and fields.
+
+    A dataclass is rebuilt without `__post_init__`, which has already run.
+    """
     kind: Any = sys.modules[module]
     for part in name.split("."):
         kind = getattr(kind, part)
@@ -316,7 +333,7 @@ def _made(module: str, name: str, fields: dict[str, Any]) -> Any:
 
 
 def _fill(parts: list[Any], module: nn.Module, metrics: dict[str, Any]) -> None:
-    """Puts what the ranks sent into the module's lists and metrics."""
+    """Put the values of all ranks into the module's lists and metrics."""
     rows = [[_received(text) for text in texts] for _, _, texts in parts]
     found: dict[str, list[tuple[list[int], list[Any]]]] = {}
     for (items, _, _), row in zip(parts, rows, strict=True):
@@ -333,7 +350,7 @@ def _fill(parts: list[Any], module: nn.Module, metrics: dict[str, Any]) -> None:
 
 
 def _fits(notes: list[tuple[Key, int]], held: list[Any] | None) -> bool:
-    """Whether the list has what was noted, and nothing else."""
+    """Whether the list has exactly the recorded items."""
     return held is not None and sum(count for _, count in notes) == len(held)
 
 
@@ -345,7 +362,7 @@ def _cut(notes: list[tuple[Key, int]], held: list[Any]) -> Iterator[tuple[Key, l
 
 
 def _sent(tensor: Tensor) -> list[Any]:
-    """A tensor on the host as plain values."""
+    """Convert a host tensor to plain values."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), base64.b64encode(raw).decode()]
 

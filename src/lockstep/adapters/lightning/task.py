@@ -1,6 +1,6 @@
-"""A LightningModule's work as a task: what the run asks of a task is asked of the module's own methods.
+"""Serve a task's methods from a LightningModule's own methods.
 
-Made by `lockstep.from_lightning`. Nothing here imports Lightning.
+`lockstep.from_lightning` makes the task. The module does not import Lightning.
 """
 
 import contextlib
@@ -51,16 +51,16 @@ __all__ = [
 
 @final
 class Epoch(RowsMetric):
-    """What an evaluation of one set came to.
+    """Results of the evaluation of one set.
 
     Args:
-        module: whose lists and metrics are looked after.
-        logged: takes what is logged.
-        ends: called at the end of the set with its numbers; what hooks log at the end of the epoch it puts to them.
-        tries: whether all this is a trial before the run, of which nothing is to be left behind.
+        module: its lists and metrics are saved and restored.
+        logged: receives the logged values.
+        ends: called at the end of the set with its numbers; adds what hooks log at the end of the epoch.
+        tries: whether this is a trial before the run, which must leave no changes.
 
     Attributes:
-        loss: the value of the last micro-batch that is taken for its loss; None where nothing of the kind was logged.
+        loss: the last micro-batch's value that serves as its loss; None if no such value was logged.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Epoch(RowsMetric):
 
     @contextlib.contextmanager
     def batch(self, samples: int) -> Iterator[None]:
-        """Around the step of one micro-batch; what it logs and leaves behind is a row of the state."""
+        """Context manager around one micro-batch; stores what it logs and accumulates as a row."""
         metrics, lists = metrics_of(self._module), lists_of(self._module)
         lengths = {name: len(held) for name, held in lists.items()}
         aside = {name: set_aside(metric) for name, metric in metrics.items()}
@@ -102,7 +102,7 @@ class Epoch(RowsMetric):
         self._rows.append([_text(form), *row])
 
     def compute(self) -> dict[str, float]:
-        """The numbers that were logged for the epoch; after the last set those of the epoch's end too."""
+        """Return the epoch's numbers; after the last set, those of its end too."""
         forms = [(json.loads(bytes(row[0].tolist())), row[1:]) for row in self._rows]
         entries = [entry for form, _ in forms for entry in form["logged"]]
         parts = [
@@ -137,14 +137,14 @@ class Epoch(RowsMetric):
 
 
 def _plain_entry(entry: LoggedValue) -> list[Any]:
-    """[name, reduction, value, weight, the module's metric] of what was logged. Waits for the device."""
+    """Return [name, reduction, value, weight, metric attribute] of a value. Waits for the device."""
     if is_metric(entry.value):
         return [entry.epoch_name, "metric", 0.0, 0.0, entry.metric]
     return [entry.epoch_name, entry.reduce, number(entry.value), entry.weight, ""]
 
 
 def _loss_of(entries: list[LoggedValue]) -> Any:
-    """What is most likely the loss of a step that returns none: the first that is called so."""
+    """The first logged value with "loss" in its name, for a step without a loss."""
     plain = [entry for entry in entries if not is_metric(entry.value)]
     return next((entry.value for entry in plain if "loss" in entry.name.lower()), None)
 
@@ -154,7 +154,10 @@ def _text(form: Any) -> Tensor:
 
 
 class LightningTask(Task):
-    """A LightningModule's work as a task whose losses of batches are averaged by samples. Made by `from_lightning`."""
+    """A LightningModule as a task; batch losses are averaged by samples.
+
+    Made by `from_lightning`.
+    """
 
     framework = "Lightning"
     reduction: Literal["auto", "sum", "mean", "micro-batch"] = "micro-batch"
@@ -180,10 +183,10 @@ class LightningTask(Task):
         trainer._results = self._logged
         self.hooks = self.life = Life(module, trainer, self._logged)
         self._factors: list[float] = []
-        self._step = 0  # of which these are
+        self._step = 0  # the step of the factors
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a run has made: the other process makes its own."""
+        """Leave out the objects that a run has made: the other process makes its own."""
         state = self.__dict__ | {"_epochs": [], "_config": None, "_factors": [], "_begun": False}
         for name in ("module", "trainer", "_first", "_entry", "hooks", "life"):
             state.pop(name, None)
@@ -201,10 +204,10 @@ class LightningTask(Task):
         self.module.trainer = self.trainer
         self.hooks = self.life = Life(self.module, self.trainer, self._logged)
 
-    # What a run asks for.
+    # Called by the run.
 
     def model(self) -> nn.Module:
-        """The module itself; when asked again, another one as it was then."""
+        """Return the module itself; on later calls, a copy of its initial state."""
         made = copy.deepcopy(self._kept) if self._first is None else self._first
         self._first = None
         self.module = self.life.module = self.trainer.lightning_module = self.trainer.model = made
@@ -212,7 +215,7 @@ class LightningTask(Task):
         if written(made, "configure_model"):
             self.life.call("configure_model")
         self._enter(made)
-        metrics_of(made)  # which from now on are put together here alone
+        metrics_of(made)  # turns off their own synchronisation
         self._epochs = []
         model: nn.Module = made.train()
         return model
@@ -234,11 +237,11 @@ class LightningTask(Task):
         return _placed(place, [sample.data for sample in samples], parts.collate)
 
     def count(self, batch: Any) -> int:
-        """Count the samples of a batch: those that its collation left in."""
+        """Count the samples of a batch that its collation kept."""
         return int(batch.samples)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """What `training_step` returns, or its "loss": 0-dim, a mean over the samples of the batch."""
+        """Return the result of `training_step`, or its "loss": a 0-dim mean over the batch's samples."""
         with own_dtype(self.module):
             found = self._stepped(model, batch, self.life.take_turn())
         loss = found.get("loss") if isinstance(found, Mapping) else found
@@ -250,7 +253,7 @@ class LightningTask(Task):
         return loss
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
-        """The loss of a micro-batch, and the epoch with all that the step logged."""
+        """Return the loss of a micro-batch, and the epoch with all that the step logged."""
         trainer, place = self.trainer, batch.place
         self._begin_evaluation()
         epoch = self._epochs[place]
@@ -283,7 +286,7 @@ class LightningTask(Task):
         return made
 
     def _stepping(self, found: Configured) -> Optimizer:
-        """The optimizer whose steps the engine takes."""
+        """The optimizer that the engine steps."""
         own = self._own_step if written(self.module, "lr_scheduler_step") else None
         self.life.rates = Rates(found.optimizers[0], found.schedulers, self.place, own)
         made = found.optimizers[0]
@@ -304,7 +307,7 @@ class LightningTask(Task):
     # The module's own methods.
 
     def _stepped(self, model: nn.Module, batch: Any, turn: Turn | None) -> Any:
-        """What `training_step` returns of a micro-batch, with all that goes with it."""
+        """Run `training_step` on a micro-batch with its hooks, and return its output."""
         self.trainer.stage = "train"
         data = self.received(batch.data, 0)
         with self.life.training_step(data, batch.samples, turn) as outputs:
@@ -313,18 +316,18 @@ class LightningTask(Task):
         return found
 
     def test(self) -> dict[str, float]:
-        """What `test_step` logs over the test loaders with the module's present weights, in this process alone."""
+        """Run `test_step` over the test loaders with the current weights, in this process only."""
         return tested(self)
 
     def predict(self) -> list[Any]:
-        """What `predict_step` returns for each batch of the predict loaders, in this process alone."""
+        """Run `predict_step` over the predict loaders, and return its results, in this process only."""
         return predicted(self)
 
     def testing(self, sets: dict[str, LoaderParts]) -> Self:
-        """The same task with `test_step` on these sets in the place of its evaluation."""
-        if self._first is not None:  # it has not trained
+        """Return this task with `test_step` on `sets` in place of its evaluation."""
+        if self._first is not None:  # the module has not trained
             self._enter(self.module)
-        made = object.__new__(type(self))  # not as a copy, which would be another process's
+        made = object.__new__(type(self))  # not copy.copy, which would go through __getstate__ as for another process
         made.__dict__.update(self.__dict__)
         made._sets, made._step_name, made._hook, made._epochs, made._begun = sets, "test_step", "test", [], False
         made.items_per_sample = None
@@ -332,12 +335,12 @@ class LightningTask(Task):
         return made
 
     def epochs(self) -> list[tuple[str, int, Epoch]]:
-        """(name, place, what its evaluation comes to) of each set, with which an evaluation begins."""
+        """Begin an evaluation, and return (name, index, results) of each set."""
         self._begin_evaluation()
         return [(name, place, self._epochs[place]) for place, name in enumerate(self._sets)]
 
     def place(self, step: int) -> EpochPosition:
-        """Where a step stands among the epochs."""
+        """Return the position of a step among the epochs."""
         config = self._config
         assert config is not None, "an optimizer is made before rates are asked for"
         size, samples = config.batch_size, self._samples
@@ -346,19 +349,19 @@ class LightningTask(Task):
         return EpochPosition(epoch, (step - first + 1) * self.trainer.accumulate_grad_batches, after > epoch)
 
     def _enter(self, module: Any) -> None:
-        """Has a call of the module be one of another of its methods, where that is asked for."""
+        """Install the dispatcher that routes a call of the module to another of its methods."""
         if not isinstance(module.__dict__.get("forward"), ForwardDispatch):
             module.forward = ForwardDispatch(module, module.__dict__.get("forward"))
         self._entry: ForwardDispatch = module.__dict__["forward"]
 
     def _through(self, model: nn.Module, name: str, *given: Any) -> Any:
-        """A step of the module, called through the model as the engine holds it, so that its hooks run."""
+        """Call a method of the module through the engine's model, so that forward hooks run."""
         method = getattr(self.module, name)
         self._entry.calls(lambda *inputs: self.life.call(name, *calls(method, *inputs)))
         return model(*given)
 
     def received(self, batch: Any, place: int) -> Any:
-        """The batch as the module's own transfer hooks make it."""
+        """Return the batch after the transfer hooks of datamodule or module."""
         module, device = self.module, self.trainer.device
         for owner in (self.loaders.datamodule, module):
             if written(owner, "on_before_batch_transfer"):
@@ -390,7 +393,7 @@ class LightningTask(Task):
                 self.life.hook(f"on_{self._hook}_{name}")
 
     def _end_evaluation(self, found: dict[str, float]) -> None:
-        """The epoch of an evaluation ends: what its hooks log is put into `found`."""
+        """End the epoch of an evaluation, and add what its hooks log to `found`."""
         self._begun, module, trainer = False, self.module, self.trainer
         modes = [(each, each.training) for each in module.modules()]
         module.eval()
@@ -411,7 +414,7 @@ class LightningTask(Task):
                 each.training = mode
 
     def _place_in(self, config: Config) -> None:
-        """Tells the module's trainer what the plan is, before it makes its optimizer."""
+        """Set the length of the run on the module's trainer before the optimizer is made."""
         plan = plan_of(config, len(self.loaders.train.dataset))
         self._samples = plan.samples
         self.life.planned(plan.samples, config.batch_size)
@@ -426,7 +429,7 @@ class LightningTask(Task):
         self.life.call("lr_scheduler_step", scheduler, value)
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """What differs by group, or is no rate, just before the optimizer steps."""
+        """Set per-group rates and momenta just before the optimizer steps."""
         rates = self.life.rates
         assert rates is not None, "they were made with the optimizer"
         momenta = rates.momenta(self._step)
@@ -441,17 +444,17 @@ class LightningTask(Task):
 
 @final
 class ForwardDispatch:
-    """Stands as `forward` of the module, so that a call of the engine's model can be one of another method.
+    """The module's `forward`, which can route the next call to another method.
 
     Args:
-        own: what stood there already, if anything.
+        own: the module's previous instance attribute `forward`, if any.
     """
 
     def __init__(self, module: nn.Module, own: Any = None) -> None:
         self._module, self._own, self._next = module, own, None
 
     def calls(self, method: Any) -> None:
-        """The next call is one of `method`."""
+        """Route the next call to `method`."""
         self._next = method
 
     def __call__(self, *given: Any, **named: Any) -> Any:
@@ -464,7 +467,7 @@ class ForwardDispatch:
 
 
 class _EvaluationSample:
-    """A sample of an evaluation set, and of which."""
+    """A sample of an evaluation set, with the index of the set."""
 
     __slots__ = ("data", "place")
 
@@ -473,7 +476,7 @@ class _EvaluationSample:
 
 
 class _Set(Sampled):
-    """An evaluation set whose samples know which it is."""
+    """An evaluation set with samples that carry its index."""
 
     def __init__(self, inner: Any, size: int, place: int) -> None:
         super().__init__(inner, size)
@@ -485,18 +488,22 @@ class _Set(Sampled):
 
 
 def _nothing(_: dict[str, float]) -> None:
-    """Of a set that is not the last."""
+    """Do nothing at the end of a set that is not the last."""
 
 
 def _placed(place: int, samples: list[Any], collate: Callable[[list[Any]], Any]) -> Placed:
-    """A batch of a set with the samples that its collation left in; all of them where it cannot be said."""
+    """Collate a batch, and count the samples that the collation kept; all if unknown."""
     data = collate(samples)
     left = samples_in(data, samples)
     return Placed(place, len(samples) if left is None else left, data)
 
 
 def _copied(module: Any) -> Any:
-    """A copy in host memory. Raises ConfigError where it cannot be made."""
+    """Copy a module to host memory.
+
+    Raises:
+        ConfigError: it cannot be copied.
+    """
     try:
         return copy.deepcopy(module).cpu()
     except Exception as error:

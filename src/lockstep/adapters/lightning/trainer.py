@@ -1,10 +1,10 @@
-"""What a module finds as `self.trainer` in a run: a plain object with the attributes that modules read.
+"""Provide `self.trainer` of a module in a run: a plain object with common attributes.
 
     trainer = Standing(module, settings)
     module.trainer = trainer
 
-An attribute that it has not is an error that names it. What a Trainer does (fit, save_checkpoint, strategies, loops) is
-the run's.
+An unknown attribute raises an error that names it. The run does the work of a Trainer (fit, save_checkpoint,
+strategies, loops).
 """
 
 import os
@@ -23,20 +23,20 @@ __all__ = [
 
 
 class NotServed(ConfigError, AttributeError):
-    """A module asked for something of its Trainer that a run has not."""
+    """A module used an attribute of its Trainer that a run does not provide."""
 
 
 @final
 class Standing:
-    """The Trainer as a module of a run sees it.
+    """Stand-in for the Trainer of a module.
 
     Attributes:
-        global_step: optimizer steps that were taken.
+        global_step: optimizer steps so far.
         current_epoch: 0-based.
-        max_epochs, max_steps, estimated_stepping_batches: of the plan; -1 for the one that does not end it.
+        max_epochs, max_steps, estimated_stepping_batches: length of the run; -1 for the one that does not end it.
         accumulate_grad_batches: batches of a step on one device.
-        num_training_batches: batches of an epoch, as a device would see them.
-        callback_metrics, logged_metrics, progress_bar_metrics: name -> number, of what was logged last.
+        num_training_batches: batches of an epoch, as one device would see them.
+        callback_metrics, logged_metrics, progress_bar_metrics: name -> number, the last logged values.
         optimizers, lr_scheduler_configs: of the module.
     """
 
@@ -145,11 +145,11 @@ class Standing:
         return self.stage in ("validate", "test")
 
     def settings(self) -> dict[str, Any]:
-        """What another process needs to stand in the same place: plain values."""
+        """Return the plain values that another process needs to make the same stand-in."""
         return {name: value for name, value in vars(self).items() if isinstance(value, bool | int | float | str)}
 
     def take(self, settings: dict[str, Any]) -> None:
-        """Takes what `settings` gave."""
+        """Set the values that `settings` returned."""
         vars(self).update(settings)
 
     def print(self, *values: Any, **more: Any) -> None:
@@ -167,7 +167,7 @@ class Standing:
 
 @final
 class _TrainerState:
-    """`trainer.state`: what the Trainer is at."""
+    """`trainer.state`: the stage of the Trainer."""
 
     def __init__(self, trainer: Standing) -> None:
         self._trainer = trainer
@@ -212,15 +212,15 @@ class _Strategy:
         return self._trainer.lightning_module
 
     def optimizer_step(self, optimizer: Any, closure: Any = None, *_: Any, **__: Any) -> Any:
-        """What a step of one of Lightning's optimizers asks for, in manual optimization."""
+        """Step one of Lightning's optimizers in manual optimization."""
         return optimizer.step(closure)
 
     def backward(self, loss: Any, *given: Any, **named: Any) -> None:
-        """`manual_backward`, which gives no optimizer: None is the first of what is `given`."""
+        """Serve `manual_backward`, which passes None for the optimizer as the first of `given`."""
         self.manual.backward(loss, *given[1:], **named)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """`clip_gradients` of a module, in manual optimization."""
+        """Serve `clip_gradients` of a module in manual optimization."""
         if clip_val and clip_val > 0:
             self.manual.clip(
                 optimizer,
@@ -228,11 +228,11 @@ class _Strategy:
             )
 
     def reduce(self, value: Any, *_: Any, **__: Any) -> Any:
-        """What `self.log` may ask for; the run reduces what was logged itself."""
+        """Return the value unchanged; the run reduces logged values itself."""
         return value
 
     def barrier(self, name: str | None = None) -> None:
-        """Ranks meet in each step anyway."""
+        """Do nothing; ranks synchronise in each step anyway."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -250,7 +250,7 @@ class _Strategy:
 
 @final
 class _FitLoop:
-    """`trainer.fit_loop`, of which some modules ask whether there is a validation: nothing else of loops is here."""
+    """`trainer.fit_loop`, only as far as modules ask whether there is a validation."""
 
     def __init__(self, trainer: Standing) -> None:
         self._trainer = trainer
@@ -266,7 +266,7 @@ class _FitLoop:
 
 @final
 class _Connector:
-    """Lightning's connector of logs, as far as `LightningModule.log` asks it."""
+    """Lightning's logger connector, as far as `LightningModule.log` uses it."""
 
     def __init__(self) -> None:
         self._current_fx: str | None = None
@@ -277,6 +277,6 @@ class _Connector:
 
 @final
 class _Accelerator:
-    """What `LightningModule.log` asks: whether to exchange a value; the run does it."""
+    """Tells `LightningModule.log` not to exchange values; the run does it."""
 
     is_distributed = False

@@ -1,4 +1,4 @@
-"""`lockstep doctor`: small checks of the variables, the machine, the network, the devices and the task, on every rank.
+"""Check variables, machine, network, devices and task on every rank: `lockstep doctor`.
 
-`examine.py` runs them one after another, each within a time of its own; the other files are the checks, by subject.
+`examine.py` runs the checks in order, each with its own time limit; the other files are the checks, by subject.
 """

@@ -1,7 +1,9 @@
-"""What ranks tell each other: values by name in their meeting point, without a collective, so nobody hangs in it.
+"""Exchange values between ranks through the TCPStore, without collectives, so nobody hangs.
 
 board = Board(store, rank=0, size=2)
-told = board.gather("versions", {"torch": "2.13"}, seconds=5.0)     # by rank; None of one that said nothing in time
+told = board.gather("versions", {"torch": "2.13"}, seconds=5.0)     # by rank; None for one that sent nothing in time
+
+The module also looks up network interfaces and their addresses.
 """
 
 import contextlib
@@ -33,7 +35,7 @@ _SIOCGIFADDR = 0x8915  # of linux/sockios.h
 
 
 def interfaces(root: Path) -> list[str]:
-    """Their names."""
+    """List the names of the network interfaces."""
     try:
         return sorted(path.name for path in (root / "sys/class/net").iterdir())
     except OSError:
@@ -41,7 +43,7 @@ def interfaces(root: Path) -> list[str]:
 
 
 def address_of(interface: str) -> str:
-    """Its IPv4 address; "" where it has none."""
+    """Return the IPv4 address of an interface; "" if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, contextlib.suppress(OSError):
         found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         return socket.inet_ntoa(found[20:24])
@@ -49,15 +51,15 @@ def address_of(interface: str) -> str:
 
 
 def _interface_at(address: str) -> str:
-    """The interface that has this IPv4 address; "" for none."""
+    """The interface with this IPv4 address; "" for none."""
     return next((name for _, name in socket.if_nameindex() if address_of(name) == address), "")
 
 
 def gloo_address(environ: Mapping[str, str], host: str) -> tuple[str, str]:
-    """The address that torch gives gloo, and its interface ("" where it is not known).
+    """Return the address that torch gives gloo, and its interface ("" if unknown).
 
-    That of GLOO_SOCKET_IFNAME; else what the host's name resolves to, where that is an address of this machine; else
-    loopback (torch's ProcessGroupGloo).
+    It is that of GLOO_SOCKET_IFNAME; else the host name's, if that is an address of this machine; else loopback
+    (torch's ProcessGroupGloo).
     """
     named = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if named:
@@ -71,7 +73,10 @@ def gloo_address(environ: Mapping[str, str], host: str) -> tuple[str, str]:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name or an address leads to this machine alone; False where it does not resolve."""
+    """Whether a name or address leads only to this machine.
+
+    It is False if it does not resolve.
+    """
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:
@@ -80,17 +85,17 @@ def is_loopback(name: str) -> bool:
 
 
 def link_speed(root: Path, interface: str) -> float:
-    """Bytes a second that an interface's link should carry; 0 where it does not say, or is no piece of hardware."""
+    """Return the nominal bytes a second of an interface's link; 0 if unknown or virtual."""
     folder = root / "sys/class/net" / interface
     with contextlib.suppress(OSError, ValueError):
         speed = int((folder / "speed").read_text())
-        if speed > 0 and (folder / "device").exists():  # what a virtual one says is made up
+        if speed > 0 and (folder / "device").exists():  # a virtual interface reports an arbitrary speed
             return speed * 1e6 / 8
     return 0.0
 
 
 def infiniband(root: Path) -> list[str]:
-    """The ports of InfiniBand or RoCE devices that are up: `mlx5_0:1`."""
+    """List the active ports of InfiniBand or RoCE devices: `mlx5_0:1`."""
     found = []
     for state in sorted((root / "sys/class/infiniband").glob("*/ports/*/state")):
         with contextlib.suppress(OSError):
@@ -103,31 +108,31 @@ _LOOK = 0.005  # seconds
 
 
 class BoardStore(Protocol):
-    """The part of torch's TCPStore that is used."""
+    """The methods of torch's TCPStore that are used."""
 
     def set(self, key: str, value: str) -> None:
-        """Keeps a value."""
+        """Store a value."""
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of an existing key."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these keys are there."""
+        """Whether all of these keys exist."""
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number, 0 at first, and returns it."""
+        """Add to a number, initially 0, and return it."""
 
 
 class Board:
     """Values of each rank, by name.
 
     Args:
-        store: the ranks' meeting point; None: one process, which needs none.
+        store: the ranks' store; None: a single process, which needs none.
         rank, size: of this process, and of the run.
-        scope: what all keys begin with.
+        scope: prefix of all keys.
 
     Attributes:
-        missing: ranks that did not say something in time; nobody waits for them again.
+        missing: ranks that did not answer in time; they are not waited for again.
     """
 
     def __init__(self, store: BoardStore | None, rank: int, size: int, scope: str = "") -> None:
@@ -135,12 +140,12 @@ class Board:
         self.missing: set[int] = set()
 
     def put(self, name: str, value: Any) -> None:
-        """Says a value, of plain JSON."""
+        """Publish a value of plain JSON."""
         if self._store is not None:
             self._store.set(self._key(name, self._rank), json.dumps(value))
 
     def of(self, name: str, rank: int, seconds: float = 0.0) -> Any:
-        """What `rank` said of `name`; None where it says nothing within `seconds`."""
+        """Return the value `name` of `rank`; None if there is none within `seconds`."""
         if self._store is None:
             return None
         key, deadline = self._key(name, rank), time.monotonic() + seconds
@@ -152,7 +157,7 @@ class Board:
             time.sleep(_LOOK)
 
     def gather(self, name: str, value: Any, seconds: float) -> list[Any]:
-        """Says `value`, and returns what each rank says of `name`; None of one that says nothing within `seconds`."""
+        """Publish `value`, and return each rank's `name`; None for ranks without one within `seconds`."""
         if self._store is None:
             return [value]
         self.put(name, value)
@@ -167,19 +172,19 @@ class Board:
         return found
 
     def count(self, name: str) -> int:
-        """How many processes have called this with `name`, this one included."""
+        """Count the processes that have called this with `name`, this one included."""
         if self._store is None:
             return 1
         return int(self._store.add(f"{self._scope}/count/{name}", 1))
 
     def note(self, name: str, value: Any) -> None:
-        """Keeps a value that is of no rank."""
+        """Store a value that belongs to no rank."""
         if self._store is None:
             raise LockstepError("one process has no board")
         self._store.set(f"{self._scope}/{name}", json.dumps(value))
 
     def noted(self, name: str) -> Any:
-        """What `note` kept; None for nothing."""
+        """Return the value that `note` stored, or None."""
         if self._store is None or not self._store.check([f"{self._scope}/{name}"]):
             return None
         return json.loads(self._store.get(f"{self._scope}/{name}"))

@@ -1,4 +1,4 @@
-"""What `lockstep doctor` does with its flags, which are in commands/diagnose.py."""
+"""Run `lockstep doctor` and print its report; the flags are in commands/diagnose.py."""
 
 import argparse
 import contextlib
@@ -36,14 +36,14 @@ _COLORS = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 
 def _colored(line: Line, console: Console) -> None:
-    """Prints a line, its level in colour where there are colours; on one line however long, so that grep finds it."""
+    """Print a line with its level in colour, without wrapping, so that grep finds it."""
     text = Text(mask(printable(str(line))))
     text.stylize(_COLORS[line.level], 0, len(line.level))
     console.print(text, soft_wrap=True, highlight=False)
 
 
 def _show_table(rows: list[dict[str, Any]], console: Console) -> None:
-    """A row for each rank; alike ones that follow each other are one."""
+    """Print a row for each rank; equal rows of consecutive ranks are merged."""
     table = Table("rank", "host", "device", "memory", "python", "torch", "lockstep", "NCCL", box=None, pad_edge=False)
     groups: list[tuple[list[int], tuple[str, ...]]] = []
     for row in rows:
@@ -62,13 +62,16 @@ def _show_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def _summed_up(report: DoctorReport) -> str:
-    """The last line."""
+    """The last line of the report."""
     counts = {level: sum(line.level == level for line in report.lines) for level in (OK, WARN, FAIL)}
     return f"{counts[OK]} ok, {counts[WARN]} warn, {counts[FAIL]} FAIL, in {report.seconds:.1f} s"
 
 
 def as_json(report: DoctorReport) -> str:
-    """One object: `ok`, `findings` (check, level, text, mend, ranks, where), `ranks`, `seconds`."""
+    """Format the report as an object: `ok`, `findings`, `ranks`, `seconds`.
+
+    A finding has check, level, text, mend, ranks, where.
+    """
     found = {
         "ok": not report.failed,
         "findings": [{name: _masked(value) for name, value in asdict(line).items()} for line in report.lines],
@@ -83,15 +86,15 @@ def _masked(value: Any) -> Any:
 
 
 _WAITS = (1.0, 50.0)  # seconds, so that the whole stays within a minute
-_ASKED = ("task", "model_name", "dataset_name")  # one of these given: that task is tried too
+_ASKED = ("task", "model_name", "dataset_name")  # with one of these set, the task is tried too
 
 
 def run(own: argparse.Namespace) -> int:
-    """Examines, prints and returns 0.
+    """Run the checks, print the report and return 0.
 
     Raises:
-        DifferenceError: a check says FAIL.
-        ConfigError: a flag that does not hold.
+        DifferenceError: a check reports FAIL.
+        ConfigError: an invalid flag.
     """
     if not _WAITS[0] <= own.wait <= _WAITS[1]:
         raise ConfigError(f"--wait is {own.wait:g}: it must be from {_WAITS[0]:g} to {_WAITS[1]:g} seconds")
@@ -115,7 +118,7 @@ def run(own: argparse.Namespace) -> int:
 
 
 def place_of(config: Config, *, with_task: bool, patience: float) -> CheckContext:
-    """Where this process stands, by the launcher's variables; alone where they do not hold."""
+    """Return this process's context from the launcher's variables; alone if they are invalid."""
     known = numbers(os.environ)
     rank, local_rank, size, local_size = known or (0, 0, 1, 1)
     devices = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
@@ -132,7 +135,7 @@ def place_of(config: Config, *, with_task: bool, patience: float) -> CheckContex
 def _say(line: Line, place: CheckContext, console: Console) -> None:
     if place.rank == 0:
         _colored(line, console)
-    else:  # it is alone: rank 0 does not hear of this
+    else:  # it is alone: rank 0 does not receive this
         print(f"rank {place.rank} on {place.host}: {line}", file=sys.stderr, flush=True)
 
 
@@ -148,7 +151,10 @@ def _show(report: DoctorReport, console: Console, *, as_object: bool) -> None:
 
 
 def _ended(report: DoctorReport, place: CheckContext) -> int:
-    """0; raises DifferenceError where a check failed, or says it, where the process has to be left at once."""
+    """Return the exit code, or raise DifferenceError if a check failed.
+
+    A process that must exit at once prints the error instead.
+    """
     failed = report.failed
     if not failed:
         return 0

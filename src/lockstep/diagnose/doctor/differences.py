@@ -1,6 +1,6 @@
-"""What must be the same on all ranks, and is not: versions, code, configuration, variables, devices.
+"""Check the launcher's variables, and compare versions, code, configuration and devices of all ranks.
 
-facts = versions(place).facts               # on each rank
+facts = versions(place).facts              # on each rank
 findings = judge_versions([facts, ...], place)
 """
 
@@ -39,7 +39,7 @@ _START = "start with `lockstep launch --nproc-per-node N -- ...` or torchrun, wh
 
 
 def numbers(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
-    """RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE; None where they are no place in a world."""
+    """Return RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE; None if they are inconsistent."""
     found = {}
     for name, least in _NUMBERS.items():
         text = environ.get(name, "")
@@ -54,7 +54,7 @@ def numbers(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
 
 
 def launcher(place: CheckContext) -> CheckResult:
-    """Whether the launcher's variables are there, and do not contradict each other."""
+    """Check that the launcher's variables are set and consistent."""
     return CheckResult(list(_launcher(place)) or [ok(_NAME, _describe_variable(place))])
 
 
@@ -102,7 +102,7 @@ def _launcher(place: CheckContext) -> Iterator[Finding]:
     if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         yield fail(_NAME, f"MASTER_PORT is '{port}'", "give a number from 1 to 65535, the same on all nodes")
     ranks = max(local + 1, int(environ.get("LOCAL_WORLD_SIZE", 1)))
-    if 1 < place.devices < ranks and place.config.device != "cpu":  # a single one may be this process's own
+    if 1 < place.devices < ranks and place.config.device != "cpu":  # a single device may be this process's own
         seen = environ.get("CUDA_VISIBLE_DEVICES")
         mend = f"start at most {place.devices} processes on this node, or show each one device of its own"
         if seen is not None:
@@ -111,7 +111,7 @@ def _launcher(place: CheckContext) -> Iterator[Finding]:
 
 
 def settings(place: CheckContext) -> CheckResult:
-    """Whether what is set for NCCL, gloo and CUDA has an effect, and a good one."""
+    """Check that the variables for NCCL, gloo and CUDA are effective and sensible."""
     found = [*_interfaces(place), *_advised(place)]
     kept = [name for name in place.environ if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_"))]
     told = f"{', '.join(sorted(kept))} set, and nothing against {'it' if len(kept) == 1 else 'them'}"
@@ -141,7 +141,7 @@ def _advised(place: CheckContext) -> Iterator[Finding]:
         yield warn("settings", f"{advice.name}={place.environ[advice.name]} {advice.effect}", advice.remedy)
 
 
-# These differ by rank where nothing is wrong, or only say who started it.
+# These differ by rank legitimately, or only identify the launcher.
 _OWN = {
     *(
         "RANK",
@@ -164,7 +164,7 @@ _MENDS = {
 
 
 def versions(place: CheckContext) -> CheckResult:
-    """What computes on this rank."""
+    """Collect versions, code digests and the device of this rank."""
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     device = torch.device("cuda", min(place.local_rank, place.devices - 1)) if place.devices else torch.device("cpu")
     device = torch.device("cpu") if place.config.device == "cpu" else device
@@ -191,7 +191,10 @@ def _digest(paths: list[Path]) -> str:
 
 
 def _task_digest(task: str) -> str:
-    """Of the file of --task FILE.py:CLASS; "" for a task by name, or a file that is not there, which is said later."""
+    """Digest the file of --task FILE.py:CLASS.
+
+    "" for a task by name, or a missing file, which another check reports.
+    """
     path = Path(task.partition(":")[0])
     return _digest([path]) if path.suffix == ".py" and path.is_file() else ""
 
@@ -202,7 +205,7 @@ def _config_digest(place: CheckContext) -> str:
 
 
 def judge_versions(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Names the ranks whose versions, code or configuration are not those of most."""
+    """Name the ranks whose versions, code or configuration differ from the majority's."""
     there = {rank: each["versions"] for rank, each in enumerate(facts) if each is not None}
     if not there:
         return []
@@ -233,7 +236,7 @@ def _devices(facts: list[Any], place: CheckContext) -> list[Finding]:
 
 
 def _odd(values: dict[int, Any]) -> tuple[list[int], Any]:
-    """The ranks that have not what most have, and what most have; of two halves that of rank 0 counts."""
+    """The ranks that differ from the majority, and its value; rank 0 wins ties."""
     counts = Counter(values.values())
     first = values[min(values)]
     usual = max(counts, key=lambda value: (counts[value], value == first))
@@ -241,7 +244,7 @@ def _odd(values: dict[int, Any]) -> tuple[list[int], Any]:
 
 
 def same_settings(place: CheckContext) -> CheckResult:
-    """The variables that steer torch, NCCL and gloo, without secrets."""
+    """Collect the variables that control torch, NCCL and gloo, without secrets."""
     kept, _ = kept_variables(place.environ)
     own = {
         name: mask(value) for name, value in kept.items() if name not in _OWN and not name.startswith("TORCHELASTIC_")
@@ -250,7 +253,7 @@ def same_settings(place: CheckContext) -> CheckResult:
 
 
 def judge_settings(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Names the ranks that have a variable which the others have not, or another value of it."""
+    """Name the ranks with a variable that the others lack or set differently."""
     there = {rank: each for rank, each in enumerate(facts) if each is not None}
     found = []
     for name in sorted({name for each in there.values() for name in each}):

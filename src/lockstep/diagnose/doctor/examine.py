@@ -1,7 +1,7 @@
-"""The checks one after another on every rank, and what rank 0 makes of what all of them found.
+"""Run the checks in order on every rank, and combine the results on rank 0.
 
-report = examine(place, say=print)          # rank 0 says each line as it comes
-report.failed                               # how many checks found what is wrong
+report = examine(place, say=print)          # rank 0 prints each line as it comes
+report.failed                               # the names of the failed checks
 """
 
 import contextlib
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-_PROMPT = 8.0  # seconds for what takes none: a machine may be busy
+_PROMPT = 8.0  # seconds for instant checks: a machine may be busy
 _LAUNCHER = Check("variables", variables.launcher, _PROMPT)
 
 _LINK = "look at the network between the nodes: interfaces, firewall, `ip -s link`"
@@ -65,16 +65,16 @@ CHECKS = (
 )
 
 _LIMIT = 58.0  # seconds in all
-_ANSWER = 3.0  # seconds that the others have to say what they found, once their time is over
+_ANSWER = 3.0  # seconds that the others have to report, once their time is over
 _END = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the report.
+    """A line of the report.
 
     Attributes:
-        ranks: that found it; [] where it is of the whole.
+        ranks: those that reported it; [] if it concerns the whole run.
         where: the same in words, "" for all.
     """
 
@@ -92,14 +92,14 @@ class Line:
 
 @dataclass
 class DoctorReport:
-    """What came out.
+    """The report of all checks.
 
     Attributes:
-        lines: one a finding, in order.
-        ranks: a row for each rank that said what it is: rank, host, device, name, memory in bytes, versions.
-        seconds: it took.
-        alone: this rank did not meet the others, and speaks for itself.
-        hung: a check's thread is still there.
+        lines: one for each finding, in order.
+        ranks: a row for each rank that answered: rank, host, device, name, memory in bytes, versions.
+        seconds: duration.
+        alone: this rank did not meet the others, and reports for itself.
+        hung: a check's thread is still running.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -110,16 +110,16 @@ class DoctorReport:
 
     @property
     def failed(self) -> list[str]:
-        """The names of the checks that found what is wrong."""
+        """The names of the failed checks."""
         return list(dict.fromkeys(line.check for line in self.lines if line.level == FAIL))
 
 
 def examine(place: CheckContext, say: Callable[[Line], None], checks: Sequence[Check] = CHECKS) -> DoctorReport:
-    """Makes every check within its time, and all of them within a minute.
+    """Run every check within its time limit, and all of them within a minute.
 
     Args:
-        place: where this rank stands.
-        say: takes each line: on rank 0, or on a rank that is alone.
+        place: the context of this rank.
+        say: receives each line: on rank 0, or on a rank that is alone.
     """
     began = time.monotonic()
     report = DoctorReport()
@@ -174,13 +174,13 @@ def _examine(
             if check.name == "versions":
                 report.ranks = _rows(facts)
         tell(_settled(lines))
-    if place.rank == 0 and not report.alone:  # they may have come at any time
+    if place.rank == 0 and not report.alone:  # surplus ranks may arrive at any time
         tell([_line(finding) for finding in surplus(place.board, place)])
     _part(place, report.alone)
 
 
 def _meeting(place: CheckContext) -> tuple[Met, bool]:
-    """Within its time, as any check."""
+    """Meet the other ranks within a time limit, as in a check."""
     box: list[Met] = []
 
     def run(place: CheckContext) -> CheckResult:
@@ -193,7 +193,7 @@ def _meeting(place: CheckContext) -> tuple[Met, bool]:
 
 
 def _broke(check: Check, each: dict[str, Any] | None) -> bool:
-    """Whether a rank's groups can no longer be relied upon after a check in which ranks wait for each other."""
+    """Whether a rank's groups are unreliable after a check that uses them."""
     failed = each is not None and any(level == FAIL for _, level, _, _ in each["findings"])
     return each is None or each["hung"] or (check.name == "group" and failed)
 
@@ -201,7 +201,7 @@ def _broke(check: Check, each: dict[str, Any] | None) -> bool:
 def _gathered(
     check: Check, found: CheckResult, place: CheckContext, alone: bool, until: float, *, hung: bool = False
 ) -> list[dict[str, Any] | None]:
-    """What each rank found, by rank; None of one that says nothing. A rank that is alone has itself."""
+    """Gather each rank's result; None for one that sends nothing. A rank that is alone has only its own."""
     own = {
         "findings": [[one.check, one.level, one.text, one.mend] for one in found.findings],
         "facts": found.facts,
@@ -220,7 +220,7 @@ def _gathered(
 
 
 def _all_here(check: Check, place: CheckContext) -> bool:
-    """Rank 0's word on whether ranks may wait for each other: the same everywhere."""
+    """Rank 0's decision, the same everywhere, whether ranks may wait for each other."""
     board = place.board
     assert board is not None
     if place.size == 1:
@@ -232,7 +232,7 @@ def _all_here(check: Check, place: CheckContext) -> bool:
 
 
 def _lines(every: list[dict[str, Any] | None], place: CheckContext, alone: bool) -> list[Line]:
-    """What several ranks found alike is one line."""
+    """Make one line of equal findings of several ranks."""
     held: dict[tuple[str, str, str, str], list[int]] = {}
     for rank, each in enumerate(every):
         for one in each["findings"] if each else ():
@@ -257,7 +257,7 @@ def _line(finding: Finding) -> Line:
 
 
 def _settled(lines: list[Line]) -> list[Line]:
-    """Without what is well where the same check has something to say, and one such line where all is well."""
+    """Drop OK lines of a check with problems, and keep one OK line otherwise."""
     spoken = {line.check for line in lines if line.level in (WARN, FAIL)}
     seen: set[str] = set()
     kept = []
@@ -275,7 +275,7 @@ def _rows(facts: list[Any]) -> list[dict[str, Any]]:
 
 
 def _part(place: CheckContext, alone: bool) -> None:
-    """Rank 0 holds the board until the others have done with it."""
+    """Keep rank 0's store open until the others have finished."""
     board = place.board
     if alone or board is None or place.size == 1:
         return
@@ -287,7 +287,7 @@ def _part(place: CheckContext, alone: bool) -> None:
 
 @contextlib.contextmanager
 def _nccl_log(place: CheckContext) -> Iterator[None]:
-    """Within it NCCL writes its log into a file of ours, where it writes none for the person."""
+    """Context manager in which NCCL logs into a temporary file, unless the user set one."""
     if not place.devices or place.size == 1 or place.environ.get("NCCL_DEBUG_FILE") or place.environ is not os.environ:
         yield
         return

@@ -1,7 +1,7 @@
-"""What a check is, what it is given, and what it finds.
+"""Define checks, their context and their findings; advise on environment variables.
 
-found = Found([ok("cores", "2 cores")], facts={"cores": 2})         # on each rank
-check = Check("cores", cores, seconds=2.0)                          # what is wrong with the whole: judge=...
+found = CheckResult([ok("cores", "2 cores")], facts={"cores": 2})       # on each rank
+check = Check("cores", cores, seconds=2.0)                          # problems of the whole run: judge=...
 """
 
 from collections.abc import Callable, Mapping
@@ -39,12 +39,12 @@ OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a check has to say.
+    """A finding of a check.
 
     Attributes:
-        check: the name that stands before it.
+        check: the name in front of it.
         level: OK; WARN: it may hurt, or cost time; FAIL: training will fail, hang or be wrong.
-        text: what is, with its place where that is not the rank that found it.
+        text: the fact, with its place if that is not the reporting rank.
         mend: the way out; "" for OK.
     """
 
@@ -55,23 +55,26 @@ class Finding:
 
 
 def ok(check: str, text: str) -> Finding:
-    """Nothing is wrong."""
+    """Make a finding of level OK."""
     return Finding(check, OK, text)
 
 
 def warn(check: str, text: str, mend: str) -> Finding:
-    """Something may hurt."""
+    """Make a finding of level WARN: something may hurt."""
     return Finding(check, WARN, text, mend)
 
 
 def fail(check: str, text: str, mend: str) -> Finding:
-    """Something is wrong."""
+    """Make a finding of level FAIL: something is wrong."""
     return Finding(check, FAIL, text, mend)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What a check found on one rank; `facts` go to the check's judge, and must be plain JSON values."""
+    """The result of a check on one rank.
+
+    `facts` go to the check's judge, as plain JSON values.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     facts: Any = None
@@ -79,27 +82,27 @@ class CheckResult:
 
 @dataclass
 class CheckContext:
-    """Where a check runs.
+    """The context of the checks on this rank.
 
     Attributes:
-        config: the run that is asked about.
-        with_task: the task is to be tried too.
-        rank, local_rank, size, local_size: as the launcher says.
+        config: of the run in question.
+        with_task: try the task too.
+        rank, local_rank, size, local_size: from the launcher.
         host: this machine's name.
-        environ: the environment's variables.
-        root: where /proc, /sys and /dev are looked for.
-        patience: seconds to wait for the other ranks to come.
+        environ: the environment variables.
+        root: parent of /proc, /sys and /dev.
+        patience: seconds to wait for the other ranks.
         devices: CUDA devices that torch sees here.
-        board: what the ranks tell each other; None before they have met, or where they did not.
-        world: their groups, once these are formed.
-        hosts: by rank, its machine's name; "" of one that did not come.
+        board: exchange with the other ranks; None before they have met, or if they did not.
+        world: their process groups, once formed.
+        hosts: the machine's name of each rank; "" for one that did not come.
         closing: called at the end.
         given: `world` is the caller's, who leaves it.
         alone: this rank did not meet the others.
-        lost: the launcher's variables do not say which rank this is.
-        told: the options that were given, beside which a LightningModule's loaders say the rest.
-        module: the task of a LightningModule that was made; `config` then has what its loaders say.
-        broken: ranks waited for each other in vain, so that no check may have them do so again.
+        lost: the launcher's variables do not determine this rank.
+        told: the options that were set; a LightningModule's loaders determine the rest.
+        module: the task of a LightningModule, once made; `config` then has its loaders' values.
+        broken: ranks waited for each other in vain, so no further check may do so.
     """
 
     config: Config
@@ -125,17 +128,17 @@ class CheckContext:
     broken: bool = False
 
     def who(self, rank: int) -> str:
-        """`rank 1 on node-b`."""
+        """Name a rank: `rank 1 on node-b`."""
         host = self.hosts[rank] if rank < len(self.hosts) else self.host * (rank == self.rank)
         return f"rank {rank}" + (f" on {host}" if host else "")
 
     @property
     def several_nodes(self) -> bool:
-        """Whether ranks of other nodes belong to the run, as the launcher says."""
+        """Whether the run has ranks on other nodes, by the launcher's variables."""
         return self.size > self.local_size
 
     def text(self, path: str) -> str:
-        """The content of a small file of the system, such as `proc/meminfo`; "" where it cannot be read."""
+        """Read a small system file such as `proc/meminfo`; "" if it cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except (OSError, ValueError):
@@ -144,15 +147,15 @@ class CheckContext:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check.
+    """A check.
 
     Attributes:
         name: of its line.
         run: on every rank.
-        seconds: it may take; after that it is given up, and that is its line.
-        judge: on rank 0, of the facts of each rank (None of one that said nothing): what is wrong with the whole.
-        together: ranks wait for each other in it, so it is left out once one of them is missing or has hung.
-        stuck: the way out where it does not end.
+        seconds: time limit; a check that exceeds it is abandoned, and reported so.
+        judge: on rank 0, with the facts of each rank (None for one that sent nothing): problems of the whole run.
+        together: ranks wait for each other in it, so it is skipped once one of them is missing or has hung.
+        stuck: the way out if it does not end.
     """
 
     name: str
@@ -184,20 +187,20 @@ def _hides_infiniband(value: str, place: CheckContext) -> bool:
 
 
 def _takes_more(value: str, place: CheckContext) -> bool:
-    """Whether a prefix is the whole name of an interface, and takes others too."""
+    """Whether a prefix is an interface's whole name, and matches others too."""
     known = interfaces(place.root)
     return value in known and len(chosen(value, known)) > 1
 
 
 class Advice(NamedTuple):
-    """One row of the table: a variable, and why to leave it alone.
+    """A row of the table: a variable, and why to leave it alone.
 
     Attributes:
         name: of the variable.
-        values: those that `applies` takes, for the page.
-        effect: a sentence's rest, behind the variable and its value.
+        values: those that `applies` matches, for the documentation page.
+        effect: the rest of a sentence that starts with the variable and its value.
         remedy: what to do instead.
-        applies: whether it holds for a value on this rank.
+        applies: whether it applies to a value on this rank.
     """
 
     name: str
@@ -289,17 +292,17 @@ _TABLE = (
 
 
 def advice_on(place: CheckContext) -> list[Advice]:
-    """Give the advice that holds for this rank's environment."""
+    """Return the advice that applies to this rank's environment."""
     return [each for each in _TABLE if each.name in place.environ and each.applies(place.environ[each.name], place)]
 
 
 def page_rows() -> list[str]:
-    """Write the table as docs/network.md has it."""
+    """Format the table for docs/network.md."""
     return [f"| `{each.name}` | {each.values} | {each.effect} | {each.remedy} |" for each in _TABLE]
 
 
 def chosen(asked: str, known: list[str]) -> list[str]:
-    """Give the interfaces that NCCL_SOCKET_IFNAME leaves: prefixes; `=` whole names; `^` all others."""
+    """Return the interfaces that NCCL_SOCKET_IFNAME selects: prefixes; `=` whole names; `^` all others."""
     others, text = asked.startswith("^"), asked.removeprefix("^")
     exact, text = text.startswith("="), text.removeprefix("=")
     names = [part for part in text.split(",") if part]

@@ -1,6 +1,6 @@
-"""The GPUs of this node: errors, clocks, power, links, and who else holds their memory.
+"""Check the GPUs of this node: errors, clocks, power, links, and foreign processes.
 
-found = gpus(place)                         # without a GPU one line that says what would be looked at
+found = gpus(place)                        # without a GPU, one line that lists the checks
 """
 
 import contextlib
@@ -46,26 +46,26 @@ _COMMON = {
 
 
 class NoDriver(Exception):
-    """There is nothing to ask: no package, or no driver."""
+    """There is no GPU to query: no package, or no driver."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device, as the driver numbers them.
+    """A device, by the driver's number.
 
     Attributes:
         memory, used: bytes.
-        processes: (process, bytes) of those that hold memory, as far as the driver tells a container.
+        processes: (process, bytes) of those that use memory, as far as the driver shows them to a container.
         ecc: uncorrected errors since the driver was loaded; None: not counted.
-        remap_pending, remap_failed: rows of defective memory wait for a reset to be put aside, or could not be.
+        remap_pending, remap_failed: rows of defective memory wait for a reset to be remapped, or could not be.
         clock, clock_limit: MHz of the multiprocessors now, and at most.
-        slowed: why the clocks are held back; [] where they are not.
-        watts, watts_default: its power limit, and the one that it was made for; 0: not told.
+        slowed: reasons for which the clocks are throttled; [] for none.
+        watts, watts_default: its power limit, and its default one; 0: unknown.
         degrees: Celsius.
-        links_down: NVLinks that are not up, of those that there are.
+        links_down: existing NVLinks that are not up.
         link_width, link_width_limit: PCIe lanes now, and at most.
-        ways: to each later device: how far apart they are.
-        uuid: its own in all the world, whatever number it has for a process; "": not told.
+        ways: the connection to each later device.
+        uuid: globally unique, whatever number it has for a process; "": unknown.
     """
 
     index: int
@@ -90,7 +90,11 @@ class Gpu:
 
 
 def read_gpus() -> list[Gpu]:
-    """Every device of this node. Raises NoDriver."""
+    """Read every device of this node.
+
+    Raises:
+        NoDriver: no package, or no driver.
+    """
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ModuleNotFoundError:
@@ -110,10 +114,10 @@ def read_gpus() -> list[Gpu]:
 
 
 def _gpu(nvml: Any, index: int, handle: Any, handles: list[Any]) -> Gpu:
-    """One device; what its kind or driver does not tell keeps its default."""
+    """Read one device; values that its kind or driver does not report keep their defaults."""
 
     def ask(function: str, *more: Any) -> Any:
-        """None for what is not told."""
+        """Query a value; None if it is not supported."""
         named = getattr(nvml, function, None)
         try:
             return None if named is None else named(handle, *more)
@@ -151,12 +155,12 @@ def _gpu(nvml: Any, index: int, handle: Any, handles: list[Any]) -> Gpu:
 
 
 def _text(said: Any) -> str:
-    """Text of the driver's library, whose older releases give bytes."""
+    """Convert text of the driver's library, whose older releases return bytes."""
     return said.decode() if isinstance(said, bytes) else str(said)
 
 
 def _links_down(ask: Callable[..., Any], nvml: Any) -> list[int]:
-    """NVLinks that are there and not up; none where no link is, as on a device that has none."""
+    """Existing NVLinks that are not up; none if no link is up."""
     states = {link: ask("nvmlDeviceGetNvLinkState", link) for link in range(_NVLINKS)}
     up = [link for link, state in states.items() if state == nvml.NVML_FEATURE_ENABLED]
     return [link for link, state in states.items() if up and state is not None and link not in up]
@@ -172,12 +176,12 @@ def _way(nvml: Any, one: Any, other: Any) -> str:
 
 
 def kernel_faults(text: str) -> list[tuple[str, int]]:
-    """(PCI address, number) of each Xid, the driver's word for a fault, in the kernel's log."""
+    """Find (PCI address, number) of each Xid, the driver's fault code, in the kernel log."""
     return [(address.removeprefix("PCI:"), int(number)) for address, number in _XID.findall(text)]
 
 
 def kernel_log(path: Path = Path("/dev/kmsg")) -> str:
-    """The kernel's log, where this user may read it; else ""."""
+    """Return the kernel log, if this user may read it; else ""."""
     found = []
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -200,10 +204,10 @@ _RESET = "drain the node and reset the device (nvidia-smi -r), or restart it; if
 
 
 def gpus(place: CheckContext) -> CheckResult:
-    """Examine each device by what its driver reports, before anything is computed.
+    """Check each device by its driver's report, before any computation.
 
-    The node's first rank asks for all. Where a scheduler shows each process one device, each asks: the driver may show
-    it no other one either, under the same number in every process.
+    The node's first rank queries all. If a scheduler shows each process one device, each queries: the driver may show
+    it no other either, under the same number in every process.
     """
     if place.local_rank and place.devices != 1:
         return CheckResult([], {"pid": os.getpid(), "gpus": []})
@@ -232,7 +236,7 @@ def _described(found: list[Gpu]) -> str:
 
 
 def judge_gpu(gpu: Gpu) -> Iterator[Finding]:
-    """What is wrong with one device."""
+    """Yield the problems of a device."""
     who = f"GPU {gpu.index} ({gpu.name})"
     if gpu.remap_failed:
         yield fail("GPUs", f"{who} has defective memory that could not be put aside", "have it replaced")
@@ -259,13 +263,13 @@ def judge_gpu(gpu: Gpu) -> Iterator[Finding]:
 
 
 def judge_faults(faults: list[tuple[str, int]]) -> list[Finding]:
-    """What the kernel's log says of devices that failed."""
+    """Report the devices that failed, by the kernel log."""
     grave = sorted({(address, number) for address, number in faults if number in _GRAVE})
     return [fail("GPUs", f"the kernel's log has Xid {number} of {address}", _RESET) for address, number in grave]
 
 
 def judge_gpus(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Find processes outside this run that hold memory of its devices; a device is reported once."""
+    """Find processes outside this run that use its devices' memory; report each device once."""
     ours = {each["pid"] for each in facts if each}
     found, seen = [], set[str]()
     for rank, each in enumerate(facts):

@@ -1,6 +1,6 @@
-"""The ranks' groups: whether they form, whether a sum over them is right, and how fast it is.
+"""Check the process groups: whether they form, sum correctly, and how fast.
 
-found = sums(place)                         # facts: what each rank gave, what came out, by backend
+found = sums(place)                        # facts: each rank's contribution and result, by backend
 """
 
 import json
@@ -44,11 +44,11 @@ _ALIKE = "start all nodes with the same --nnodes and --nproc-per-node"
 
 @dataclass
 class Met:
-    """How a meeting went.
+    """The result of a meeting.
 
     Attributes:
-        board: what the ranks tell each other; None where this rank did not reach it.
-        findings: on rank 0, of the whole; elsewhere why this rank did not get there.
+        board: exchange with the ranks; None if this rank did not reach it.
+        findings: on rank 0, about the whole; elsewhere why this rank did not get there.
     """
 
     board: Board | None = None
@@ -56,15 +56,15 @@ class Met:
 
     @property
     def found(self) -> CheckResult:
-        """The same as a check has it."""
+        """The findings as the result of a check."""
         return CheckResult(self.findings)
 
 
 def meet(place: CheckContext) -> Met:
-    """Goes to the meeting point, says who this is, and waits for the others, `place.patience` seconds in all."""
+    """Connect to the ranks' store, register, and wait for the others up to `place.patience` seconds."""
     if place.size == 1 and "WORLD_SIZE" not in place.environ:
         return Met(Board(None, 0, 1))
-    if place.lost:  # at the meeting point it would stand in the place of another
+    if place.lost:  # it would register as another rank
         return Met()
     deadline = time.monotonic() + place.patience
     host, port, held = meeting_point()
@@ -105,7 +105,7 @@ def _cannot_listen(error: ConfigError, port: int, place: CheckContext) -> Findin
 
 
 def _holder(port: int, root: Path = Path("/")) -> str:
-    """Who listens at a port of this machine: `python, process 417`; "" where that cannot be seen."""
+    """The process that listens on a port: `python, process 417`; "" if unknown."""
     inodes = set()
     for table in ("proc/net/tcp", "proc/net/tcp6"):
         try:
@@ -127,7 +127,7 @@ def _holder(port: int, root: Path = Path("/")) -> str:
 
 
 def _judged(here: list[Any], board: Board, place: CheckContext) -> list[Finding]:
-    """What rank 0 says of who came."""
+    """Rank 0's findings about the ranks that came."""
     found = []
     missing = [rank for rank, each in enumerate(here) if each is None]
     if missing:
@@ -147,7 +147,7 @@ def _judged(here: list[Any], board: Board, place: CheckContext) -> list[Finding]
 
 
 def surplus(board: Board, place: CheckContext) -> list[Finding]:
-    """What rank 0 says of those who came though their place was taken, or is none."""
+    """Report ranks that came twice or outside the world, on rank 0."""
     if place.size == 1:
         return []
     found, arrived = list[Finding](), list[Any]()
@@ -169,11 +169,11 @@ def surplus(board: Board, place: CheckContext) -> list[Finding]:
 _FORM = 15.0  # seconds
 _LENGTHS = {"gloo": (1 << 10, 1 << 16, 1 << 20, 1 << 22), "nccl": (1 << 10, 1 << 18, 1 << 22, 1 << 26)}  # float32
 _REPEATS, _ENOUGH = 5, 1.5  # of each size; seconds that the next size may take
-_SHARE = {"gloo": 0.15, "nccl": 0.4}  # of what the link should give; gloo copies through the processor
+_SHARE = {"gloo": 0.15, "nccl": 0.4}  # share of the link's rate to expect; gloo copies through the processor
 
 
 def group(place: CheckContext) -> CheckResult:
-    """Forms the groups that training would form, gloo and, on CUDA devices, NCCL."""
+    """Form the groups that training would form: gloo and, on CUDA devices, NCCL."""
     if place.size == 1:
         return CheckResult([ok("group", "one process: nothing to exchange")])
     if place.world is None:
@@ -183,7 +183,7 @@ def group(place: CheckContext) -> CheckResult:
 
 
 def _backends(world: World) -> list[tuple[str, torch.device, Any]]:
-    """(name, where its tensors lie, group): of each way in which the ranks exchange."""
+    """List (name, device of its tensors, group) of each backend."""
     found: list[tuple[str, torch.device, Any]] = [("gloo", torch.device("cpu"), world.control)]
     if world.device.type == "cuda":
         found.append(("nccl", world.device, None))  # the default group's
@@ -191,17 +191,20 @@ def _backends(world: World) -> list[tuple[str, torch.device, Any]]:
 
 
 def own(rank: int) -> list[float]:
-    """What a rank gives to the sum: of two of them another two cannot make the same."""
+    """Return a rank's contribution to the sum.
+
+    It is made so that two ranks cannot be exchanged for two others.
+    """
     return [rank + 1.0, (rank + 1.0) ** 2, 2.0 ** (rank % 40)]
 
 
 def _expected(size: int) -> list[float]:
-    """The sum of what `size` ranks give."""
+    """The sum of the contributions of `size` ranks."""
     return [sum(column) for column in zip(*map(own, range(size)), strict=True)]
 
 
 def sums(place: CheckContext) -> CheckResult:
-    """A sum over all ranks, by each backend, and what each rank gave to it."""
+    """Sum over all ranks by each backend, and gather each rank's contribution."""
     world = place.world
     if world is None or world.size == 1:
         return CheckResult()
@@ -217,7 +220,7 @@ def sums(place: CheckContext) -> CheckResult:
 
 
 def judge_sums(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Compares what came out on each rank with what should have."""
+    """Compare each rank's result with the expected one."""
     found = []
     wanted = _expected(place.size)
     names = {name for each in facts if each for name in each}
@@ -239,7 +242,7 @@ def judge_sums(facts: list[Any], place: CheckContext) -> list[Finding]:
 
 
 def bandwidth(place: CheckContext) -> CheckResult:
-    """Times sums of growing messages."""
+    """Time all-reduces of growing messages."""
     world = place.world
     if world is None or world.size == 1:
         return CheckResult()
@@ -274,7 +277,7 @@ def _ready(device: torch.device) -> None:
 
 
 def judge_bandwidth(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """What the largest message gives, beside what the slowest link should."""
+    """Compare the largest message's rate with the slowest link's."""
     there = [each for each in facts if each]
     if not there:
         return []
@@ -302,7 +305,7 @@ def judge_bandwidth(facts: list[Any], place: CheckContext) -> list[Finding]:
 
 
 def transport(place: CheckContext) -> CheckResult:
-    """What NCCL chose, by its own log, where it has begun; and what there would be."""
+    """Read NCCL's choice of transport from its log, and list the alternatives."""
     path = place.environ.get("NCCL_DEBUG_FILE", "")
     if not place.devices or place.size == 1 or not path:
         return CheckResult([], None)
@@ -316,7 +319,7 @@ def transport(place: CheckContext) -> CheckResult:
 
 
 def judge_transport(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Whether NCCL took sockets where InfiniBand is up, and whether all ranks took the same."""
+    """Check that NCCL avoids sockets if InfiniBand is up, alike on all ranks."""
     there = {rank: each for rank, each in enumerate(facts) if each}
     if not there:
         return [

@@ -1,6 +1,8 @@
-"""The machine: cores and the container's share of them, memory, shared memory, open files.
+"""Check the machine: the run's folder, cores and the container's share, memory, open files.
 
-found = cores(place)                        # Found([warn("cores", "8 threads on 2 cores ...")])
+found = cores(place)                       # CheckResult([warn("cores", "8 threads on 2 cores ...")])
+
+`within` runs any check with a time limit.
 """
 
 import contextlib
@@ -50,20 +52,20 @@ STUCK = "is it a network folder whose server is gone? `df` on it hangs too; give
 
 
 def above(place: CheckContext) -> Path:
-    """The nearest folder that is there, at the run's folder or above it."""
+    """Return the nearest existing folder, at the run's folder or above it."""
     path = RunFolder(place.config.save_dir, place.config.experiment_name).path.absolute()
     return next(each for each in (path, *path.parents) if each.is_dir())
 
 
 @contextlib.contextmanager
 def _file(place: CheckContext) -> Iterator[int]:
-    """A file in that folder, open, without a name."""
+    """Context manager for an open, nameless file in that folder."""
     with tempfile.TemporaryFile(dir=above(place)) as file:
         yield file.fileno()
 
 
 def disk(place: CheckContext) -> CheckResult:
-    """Whether the run's folder can be written to, has room, and how fast it takes what is synced."""
+    """Check that the run's folder is writable, has room, and is fast enough."""
     folder = above(place)
     if place.local_rank:  # one a node
         return CheckResult()
@@ -78,7 +80,7 @@ def disk(place: CheckContext) -> CheckResult:
 
 
 def judge_disk(folder: Path, rate: float, free: int, needed: int = _LEAST) -> Iterator[Finding]:
-    """What is to be said of a disk that syncs `rate` bytes a second and has `free` bytes."""
+    """Judge a disk that syncs `rate` bytes a second and has `free` bytes."""
     written = f"writes and syncs {bytes_text(rate)} a second"
     if free < needed:
         text = f"{folder} has {bytes_text(free)} free, and this needs {bytes_text(needed)}"
@@ -91,7 +93,7 @@ def judge_disk(folder: Path, rate: float, free: int, needed: int = _LEAST) -> It
 
 
 def _rates(place: CheckContext) -> Iterator[float]:
-    """Bytes a second, three times; fewer where it is slow."""
+    """Yield bytes a second, three times; fewer if it is slow."""
     piece, ended = os.urandom(_PIECE), time.monotonic() + 4.0
     for _ in range(3):
         with _file(place) as file:
@@ -105,7 +107,10 @@ def _rates(place: CheckContext) -> Iterator[float]:
 
 
 def locks(place: CheckContext) -> CheckResult:
-    """Whether the folder's locks hold: a lock that is held twice protects no run from a second one."""
+    """Check that file locks work.
+
+    A lock that can be taken twice does not protect a run.
+    """
     if place.local_rank:
         return CheckResult()
     try:
@@ -132,7 +137,7 @@ def _locked_twice(again: int) -> Finding:
 
 
 def clock(place: CheckContext) -> CheckResult:
-    """The clock of the folder's file system against this machine's."""
+    """Compare the clock of the folder's file system with this machine's."""
     if place.local_rank:
         return CheckResult()
     try:
@@ -146,7 +151,7 @@ def clock(place: CheckContext) -> CheckResult:
 
 
 def judge_clock(written: float, before: float, after: float) -> Finding:
-    """What is to be said of a file that says it was written at `written`, between `before` and `after` by our clock."""
+    """Judge a file dated `written` that was written between `before` and `after` by our clock."""
     apart = max(0.0, before - written, written - after)
     if apart <= _APART:
         return ok("folder's clock", "it agrees with this machine's")
@@ -155,7 +160,10 @@ def judge_clock(written: float, before: float, after: float) -> Finding:
 
 
 def shared_folder(place: CheckContext) -> CheckResult:
-    """A file that rank 0 puts into the run's folder, looked for by all: every rank writes its part of a checkpoint."""
+    """Check that all ranks see a file of rank 0.
+
+    Every rank writes its part of a checkpoint there.
+    """
     board = place.board
     if board is None or place.size == 1:
         return CheckResult()
@@ -170,13 +178,13 @@ def shared_folder(place: CheckContext) -> CheckResult:
             made = tempfile.NamedTemporaryFile(dir=above(place), prefix=".lockstep-doctor-")  # noqa: SIM115
             name = Path(kept.enter_context(made).name).name
         board.put("folder", name)
-        for rank in range(1, place.size):  # it stays until all have looked
+        for rank in range(1, place.size):  # it is kept until all have looked
             board.of("folder seen", rank, 0.0 if rank in board.missing else 3.0)
     return CheckResult([], {"sees": True, "folder": str(above(place))})
 
 
 def judge_shared_folder(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Names the ranks that look into another folder."""
+    """Name the ranks that see another folder."""
     blind = [rank for rank, each in enumerate(facts) if each is not None and not each["sees"]]
     if not blind:
         return [ok("shared folder", f"all ranks see {facts[0]['folder']}")] if place.several_nodes and facts[0] else []
@@ -194,9 +202,10 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 
 def within(check: Check, place: CheckContext, seconds: float) -> tuple[CheckResult, bool]:
-    """What `check` finds here, and whether it hung: then its thread is left behind, and the finding says where.
+    """Run `check` with a time limit, and return its result and whether it hung.
 
-    An error inside a check is its finding too: a doctor who falls ill helps nobody.
+    A hung check's thread is left behind, and the finding names its place. An error inside a check is a finding too, so
+    that the other checks still run.
     """
     box: list[CheckResult] = []
     errors: list[BaseException] = []
@@ -229,7 +238,7 @@ def _fallen(check: Check, error: BaseException) -> Finding:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost line of lockstep in which a thread stands: `network.py:81 (_connected)`."""
+    """The innermost line of lockstep in a thread's stack: `network.py:81 (_connected)`."""
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(_PACKAGE):
@@ -239,7 +248,7 @@ def _place(frame: FrameType | None) -> str:
 
 
 _GIB = 1 << 30
-_DOCKER = 64 << 20  # bytes: what a container's /dev/shm has where nobody asks for more
+_DOCKER = 64 << 20  # bytes: a container's default /dev/shm
 _LEAST_SHARED = 256 << 20
 _LEAST_MEMORY = _GIB // 2  # bytes a rank: torch, a group and a small model
 _FILES = 128  # Python, torch, the run's own
@@ -248,17 +257,17 @@ _PER_WORKER = 32
 
 
 def cores(place: CheckContext) -> CheckResult:
-    """Threads of all ranks on this node, and their loader processes, against the cores that the container gives."""
+    """Compare the threads and loader processes of this node's ranks with the container's cores."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return CheckResult([judge_cores(usable, quota_of(place.root), torch.get_num_threads(), place)])
 
 
 def judge_cores(usable: int, quota: float, threads: int, place: CheckContext) -> Finding:
-    """What is to be said of `threads` a rank.
+    """Judge `threads` threads a rank.
 
     Args:
         usable: cores that this process may run on.
-        quota: cores whose time the container may take; 0: no limit.
+        quota: cores whose time the container may use; 0: no limit.
     """
     share, ranks = min(usable, quota or usable), place.local_size
     each = max(1, int(share // ranks))
@@ -279,7 +288,7 @@ def judge_cores(usable: int, quota: float, threads: int, place: CheckContext) ->
 
 
 def quota_of(root: Path) -> float:
-    """Cores whose time this container may take, by cgroup v2 or v1; 0: no limit, or none that is told."""
+    """Return the container's CPU quota in cores, by cgroup v2 or v1; 0: none."""
     lowest = 0.0
     for folder in _groups(root, "cpu"):
         pair = _words(folder / "cpu.max")
@@ -292,7 +301,10 @@ def quota_of(root: Path) -> float:
 
 
 def _groups(root: Path, kind: str) -> list[Path]:
-    """The folders of this process's groups: v2 has one tree, v1 one for each kind; from the innermost up."""
+    """The folders of this process's cgroups, innermost first.
+
+    v2 has one tree, v1 one for each kind.
+    """
     base, folders = root / "sys/fs/cgroup", []
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -316,7 +328,7 @@ def _words(path: Path) -> list[str]:
 
 
 def memory(place: CheckContext) -> CheckResult:
-    """What is free on this node, by the machine and by the container's limit, against what its ranks need at least."""
+    """Compare the node's free memory, by machine and container limit, with its ranks' minimum."""
     free, whole, by = _free(place)
     if not whole:
         return CheckResult([ok("memory", "the system does not say how much there is")])
@@ -331,7 +343,7 @@ def memory(place: CheckContext) -> CheckResult:
 
 
 def _free(place: CheckContext) -> tuple[int, int, str]:
-    """Bytes free, bytes in all, and who says so: the container, where its limit leaves less."""
+    """Bytes free, bytes in all, and whether machine or container limits them."""
     lines = dict(line.split(":", 1) for line in place.text("proc/meminfo").splitlines() if ":" in line)
     sizes = {name: int(text.split()[0]) * 1024 for name, text in lines.items() if text.split()[0].isdigit()}
     free, whole, by = sizes.get("MemAvailable") or sizes.get("MemFree", 0), sizes.get("MemTotal", 0), "the machine"
@@ -347,14 +359,14 @@ def _free(place: CheckContext) -> tuple[int, int, str]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of files that the group holds in memory, and would give back."""
+    """Bytes of cached files that the group would release."""
     words = _words(folder / "memory.stat")
     found = dict(zip(words[::2], words[1::2], strict=False))
     return int(found.get("inactive_file", found.get("total_inactive_file", "0")))
 
 
 def shared_memory(place: CheckContext) -> CheckResult:
-    """/dev/shm, through which loader processes hand over batches, and NCCL what it sends on one node."""
+    """Check /dev/shm, which loader processes and NCCL on one node use."""
     folder = place.root / "dev/shm"
     try:
         whole, _, free = shutil.disk_usage(folder)
@@ -364,7 +376,7 @@ def shared_memory(place: CheckContext) -> CheckResult:
 
 
 def judge_shared(whole: int, free: int, place: CheckContext) -> Finding:
-    """What is to be said of `free` bytes of `whole`."""
+    """Judge `free` bytes of `whole`."""
     used_by = [f"{place.config.data.workers} loader processes a rank"] * bool(place.config.data.workers)
     used_by += ["NCCL between the ranks of a node"] * (place.devices > 0 and place.local_size > 1)
     text = f"/dev/shm has {bytes_text(free)} free of {bytes_text(whole)}"
@@ -380,7 +392,7 @@ def judge_shared(whole: int, free: int, place: CheckContext) -> Finding:
 
 
 def open_files(place: CheckContext) -> CheckResult:
-    """The limit of open files against this world: sockets to every other rank, in every group, and loader processes."""
+    """Compare the limit of open files with the sockets and loader processes of this world."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES + _PER_PEER * (place.size - 1) + _PER_WORKER * place.config.data.workers
     if 0 <= soft < needed:

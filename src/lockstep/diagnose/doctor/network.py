@@ -1,6 +1,8 @@
-"""Plain sockets between the ranks, on the addresses that gloo would take: who reaches whom, and what time it is.
+"""Check speed and connections between ranks: names, plain sockets, clocks, NCCL's choices.
 
-found = between(place)                      # facts: by rank that was tried, what went wrong; the clock's distance
+found = between(place)                     # facts: by tried rank, what went wrong; the clock's distance
+
+The sockets use the addresses that gloo would take.
 """
 
 import contextlib
@@ -51,14 +53,14 @@ _VIA = re.compile(r"Channel \d+(?:/\d+)? ?: .*? via (\S+)")
 
 @dataclasses.dataclass(frozen=True)
 class NcclChoice:
-    """What a process's NCCL chose.
+    """The choices of a process's NCCL.
 
     Attributes:
         version: "2.27.5+cuda12.9".
-        interface: that it meets the others at.
+        interface: of its bootstrap.
         network: between nodes: "IB", "Socket", a plugin's name.
-        devices: of it: interfaces, or ports as "mlx5_0:1".
-        ways: of the channels between ranks, by how many: "P2P/CUMEM", "SHM/direct/direct", "NET/IB/0/GDRDMA".
+        devices: of the network: interfaces, or ports as "mlx5_0:1".
+        ways: transport of the channels between ranks -> count: "P2P/CUMEM", "SHM/direct/direct", "NET/IB/0/GDRDMA".
     """
 
     version: str = ""
@@ -76,12 +78,12 @@ class NcclChoice:
         return f"{said}{through}" + (f", channels by {ways}" if ways else "")
 
     def to_json(self) -> str:
-        """As one JSON object."""
+        """Return a JSON object."""
         return json.dumps(dataclasses.asdict(self))
 
 
 def read_log(path: Path) -> NcclChoice:
-    """What a log says; an empty `Chosen` where there is none."""
+    """Parse a log file; an empty `NcclChoice` if there is none."""
     try:
         with path.open("rb") as file:
             return parse(file.read(_LIMIT).decode("utf-8", "replace"))
@@ -90,7 +92,7 @@ def read_log(path: Path) -> NcclChoice:
 
 
 def parse(text: str) -> NcclChoice:
-    """What the lines of a log say. Forms of NCCL 2.18 to 2.29."""
+    """Parse the lines of a log, in the formats of NCCL 2.18 to 2.29."""
     version = _first(_VERSION, text)
     network = _first(_NETWORK, text)
     devices: list[str] = []
@@ -117,7 +119,10 @@ _SIDE, _BYTES = {"cpu": 256, "cuda": 4096}, {"cpu": 32 << 20, "cuda": 256 << 20}
 
 
 def multiplying(device: torch.device) -> Callable[[], None]:
-    """One product of two square matrices: in float32 on a CPU, in bfloat16 on a CUDA device."""
+    """Return a product of two square matrices to time.
+
+    It is in float32 on a CPU, in bfloat16 on a CUDA device.
+    """
     side = _SIDE[device.type]
     one = torch.full((side, side), 0.5, device=device, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16)
     into = torch.empty_like(one)
@@ -129,7 +134,7 @@ def multiplying(device: torch.device) -> Callable[[], None]:
 
 
 def _copying(device: torch.device) -> Callable[[], None]:
-    """One copy within the device's memory."""
+    """Return a copy within the device's memory to time."""
     one = torch.zeros(_BYTES[device.type] // 4, device=device)
     into = torch.empty_like(one)
 
@@ -140,7 +145,7 @@ def _copying(device: torch.device) -> Callable[[], None]:
 
 
 def _times(work: Callable[[], None], device: torch.device) -> list[float]:
-    """Seconds of one call, in each of up to 25 rounds."""
+    """Time one call, in each of up to 25 rounds, in seconds."""
 
     def round_of(calls: int) -> float:
         began = time.perf_counter()
@@ -159,18 +164,18 @@ def _times(work: Callable[[], None], device: torch.device) -> list[float]:
 
 
 def slower(rounds: Mapping[int, Sequence[float]]) -> list[int]:
-    """The ranks that are slower than the others by more than a tenth, and beyond what the others' own rounds differ.
+    """Find ranks that are more than a tenth slower than the others.
+
+    A rank is slow if its best round exceeds 1.1 times the median of every other rank's rounds, and three quarters of
+    them: the rest may have been disturbed.
 
     Args:
         rounds: by rank, the seconds of each round.
-
-    A rank is slow where its best round is above 1.1 times the median of every other rank's rounds, and above three
-    quarters of them: the rest something else on the machine may have disturbed.
     """
     found = []
     for rank, own in rounds.items():
         others = [sorted(each) for other, each in rounds.items() if other != rank]
-        if others and len(rounds) > 2:  # others that are slow themselves hide nobody
+        if others and len(rounds) > 2:  # compare with the faster others only: slow ones would hide this rank
             others = sorted(others, key=statistics.median)[: max(1, len(others) * 3 // 4)]
         if others and all(
             min(own) > max(_SLOWER * statistics.median(each), each[3 * len(each) // 4]) for each in others
@@ -180,7 +185,7 @@ def slower(rounds: Mapping[int, Sequence[float]]) -> list[int]:
 
 
 def speed(place: CheckContext) -> CheckResult:
-    """Measures both kinds; where a rank looks slow, again, on all ranks alike."""
+    """Measure both kinds; if a rank looks slow, repeat on all ranks alike."""
     device = place.world.device if place.world else torch.device("cpu")
     facts: list[dict[str, list[float]]] = []
     for number in range(_AGAIN):
@@ -194,7 +199,10 @@ def speed(place: CheckContext) -> CheckResult:
 
 
 def _suspects(told: Sequence[Mapping[str, Sequence[float]] | None], place: CheckContext) -> list[tuple[int, str]]:
-    """(rank, kind) of those that look slow. CPUs of one machine share its memory: of each, its best rank counts."""
+    """(rank, kind) of those that look slow.
+
+    CPUs of one machine share its memory, so only its best rank counts.
+    """
     there = {rank: each for rank, each in enumerate(told) if each}
     found = []
     for kind in next(iter(there.values())) if there else ():
@@ -209,7 +217,7 @@ def _suspects(told: Sequence[Mapping[str, Sequence[float]] | None], place: Check
 
 
 def judge_speed(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Names the ranks that were slow each time."""
+    """Name the ranks that were slow each time."""
     there = {rank: each["rounds"] for rank, each in enumerate(facts) if each}
     if not there:
         return []
@@ -240,7 +248,7 @@ _ALL = 32  # ranks up to which each tries each
 
 
 def names(place: CheckContext) -> CheckResult:
-    """What the master's and this machine's own name lead to."""
+    """Resolve the master's name and this machine's own."""
     master = place.environ.get("MASTER_ADDR", "")
     address, interface = gloo_address(place.environ, place.host)
     facts = {
@@ -269,7 +277,7 @@ def _namespace() -> str:
 
 
 def judge_names(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Loopback is right on one machine, and leads nowhere on several."""
+    """Report loopback addresses, which are right on one machine only."""
     there = {rank: each for rank, each in enumerate(facts) if each is not None}
     if place.size == 1 or not there:
         return []
@@ -296,7 +304,7 @@ def judge_names(facts: list[Any], place: CheckContext) -> list[Finding]:
 
 
 def _reason(error: OSError) -> str:
-    """Why a connection was not made, and what that means."""
+    """Explain why a connection failed."""
     if isinstance(error, ConnectionRefusedError):
         return "refused: the machine answers, and nobody listens there"
     if isinstance(error, TimeoutError):
@@ -305,7 +313,7 @@ def _reason(error: OSError) -> str:
 
 
 def to_master(host: str, port: int, seconds: float) -> str:
-    """ "" once somebody listens at the master's address; else why not, after `seconds`."""
+    """Wait until the master's address accepts connections; return "" or the reason after `seconds`."""
     deadline, why = time.monotonic() + seconds, "no time"
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -318,7 +326,7 @@ def to_master(host: str, port: int, seconds: float) -> str:
 
 
 def _listen(address: str) -> socket.socket:
-    """Answers each byte with the time, until it is closed."""
+    """Start a server that answers each byte with the time, until it is closed."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     server = socket.create_server((address, 0), family=family, backlog=512)
 
@@ -339,12 +347,12 @@ def _listen(address: str) -> socket.socket:
 
 def _close(server: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        server.shutdown(socket.SHUT_RDWR)  # or the thread that accepts would keep it open
+        server.shutdown(socket.SHUT_RDWR)  # else the accepting thread would keep it open
     server.close()
 
 
 def _asked(address: str, port: int) -> tuple[str, float, float]:
-    """Why it is not reached ("" where it is), the shortest round trip in seconds, and how far its clock is ahead."""
+    """Return (reason of failure or "", shortest round trip in seconds, lead of its clock)."""
     try:
         with socket.create_connection((address, port), timeout=_CONNECT) as asked:
             best = (float("inf"), 0.0)
@@ -366,7 +374,10 @@ def _asked(address: str, port: int) -> tuple[str, float, float]:
 
 
 def peers(rank: int, size: int) -> list[int]:
-    """Whom a rank tries: all others, or of many rank 0 and those 1, 2, 4, ... behind it."""
+    """Return the ranks to try: all others, or of many a few.
+
+    Of many they are rank 0 and those 1, 2, 4, ... after this one.
+    """
     if size <= _ALL:
         return [other for other in range(size) if other != rank]
     found = {0, *((rank + (1 << power)) % size for power in range(size.bit_length()))}
@@ -374,7 +385,7 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 def between(place: CheckContext) -> CheckResult:
-    """Connects to the other ranks on the addresses that gloo would take."""
+    """Connect to the other ranks on the addresses that gloo would take."""
     board = place.board
     if board is None or place.size == 1 or place.alone:
         return CheckResult()
@@ -408,7 +419,7 @@ def between(place: CheckContext) -> CheckResult:
 
 
 def judge_between(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Names who cannot be reached, and whose clock goes another way."""
+    """Name the ranks that cannot be reached, and those with a wrong clock."""
     there = {rank: each for rank, each in enumerate(facts) if each}
     if place.size == 1 or not there:
         return []

@@ -1,6 +1,8 @@
-"""The task itself, tried for a few steps that nobody keeps: where its tensors lie, its gradients, its loader.
+"""Try the task for a few steps: placement of tensors, gradients, loader.
 
-found = task(place)                         # facts: digests of gradients and weights, seconds of loading and computing
+found = task(place)                        # facts: digests of gradients and weights, seconds of loading and computing
+
+Nothing of the trial is kept.
 """
 
 import dataclasses
@@ -35,8 +37,10 @@ _SHOWN = 4
 
 
 def loaders(place: CheckContext) -> CheckResult:
-    """Makes a LightningModule, whose loaders say how many processes load: the machine is looked at with these. No line:
-    what fails here fails in the task's own check, which says it."""
+    """Make a LightningModule, whose loaders determine the number of loader processes.
+
+    The machine checks use that number. There is no line: a failure is reported by the task's own check.
+    """
     if place.with_task and place.config.task.startswith(LIGHTNING):
         with suppress(Exception):
             place.config, place.module = configured(dict(place.told))
@@ -44,7 +48,7 @@ def loaders(place: CheckContext) -> CheckResult:
 
 
 def task(place: CheckContext) -> CheckResult:
-    """Builds the run and takes its first steps, from new weights; nothing is written and nothing is kept."""
+    """Build the run, and take its first steps from new weights; nothing is written."""
     if not place.with_task:
         return CheckResult([ok("task", "not tried: --task FILE.py:CLASS, or the flags of the run")])
     if place.world is None:
@@ -59,7 +63,7 @@ def task(place: CheckContext) -> CheckResult:
         on_all_ranks(place.world, lambda: built.folder.check_writable(size) if place.rank == 0 else None)
         return _tried(built)
     except LockstepError as error:
-        if error.relayed:  # the rank that had it says it
+        if error.relayed:  # the rank with the error reports it
             return CheckResult()
         text, _, mend = str(error).partition("; ")
         return CheckResult([fail("task", text, mend or "see above")])
@@ -104,7 +108,7 @@ def _tried(built: Built) -> CheckResult:
 
 
 def _step(built: Built, step: int, micro: list[Any], items: float) -> None:
-    """As the training loop does it."""
+    """Take a step as the training loop does."""
     engine, loss_sum = built.engine, loss_of(built.task)
     seed = seeder(built.config.seed, "micro", built.world.device)
     for batch in micro:
@@ -117,7 +121,7 @@ def _step(built: Built, step: int, micro: list[Any], items: float) -> None:
 
 @contextmanager
 def _watched(built: Built, gradients: dict[str, str]) -> Iterator[None]:
-    """Within it the gradients of the first update are noted, as the optimizer gets them: those held whole."""
+    """Context manager that digests the first update's unsharded gradients as the optimizer gets them."""
 
     def look(*_: Any) -> None:
         if not gradients:
@@ -132,7 +136,7 @@ def _watched(built: Built, gradients: dict[str, str]) -> Iterator[None]:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether every rank holds all of it: not so of a DTensor."""
+    """Whether every rank has the whole tensor, unlike a DTensor."""
     return not hasattr(tensor, "placements") and not tensor.is_meta
 
 
@@ -144,7 +148,7 @@ def _digests(named: dict[str, Tensor]) -> dict[str, str]:
 
 
 def _sampled(built: Built) -> str:
-    """A digest of the first micro-batch, loaded on this rank, whoever computes it."""
+    """Digest the first micro-batch, loaded on this rank."""
     digest = hashlib.sha256()
     for path, leaf in leaves(built.batches.alone(0, 0).held):
         digest.update(f"{path}:{_digests({path: leaf})[path]}".encode() if isinstance(leaf, Tensor) else leaf)
@@ -156,11 +160,11 @@ def _few(found: dict[str, str]) -> dict[str, str]:
 
 
 def judge_placement(lying: list[Lying], device: torch.device) -> Iterator[Finding]:
-    """What is to be said of tensors that lie elsewhere."""
+    """Report tensors on another device than the run's."""
     mend = "register_buffer() has a tensor move with its module; a criterion belongs into the model, or moves in `loss`"
     for say, sure in ((fail, True), (warn, False)):
         found = [each for each in lying if each.sure is sure and (sure or "attribute" in each.what)]
-        if not sure:  # of a task's plain tensors nobody knows what they are for: a dataset's belong to the host
+        if not sure:  # the purpose of a task's plain tensors is unknown: a dataset's belong on the host
             found = [each for each in found if not each.what.startswith("the task's attribute")]
         if found:
             shown = ", ".join(f"{each.what} on {each.where}" for each in found[:_SHOWN])
@@ -169,7 +173,7 @@ def judge_placement(lying: list[Lying], device: torch.device) -> Iterator[Findin
 
 
 def judge_task(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Whether gradients and weights are the same on all ranks, and whether the loader keeps up."""
+    """Check that gradients and weights agree on all ranks, and that the loader keeps up."""
     there = {rank: each for rank, each in enumerate(facts) if each}
     if not there:
         return []
@@ -210,7 +214,7 @@ def judge_task(facts: list[Any], place: CheckContext) -> list[Finding]:
 
 
 def judge_loader(told: Any) -> Finding:
-    """What is to be said of `loading` beside `computing` seconds a step."""
+    """Compare the loading with the computing seconds of a step."""
     loading, computing, workers = told["loading"], told["computing"], told["workers"]
     text = f"{1e3 * loading:.3g} ms of loading a step, {1e3 * computing:.3g} ms of computing"
     if loading > _LATE and loading > _SHARE * computing:

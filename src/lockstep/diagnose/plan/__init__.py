@@ -1,1 +1,1 @@
-"""Memory and time of a training per rank, without its devices: `lockstep plan` (docs/plan.md)."""
+"""Estimate of a training's memory and time per rank, without its devices: `lockstep plan`."""

@@ -1,4 +1,4 @@
-"""What `lockstep plan` does with its flags, which are in commands/diagnose.py."""
+"""Run `lockstep plan` and format its answer; the flags are in commands/diagnose.py."""
 
 import argparse
 import contextlib
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def described(answer: PlanResult) -> str:
-    """A table of where the bytes go, what would fit, and other ways to train."""
+    """Format where the memory goes, what would fit, and alternatives."""
     config, found, device = answer.config, answer.found, answer.device
     over = device.room - found.peak
     verdict = f"fits, {bytes_text(over)} to spare" if answer.fits else f"does not fit: {bytes_text(-over)} too much"
@@ -92,7 +92,7 @@ def _seconds(seconds: float) -> str:
 
 
 def as_json(answer: PlanResult) -> dict[str, Any]:
-    """Numbers in bytes and seconds."""
+    """Return the answer as plain values, in bytes and seconds."""
     found, times = answer.found, answer.times
     return {
         "fits": answer.fits,
@@ -133,7 +133,7 @@ _NOTHING_FITS = 3
 
 
 def run(own: argparse.Namespace) -> int:
-    """Prints what the flags ask for; returns 0, or 3 where it does not fit.
+    """Print the estimate; return 0, or 3 if it does not fit.
 
     Raises:
         UsageError: it cannot be planned.
@@ -154,11 +154,11 @@ def run(own: argparse.Namespace) -> int:
 
 
 def _answered(config: Config, task: Any, size: int, device: DeviceSpec, *, fast: bool, open_batch: bool) -> PlanResult:
-    """What there is to say of a training.
+    """Estimate a training.
 
     Args:
-        task: the caller's own; None: the one that `config` names.
-        fast: only what was asked for.
+        task: the caller's own; None: the one of `config`.
+        fast: only the requested configuration.
         open_batch: the batch may be as large as suits the devices.
 
     Raises:
@@ -170,7 +170,7 @@ def _answered(config: Config, task: Any, size: int, device: DeviceSpec, *, fast:
 
 
 def _widened(config: Config, size: int) -> Config:
-    """With a batch that gives each device a micro-batch."""
+    """Raise the batch size to a micro-batch for each device."""
     micro = config.micro_size
     if micro * size <= config.batch_size:
         return config
@@ -178,7 +178,7 @@ def _widened(config: Config, size: int) -> Config:
 
 
 def _device(name: str, memory: str) -> DeviceSpec:
-    """The device that is named; by "auto" and "cuda" the one that is here, where one is."""
+    """The named device; for "auto" and "cuda" the local one, if there is one."""
     cuda = name.split(":")[0] == "cuda"
     if not cuda and name != "auto":
         return device_of(name, memory)
@@ -190,8 +190,11 @@ def _device(name: str, memory: str) -> DeviceSpec:
 
 
 def device_here(memory: str) -> DeviceSpec:
-    """This machine's first CUDA device, with the figures of the known one that it is, or of an h100-80; `memory` of it,
-    where that is given."""
+    """Describe this machine's first CUDA device, by its known specs or else an h100-80's.
+
+    Args:
+        memory: its memory, if not all of it; "": all.
+    """
     found = torch.cuda.get_device_properties(0)
     near = [each for each in DEVICES if each.split("-")[0] in found.name.lower().replace(" ", "")]
     near.sort(key=lambda each: abs(DEVICES[each].memory - found.total_memory))

@@ -1,11 +1,11 @@
-"""Devices by name: how much memory a training has there, and how fast they are. Figures of the vendors' data sheets.
+"""Specifications of devices by name: memory and speed, from the vendors' data sheets.
 
     device = device_of("h100-80")
     device = device_of("h100-80", memory="70GB")        # less of it is free
     device = device_of("cpu")                           # the host that this runs on
 
-Memory is what the driver leaves of a device, in GiB, as `torch.cuda.get_device_properties` says it. Peaks are dense
-ones (without sparsity). A link's bandwidth is of one direction: half of what data sheets sum up.
+Memory is the driver's usable memory in GiB, as `torch.cuda.get_device_properties` reports it. Peaks are dense (without
+sparsity). A link's bandwidth is for one direction: half of the data sheets' total.
 """
 
 import dataclasses
@@ -18,25 +18,25 @@ from lockstep.errors import ConfigError
 __all__ = ["DEVICES", "DeviceSpec", "bytes_of", "device_of"]
 
 _GIB = 1 << 30
-# What CUDA, its libraries and NCCL take for themselves before the first tensor: 0.5 to 1 GiB.
+# Memory of CUDA, its libraries and NCCL before the first tensor: 0.5 to 1 GiB.
 _CONTEXT = 1.0 * _GIB
-_FRAGMENTS = 0.05  # what the caching allocator reserves beside the tensors; an estimate, no GPU has been measured
+_FRAGMENTS = 0.05  # the caching allocator's reserve beyond the tensors; an estimate, no GPU has been measured
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """One device of a world, all of which are alike.
+    """A device of a world of equal devices.
 
     Attributes:
-        name: as it is asked for.
-        memory: bytes that it has.
-        own: bytes of them that are taken before the first tensor.
-        fragments: share of the tensors' bytes that the allocator takes besides.
-        half, single: operations a second of products in bf16 (or fp16 where it has no bf16), and in float32.
+        name: as requested.
+        memory: bytes in all.
+        own: bytes in use before the first tensor.
+        fragments: additional share of the tensors' bytes that the allocator uses.
+        half, single: operations a second of products in bf16 (fp16 without bf16), and in float32.
         bandwidth: bytes a second of its memory.
         link, network: bytes a second from device to device within a node of 8, and between nodes.
-        bf16: it multiplies bfloat16, so that a run's defaults are those of a new device.
-        host: it is a CPU, whose memory holds batches too.
+        bf16: it multiplies bfloat16, so a run's defaults are those of a recent device.
+        host: it is a CPU, whose memory also has the batches.
         source: of the figures.
     """
 
@@ -105,7 +105,10 @@ _HOST_RATE = 2e10  # bytes a second of a host's memory; an estimate
 
 
 def device_of(name: str, memory: str = "") -> DeviceSpec:
-    """The device of that name; `memory` of it, "70GB" or "64GiB", where that is given.
+    """Return the device of that name.
+
+    Args:
+        memory: its memory, such as "70GB" or "64GiB"; "": all.
 
     Raises:
         ConfigError: no such device, or no such amount.
@@ -134,7 +137,11 @@ def device_of(name: str, memory: str = "") -> DeviceSpec:
 
 
 def bytes_of(text: str) -> float:
-    """Bytes of "80GB" (10^9 each) or "80GiB" (2^30 each), also of MB, MiB, TB and TiB. ConfigError for another text."""
+    """Parse "80GB" (10^9 bytes each) or "80GiB" (2^30), also of MB, MiB, TB and TiB.
+
+    Raises:
+        ConfigError: any other text.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT])(i?)B", text.strip())
     if not found or float(found[1]) <= 0:
         raise ConfigError(f"--memory '{text}' is no amount of memory: write 80GB or 79.1GiB")
@@ -143,7 +150,7 @@ def bytes_of(text: str) -> float:
 
 
 def _host() -> DeviceSpec:
-    """The machine that this runs on: what its ranks share is not divided."""
+    """The machine that this runs on; resources that its ranks share are not divided."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cores = os.cpu_count() or 1
     peak = _CORE * cores

@@ -1,12 +1,12 @@
-"""Memory of one rank: what a traced training holds, drawn to the model's depth and the step's micro-batches.
+"""Estimate a rank's peak memory and step time, extrapolated from two traced depths.
 
     plan = Planner(config, subject, world_size, device)
     found = plan.estimate(plan.config)
     found.peak, found.parts
 
-A model of many equal blocks is traced with three and with four of them. Each phase of a step (a block's forward, the
-loss, a block's backward, the update) then holds at most what a linear function of the depth says. So it is with the
-doublings of a step's micro-batches in exact mode, whose tree holds one sum more for each.
+A model of many equal blocks is traced with three and with four of them. The memory of each phase of a step (a block's
+forward, the loss, a block's backward, the update) is a linear function of the depth. The same holds for the doublings
+of a step's micro-batches in exact mode, whose tree has one more sum for each.
 """
 
 import dataclasses
@@ -50,12 +50,15 @@ def largest(
     room: float,
     known: Sequence[tuple[int, float]] = (),
 ) -> int:
-    """The largest of the ascending candidates whose bytes fit the room, each answer one that was evaluated; 0: none.
+    """Return the largest of the ascending candidates whose bytes fit; 0: none.
 
-    Guesses lie on the line through the two that are nearest to the room, between one that fits and one that does not.
+    Every answer has been evaluated. Guesses interpolate linearly between the two sizes nearest to the room.
 
     Args:
-        known: sizes, not of the candidates all, and bytes that are known of them: for a better first guess.
+        evaluate: size -> bytes.
+        candidates: sizes, ascending.
+        room: bytes.
+        known: (size, bytes) of sizes that need not be candidates, for a better first guess.
     """
     seen, found = dict(known), dict[int, bool]()
 
@@ -78,7 +81,7 @@ def largest(
 
 
 def _guessed(seen: dict[int, float], candidates: Sequence[int], room: float) -> int:
-    """The last place whose bytes should fit, by the two sizes that are nearest to the room."""
+    """The last index whose bytes should fit, by the two sizes nearest to the room."""
     one, other = sorted(sorted(seen, key=lambda size: abs(seen[size] - room))[:2])
     if seen[other] <= seen[one]:
         return len(candidates) - 1
@@ -96,11 +99,11 @@ _MANY = 1000  # steps of a plan whose data is not known
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
-    """The whole model.
+    """Sizes of the whole model.
 
     Attributes:
-        parameters, trained: numbers of them.
-        layers: equal blocks in one list; 0: it has no such.
+        parameters, trained: numbers of parameters.
+        layers: equal blocks in one list; 0: none.
     """
 
     parameters: int
@@ -110,14 +113,14 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """One rank's memory, in bytes, and the work of one micro-batch.
+    """A rank's memory in bytes, and the work of one micro-batch.
 
     Attributes:
-        config: what was estimated; without "auto".
-        peak: the most that is held, the allowance of the device included.
-        phase: when.
-        parts: what is held then, by name; their sum is `peak`.
-        phases: the most that tensors take in each phase, without batches and allowance.
+        config: the estimated one, without "auto".
+        peak: the maximum, with the device's allowance.
+        phase: of the peak.
+        parts: bytes by name at the peak; their sum is `peak`.
+        phases: the maximum of the tensors in each phase, without batches and allowance.
         held: between two steps, without batches.
         work: by "compute" and "update".
         slots: micro-batches of the busiest rank in a step.
@@ -136,13 +139,13 @@ class MemoryEstimate:
 
 
 class Planner:
-    """Estimates of one task on `size` devices of a kind.
+    """Estimator of a task on `size` equal devices.
 
     Attributes:
         asked: the configuration.
-        config: the same, with the values of everything that was left open.
+        config: the same with all open values resolved.
         sizes: of the whole model.
-        note: how it was estimated, where the model could not be traced; "".
+        note: how it was estimated, if the model could not be traced; else "".
 
     Raises:
         UsageError: as in training.
@@ -170,7 +173,7 @@ class Planner:
                 found, sizes = self._sized(config, self.subject.task.model())
         except LockstepError:
             raise
-        except Exception:  # it wants more than shapes while it is made; or it is wrong, which this says in one line
+        except Exception:  # the model needs values while it is made; or it fails, which this reports in one line
             found, sizes = self._sized(config, asked("model", self.subject.task.model))
         if config.exact:
             check_servable(found.micro_batches, self.size)
@@ -189,10 +192,10 @@ class Planner:
         return settled(config, task, model, samples).config, sizes
 
     def estimate(self, config: Config, layers: int = 0, subject: Subject | None = None) -> MemoryEstimate:
-        """Of a configuration without "auto", with so many blocks; 0: the model's own.
+        """Estimate a configuration without "auto", with `layers` blocks; 0: the model's own.
 
         Raises:
-            Untraceable: the model asks for numbers.
+            Untraceable: the model reads values of tensors.
             UsageError: the engine or the model refuses.
         """
         layers = layers or self.sizes.layers
@@ -204,7 +207,7 @@ class Planner:
         return self._whole(config, found, slots, copies)
 
     def _exact(self, config: Config, layers: int, subject: Subject | None, slots: int) -> tuple[StepTrace, float]:
-        """Rank 0's tree by its doublings, and what the rank holds more whose run lies worst in the tree."""
+        """Rank 0's tree by its doublings, and the worst rank's extra memory."""
         steps = slots.bit_length() - 1
         if steps <= 2:
             found = self._deep(config, layers, subject, 1 << steps)
@@ -237,7 +240,7 @@ class Planner:
         return self._traces[key]
 
     def _probed(self, config: Config, subject: Subject, slots: int, error: Untraceable) -> StepTrace:
-        """What one process takes here, with real numbers."""
+        """Measure one process here, with real numbers."""
         room = _MEASURABLE * device_of("cpu").memory
         if 16 * self.sizes.parameters > room:
             raise Untraceable(
@@ -250,7 +253,7 @@ class Planner:
         return found
 
     def _whole(self, config: Config, found: StepTrace, slots: int, copies: float) -> MemoryEstimate:
-        """With what lies beside the tensors of a step: batches, sums of a tree, and the device's allowance."""
+        """Add batches, sums of a tree, and the device's allowance to a step's tensors."""
         phases = {name: size for name, size in found.peaks.items() if name != "start" or self.device.host}
         phase = max(phases, key=lambda name: phases[name])
         parts = dict(found.parts.get(phase, {"rest": phases[phase]}))
@@ -264,22 +267,22 @@ class Planner:
         return MemoryEstimate(config, peak, phase, parts, phases, found.held, found.work, slots, found.batch)
 
     def batches(self, slots: int) -> int:
-        """Micro-batches that lie in the device's memory: on a host a step's, on a device those on their way."""
+        """Micro-batches in the device's memory: on a host a step's, on a device those prefetched."""
         return slots if self.device.host else min(slots + 1, AHEAD + 1)
 
 
 class _EngineWorld:
-    """As much of a world as names an engine."""
+    """The part of a world that engine names are resolved by."""
 
     def __init__(self, size: int) -> None:
         self.control = size > 1 or None
 
 
 def _between(low: StepTrace, high: StepTrace, times: float) -> StepTrace:
-    """low + times * (high - low), number by number; phases that only one has are left out.
+    """Extrapolate: low + times * (high - low), number by number.
 
-    After each operation a trace holds what a straight line says; the most of a phase is the most of these lines, and
-    may be another one's than in either trace.
+    Phases that only one of them has are dropped. After each operation the memory is linear in the depth; a phase's
+    maximum is the maximum of these lines, and may be at another operation than in either trace.
     """
 
     def line(one: float, other: float) -> float:
@@ -312,18 +315,22 @@ def _between(low: StepTrace, high: StepTrace, times: float) -> StepTrace:
 
 
 def check_size(size: int) -> None:
-    """Raises ConfigError for a world that cannot be."""
+    """Check the size of a world.
+
+    Raises:
+        ConfigError: it is out of range.
+    """
     if not 1 <= size <= _LARGEST:
         raise ConfigError(f"--world-size {size}: give the number of devices, from 1 to {_LARGEST}")
 
 
-_PRODUCTS = 0.55  # of the peak, in large products of a training; PaLM's MFU is 0.46, with all else (arXiv 2204.02311)
-_MEMORY = 0.75  # of the bandwidth, in a kernel that only moves
-_FUSED = 0.5  # bytes that kernels move which a compiler has joined, against eager ones
+_PRODUCTS = 0.55  # share of the peak in a training's large products; PaLM's overall MFU is 0.46 (arXiv 2204.02311)
+_MEMORY = 0.75  # share of the bandwidth in a kernel that only moves data
+_FUSED = 0.5  # bytes moved by compiled kernels, relative to eager ones
 _LINK = 0.7
 _NODE = 8  # devices
 _LATENCY = 20e-6  # seconds a collective and doubling of the ranks
-_CALL = 5e-6  # seconds a kernel takes to be handed out by eager code
+_CALL = 5e-6  # seconds to launch a kernel from eager code
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -331,7 +338,9 @@ class Times:
     """Seconds of a step.
 
     Attributes:
-        compute: forwards and backwards; update: of the optimizer; exposed: exchanges that nothing hides.
+        compute: forwards and backwards.
+        update: of the optimizer.
+        exposed: exchanges that are not hidden behind computation.
     """
 
     compute: float
@@ -344,7 +353,7 @@ class Times:
 
 
 def step_time(found: MemoryEstimate, device: DeviceSpec, size: int, split: tuple[float, float]) -> Times:
-    """Of a step of this estimate.
+    """Estimate the times of a step.
 
     Args:
         split: bytes that a rank gathers for each micro-batch, and bytes that all sum once a step.

@@ -1,11 +1,11 @@
-"""A world of any size in one process, whose tensors have shapes and no values. Private parts of torch are here and in
-`results.py` alone.
+"""Simulate a world of any size by a fake process group and fake tensors.
 
     with fake_world(512, engine="fsdp") as world, recorder:
-        ...                     # the engines' own code runs: rank 0 of 512, nothing is computed, sent or allocated
+        ...                  # the engines' own code runs: rank 0 of 512, nothing is computed, sent or allocated
 
-Collectives leave what they were given. What an engine asks the numbers for (is the norm below the limit?) is answered
-"yes"; a model that asks is refused by the recorder, which knows who does.
+Collectives leave their input unchanged. When an engine reads a number (is the norm below the limit?) it gets "yes"; a
+model that does is refused by the recorder. `result` caches the results' shapes, which is faster than FakeTensorMode.
+Private parts of torch are used in this file alone.
 """
 
 import contextlib
@@ -65,21 +65,21 @@ _PLAIN = frozenset(
     }
 )
 _LIKE = frozenset({_ATEN.zeros_like.default, _ATEN.detach.default})
-_ATTRIBUTES = "_lockstep_attributes"  # of a mode: device -> what its tensors have beside their form
-_PART = "_local_tensor"  # of a DTensor, whose module's import is a second of torch that not every plan needs
+_ATTRIBUTES = "_lockstep_attributes"  # of a mode: device -> attributes of its tensors beyond their form
+_PART = "_local_tensor"  # of a DTensor; importing its module takes a second that not every plan needs
 _META = torch.device("meta")
-# Tags of operations whose result is not told by the shapes that they were given, or is not a new tensor.
+# Tags of operations whose result does not follow from their arguments' shapes, or is not a new tensor.
 _UNTOLD = {
     *(torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view),
     torch.Tag.maybe_aliasing_or_mutating,
 }
 _NUMBERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
-# What writes into tensors that it was given, and does nothing else, where it gives nothing back.
+# Operations without a result that only write to their arguments.
 _SILENT = ("aten::_foreach_", "aten::_fused_", "fsdp::")
 
 
 class _ResultForm(NamedTuple):
-    """A new tensor: its shape, strides, type and place."""
+    """Shape, strides, dtype and device of a new tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -88,7 +88,7 @@ class _ResultForm(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Of an operation: it gives nothing; it gives its first argument, which it changed; it gives new tensors."""
+    """An operation's result: none, its first argument changed in place, or new tensors."""
 
     nothing: bool = False
     first: bool = False
@@ -96,14 +96,14 @@ class _Kind(NamedTuple):
 
 
 _kinds: dict[Any, _Kind] = {}
-# Of every call that was seen: the forms of what it gives, one of them or several; of one in place: no form.
+# For every known call: the form or forms of its result; None for one in place.
 _seen: dict[tuple[Any, ...], _ResultForm | tuple[_ResultForm, ...] | None] = {}
 
 
 def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the operation gives; UNKNOWN where it is not of tensors of a fake world alone, or not told by their shapes.
+    """Return an operation's result by its shapes alone.
 
-    To be called where FakeTensorMode is the next to answer.
+    UNKNOWN if it has other than fake tensors, or depends on values. Call it where FakeTensorMode is the next mode.
     """
     if func in _LIKE and hasattr(args[0], _PART):
         return _split_alike(func, args[0], kwargs)
@@ -143,7 +143,7 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By the kernel for tensors of no device, as FakeTensorMode has it in the end."""
+    """Call the meta kernel directly, as FakeTensorMode does in the end."""
     first = args[0]
     if kwargs or type(first) is not FakeTensor or first.constant is not None:
         return UNKNOWN
@@ -159,7 +159,7 @@ def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _split_alike(func: Any, given: Any, kwargs: dict[str, Any]) -> Any:
-    """What has the form of a DTensor, from its part: without asking anew how the others are split."""
+    """Return a tensor like a DTensor, from its local part, without computing the sharding again."""
     if any(value and value is not torch.preserve_format for value in kwargs.values()):
         return UNKNOWN
     part = result(func, (given._local_tensor,), kwargs)
@@ -167,7 +167,7 @@ def _split_alike(func: Any, given: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _all_fake(nested: Any) -> bool:
-    """Whether no tensor among what an operation was given has values, those of DTensors neither."""
+    """Whether all tensors among the arguments are fake, DTensors' parts included."""
     for each in nested:
         kind = type(each)
         if kind is list or kind is tuple:
@@ -192,8 +192,11 @@ def _kind_of(func: Any) -> _Kind:
 
 
 def _known(key: list[Any], nested: Any) -> Any:
-    """Adds to the key what decides about the result; the mode of the tensors, None without any, UNKNOWN where a tensor
-    is not of a fake world, or has a value that is known."""
+    """Add everything that determines the result to the key.
+
+    Returns:
+        The mode of the tensors, None without any, UNKNOWN if a tensor is not fake or has a known value.
+    """
     mode = None
     for each in nested:
         kind = type(each)
@@ -216,7 +219,7 @@ def _known(key: list[Any], nested: Any) -> Any:
 
 
 def _form_of(found: Any) -> _ResultForm | None:
-    """None: the tensor is more than its form says."""
+    """The form of a tensor; None if it does not describe the tensor completely."""
     if type(found) is not FakeTensor or found.constant is not None or found.layout is not torch.strided:
         return None
     form = _ResultForm(tuple(found.shape), found.stride(), found.dtype, found.fake_device)
@@ -239,8 +242,10 @@ def _made(mode: FakeTensorMode, form: _ResultForm) -> FakeTensor:
 
 
 def _fake(mode: FakeTensorMode, plain: Tensor, device: torch.device) -> FakeTensor:
-    """FakeTensor(mode, plain, device), whose attributes are those of any other one of the mode on the device: setting
-    them one by one, a dozen, takes longer than most operations."""
+    """FakeTensor(mode, plain, device), with attributes copied from another one of the mode.
+
+    Setting a dozen attributes one by one takes longer than most operations.
+    """
     known: dict[torch.device, dict[str, Any]] = vars(mode).setdefault(_ATTRIBUTES, {})
     if device not in known:
         known[device] = dict(vars(FakeTensor(mode, torch.empty(0, device=_META), device)))
@@ -255,14 +260,14 @@ def _fake(mode: FakeTensorMode, plain: Tensor, device: torch.device) -> FakeTens
     return found
 
 
-# What a model raises that needs numbers, which are not there.
+# Errors of a model that needs values.
 REFUSED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _GIVEN = "_lockstep_given"  # an attribute of tensors that a batch brings
 _ATTENTION: Any = F.scaled_dot_product_attention
 
 
 class FakeWorld(World):
-    """Rank 0 of a world whose other ranks say what it says."""
+    """Rank 0 of a world whose other ranks have the same values."""
 
     __slots__ = ()
 
@@ -282,12 +287,12 @@ class FakeWorld(World):
 
 @contextlib.contextmanager
 def fake_world(size: int, *, engine: str = PLAIN, fused: bool = True) -> Iterator[FakeWorld]:
-    """Rank 0 of `size` ranks on a CPU; within it every tensor is without values.
+    """Context manager: rank 0 of `size` ranks on a CPU, where every tensor is fake.
 
     Args:
-        engine: which is made in it; where it is not of one process, a launcher started the ranks, so that there are
-            groups: no other default group may exist.
-        fused: attention's dropout is a kernel's, as on every GPU; a CPU makes the table of weights for it.
+        engine: the engine to build in it; unless it is a single process there are process groups, so no other default
+            group may exist.
+        fused: attention with dropout is one kernel, as on every GPU; a CPU materialises the attention weights for it.
     """
     with contextlib.ExitStack() as stack:
         world = FakeWorld(0, 0, size, torch.device("cpu"))
@@ -314,7 +319,7 @@ def fake_world(size: int, *, engine: str = PLAIN, fused: bool = True) -> Iterato
 def _left() -> None:
     gc.collect()  # DDP's reducer, before its group
     dist.destroy_process_group()
-    for name in ("deepspeed.comm.comm", "deepspeed.utils.groups"):  # which keep the groups that they met first
+    for name in ("deepspeed.comm.comm", "deepspeed.utils.groups"):  # they keep their first groups
         module = sys.modules.get(name)
         for key, value in list(vars(module).items()) if module else ():
             if isinstance(value, dist.ProcessGroup) or key == "cdb":
@@ -322,7 +327,7 @@ def _left() -> None:
 
 
 def _announced(stack: contextlib.ExitStack, size: int) -> None:
-    """Within `stack`: what a launcher says in the environment, which DeepSpeed reads."""
+    """Set the launcher's environment variables, which DeepSpeed reads, until `stack` closes."""
     names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     before = {name: os.environ.get(name) for name in names}
     os.environ.update({name: str(value) for name, value in names.items()})
@@ -338,7 +343,10 @@ def _announced(stack: contextlib.ExitStack, size: int) -> None:
 
 
 def _patched(stack: contextlib.ExitStack) -> None:
-    """Within `stack`: what asks for numbers while an engine is made, or would make one object for each rank."""
+    """Patch code that reads numbers or loops over all ranks while an engine is made.
+
+    `stack` undoes it.
+    """
     parallel: Any = sys.modules[DistributedDataParallel.__module__]
     _set(stack, parallel, "_verify_param_shape_across_processes", lambda *args, **named: None)
     from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -353,7 +361,7 @@ def _patched(stack: contextlib.ExitStack) -> None:
 
     _set(stack, apply, "init_device_mesh", made)
     _set(stack, _fsdp_param, "_chunk_with_empty", _Chunks)
-    # What all ranks would add up is what this one counted: the others do the same.
+    # The ranks' total follows from this rank's count: the others do the same.
     _set(stack, GradientUsage, "_over_ranks", lambda usage, backwards: [(int(n < backwards), n) for n in usage._counts])
     wrap = ReplicatedEngine._wrap
 
@@ -365,7 +373,7 @@ def _patched(stack: contextlib.ExitStack) -> None:
 
 
 def _busiest(stack: contextlib.ExitStack, engine: Any) -> None:
-    """Within `stack`: the part that ZeRO updates, in its engine's module, is that of the rank that has most."""
+    """Let ZeRO update the part of the rank with most parameters, until `stack` closes."""
     zero = getattr(engine, "ZeroRedundancyOptimizer", None)
     if zero is None:
         return
@@ -382,11 +390,10 @@ def _busiest(stack: contextlib.ExitStack, engine: Any) -> None:
 
 
 def _unmasked(stack: contextlib.ExitStack) -> None:
-    """Within `stack`: a model of `transformers` asks the positions that it made itself whether documents are packed.
+    """Patch `transformers`, until `stack` closes, to see that its own positions are not packed.
 
-    It would not ask a tensor without values, and make a mask, for which keys and values are repeated for each head,
-    where a run has neither. Positions that a model makes are one row; those of a batch say where documents begin, and
-    there are masks.
+    It would not inspect a fake tensor, and make a mask, for which keys and values are repeated for each head; a real
+    run has neither. A model's own positions are one row; those of a batch mark the starts of documents, and need masks.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     found = getattr(masks, "find_packed_sequence_indices", None)
@@ -411,7 +418,7 @@ def _set(stack: contextlib.ExitStack, module: Any, name: str, value: Any) -> Non
 
 
 class _Apply:
-    """`nn.Module._apply`, which refuses tensors without values that something else knows of: it takes their place."""
+    """`nn.Module._apply` for fake tensors with other references: it replaces the parameters."""
 
     def __init__(self) -> None:
         self._new: Any = WeakTensorKeyDictionary()
@@ -438,7 +445,7 @@ class _Apply:
 
 
 class _Chunks:
-    """The pieces of `torch.chunk`, each made when it is asked for: FSDP2 asks for one of 512."""
+    """The pieces of `torch.chunk`, each made on access: FSDP2 takes one of 512."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
@@ -453,14 +460,14 @@ class _Chunks:
 
 
 def _undropped(*args: Any, **kwargs: Any) -> Tensor:
-    """Attention without dropout of its weights: a CPU has no fused kernel with it, which every GPU has."""
+    """Attention without dropout: a CPU has no fused kernel with it, and every GPU does."""
     kwargs.pop("dropout_p", None)
     found: Tensor = _ATTENTION(*((*args[:4], 0.0, *args[5:]) if len(args) > 4 else args), **kwargs)
     return found
 
 
 def exchanging(model: nn.Module) -> None:
-    """Has DDP's exchange leave what it was given, and be done."""
+    """Make DDP's exchange complete at once, leaving its buckets unchanged."""
     if not isinstance(model, DistributedDataParallel):
         return
 
@@ -474,7 +481,10 @@ def exchanging(model: nn.Module) -> None:
 
 
 def finite(model: nn.Module, stack: contextlib.ExitStack) -> None:
-    """Within `stack`: DeepSpeed, which asks a number whether gradients overflow, is told "no"; 1 would be "yes"."""
+    """Patch DeepSpeed, until `stack` closes, to find no overflow in gradients.
+
+    It reads a number for it, and a fake one, 1, would mean "yes".
+    """
     split: Any = getattr(model, "optimizer", None)
     if hasattr(split, "has_overflow"):
         _set(stack, split, "has_overflow", lambda *args, **named: False)
@@ -482,7 +492,7 @@ def finite(model: nn.Module, stack: contextlib.ExitStack) -> None:
 
 
 class Unwatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode whose dispatch the compiler does not guard, at each operation anew: nothing is compiled in a trace."""
+    """Dispatch mode that the compiler does not guard at each operation: a trace compiles nothing."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -490,18 +500,18 @@ class Unwatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def fake_device(tensor: Any) -> torch.device | None:
-    """Where a tensor without values would lie; None for any other."""
+    """Return the nominal device of a fake tensor; None for any other."""
     return tensor.fake_device if type(tensor) is FakeTensor else None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """A DTensor's part, any other as it is: without an operation, as `to_local` would be one."""
+    """Return a DTensor's local part, or the tensor itself, without an operation as in `to_local`."""
     found: Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
 
 
 def as_fake(batch: Any) -> Any:
-    """A nested batch whose tensors have no values; to be called within the world."""
+    """Replace the tensors of a nested batch by fake ones; call it within the world."""
 
     def made(tensor: Tensor) -> Tensor:
         other = torch.empty_like(tensor)
@@ -512,6 +522,6 @@ def as_fake(batch: Any) -> Any:
 
 
 def without_modes() -> "contextlib.AbstractContextManager[None]":
-    """Within it tensors have values again: for a task's data."""
+    """Context manager in which tensors are real again, for a task's data."""
     made: Callable[[], contextlib.AbstractContextManager[None]] = _disable_current_modes
     return made()

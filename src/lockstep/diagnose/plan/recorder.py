@@ -1,13 +1,13 @@
-"""What a traced training holds and computes: bytes over all storages by phase, operations and the bytes they move.
+"""Record the memory by phase, the operations and the traffic of a traced training.
 
-    recorder = Recorder()
+    recorder = OperationRecorder()
     with fake_world(...) as world, recorder:
         recorder.phase = "forward"
         ...
     recorder.peaks["forward"], recorder.work["forward"].flops
 
-A storage counts from the operation that makes it to its end, with the bytes that it has: what an allocator is asked
-for. FSDP2 empties storages that it keeps, and fills them again; both are seen.
+A storage counts from its creation to its end, with its bytes: the request to an allocator. FSDP2 empties storages that
+it keeps, and fills them again; both are recorded.
 """
 
 import weakref
@@ -37,12 +37,12 @@ _Resize = Callable[[Any, int], Any]
 
 @dataclass(slots=True)
 class Work:
-    """What one phase computes.
+    """The work of a phase.
 
     Attributes:
-        flops: operations of products, convolutions and attention: 2 for a multiplication with its addition.
+        flops: operations of products, convolutions and attention: 2 for a multiply-add.
         moved: bytes that all operations read and write, each by itself.
-        calls: operations, views left out.
+        calls: operations without views.
     """
 
     flops: float = 0.0
@@ -51,7 +51,7 @@ class Work:
 
 
 class _Cell:
-    """Bytes of one storage."""
+    """Bytes of a storage."""
 
     __slots__ = ("__weakref__", "size")
 
@@ -60,17 +60,18 @@ class _Cell:
 
 
 class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
-    """Counts while it is entered.
+    """Dispatch mode that counts memory and work.
 
     Args:
-        parts: name -> tensors that are of that part now; asked at each new peak. None: peaks are not divided.
+        parts: returns name -> tensors of that part now; called at each new peak. None: peaks are not divided.
         real: tensors have values.
 
     Attributes:
-        phase: what is counted goes to it.
-        asked: whether operations may ask for numbers that are not there: they get 1.
-        level, peaks: bytes now; the most of them by phase.
-        levels: by phase, the bytes after each operation that made a storage, in their order.
+        phase: the phase to count for.
+        asked: operations may read numbers of fake tensors: they get 1.
+        level: current bytes.
+        peaks: the maximum bytes by phase.
+        levels: by phase, the bytes after each operation that made a storage, in order.
         parts: by phase, the bytes of each part at its peak.
         work: by phase.
         operation: the last one, for an error.
@@ -96,7 +97,7 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         return str(self._last)
 
     def begin(self) -> None:
-        """Forgets what was counted by phase; what is held stays."""
+        """Reset the counts by phase; live storages stay."""
         self.peaks, self.levels, self.parts, self.work = {}, {}, {}, {}
 
     def __enter__(self) -> Self:
@@ -152,7 +153,7 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         return found
 
     def _take(self, tensor: Tensor) -> bool:
-        """Whether its storage is new."""
+        """Track a tensor's storage, and return whether it is new."""
         part = local(tensor)
         storage = part.untyped_storage()
         if storage in self._cells:
@@ -189,8 +190,10 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         work.moved += sum([local(tensor).nbytes for tensor in tensors])
 
     def _divide(self) -> None:
-        """Names the parts of the phase's new peak: anew where it is higher by a little, since most of what is held
-        between is nameless."""
+        """Divide the phase's new peak into parts.
+
+        It is done again only if the peak is higher by a little, since most of the growth has no name.
+        """
         known = self.parts.get(self.phase)
         if known is None or self.level > self._divided_at[self.phase] * (1 + _LITTLE):
             self._divided_at[self.phase] = self.level
@@ -198,7 +201,7 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         known["rest"] = self.level - sum(size for name, size in known.items() if name != "rest")
 
     def _named(self) -> dict[str, int]:
-        """Bytes of each part, a storage once."""
+        """Bytes of each part, each storage once."""
         seen, found = set[Any](), dict[str, int]()
         assert self.divide
         for name, tensors in self.divide().items():
@@ -209,7 +212,7 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
 
 
 def _tensors(nested: Any) -> list[Tensor]:
-    """The tensors in what an operation takes or gives: itself, or in tuples, lists and values of a dict."""
+    """The tensors of an operation's arguments or result, nested or not."""
     if isinstance(nested, Tensor):
         return [nested]
     if isinstance(nested, dict):

@@ -1,4 +1,4 @@
-"""What would fit, and how fast it would be: the largest of each size, and engines and techniques by estimated speed.
+"""Search for what fits: the largest sizes, and engines and techniques by estimated speed.
 
 answer = searched(Planner(config, subject, size, device), fast=False, open_batch=True)
 """
@@ -21,22 +21,22 @@ __all__ = ["PlanResult", "PlanRow", "searched"]
 
 _POLICIES = ("none", "selective", "full")
 _MOST = 1 << 14  # samples of a micro-batch
-_LONGEST = 64  # times the asked length, where the model has no longest
+_LONGEST = 64  # times the requested length, if the model has no limit
 _SHOWN = 12  # rows
-_RETRIES = 3  # micro-batches that are tried for a row
+_RETRIES = 3  # micro-batches tried for a row
 _DEEPEST = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One way to train.
+    """A way to train.
 
     Attributes:
         config: of it.
-        flags: what to add to the command.
+        flags: to add to the command.
         peak: bytes a rank.
         times: of a step.
-        traced: it was estimated by itself, and not put together from others.
+        traced: it was estimated by itself, and not combined from others.
     """
 
     config: Config
@@ -53,16 +53,16 @@ class PlanRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanResult:
-    """What `lockstep plan` says.
+    """The answer of `lockstep plan`.
 
     Attributes:
-        found: of what was asked for; its `config` has every value.
+        found: the estimate of the request; its `config` has every value.
         fits: whether that fits.
-        micro_batch, seq_len, layers: the largest that fit, all else as asked; 0: none; None: it has no such size, or
-            was not looked for.
-        rows: other ways, the fastest first.
-        advice: what to change first where what was asked for does not fit; "".
-        note: see `Planner`; then nothing else is looked for.
+        micro_batch, seq_len, layers: the largest that fit, all else as requested; 0: none; None: no such size, or not
+            searched.
+        rows: alternatives, the fastest first.
+        advice: the first change to make if the request does not fit; else "".
+        note: see `Planner`; with a note nothing else is searched.
     """
 
     config: Config
@@ -81,10 +81,10 @@ class PlanResult:
 
 
 def searched(planner: Planner, *, fast: bool, open_batch: bool) -> PlanResult:
-    """The answer for what the planner was asked.
+    """Answer the planner's request.
 
     Args:
-        fast: only that; and where it does not fit, the micro-batch that would.
+        fast: only that; and if it does not fit, the micro-batch that would.
         open_batch: other batch sizes may be proposed.
 
     Raises:
@@ -123,7 +123,7 @@ def _micro_batch(planner: Planner, open_batch: bool) -> int:
 
 
 def _micro_sizes(planner: Planner, open_batch: bool, every: bool = False) -> list[int]:
-    """The sizes that a micro-batch may have: those that divide the batch, where that is given."""
+    """The allowed micro-batch sizes: those that divide a fixed batch."""
     if open_batch:
         return list(range(1, 513)) if every else [1 << power for power in range(_MOST.bit_length())]
     batch = planner.config.batch_size
@@ -133,7 +133,7 @@ def _micro_sizes(planner: Planner, open_batch: bool, every: bool = False) -> lis
 
 
 def _sized(planner: Planner, config: Config, micro: int, open_batch: bool) -> Config:
-    """The configuration with micro-batches of that size, as many a step as before where the batch is open."""
+    """Set the micro-batch size, and keep the micro-batches a step if the batch is open."""
     batch = config.batch_size
     if open_batch:
         batch = micro * max(planner.size, planner.config.batch_size // planner.config.micro_size)
@@ -171,7 +171,7 @@ def _times(planner: Planner, found: MemoryEstimate) -> Times:
 
 
 def _rows(planner: Planner, open_batch: bool) -> list[PlanRow]:
-    """Engines by policies, each with the micro-batch that is fastest of those that fit."""
+    """Combine engines and policies, each with its fastest micro-batch that fits."""
     width, sizes = PARAMETERS[planner.config.precision].itemsize, planner.sizes
     held = (width * sizes.parameters, width * sizes.trained, 2.0 * width * sizes.trained)
     found = list[PlanRow]()
@@ -205,10 +205,12 @@ def _at(planner: Planner, config: Config, policy: str, times: int, open_batch: b
 def _policies(
     planner: Planner, first: tuple[str, EngineOptions], open_batch: bool
 ) -> dict[tuple[str, int], MemoryEstimate]:
-    """(policy, 1 or 2) -> the estimate with the first engine, at the smallest and at a larger micro-batch.
+    """Estimate each policy with the first engine, at two micro-batch sizes.
 
-    At the larger one only the first policy is traced: what does not grow with the micro-batch (parameters, states, what
-    is gathered) is held by the others too. The rows are traced by themselves in the end.
+    The key is (policy, 1 for the smallest or 2 for a larger micro-batch). At the larger one only the first policy is
+    traced: memory that does not grow with the micro-batch (parameters, states, gathered weights) is the same for the
+        others.
+    The final rows are traced by themselves.
     """
     found = {}
     config = dataclasses.replace(planner.config, engine=first[0], engine_options=first[1])
@@ -224,7 +226,7 @@ def _policies(
 
 
 def _grown(one: MemoryEstimate, low: MemoryEstimate, high: MemoryEstimate, config: Config) -> MemoryEstimate:
-    """`one` with larger micro-batches, where `low` and `high` say what is held whatever their size."""
+    """Scale `one` to larger micro-batches; `low` and `high` determine its constant part."""
     small, large = low.config.micro_size, high.config.micro_size
     if small == large:
         return dataclasses.replace(one, config=config)
@@ -256,7 +258,10 @@ def _best_row(
     base: dict[tuple[str, int], MemoryEstimate],
     open_batch: bool,
 ) -> Iterable[PlanRow]:
-    """The fastest size that fits, from two of the first engine, and what this one holds more in each phase."""
+    """The fastest size that fits.
+
+    It is interpolated between two estimates of the first engine, plus this engine's difference in each phase.
+    """
     low, high, plain = base[policy, 1], base.get((policy, 2), base[policy, 1]), base["none", 1]
     best: PlanRow | None = None
     for size in _micro_sizes(planner, open_batch):
@@ -304,7 +309,7 @@ def _scaled(
 
 
 def _confirmed(planner: Planner, rows: list[PlanRow], open_batch: bool) -> list[PlanRow]:
-    """The rows, each estimated by itself: what does not hold gives way to the next smaller micro-batch that does."""
+    """Trace each row, with a smaller micro-batch if it does not fit."""
     found = list[PlanRow]()
     for row in sorted(rows, key=lambda row: -row.rate)[:_SHOWN]:
         sizes = [size for size in _micro_sizes(planner, open_batch) if size <= row.config.micro_size]
@@ -321,7 +326,7 @@ def _confirmed(planner: Planner, rows: list[PlanRow], open_batch: bool) -> list[
 
 
 def _flags(planner: Planner, config: Config) -> tuple[str, ...]:
-    """What a command needs besides to train so."""
+    """The flags that a command needs for this configuration."""
     asked = planner.asked
     found = ["--engine", config.engine]
     if config.engine_options.sharding != asked.engine_options.sharding:
@@ -332,7 +337,7 @@ def _flags(planner: Planner, config: Config) -> tuple[str, ...]:
 
 
 def _advice(planner: Planner, rows: list[PlanRow], open_batch: bool) -> str:
-    """The first thing to change."""
+    """The first change to make."""
     if rows:
         return f"change first: {' '.join(rows[0].flags)}"
     config, room = planner.config, planner.device.room

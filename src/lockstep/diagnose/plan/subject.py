@@ -1,11 +1,11 @@
-"""What is planned: a task's model at any depth, and its micro-batches of any size, without its data where that may be.
+"""Make the task to plan, at any depth and micro-batch, often without data.
 
     subject = subject_of(config, None, say)
-    subject.at(4)               # the task, whose model has 4 of its blocks; 0: all
-    subject.batch(8)            # a micro-batch of 8 samples, as it is loaded
+    subject.at(4)           # the task, whose model has 4 of its blocks; 0: all
+    subject.batch(8)        # a micro-batch of 8 samples, as it is loaded
 
 A language model by name needs no corpus: every sample is a full window of tokens. Other tasks are made, and their
-first samples loaded, since only these say what a batch is.
+first samples loaded, since only these determine the form of a batch.
 """
 
 import copy
@@ -43,11 +43,11 @@ class Subject:
 
     Attributes:
         task: with the whole model.
-        samples: of the training set; 0: not known, and many.
-        at: layers -> the task, whose model has so many of its repeated layers; 0: all.
+        samples: of the training set; 0: unknown, and many.
+        at: layers -> the task whose model has so many of its repeated layers; 0: all.
         batch: samples -> a micro-batch in host memory.
-        windows: tokens -> the same with samples of so many tokens; None: a sample has no length to choose.
-        context: the longest sample that the model takes, in tokens; 0: no limit, or not known.
+        windows: tokens -> the same with samples of so many tokens; None: the length is not a choice.
+        context: the longest sample that the model takes, in tokens; 0: unlimited, or unknown.
     """
 
     task: Task
@@ -59,7 +59,7 @@ class Subject:
 
 
 def subject_of(config: Config, given: Any, say: Say) -> Subject:
-    """What `config` names, or the task `given`.
+    """Make the subject of `config`'s task, or of the task `given`.
 
     Raises:
         UsageError: as in training.
@@ -87,7 +87,11 @@ def subject_of(config: Config, given: Any, say: Say) -> Subject:
 
 
 def asked(method: str, call: Callable[[], Any]) -> Any:
-    """What a call of the task's method gives. DataError where it fails: which one, how and where, in one line."""
+    """Call a method of the task.
+
+    Raises:
+        DataError: it fails; one line with the method, the reason and the place.
+    """
     try:
         return call()
     except LockstepError:
@@ -97,7 +101,10 @@ def asked(method: str, call: Callable[[], Any]) -> Any:
 
 
 def _shortened(task: Task, layers: int) -> Task:
-    """The task, whose model has the first `layers` of its blocks, which are all of one list."""
+    """The task with only the first `layers` blocks of its model.
+
+    All are in one list.
+    """
     if not layers:
         return task
     other: Any = copy.copy(task)
@@ -114,7 +121,7 @@ def _shortened(task: Task, layers: int) -> Task:
 
 
 def layers_of(task: Task, model: nn.Module) -> int:
-    """How many equal blocks in one list the model has, which may be cut; 0: none."""
+    """Count the model's equal blocks in one list, which may be cut; 0: none."""
     held = _list_of(task, model)
     return 0 if held is None else len(held)
 
@@ -130,7 +137,7 @@ def _list_of(task: Task, model: nn.Module) -> nn.ModuleList | None:
 
 
 def _language_model(config: Config, say: Say) -> Subject:
-    """The built-in GPT, or one of `transformers` by its configuration: neither a corpus nor weights are read."""
+    """The built-in GPT, or one of `transformers` by its configuration, without corpus or weights."""
     hub = is_hub_name(config.model_name) or (Path(config.model_name).expanduser() / "config.json").is_file()
     file = Path(config.model_name).expanduser()
     if file.name == "config.json" and file.is_file():
@@ -198,7 +205,7 @@ def _of_hub(config: Config, say: Say) -> Subject:
 
 
 class _Unread:
-    """A corpus of which only the form of its samples is known."""
+    """A corpus that only has the form of its samples."""
 
     def __init__(self, vocab_size: int, seq_len: int) -> None:
         self.vocab_size, self.separator, self.fingerprint = vocab_size, -1, ""

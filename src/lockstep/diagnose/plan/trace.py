@@ -1,11 +1,11 @@
-"""A few steps of a training in a fake world: what each phase holds at most on rank 0, and what it computes.
+"""Trace a few training steps in a fake world: rank 0's memory and work.
 
     found = traced(config, subject, world_size, layers=4)
     found.peaks["backward 0"]       # bytes
 
-The parts are those of a run: `model_of`, the engine, the task's loss. Phases are named by the model's blocks, so that a
-deep model can be drawn from two shallow ones (see estimate.py): what a phase holds at most is a linear function of the
-number of blocks, if each block's own forward and backward are a phase of their own.
+The parts are those of a run: `model_of`, the engine, the task's loss. Phases are named by the model's blocks, so that
+a deep model can be extrapolated from two shallow ones (see estimate.py): the peak of a phase is a linear function of
+the number of blocks, if each block's own forward and backward are phases of their own.
 """
 
 import contextlib
@@ -47,16 +47,18 @@ _EDGE = 2  # blocks at each end that have a phase of their own
 
 
 class Untraceable(UsageError):
-    """The model asks for numbers, which a trace has not."""
+    """The model reads values of tensors, which a trace does not have."""
 
 
 class StepTrace(NamedTuple):
-    """What was seen of a step after the first. In the phases are bytes of one rank, and the work of one micro-batch.
+    """A traced step after the first.
+
+    Phases have bytes of one rank, and the work of one micro-batch.
 
     Attributes:
-        peaks: by phase, the most that was held in it.
-        levels: by phase, what was held after each of its operations that made a storage.
-        parts: by phase, the bytes of each part at that moment; "rest" is what has no name: activations, copies.
+        peaks: by phase, the maximum.
+        levels: by phase, the bytes after each operation that made a storage.
+        parts: by phase, the bytes of each part at the peak; "rest" has no name: activations, copies.
         held: bytes after the step: parameters, buffers and optimizer states.
         work: by "compute", forward and backward of a micro-batch, and "update".
         batch: bytes of a micro-batch.
@@ -73,16 +75,16 @@ class StepTrace(NamedTuple):
 def traced(
     config: Config, subject: Subject, size: int, *, layers: int = 0, slots: int = 1, fused: bool = True
 ) -> StepTrace:
-    """What rank 0 of `size` ranks holds and computes.
+    """Trace rank 0 of `size` ranks.
 
     Args:
-        config: without "auto"; its engine is one that can be made here.
+        config: without "auto"; its engine can be made here.
         layers: of the model's blocks; 0: all.
-        fused: see `fake_world`.
         slots: micro-batches of rank 0 in a step; in exact mode the step has so many for each rank.
+        fused: see `fake_world`.
 
     Raises:
-        Untraceable: the model asks for numbers; the operation is named.
+        Untraceable: the model reads values; the operation is named.
         UsageError: the model, the engine or the optimizer refuses.
     """
     if config.exact:
@@ -100,7 +102,7 @@ def traced(
                 ) from error
             except LockstepError:
                 raise
-            except Exception as error:  # wrong whatever it is given, or without values alone: `probed` finds out
+            except Exception as error:  # an error in any case, or only without values: `probed` finds out
                 said = " ".join(str(error).split())[:200] or type(error).__name__
                 raise Untraceable(
                     f"the model cannot be traced: {recorder.operation} ({recorder.phase}): {said}"
@@ -109,8 +111,11 @@ def traced(
 
 @contextlib.contextmanager
 def _frozen() -> Iterator[None]:
-    """Within it a collection of garbage, of which a trace has three, passes over what was there before: all objects of
-    torch and of other traces, a third of a second each time. What somebody else froze stays so."""
+    """Context manager in which garbage collection skips older objects.
+
+    A trace collects three times, and passing over all objects of torch and of other traces takes a third of a second
+    each time. Objects that were already frozen stay frozen.
+    """
     own = not gc.get_freeze_count()
     gc.freeze()
     try:
@@ -121,7 +126,7 @@ def _frozen() -> Iterator[None]:
 
 
 def probed(config: Config, subject: Subject, slots: int) -> StepTrace:
-    """The same, measured: real numbers, on this machine's CPU, as one process holds them.
+    """Measure the same with real numbers, on this machine's CPU, in one process.
 
     Raises:
         UsageError: the model or the optimizer refuses.
@@ -138,7 +143,7 @@ def probed(config: Config, subject: Subject, slots: int) -> StepTrace:
 
 
 class _FirstStep(NamedTuple):
-    """By phase of the first step, what was held in it, and of which parts at most; and the states that it made."""
+    """Levels and parts of the first step by phase, and its new states' bytes."""
 
     levels: dict[str, list[int]]
     parts: dict[str, dict[str, int]]
@@ -187,7 +192,7 @@ class _Stage:
         )
 
     def play(self, slots: int) -> StepTrace:
-        """One step, in which the optimizer has its states."""
+        """Trace one step, in which the optimizer has its states."""
         recorder, start = self._recorder, self._recorder.peaks.get("start", 0)
         before = recorder.level
         batch = self._batch()
@@ -205,7 +210,7 @@ class _Stage:
         levels, divided = dict(recorder.levels), dict(recorder.parts)
         for name, found in first.levels.items():
             levels[f"first {name}"], divided[f"first {name}"] = found, first.parts[name]
-            if slots > 2 and name != "update":  # neither a step's first micro-batch nor the one that is exchanged
+            if slots > 2 and name != "update":  # neither the first micro-batch of a step nor the exchanged one
                 levels[f"middle {name}"] = [level + first.states for level in found]
                 divided[f"middle {name}"] = first.parts[name] | {"optimizer states": first.states}
         levels = {name: [level - own for level in found] for name, found in levels.items()}
@@ -221,8 +226,10 @@ class _Stage:
         return StepTrace(peaks, levels, parts, held, _merged(recorder.work, played), float(own))
 
     def _name_what_engines_keep(self, parts: dict[str, float], held: float) -> None:
-        """DDP's buffers hold the gradients also while no parameter has one; ZeRO's optimizer keeps its states to itself
-        (or to rank 0's part of them)."""
+        """Name gradients in DDP's buffers, and states that ZeRO's optimizer does not expose.
+
+        DDP's buffers have the gradients even while no parameter does.
+        """
         trained = [p for p in self._engine.model.parameters() if p.requires_grad]
         buckets = float(sum(p.nbytes for p in trained)) if isinstance(self._engine.model, DDP) else 0.0
         _move(parts, "gradients", buckets - parts["gradients"])
@@ -230,9 +237,10 @@ class _Stage:
             _move(parts, "optimizer states", held - parts["parameters"] - buckets)
 
     def _begin(self, batch: MicroBatch, slots: int) -> "_FirstStep":
-        """A first step, which makes the optimizer's states; what it holds at most where it may be more than later ones.
+        """Take a first step, which makes the optimizer's states.
 
-        Of ddp and zero it is: until it is known which parameters a backward uses, gradients lie beside the buffers.
+        It is returned if its peak may be higher than later ones. With ddp and zero it may: until the parameters that a
+        backward uses are known, gradients exist next to the buffers.
         """
         recorder = self._recorder
         if self._apart:
@@ -242,7 +250,7 @@ class _Stage:
             self._step(batch, min(slots, 2))
             gc.collect()
             return _FirstStep(recorder.levels, recorder.parts, recorder.level - before)
-        if self._counting or recorders(self._model):  # which count their forwards
+        if self._counting or recorders(self._model):  # they count their forwards
             self._step(batch, slots)
             return _FirstStep({}, {}, 0)
         for parameter in self._engine.model.parameters():
@@ -284,7 +292,7 @@ class _Stage:
             self._engine.backward(loss, 1.0)
 
     def _parts(self) -> dict[str, list[Tensor]]:
-        """What has a name: tensors of this rank."""
+        """The named tensors of this rank."""
         parameters = [p for held in self._parameters for p in held.values() if p is not None]
         copied = copies_of(self._model)
         copies = copied.tensors if copied else []
@@ -303,32 +311,35 @@ class _Stage:
 
 
 def _move(parts: dict[str, float], name: str, size: float) -> None:
-    """Calls by its name what was counted as nameless."""
+    """Move bytes from the unnamed rest to a part."""
     size = min(max(size, 0.0), parts["rest"])
     parts[name] += size
     parts["rest"] -= size
 
 
 def unlike(config: Config) -> int:
-    """How many micro-batches of a step are unlike in what they hold: more of them are as these.
+    """Return how many micro-batches of a step differ in memory; further ones are like these.
 
-    The last one is exchanged, those before it add to gradients that lie apart; the first has none to add to. Where
-    gradients lie in one place throughout, the last holds as much as those between.
+    The last one is exchanged, those before it add to separate gradients; the first has none to add to. If gradients
+    have one place throughout, the last takes as much as those between.
     """
     return 3 if _finds_out(config) else 2
 
 
 def _finds_out(config: Config) -> bool:
-    """Whether gradients lie beside DDP's buffers in the first step, which finds out what a backward uses."""
+    """Whether the first step has gradients next to DDP's buffers.
+
+    It finds the parameters that a backward uses.
+    """
     options = config.engine_options
     buffered = "bucket_cap_mb" in own_options(config.engine) and not config.exact
     return buffered and options.find_unused_parameters == "auto" and not options.static_graph
 
 
 def _told(config: Config) -> str:
-    """Whether parameters may be unused: what a trace has the engine believe in place of "auto".
+    """The value of find_unused_parameters that a trace uses for "auto".
 
-    DDP makes its buffers anew, by numbers, after the first step that it exchanged, where none is.
+    DDP rebuilds its buffers by numbers after the first exchanged step, if no parameter is unused.
     """
     own = own_options(config.engine)
     if "bucket_cap_mb" in own and not _finds_out(config):
@@ -337,7 +348,7 @@ def _told(config: Config) -> str:
 
 
 def _mark(blocks: list[nn.Module], recorder: OperationRecorder, stack: contextlib.ExitStack) -> None:
-    """Has the recorder's phase follow the forward and the backward of the blocks."""
+    """Set the recorder's phase by the forward and the backward of the blocks."""
     last = len(blocks) - 1
 
     def forward(place: int) -> Any:
@@ -361,7 +372,7 @@ def _mark(blocks: list[nn.Module], recorder: OperationRecorder, stack: contextli
         return end
 
     def _when_done(found: Any, name: str) -> None:
-        """The phase that begins when the gradient of these is known."""
+        """Start the phase when the gradient of these is known."""
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _: setattr(recorder, "phase", name))  # type: ignore[no-untyped-call]
@@ -372,7 +383,7 @@ def _mark(blocks: list[nn.Module], recorder: OperationRecorder, stack: contextli
 
 
 def _merged(work: dict[str, Work], slots: int) -> dict[str, Work]:
-    """By "compute", of one micro-batch, and "update"."""
+    """Sum the work by "compute", of one micro-batch, and "update"."""
     found = {"compute": Work(), "update": Work()}
     for name, each in work.items():
         into, share = found["update" if name == "update" else "compute"], 1 if name == "update" else slots

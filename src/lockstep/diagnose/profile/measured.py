@@ -1,4 +1,4 @@
-"""The ranks' parts as one run's, over a long time: what a change is reckoned from."""
+"""Summarise the ranks' parts as one run's over a long time, the basis for remedies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,20 +11,20 @@ from lockstep.diagnose.profile.reading import NONE, length
 __all__ = ["WORTH", "ProfileSummary", "Remedy", "empty"]
 
 _EVENT = 3e-3  # milliseconds: no event costs more
-_WAITS = ("data", "host", "records", "evaluation", "checkpoint")  # bottlenecks in which the thread may wait
-WORTH = 1.1  # times as fast: what gains less is not proposed
+_WAITS = ("data", "host", "records", "evaluation", "checkpoint")  # bottlenecks that are waits of the thread
+WORTH = 1.1  # speed-up below which a change is not proposed
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One change.
+    """A change to propose.
 
     Attributes:
         bottleneck: what it removes.
         what: a flag, or a change in words.
         after: milliseconds that a step would take, for as many samples as now.
         why: a clause for the sentence.
-        last: it makes another training of it, so that it is proposed only where nothing else gains much.
+        last: it changes the training itself, so it is proposed only if nothing else gains much.
     """
 
     bottleneck: str
@@ -36,14 +36,14 @@ class Remedy:
 
 @dataclass(slots=True)
 class ProfileSummary:
-    """The ranks' parts, and what follows of them. Milliseconds a step.
+    """The ranks' parts and derived numbers, in milliseconds a step.
 
     Attributes:
         parts: of the mean rank.
-        steady: of it, as over a long run: evaluations, saves and records as often as the run makes them; without what
-            tracing itself takes, where that was measured.
-        step: what a step takes over a long run.
-        tracing: what tracing itself takes of a step.
+        steady: the same over a long run: evaluations, saves and records as often as the run makes them; without the
+            cost of tracing, if it was measured.
+        step: of a long run.
+        tracing: cost of tracing.
     """
 
     ranks: Sequence[Parted]
@@ -72,9 +72,9 @@ class ProfileSummary:
         self.step = sum(spent for name, spent in self.steady.items() if name != "hidden_communication")
 
     def _untraced(self) -> float:
-        """Takes away what each event of the trace took to be written; how much it was in a step's parts.
+        """Subtract the trace's cost of each event, and return the total of a step's parts.
 
-        By how much longer an evaluation took for it is not known: there an event takes what one takes by itself.
+        The slowdown of an evaluation is unknown: an event there counts with its isolated cost.
         """
         gone, least = 0.0, float(self.about.get("event_us", 0.0)) / 1e3
         for rank in self.ranks:
@@ -95,10 +95,10 @@ class ProfileSummary:
 
     @property
     def event(self) -> float:
-        """Milliseconds that an event of the trace took to be written, of the mean rank.
+        """Milliseconds to write an event of the trace, of the mean rank.
 
-        By how much longer the thread computed for a step than before the trace, where that is known: what is written
-        also drives other things out of the caches. What it waited for meanwhile, another rank or a core, is not in it.
+        It is the thread's extra computing time a step compared with before the trace, if known: writing also evicts
+        caches. Its waits meanwhile, for another rank or a core, do not count.
         """
         least, found = float(self.about.get("event_us", 0.0)) / 1e3, []
         for rank in self.ranks:
@@ -109,7 +109,7 @@ class ProfileSummary:
         return fmean(found)
 
     def warmed(self, remedy: Remedy) -> float:
-        """`after` of a remedy; without what caches that are cold after a wait cost, where it takes waits away."""
+        """Return `after` of a remedy, without the cost of cold caches if it removes waits."""
         idle = fmean(float(rank.trace.about.get("idle_ms", 0.0)) for rank in self.ranks)
         if remedy.bottleneck not in _WAITS or idle <= 0.0:
             return remedy.after
@@ -124,7 +124,7 @@ class ProfileSummary:
         return self.about.get("options", {}).get(name)
 
     def usage(self, name: str) -> float:
-        """A number of the process's own use of the system, a step, of the mean rank."""
+        """Return a system usage counter of the process, a step, of the mean rank."""
         return fmean(float(rank.trace.about.get("usage", {}).get(name, 0.0)) for rank in self.ranks)
 
     @property
@@ -133,12 +133,15 @@ class ProfileSummary:
 
     @property
     def cores(self) -> int:
-        """Of a rank: what the processes of its host leave it."""
+        """Cores of a rank: its share of the host's."""
         return max(1, int(self.about.get("cores", 1)) // max(1, int(self.about.get("local_ranks", 1))))
 
     @property
     def exchanging(self) -> float:
-        """The share of the exchanges, from 0 to 1, in which a core is busy with them: gloo copies and adds there."""
+        """Share of the exchanges, from 0 to 1, that keep a core busy.
+
+        gloo copies and adds on it.
+        """
         whole = self.steady["exposed_communication"] + self.steady["hidden_communication"]
         if not self.on_cpu or whole <= 0.0:
             return 0.0
@@ -147,7 +150,7 @@ class ProfileSummary:
 
     @property
     def busy(self) -> float:
-        """What a step on a CPU takes at least, whatever lies beside what: its work over all cores of the host."""
+        """Lower bound of a CPU's step: its work over all cores of the host."""
         if not self.on_cpu:
             return 0.0
         own = fmean(sum(map(float, rank.trace.about.get("cpu", {}).values())) for rank in self.ranks)
@@ -155,12 +158,12 @@ class ProfileSummary:
         return max(0.0, whole / max(1, int(self.about.get("cores", 1))))
 
     def without(self, **gone: float) -> float:
-        """A step's time without so many milliseconds."""
+        """Return a step's time minus so many milliseconds."""
         return max(self.step - sum(gone.values()), 1e-6)
 
 
 def empty(run: ProfileSummary) -> float:
-    """The share of the positions that hold nothing, over all ranks."""
+    """Return the share of padding positions, over all ranks."""
     said = [rank.trace.about.get("padding") or {} for rank in run.ranks]
     whole = sum(int(each.get("positions", 0)) for each in said)
     return sum(int(each.get("empty", 0)) for each in said) / whole if whole else 0.0

@@ -1,12 +1,11 @@
-"""Where the time of the traced steps went, rank by rank: parts that do not overlap and sum to the whole.
+"""Split each rank's traced time into disjoint parts that sum to the whole.
 
 ranks = parted(traces)
 ranks[3].parts["exposed_communication"]         # milliseconds a step
 
-On a CPU the training's thread is looked at: outside lockstep's own parts it computes, waits for an exchange, or is in
-Python. On a CUDA device the device is looked at: where it has nothing to do, it waits for what the host does meanwhile.
-
-An exchange begins when the last rank has come to it. What a rank waits for before that is imbalance, not communication.
+On a CPU the training's thread counts: outside lockstep's own parts it computes, waits for an exchange, or is in
+Python. On a CUDA device the device counts: if it is idle, it waits for whatever the host does meanwhile. An exchange
+begins when the last rank has reached it; a rank's earlier wait is imbalance, not communication.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,19 +28,19 @@ _PAIRED = 2e5  # microseconds by which the ends of one exchange may differ betwe
 
 @dataclass(frozen=True, slots=True)
 class Parted:
-    """One rank's share of the verdict. Milliseconds a step.
+    """A rank's time by part, in milliseconds a step.
 
     Attributes:
         step: the whole: the sum of the parts but `hidden_communication`.
-        parts: by PARTS' names.
-        own: what it did by itself: the whole without exchanges and waiting for other ranks.
+        parts: by the names of PARTS.
+        own: its own work: the whole without exchanges and waiting for other ranks.
         forward, backward: of `compute`, on a CPU.
-        record, waits, allocates, passes: of `host`: writing records, what follows waits of the host for the device,
+        record, waits, allocates, passes: of `host`: writing records, time after waits of the host for the device,
             asking the driver for memory, and within forwards and backwards.
-        calling: of `passes`: from one operation to the next, where it follows at once; on a CPU.
-        again: of `compute` and `passes`: forwards that backwards compute again.
+        calling: of `passes`: from one operation to the next, if it follows at once; on a CPU.
+        again: of `compute` and `passes`: forwards that backwards recompute.
         framing: of `again`: Python around them; on a CPU.
-        alone: of each step what the rank did by itself, without what it waited for a core.
+        alone: its own work in each step, without waits for a core.
     """
 
     trace: ProfileTrace
@@ -64,7 +63,7 @@ class Parted:
 
 
 def parted(traces: Sequence[ProfileTrace]) -> list[Parted]:
-    """The parts of each rank's time, in the order of the traces."""
+    """Split each rank's time, in the order of the traces."""
     waiting = _waiting(traces)
     return [
         _without_queue(_of_cpu(trace, late)) if trace.on_cpu else _of_device(trace, late)
@@ -73,7 +72,7 @@ def parted(traces: Sequence[ProfileTrace]) -> list[Parted]:
 
 
 def saves_of_evaluations(trace: ProfileTrace) -> Spans:
-    """When what an evaluation found to be the best so far was saved: after it, in a step in which no save was due."""
+    """Return the saves of a best evaluation, in steps without a due save."""
     saves, evaluations, steps = (trace.marks.get(name, NONE) for name in ("save", "evaluate", "step"))
     every = int(trace.about.get("options", {}).get("ckpt_freq") or 0)
     evaluated = {_step_at(steps, begin): begin for begin, _ in evaluations}
@@ -86,7 +85,7 @@ def saves_of_evaluations(trace: ProfileTrace) -> Spans:
 
 
 def _step_at(steps: Spans, at: float) -> int:
-    """The place of the step that was begun last."""
+    """The index of the last step that has begun."""
     return int(np.searchsorted(steps[:, 0], at, side="right")) - 1
 
 
@@ -135,10 +134,10 @@ def _of_cpu(trace: ProfileTrace, late: Spans) -> Parted:
 
 
 def _without_queue(found: Parted) -> Parted:
-    """The parts without the times in which the thread wanted a core and had none, which are a part of their own.
+    """Move the time in which the thread had no core to its own part.
 
-    How long that was is known for each of lockstep's parts of a step, and not where within it: but a thread that loses
-    its core does so for longer than it takes to call an operation, and while it sleeps it wants none.
+    The time is known for each of lockstep's parts of a step, but not its position within. A thread that loses its core
+    does so for longer than an operation's call takes, and while it sleeps it wants none.
     """
     about, parts = found.trace.about, dict(found.parts)
     queued = {name: float(spent) for name, spent in about.get("queued", {}).items()}
@@ -151,7 +150,7 @@ def _without_queue(found: Parted) -> Parted:
     left = 1.0 - min(waited, wanting) / max(wanting, 1e-9)
     outside = max(float(about.get("usage", {}).get("queued", 0.0)) - sum(queued.values()), 0.0)
     apart = parts["host"] - found.passes - found.record
-    beside = apart + found.record + parts["evaluation"] + parts["checkpoint"]  # what lies outside of a step's parts
+    beside = apart + found.record + parts["evaluation"] + parts["checkpoint"]  # outside a step's parts
     lost = min(outside / max(beside, 1e-9), 1.0)
     gone = {
         "compute": computing * (1.0 - left),
@@ -223,7 +222,7 @@ def _of_device(trace: ProfileTrace, late: Spans) -> Parted:
 
 
 def _alone(trace: ProfileTrace, exposed: Spans) -> tuple[float, ...]:
-    """Milliseconds of each step without exchanges that are waited for, and without waiting for a core."""
+    """Milliseconds of each step without exposed exchanges and waits for a core."""
     steps = trace.marks["step"]
     queued = trace.about.get("queued_by_step") or [0.0] * len(steps)
     each = [end - begin - length(common(exposed, union([(begin, end)]))) for begin, end in steps]
@@ -231,12 +230,12 @@ def _alone(trace: ProfileTrace, exposed: Spans) -> tuple[float, ...]:
 
 
 def _per_step(trace: ProfileTrace) -> Callable[[Spans], float]:
-    """Spans -> milliseconds a step."""
+    """Return a function of spans -> milliseconds a step."""
     return lambda spans: length(spans) / trace.steps / 1e3
 
 
 def _in_turn(taken: Spans, *given: Spans) -> list[Spans]:
-    """Each of the given without what is taken already, by `taken` and by those before it."""
+    """Each of the given spans without `taken` and those before it."""
     found = []
     for spans in given:
         found.append(minus(spans, taken))
@@ -256,9 +255,9 @@ def _all(trace: ProfileTrace) -> Spans:
 
 
 def _waiting(traces: Sequence[ProfileTrace]) -> list[Spans]:
-    """By rank, when it had come to an exchange that another rank had not come to yet.
+    """For each rank, the times at an exchange that another rank had not yet reached.
 
-    Which exchanges of two ranks are the same one is told by their ends, which no rank reaches long before another.
+    Exchanges of two ranks are matched by their ends, which no rank reaches long before another.
     """
     clocks = _clocks(traces)
     kinds = [_kinds(trace, clock) for trace, clock in zip(traces, clocks, strict=True)]
@@ -276,7 +275,7 @@ def _waiting(traces: Sequence[ProfileTrace]) -> list[Spans]:
 
 
 def _begin_of_the_same(own: Spans, theirs: Spans) -> NDArray[np.float64]:
-    """When another rank came to each exchange; -inf where it has none that could be the same."""
+    """When another rank reached each exchange; -inf if it has no match."""
     order = np.argsort(theirs[:, 1])
     ends = theirs[order, 1]
     after = np.clip(np.searchsorted(ends, own[:, 1]), 1, max(1, len(ends) - 1))
@@ -299,7 +298,10 @@ def _kinds(trace: ProfileTrace, clock: float) -> dict[str, Spans]:
 
 
 def _clocks(traces: Sequence[ProfileTrace]) -> list[float]:
-    """By rank, by how much its host's clock is ahead of the first rank's: all leave a step's last exchange at once."""
+    """For each rank, the lead of its host's clock over the first rank's.
+
+    All ranks leave the last exchange of a step at once.
+    """
     ends = [_ends(trace) for trace in traces]
     first, host = ends[0], traces[0].about.get("host")
     return [
@@ -309,7 +311,7 @@ def _clocks(traces: Sequence[ProfileTrace]) -> list[float]:
 
 
 def _ends(trace: ProfileTrace) -> NDArray[np.float64]:
-    """Of each step the end of its last exchange, or of the step itself."""
+    """The end of each step's last exchange, or of the step itself."""
     ends = np.array([end for _, _, end in trace.exchanges])
     return np.array(
         [max(ends[(ends > begin) & (ends <= end)], default=end) for begin, end in trace.marks["step"]],

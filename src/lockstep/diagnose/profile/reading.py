@@ -1,11 +1,12 @@
-"""One rank's trace, read into sets of times. All times in microseconds, by the clock of the rank's host.
+"""Read a rank's trace into sets of times, in microseconds of its host's clock.
 
 trace = read(Path("outputs/a/profile/100-110/rank-3.json.gz"))
 traces = read_all(Path("outputs/a/profile/100-110"))        # every rank's
 
-A trace is what torch.profiler writes (Kineto's Chrome format), with lockstep's own marks and a word `lockstep` beside
-the events that says what was traced. On a CPU the thread with the marks computes, and gloo's work stands on threads of
-its own as `gloo:all_reduce`. On a CUDA device kernels compute, and exchanges are kernels whose names begin with nccl.
+A trace is a file of torch.profiler (Kineto's Chrome format), with lockstep's marks and an entry `lockstep` next to the
+events that describes the run. On a CPU the marked thread computes, and gloo works on its own threads as
+`gloo:all_reduce`. On a CUDA device kernels compute, and exchanges are kernels whose names start with nccl. `union`,
+`common` and `minus` are the set operations on spans.
 """
 
 import bisect
@@ -50,7 +51,12 @@ NONE: Spans = np.empty((0, 2))
 
 
 def union(*given: Spans | Sequence[Sequence[float]]) -> Spans:
-    """The times that lie in any of the intervals, which may overlap and stand in any order; empty ones are dropped."""
+    """Return the times in any of the intervals.
+
+    These may overlap, and be in any order; empty ones are dropped.
+
+    Empty ones are dropped.
+    """
     parts = [np.asarray(each, dtype=np.float64).reshape(-1, 2) for each in given]
     every = np.concatenate(parts) if parts else NONE
     every = every[every[:, 1] > every[:, 0]]
@@ -64,10 +70,10 @@ def union(*given: Spans | Sequence[Sequence[float]]) -> Spans:
 
 
 def common(one: Spans, other: Spans) -> Spans:
-    """The times that lie in both."""
+    """Return the times in both."""
     if not len(one) or not len(other):
         return NONE
-    # Of each interval of `one`, those of `other` that reach into it stand side by side.
+    # The intervals of `other` that overlap one of `one` are consecutive.
     first = np.searchsorted(other[:, 1], one[:, 0], side="right")
     stop = np.searchsorted(other[:, 0], one[:, 1], side="left")
     counts = np.maximum(stop - first, 0)
@@ -79,7 +85,7 @@ def common(one: Spans, other: Spans) -> Spans:
 
 
 def minus(one: Spans, other: Spans) -> Spans:
-    """The times that lie in `one` and not in `other`."""
+    """Return the times in `one` and not in `other`."""
     if not len(one) or not len(other):
         return one
     edges = np.concatenate([[-np.inf], other.reshape(-1), [np.inf]]).reshape(-1, 2)
@@ -87,7 +93,7 @@ def minus(one: Spans, other: Spans) -> Spans:
 
 
 def length(spans: Spans) -> float:
-    """How long they are together, in their own unit."""
+    """Return their total length, in their own unit."""
     return float((spans[:, 1] - spans[:, 0]).sum())
 
 
@@ -101,10 +107,10 @@ class Operation(NamedTuple):
     """An operation or kernel, in a step of the mean rank.
 
     Attributes:
-        name: as torch or the kernel has it.
+        name: torch's or the kernel's.
         ms: milliseconds, without the operations that it calls.
         share: of the step.
-        calls: how often it ran.
+        calls: number of calls.
     """
 
     name: str
@@ -117,19 +123,19 @@ class Operation(NamedTuple):
         return f"  {name:<{_WIDTH}} {self.ms:>9.3f} ms {self.share:>5.0%} {self.calls:>8.4g}"
 
     def as_json(self) -> dict[str, Any]:
-        """Give what verdict.json holds."""
+        """Return the entry of verdict.json."""
         numbers = {"ms": self.ms, "share": self.share, "calls": self.calls}
         return {"name": self.name} | {name: round(number, 4) for name, number in numbers.items()}
 
 
 def own_times(spans: Iterable[tuple[str, float, float]]) -> Times:
-    """Add up calls and times by name, each without what lies within it.
+    """Add up calls and times by name, each without nested spans.
 
     Args:
-        spans: name, begin and end in microseconds, of one thread: they lie in each other, or apart.
+        spans: name, begin and end in microseconds, of one thread: nested or disjoint.
     """
     found: Times = {}
-    around: list[tuple[str, float]] = []  # what is still open, with its end
+    around: list[tuple[str, float]] = []  # open spans, with their ends
     for name, begin, end in sorted(spans, key=lambda span: (span[1], -span[2])):
         while around and around[-1][1] <= begin:
             around.pop()
@@ -143,7 +149,7 @@ def own_times(spans: Iterable[tuple[str, float, float]]) -> Times:
 
 
 def top(ranks: Sequence[Times], steps: int, step_ms: float) -> list[Operation]:
-    """Choose the operations that take most time.
+    """Return the operations with the largest times.
 
     Args:
         ranks: the times of each rank, over all traced steps.
@@ -171,7 +177,7 @@ _NAME = re.compile(r"rank-(\d+)\.json\.gz")
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "hipStreamSynchronize")
 _ALLOCATES = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree")
-# Operations that hold others, or begin an exchange, which goes on elsewhere.
+# Operations that contain others, or start an exchange, which continues elsewhere.
 _NODE = "autograd::engine::"
 _NO_WORK = (_NODE, "c10d::", "torch.distributed.ddp.reducer::", "torch::autograd::AccumulateGrad")
 _CALL = {
@@ -188,25 +194,25 @@ class ProfileTraceError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class ProfileTrace:
-    """What one rank did in the traced steps.
+    """The traced steps of one rank.
 
     Attributes:
-        about: what the run said of itself: rank, world_size, steps, device, options; see `lockstep.run.profiling`.
+        about: the run's description: rank, world_size, steps, device, options; see `lockstep.training.profiler`.
         window: begin and end of the traced steps.
-        marks: of lockstep's own parts, on the host, by PHASES' names.
-        works: when it computed: by the phase in which that was asked for, on a CUDA device; on a CPU under "".
+        marks: spans of lockstep's own parts, on the host, by the names of `_PHASES`.
+        works: computing spans: on a CUDA device by the phase that launched them; on a CPU under "".
         exchanges: (kind, begin, end) of each exchange, by their begins.
-        copies: when batches were copied to the device.
-        waits: when the host waited for the device, but for lockstep's own reading of a step.
-        allocates: when the host asked the driver for memory, or gave it back.
-        again: when forwards were computed again, within the backwards.
-        following: when operations, or nodes of a backward, followed one another at once, on a CPU.
-        count: operations (CPU, those that lie in no other) or kernels (CUDA) of the forwards and backwards.
-        calls: microseconds that these would take if they had nothing to compute, at most.
-        events: by phase, how many events this thread wrote, each of which cost it time; on a CPU.
-        frames: those of the forwards and backwards that lie in no operation: their cost is no operation's.
+        copies: copies of batches to the device.
+        waits: waits of the host for the device, except lockstep's own reading of a step.
+        allocates: the host's requests and releases of memory at the driver.
+        again: recomputed forwards, within the backwards.
+        following: from an operation, or node of a backward, to one that follows at once, on a CPU.
+        count: operations (CPU, not nested) or kernels (CUDA) of the forwards and backwards.
+        calls: upper bound in microseconds of their time without any computation.
+        events: by phase, the events that this thread wrote, each of which cost it time; on a CPU.
+        frames: those of the forwards and backwards outside any operation, whose cost is no operation's.
         names: of the operations of the update.
-        operations: by name, of the traced steps: what computes on a CPU, the kernels of a device.
+        operations: by name, in the traced steps: computing ones on a CPU, kernels of a device.
     """
 
     about: dict[str, Any]
@@ -232,7 +238,7 @@ class ProfileTrace:
 
     @property
     def steps(self) -> int:
-        """How many were traced."""
+        """Number of traced steps."""
         first, last = self.about["steps"]
         return int(last) - int(first) + 1
 
@@ -242,7 +248,7 @@ class ProfileTrace:
 
     @property
     def packed(self) -> dict[str, Any]:
-        """As plain numbers, for another rank; `unpacked` makes it a trace again."""
+        """The trace as plain numbers, for another rank; `unpacked` restores it."""
         whole: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         for name in ("marks", "works"):
             whole[name] = {key: spans.tolist() for key, spans in whole[name].items()}
@@ -252,7 +258,7 @@ class ProfileTrace:
 
     @classmethod
     def unpacked(cls, whole: dict[str, Any]) -> "ProfileTrace":
-        """A trace from what `packed` gave."""
+        """Restore a trace from `packed`."""
         found = dict(whole)
         for name in ("marks", "works"):
             found[name] = {key: _as_spans(spans) for key, spans in found[name].items()}
@@ -263,10 +269,10 @@ class ProfileTrace:
 
 
 def read_all(folder: Path) -> list[ProfileTrace]:
-    """The traces of all ranks, by rank.
+    """Read the traces of all ranks, by rank.
 
     Raises:
-        TraceError: there are none, one is missing, damaged, foreign, or of other steps than the others.
+        ProfileTraceError: there are none, or one is missing, damaged, foreign, or of other steps than the others.
     """
     try:
         found = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
@@ -294,7 +300,11 @@ def read_all(folder: Path) -> list[ProfileTrace]:
 
 
 def read(path: Path) -> ProfileTrace:
-    """One rank's trace. Raises TraceError where it is damaged, or was not written by lockstep."""
+    """Read one rank's trace.
+
+    Raises:
+        ProfileTraceError: it is damaged, or was not written by lockstep.
+    """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             found = json.load(file)
@@ -312,7 +322,11 @@ def read(path: Path) -> ProfileTrace:
 
 
 def understood(found: Any) -> ProfileTrace:
-    """A trace from its JSON. Raises TraceError for one that is not lockstep's."""
+    """Make a trace from its JSON.
+
+    Raises:
+        ProfileTraceError: it is not lockstep's.
+    """
     about = found.get("lockstep") if isinstance(found, dict) else None
     if not isinstance(about, dict) or not isinstance(found.get("traceEvents"), list):
         raise ProfileTraceError(
@@ -340,7 +354,7 @@ def _spans(events: Iterable[dict[str, Any]], base: float) -> Spans:
 
 
 def _marks(events: list[dict[str, Any]], base: float) -> tuple[dict[str, Spans], Any]:
-    """Of the phases, and the thread that they stand on. Marks that touch stay one set of times, but for the steps."""
+    """The spans of the phases, and their thread. Touching marks are merged, except for the steps."""
     found: dict[str, list[tuple[float, float]]] = {}
     thread = None
     for event in events:
@@ -396,7 +410,7 @@ def _of_cpu(
 
 
 def _outermost(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of one thread's events those that lie in no other of them."""
+    """The events of one thread that are not nested."""
     found, end = [], -float("inf")
     for event in sorted(events, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         if float(event["ts"]) >= end:
@@ -406,17 +420,17 @@ def _outermost(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _following(events: list[dict[str, Any]], base: float) -> Spans:
-    """From each begin or end of one thread's events to the next, where that comes at once."""
+    """The gaps between a thread's consecutive begins and ends, if short."""
     edges = np.sort(np.array([_span(event, base) for event in events]).reshape(-1))
     near = np.flatnonzero(np.diff(edges) < _CALLED)
     return union(np.stack([edges[near], edges[near + 1]], axis=1))
 
 
 def _again(events: list[dict[str, Any]], marks: dict[str, Spans], base: float) -> Spans:
-    """When the host computed forwards again, whoever asked for it: activation checkpointing, or the model itself.
+    """The spans of recomputed forwards, by activation checkpointing or by the model itself.
 
-    A backward records no operations for another backward. Within one of its nodes those that were recorded, which have
-    a number in the sequence and no thread that their forward ran on, belong to a forward; the node began with it.
+    A backward records no operations for another backward. Recorded operations within one of its nodes, which have a
+    sequence number and no forward thread, belong to a forward, which began with the node.
     """
     inside = _within(marks.get("backward", NONE), base)
     by_thread: dict[Any, list[dict[str, Any]]] = {}
@@ -445,21 +459,21 @@ def _works(name: str) -> bool:
 
 
 def _within(spans: Spans, base: float) -> Callable[[dict[str, Any]], bool]:
-    """event -> whether it begins within the spans."""
+    """Return a function of an event -> whether it begins within the spans."""
     edges = spans.reshape(-1).tolist()
     return lambda event: bisect.bisect_right(edges, float(event["ts"]) + base) % 2 == 1
 
 
 def _count(events: list[dict[str, Any]], spans: Spans, base: float) -> int:
-    """Of the events those that begin within the spans."""
+    """Count the events that begin within the spans."""
     begins = np.array([float(event["ts"]) for event in events]) + base
     return int((np.searchsorted(spans.reshape(-1), begins, side="right") % 2).sum())
 
 
 def _by_gloo(events: list[dict[str, Any]], base: float, thread: Any) -> list[tuple[str, float, float]]:
-    """The exchanges that the training's own thread asked for; those of others, such as of a save, left out.
+    """The exchanges of the training's own thread, without those of a save.
 
-    An exchange does not say who asked for it: each that another thread asked for takes the next of its kind along.
+    An exchange does not record its caller: each call from another thread removes the next exchange of its kind.
     """
     ranges = sorted(
         (*_span(event, base), str(event["name"])) for event in events if str(event.get("name", "")).startswith("gloo:")
@@ -475,7 +489,7 @@ def _by_gloo(events: list[dict[str, Any]], base: float, thread: Any) -> list[tup
 
 
 def _kind(name: str) -> str:
-    """`c10d::allreduce_` and `all_reduce` -> `allreduce`."""
+    """Normalise a name: `c10d::allreduce_` and `all_reduce` -> `allreduce`."""
     return name.removeprefix("c10d::").replace("_", "")
 
 
@@ -544,6 +558,6 @@ def _places(spans: Spans) -> Callable[[float], bool]:
 
 
 def _collective(name: str) -> str:
-    """`ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)` -> `allreduce`."""
+    """Extract the kind of an NCCL kernel: `ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)` -> `allreduce`."""
     found = re.search(r"(AllReduce|ReduceScatter|AllGather|Broadcast|Reduce|SendRecv)", name)
     return found[1].lower() if found else "nccl"

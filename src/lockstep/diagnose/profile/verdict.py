@@ -1,8 +1,8 @@
-"""The verdict over the traces of all ranks: the bottleneck, and the one change that gains most.
+"""Judge the traces of all ranks: the bottleneck, and the one change that gains most.
 
 verdict = judged(read_all(folder))
-print(verdict)                          # a table of the parts, and the sentence
-verdict.write(folder)                   # verdict.json, which `report` and `scale` read
+print(verdict)                        # a table of the parts, and the sentence
+verdict.write(folder)                 # verdict.json, which `report` and `scale` read
 """
 
 import json
@@ -26,22 +26,22 @@ __all__ = [
 ]
 
 
-_RARE = 0.01  # of a step: what evaluations, saves or records may take
+_RARE = 0.01  # acceptable share of a step for evaluations, saves or records
 _BUCKET = 25.0  # MB: DDP's own
 _BUCKETS = 8  # wanted, where the gradients are small
-_OVERLAPS = 0.8  # of the last backward: before its first gradients nothing can be exchanged
-_OFTEN = 4  # micro-batches in place of one, where the exchange is to come more seldom
+_OVERLAPS = 0.8  # share of the last backward: before its first gradients nothing can be exchanged
+_OFTEN = 4  # micro-batches in place of one, for less frequent exchanges
 
 
 def _remedies(run: ProfileSummary) -> Iterator[Remedy]:
-    """Every change that applies, in no order."""
+    """Yield every change that applies, in no order."""
     for rule in (_data, _imbalance, _communication, _seldom):
         yield from rule(run)
     yield from within(run)
 
 
 def _data(run: ProfileSummary) -> Iterator[Remedy]:
-    """More loader processes: a rank then waits for what its loaders take longer than its own work."""
+    """More loader processes: a rank then waits only for loading beyond its own work."""
     slow = max(run.ranks, key=lambda rank: rank.parts["data"])
     spent = slow.parts["data"]
     if spent <= 0.0:
@@ -71,7 +71,7 @@ def _data(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _imbalance(run: ProfileSummary) -> Iterator[Remedy]:
-    """Shares by speed, where a rank is slower than the others in the mean; by length, where they are late in turns."""
+    """Shares by speed if one rank is slower; by length if ranks take turns."""
     if len(run.ranks) < 2 or run.steady["imbalance"] <= 0.0:
         return
     waited = min(run.steady["imbalance"], _apart(run))  # the rest is for ranks that had no core, or by chance
@@ -92,7 +92,10 @@ def _imbalance(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _apart(run: ProfileSummary) -> float:
-    """By how many milliseconds the slowest rank of a step is later than the mean one, by what each does by itself."""
+    """The mean lead of a step's slowest rank over the mean, in milliseconds.
+
+    It is that of the ranks' own work.
+    """
     steps = zip(*(rank.alone for rank in run.ranks), strict=False)
     return fmean(max(each) - fmean(each) for each in steps)
 
@@ -101,8 +104,8 @@ def _slow_rank(run: ProfileSummary, own: list[float], slow: int, others: float) 
     """Fewer micro-batches for the rank at `slow`.
 
     Args:
-        own: milliseconds of a step that each rank takes by itself.
-        others: of them the mean of the other ranks.
+        own: milliseconds of each rank's own work in a step.
+        others: the mean of the other ranks.
     """
     data = [rank.parts["data"] for rank in run.ranks]
     if data[slow] - min(data) > 0.5 * (own[slow] - others):
@@ -124,9 +127,9 @@ def _slow_rank(run: ProfileSummary, own: list[float], slow: int, others: float) 
 
 
 def _best_cut(each: list[float], count: int) -> float:
-    """The least time of the slowest rank where `count` micro-batches are shared out, one or more to each rank.
+    """The shortest time of the slowest rank over all divisions of `count` micro-batches.
 
-    `each`: what one takes a rank.
+    Each rank gets one or more; `each` is a micro-batch's time on each rank.
     """
     held = [1] * len(each)
     for _ in range(count - len(each)):
@@ -145,7 +148,7 @@ def _communication(run: ProfileSummary) -> Iterator[Remedy]:
     cap = float(run.option("engine_options.bucket_cap_mb") or _BUCKET)
     slots = max(1, int(run.about.get("slots", 1)))
     if "bucket_cap_mb" in has and hidden < 0.25 * (hidden + exposed) and megabytes > 0 and cap >= megabytes:
-        # One bucket is full when the backward has ended; with n all but the last lie within it.
+        # A single bucket is full only when the backward has ended; of n, all but the last are full within it.
         size = _BUCKET if megabytes > 2 * _BUCKET else max(0.1, round(megabytes / _BUCKETS, 1))
         buckets = max(1.0, megabytes / size)
         last = fmean(rank.backward for rank in run.ranks) / slots * _OVERLAPS
@@ -172,9 +175,10 @@ def _communication(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _without_core(run: ProfileSummary) -> float:
-    """The share of an exchange that has no core beside a backward: its threads and those that compute take turns.
+    """The share of an exchange that has no free core during a backward.
 
-    Between hosts a core is busy with a part of it alone. Within one nothing travels: it is copied, core to core.
+    The threads of the exchange and the computing ones alternate then. Between hosts only a part of it keeps a core
+    busy. Within one nothing travels: it is copied from core to core.
     """
     threads, ranks = (int(run.about.get(name, 1)) for name in ("threads", "local_ranks"))
     free = max(0, int(run.about.get("cores", 1)) - threads * ranks)
@@ -183,7 +187,7 @@ def _without_core(run: ProfileSummary) -> float:
 
 
 def _seldom(run: ProfileSummary) -> Iterator[Remedy]:
-    """What comes every so many steps, more seldom."""
+    """Less frequent evaluations, saves or records."""
     for name, freq, what in (
         ("evaluation", "eval_freq", "an evaluation"),
         ("checkpoint", "ckpt_freq", "a checkpoint"),
@@ -203,7 +207,7 @@ def _seldom(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _beside(run: ProfileSummary) -> float:
-    """What a step has beside the slowest rank's own time: the exchange, and what steps differ in."""
+    """A step's time beyond the slowest rank's own: exchange, and variation of steps."""
     return max(0.0, run.step + run.tracing - max(rank.own for rank in run.ranks))
 
 
@@ -213,7 +217,7 @@ def _alike(run: ProfileSummary, part: str) -> bool:
 
 
 def _round(number: float) -> int:
-    """Up to 1, 2 or 5 times a power of ten."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     power = 10 ** math.floor(math.log10(max(number, 1.0)))
     return int(next(each * power for each in (1, 2, 5, 10) if each * power >= number - 1e-9))
 
@@ -240,19 +244,19 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class ProfileVerdict:
-    """What the traces say.
+    """The verdict over the traces.
 
     Attributes:
         steps: first and last, as in metrics.jsonl.
         step_ms: milliseconds of a traced step, of the mean rank.
         parts: milliseconds a step, of the mean rank; all but hidden_communication sum to `step_ms`.
-        padding: share of the positions that hold nothing to learn from.
-        bottleneck: what to change first; "compute" where nothing would gain much.
+        padding: share of positions without anything to learn.
+        bottleneck: what to change first; "compute" if nothing would gain much.
         sentence: the verdict in words.
-        what, gain: the next step, and how many times as fast the training should then be.
-        notes: what explains it.
+        what, gain: the next step, and the expected speed-up.
+        notes: explanations.
         by_rank: the parts of each rank.
-        operations: those that take most of a step, by time.
+        operations: those with the largest times.
     """
 
     steps: tuple[int, int]
@@ -269,7 +273,7 @@ class ProfileVerdict:
     operations: list[Operation] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """The tables and the sentence."""
+        """Format the tables and the sentence."""
         lines = [f"steps {self.steps[0]} to {self.steps[1]} on {self.world_size} rank{'s' * (self.world_size > 1)}:"]
         lines[0] += f" {self.step_ms:.4g} ms a step"
         for name, spent in sorted(self.parts.items(), key=lambda pair: -pair[1]):
@@ -283,7 +287,7 @@ class ProfileVerdict:
         return "\n".join([*lines, *operations, *self.notes, self.sentence])
 
     def as_json(self) -> dict[str, Any]:
-        """What verdict.json holds."""
+        """Return the content of verdict.json."""
         return {
             "steps": list(self.steps),
             "world_size": self.world_size,
@@ -299,12 +303,16 @@ class ProfileVerdict:
         }
 
     def write(self, folder: Path) -> None:
-        """Writes verdict.json into `folder`. Raises OSError where that is not possible."""
+        """Write verdict.json into `folder`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         write_whole(folder / FILE, (json.dumps(self.as_json(), indent=1) + "\n").encode())
 
 
 def judged(traces: Sequence[ProfileTrace]) -> ProfileVerdict:
-    """The verdict over the traces of all ranks, in the order of the ranks."""
+    """Judge the traces of all ranks, in the order of the ranks."""
     ranks = parted(traces)
     run = ProfileSummary(ranks)
     step = sum(rank.step for rank in ranks) / len(ranks)
@@ -331,7 +339,7 @@ def judged(traces: Sequence[ProfileTrace]) -> ProfileVerdict:
 
 
 def _faster(run: ProfileSummary) -> str:
-    """What makes the computing itself faster."""
+    """A way to make the computing itself faster."""
     if not run.on_cpu and not run.option("compile"):
         return "--compile"
     if not run.on_cpu and run.option("precision") == "float32":
@@ -350,7 +358,7 @@ def _sentence(run: ProfileSummary, found: Remedy, gain: float) -> str:
 
 
 def _notes(run: ProfileSummary) -> list[str]:
-    """What explains the numbers."""
+    """Explanations of the numbers."""
     found = []
     exposed, hidden = run.steady["exposed_communication"], run.steady["hidden_communication"]
     if len(run.ranks) > 1 and exposed + hidden > 0.0:

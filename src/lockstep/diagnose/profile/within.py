@@ -1,4 +1,4 @@
-"""What could be changed in the computing itself: Python, operations, micro-batches, the update, memory, threads.
+"""Propose changes to the computing itself: Python, operations, micro-batches, update, memory, threads.
 
 for remedy in within(measured): ...
 """
@@ -10,19 +10,19 @@ from lockstep.diagnose.profile.measured import ProfileSummary, Remedy, empty
 
 __all__ = ["within"]
 
-_MICRO = 8  # times as many samples in a forward as now, at most
-_SMALL = 25.0  # microseconds that a kernel takes where its cost is that of launching it
+_MICRO = 8  # largest factor on the samples of a forward
+_SMALL = 25.0  # microseconds of a kernel below which launching it dominates
 _COMPILED = 0.7  # of the cost of calls and of Python that --compile takes away
 
 
 def within(run: ProfileSummary) -> Iterator[Remedy]:
-    """Every such change that applies, in no order."""
+    """Yield every such change that applies, in no order."""
     for rule in (_host, _micro_batches, _update, _recomputation, _padding, _waits, _memory, _threads, _cores):
         yield from rule(run)
 
 
 def _host(run: ProfileSummary) -> Iterator[Remedy]:
-    """Calls of operations, which follow one another at once, and Python that does something else meanwhile."""
+    """Calls of operations that follow one another at once, and other Python in between."""
     idle = run.steady["host"] - fmean(rank.waits + rank.allocates for rank in run.ranks)
     count = fmean(rank.trace.count / rank.trace.steps for rank in run.ranks)
     calls, calling = _calls(run), _calling(run)
@@ -48,7 +48,7 @@ def _host(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _micro_batches(run: ProfileSummary) -> Iterator[Remedy]:
-    """What each forward and backward costs whatever its size, saved where there are fewer of them."""
+    """Fewer passes, each of which has a fixed cost."""
     slots, size = int(run.about.get("slots", 1)), int(run.about.get("micro_batch_size", 1))
     if slots < 2:
         return
@@ -61,7 +61,7 @@ def _micro_batches(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _update(run: ProfileSummary) -> Iterator[Remedy]:
-    """One fused kernel in place of an operation a tensor, or one for all."""
+    """One fused kernel instead of an operation for each tensor, or one for all."""
     names = {name.lower() for rank in run.ranks for name in rank.trace.names}
     fused, each = any("fused" in name for name in names), run.about.get("fused_ns")
     if fused or not each or run.option("exact"):
@@ -73,13 +73,13 @@ def _update(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _recomputation(run: ProfileSummary) -> Iterator[Remedy]:
-    """No forward twice, where there is memory enough for what it keeps."""
+    """No recomputed forward, if there is memory for the activations."""
     said = str(run.option("activation_checkpointing") or "none")
     again = fmean(rank.again for rank in run.ranks)
-    if not again and said != "none":  # within a compiled backward no trace tells it
+    if not again and said != "none":  # a compiled backward does not show it in the trace
         share = {"full": 1.0, "selective": 0.3}.get(said, 1.0 / int(said.partition(":")[2] or 1))
         again = share * fmean(rank.forward for rank in run.ranks)
-    # What a forward keeps for it, of the random numbers and by hooks, costs as much there as its return here.
+    # Saving random states and hooks in the forward costs as much as restoring them here.
     again += fmean(rank.framing for rank in run.ranks)
     free, used = float(run.about.get("memory_free", 0)), float(run.about.get("memory_used", 1))
     if again > 0.0 and free > used:
@@ -108,7 +108,7 @@ def _waits(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _memory(run: ProfileSummary) -> Iterator[Remedy]:
-    """Memory that is asked for and given back in every step."""
+    """Memory that is allocated and freed in every step."""
     gone = fmean(rank.allocates for rank in run.ranks)
     if gone > 0.0:
         why = f"the driver is asked for memory in every step, {gone:.1f} ms"
@@ -127,13 +127,16 @@ def _memory(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _threads(run: ProfileSummary) -> Iterator[Remedy]:
-    """Fewer threads, where there are more than cores: what they gain was measured before the trace, on all ranks."""
+    """Fewer threads, if there are more than cores.
+
+    The gain was measured before the trace, on all ranks.
+    """
     fewer = [rank.trace.about.get("fewer_threads") or {} for rank in run.ranks]
     gain = fmean(float(each.get("gain", 1.0)) for each in fewer)
     if not all(fewer) or gain <= 1.0:
         return
     cores, ranks, threads = (int(run.about.get(name, 1)) for name in ("cores", "local_ranks", "threads"))
-    # By as much shrinks what ranks differ by, and what cores do of an exchange.
+    # The ranks' differences and the cores' part of an exchange shrink by the same factor.
     slowed = sum(run.steady[name] for name in ("compute", "update", "queued", "imbalance"))
     gone = (slowed + run.steady["exposed_communication"] * run.exchanging) * (1.0 - 1.0 / gain)
     why = f"{ranks} processes of {threads} threads share {cores} cores"
@@ -141,7 +144,7 @@ def _threads(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _cores(run: ProfileSummary) -> Iterator[Remedy]:
-    """Other processes have the cores that this run wants; its own exchanges and loaders may have them."""
+    """Cores taken by other processes; the run's own exchanges and loaders may have them."""
     cores, ranks, threads = (int(run.about.get(name, 1)) for name in ("cores", "local_ranks", "threads"))
     if threads * ranks > cores or run.option("data.workers"):
         return
@@ -152,12 +155,12 @@ def _cores(run: ProfileSummary) -> Iterator[Remedy]:
 
 
 def _calls(run: ProfileSummary) -> float:
-    """Milliseconds a step that operations take whatever their size."""
+    """Milliseconds a step of the operations' fixed cost."""
     return min(fmean(rank.trace.calls / rank.trace.steps for rank in run.ranks) / 1e3, run.steady["compute"])
 
 
 def _calling(run: ProfileSummary) -> float:
-    """Milliseconds a step from one operation to the next that follows at once, without what tracing adds."""
+    """Milliseconds a step between immediately consecutive operations, without the cost of tracing."""
     return max(0.0, fmean(rank.calling for rank in run.ranks) - _framing(run))
 
 

@@ -1,1 +1,1 @@
-"""How training speeds up with the number of ranks: measured, explained, extrapolated. See docs/scale.md."""
+"""Speed of training by the number of ranks: measured, explained, extrapolated. See docs/scale.md."""

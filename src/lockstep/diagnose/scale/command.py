@@ -1,4 +1,4 @@
-"""What `lockstep scale` does with its flags, which are in commands/diagnose.py."""
+"""Run `lockstep scale`; its flags are in commands/diagnose.py."""
 
 import contextlib
 import signal
@@ -30,11 +30,11 @@ __all__ = ["compare", "run"]
 
 
 def run(request: ScaleRequest, *, as_json: bool) -> int:
-    """Measures what is asked for, prints it and returns 0.
+    """Measure the request, print the outcome and return 0.
 
     Raises:
-        ConfigError: it cannot be measured here; nothing was started but for one short run.
-        LockstepError: runs failed; what the others gave is printed before.
+        ConfigError: it cannot be measured here; nothing was started but one short run.
+        LockstepError: runs failed; the results of the others are printed first.
     """
     machine = machine_for(request.config.device, request.sizes, exact=request.config.exact)
     with _removing():
@@ -57,7 +57,7 @@ def run(request: ScaleRequest, *, as_json: bool) -> int:
 
 
 def compare(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int, *, as_json: bool) -> int:
-    """The same of runs that were made before: prints it and returns 0.
+    """Analyse runs that were made before, print the outcome and return 0.
 
     Raises:
         ConfigError: they cannot be compared.
@@ -76,7 +76,10 @@ def compare(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int, 
 
 
 def _micro_batch(request: ScaleRequest, machine: Machine) -> int:
-    """How a step is cut, settled by a run of two steps; what `train` refuses is refused here."""
+    """The micro-batch size, by a run of two steps.
+
+    A request that `train` refuses is refused here.
+    """
     _say(f"a run of 2 steps on {request.base} rank{'s' * (request.base > 1)}, to prepare")
     try:
         size = micro_batch_of(request, machine)
@@ -88,7 +91,10 @@ def _micro_batch(request: ScaleRequest, machine: Machine) -> int:
 
 
 def _measured(request: ScaleRequest, machine: Machine, size: int) -> tuple[list[RunSample], dict[Setting, str]]:
-    """The samples of all rounds, and the first error of each setting that failed, which is not tried again."""
+    """The samples of all rounds, and each failed setting's first error.
+
+    A failed setting is not retried.
+    """
     samples: list[RunSample] = []
     failures: dict[Setting, str] = {}
     runs = order(request.settings(), request.rounds)
@@ -107,7 +113,7 @@ def _measured(request: ScaleRequest, machine: Machine, size: int) -> tuple[list[
 def _verdict(
     request: ScaleRequest, machine: Machine, size: int, rows: list[ScaleRow], samples: list[RunSample]
 ) -> dict[str, Any] | None:
-    """Why the first slow size is slow; None where none is."""
+    """Why the first slow size is slow; None if none is."""
     slow = slowest(rows)
     if slow is None:
         return None
@@ -124,7 +130,10 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def _removing() -> Iterator[None]:
-    """Within it SIGTERM (`timeout`, a scheduler) or SIGHUP ends the present run and removes its files, like Ctrl-C."""
+    """Context manager in which SIGTERM or SIGHUP acts like Ctrl-C.
+
+    It ends the current run and removes its files.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,22 +1,22 @@
-"""A step's time as a sum of few terms, fitted to measured sizes and carried on to others, always with an interval.
+"""Fit a step's time as a sum of few terms, and extrapolate with an interval.
 
     fit = Fit([Measured(1, 1.0, (100.0, 101.0)), Measured(2, 0.5, (53.0, 54.0)), Measured(4, 0.25, (30.0, 31.0))])
-    fit.predict(8, 0.125)               # Estimate(value=19.1, low=16.8, high=22.3): milliseconds, as the times were
-    fit.terms(8, 0.125)                 # {"compute": 12.1, "bandwidth": 4.0, ...}, which add up to the value
+    fit.predict(8, 0.125)           # Estimate(value=19.1, low=16.8, high=22.3): milliseconds, as the times were
+    fit.terms(8, 0.125)             # {"compute": 12.1, "bandwidth": 4.0, ...}, which add up to the value
 
 The time of a step on n ranks, the busiest of which has the work w (1: as much as at the smallest size):
 
     t(n, w) = compute w + serial + latency log2 n + latency' (n - 1) + bandwidth 2 (n - 1) / n + imbalance w e(n)
 
 A ring moves 2 (n - 1) / n of the bytes over each link in 2 (n - 1) hops, a tree needs log2 n (Thakur et al.,
-"Optimization of Collective Communication Operations in MPICH", 2005). Where nodes are known, the term in 2 (n - 1) / n
-is two: within a node, and 2 (m - 1) / m between m nodes. e(n) is the expected maximum of n standard normal draws: all
-wait for the slowest. No term is negative.
+"Optimization of Collective Communication Operations in MPICH", 2005). If nodes are known, the term in 2 (n - 1) / n is
+two: within a node, and 2 (m - 1) / m between m nodes. e(n) is the expected maximum of n standard normal draws: all wait
+for the slowest. No term is negative.
 
-A few sizes cannot tell these terms apart, so every sum of at most three of them beside the compute is fitted, and those
+A few sizes cannot separate these terms, so every sum of at most three of them plus the compute is fitted, and those
 without a negative coefficient are averaged by Akaike's weights (Burnham & Anderson, "Model Selection and Multimodel
 Inference", 2002, 2.9). The interval is over these sums, over the rounds (bootstrap) and a noise of at least 1 % with
-heavy tails. How well this does on published tables is scored by bench/scaling/score.py.
+heavy tails. bench/scaling/score.py scores it on published tables.
 """
 
 import itertools
@@ -44,10 +44,10 @@ __all__ = [
 ]
 
 
-# Ranks -> the efficiency that the source document expects of well-set-up training on GPUs ("Scaling Efficiency
-# Analysis"), beside one rank.
+# Ranks -> the efficiency relative to one rank that the source document expects of well-tuned training on GPUs
+# ("Scaling Efficiency Analysis").
 _BANDS = {2: (0.90, 0.95), 4: (0.85, 0.95), 8: (0.80, 0.90), 16: (0.75, 0.90)}
-GOOD = 0.80  # below it the same document says: check what takes the time
+GOOD = 0.80  # below it the same document advises to check where the time goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,15 @@ class ScaleRow:
         mode: "strong" or "weak".
         ranks, batch_size, micro_batches: of the setting; micro-batches of a whole step.
         rate: items a second over all ranks, median over the rounds.
-        step_ms: milliseconds of a step, from `rate`, so that what lies between two steps counts too.
-        rounds: step_ms of each round, in the order of the rounds.
-        speedup: `rate` beside that of the smallest size, median of the rounds' own ratios.
-        efficiency: the same beside the growth in ranks; `low`, `high`: the least and the largest of the rounds.
-        allowed: the largest speed-up that the cores allow; None where each rank has its own.
-        full: share of the slots of a step that hold a micro-batch; below 1 some rank has fewer than another.
-        band: what the source expects; None where it says nothing of this size.
-        error: why there is no measurement; "" else.
+        step_ms: milliseconds of a step, from `rate`, so that time between two steps counts too.
+        rounds: step_ms of each round, in order.
+        speedup: `rate` relative to that of the smallest size, median of the rounds' own ratios.
+        efficiency: speedup relative to the growth in ranks.
+        low, high: the lowest and the highest efficiency of the rounds.
+        allowed: the largest speed-up that the cores allow; None if each rank has its own.
+        full: share of a step's slots with a micro-batch; below 1 some rank has fewer than another.
+        band: the range that the source expects; None if it does not cover this size.
+        error: why there is no measurement; else "".
     """
 
     mode: str
@@ -86,12 +87,15 @@ class ScaleRow:
 
     @property
     def of_cores(self) -> float:
-        """The speed-up beside what the cores allow; the efficiency itself where each rank has its own."""
+        """The speed-up relative to the cores' limit.
+
+        It is the efficiency itself if each rank has its own.
+        """
         return self.efficiency if self.allowed is None else self.speedup / self.allowed
 
     @property
     def work(self) -> int:
-        """Micro-batches of the rank that has most."""
+        """Micro-batches of the busiest rank."""
         return -(-self.micro_batches // self.ranks)
 
 
@@ -102,7 +106,7 @@ def rows_of(
     failures: Mapping[Setting, str],
     micro_batch_size: int,
 ) -> list[ScaleRow]:
-    """A row for each mode and size, by mode and then by ranks; a size whose run failed has its error."""
+    """Return a row for each mode and size; a failed size has its error."""
     found = []
     for mode in request.modes:
         settings = request.settings(mode)
@@ -126,7 +130,7 @@ def _measured(
     first: dict[int, float],
     items: float,
 ) -> ScaleRow:
-    """`row` with its numbers.
+    """Fill in the numbers of `row`.
 
     Args:
         rates, first: items a second by round, of this setting and of the smallest size.
@@ -162,29 +166,32 @@ def _rates(samples: Sequence[RunSample], setting: Setting) -> dict[int, float]:
 
 
 def _items(samples: Sequence[RunSample], setting: Setting) -> float:
-    """Items of a step, as rate and time of the smallest size say: the records count no items."""
+    """Items of a step of the smallest size, from rate and time.
+
+    The records do not count items.
+    """
     return statistics.median(1e-3 * each.total * each.rate for each in samples if each.setting == setting)
 
 
 _Array = NDArray[np.float64]
-_NOISE = 0.01  # of a time, at least: what two measurements of the same thing differ by
+_NOISE = 0.01  # least relative noise between two measurements of the same thing
 _DRAWS = 200
-_MOST = 3  # terms of a sum beside the compute
+_MOST = 3  # terms of a sum in addition to the compute
 _COVERED = 0.9  # of the interval
 _FLAT = 1 / 9  # power of the weights for the interval: as if the noise were three times as large
-_TAILS = 2  # degrees of freedom of the noise in the interval, whose size is known from few sizes
+_TAILS = 2  # degrees of freedom of the interval's noise, which is estimated from few sizes
 _SMALL = 0.02  # how strongly terms are drawn to 0, in parts of a time: between two that fit alike, the smaller one
 
 
 @dataclass(frozen=True, slots=True)
 class SizeMeasurement:
-    """A size that was measured.
+    """A measured size.
 
     Attributes:
         ranks: n.
-        work: of the busiest rank, in parts of what it has at the smallest size; weak scaling: 1.
-        times: of a step, one a round, in any unit.
-        crowd: ranks to a core's worth of compute, where they share cores; else 1.
+        work: of the busiest rank, relative to its work at the smallest size; weak scaling: 1.
+        times: of a step, one for each round, in any unit.
+        crowd: ranks to a core's worth of compute, if they share cores; else 1.
     """
 
     ranks: int
@@ -195,7 +202,7 @@ class SizeMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class TimeEstimate:
-    """A time, and between what it lies in nine of ten cases."""
+    """A time with its 90% interval."""
 
     value: float
     low: float
@@ -208,7 +215,7 @@ class Fit:
     Args:
         points: at least two sizes.
         ranks_per_node: 0: all on one node.
-        most_imbalance: the imbalance's coefficient is at most this, in the times' unit; None: no bound.
+        most_imbalance: upper bound of the imbalance's coefficient, in the times' unit; None: no bound.
     """
 
     def __init__(
@@ -234,7 +241,10 @@ class Fit:
         self._weights = weights / weights.sum()
 
     def predict(self, ranks: int, work: float) -> TimeEstimate:
-        """The time of a step on `ranks`, each with a core or device of its own, the busiest with so much work."""
+        """Predict the time of a step on `ranks`, the busiest with `work`.
+
+        Each has a core or device of its own.
+        """
         columns = _columns(ranks, work, 1.0, self._per_node)
         value = float(np.exp(sum(w * math.log(each.at(columns)) for w, each in self._each())))
         spread = np.random.default_rng(ranks).standard_t(_TAILS, size=_DRAWS)
@@ -249,7 +259,7 @@ class Fit:
         return TimeEstimate(value, min(low, value), max(high, value))
 
     def terms(self, ranks: int, work: float) -> dict[str, float]:
-        """What each term adds to `predict(ranks, work).value`; terms that add nothing are left out."""
+        """Return each term's contribution to `predict(ranks, work).value`, without zero terms."""
         columns = _columns(ranks, work, 1.0, self._per_node)
         found = dict.fromkeys(columns, 0.0)
         for weight, each in self._each():
@@ -264,10 +274,11 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """One sum of terms.
+    """A sum of terms.
 
     Attributes:
-        factors: of the measured middle; `draws`: of each draw in which none is negative, [draws, terms].
+        factors: of the measured medians.
+        draws: of each draw without a negative one, [draws, terms].
         weight: the logarithm of Akaike's, up to a constant.
         misfit: relative, per degree of freedom.
     """
@@ -287,7 +298,7 @@ class _Sum:
 
 
 def _columns(ranks: int, work: float, crowd: float, per_node: int) -> dict[str, float]:
-    """What each term's coefficient is multiplied by."""
+    """The multiplier of each term's coefficient."""
     nodes = -(-ranks // per_node) if per_node else 1
     inside = min(ranks, per_node) if per_node else ranks
     found = {
@@ -304,9 +315,9 @@ def _columns(ranks: int, work: float, crowd: float, per_node: int) -> dict[str, 
 
 
 def _supports(columns: dict[str, _Array]) -> list[tuple[str, ...]]:
-    """The sums that the sizes can tell anything of: compute, and at most three terms that are not the same at all.
+    """The sums that the sizes can determine: compute, and at most three independent terms.
 
-    Nor can there be more terms than sizes.
+    There cannot be more terms than sizes.
     """
     compute = columns["compute"]
     others = [
@@ -326,7 +337,7 @@ def _fitted(
     noise: float,
     most_imbalance: float | None,
 ) -> _Sum | None:
-    """Least squares of the relative errors, with a pull to small terms; None where a coefficient is negative."""
+    """Fit the relative errors by least squares with shrinkage; None if a coefficient is negative."""
     matrix = np.stack([columns[name] for name in names], axis=1) / middle[:, None]
     pull = np.diag(_SMALL * np.abs(matrix).max(axis=0))[1:]  # none on the compute
     solve = np.linalg.pinv(np.concatenate([matrix, pull]))[:, : len(middle)]
@@ -342,7 +353,7 @@ def _fitted(
 
 
 def _allowed(names: tuple[str, ...], factors: _Array, most_imbalance: float | None) -> NDArray[np.bool_]:
-    """Which rows of factors are a sum that can be: no term negative, compute at all, imbalance below its bound."""
+    """Which rows of factors are valid: none negative, compute positive, imbalance within its bound."""
     found: NDArray[np.bool_] = (factors >= 0).all(axis=1) & (factors[:, 0] > 0)
     if most_imbalance is not None and "imbalance" in names:
         found &= factors[:, names.index("imbalance")] <= most_imbalance
@@ -350,7 +361,7 @@ def _allowed(names: tuple[str, ...], factors: _Array, most_imbalance: float | No
 
 
 def _drawn(points: Sequence[SizeMeasurement]) -> _Array:
-    """Times of each point [draws, points]: medians of its rounds drawn with replacement, and the least noise."""
+    """Bootstrap times of each point [draws, points]: medians of resampled rounds, with the least noise."""
     chance = np.random.default_rng(0)
     found = np.empty((_DRAWS, len(points)))
     for place, point in enumerate(points):
@@ -368,7 +379,7 @@ def _error(times: tuple[float, ...]) -> float:
 
 
 def _quantiles(values: _Array, weights: _Array) -> tuple[float, float]:
-    """Between which values `_COVERED` of the weight lies."""
+    """The values between which `_COVERED` of the weight is."""
     order = np.argsort(values)
     below = np.cumsum(weights[order]) / weights.sum()
     edge = (1 - _COVERED) / 2
@@ -378,7 +389,10 @@ def _quantiles(values: _Array, weights: _Array) -> tuple[float, float]:
 
 @lru_cache
 def expected_maximum(count: int) -> float:
-    """Of `count` standard normal draws: the integral of x d(Phi(x)^n); 0 of one, 0.56 of two, 1.03 of four."""
+    """Return the expected maximum of `count` standard normal draws.
+
+    It is the integral of x d(Phi(x)^n): 0 of one, 0.56 of two, 1.03 of four.
+    """
     if count == 1:
         return 0.0
     x = np.linspace(0.0, 9.0, 1801)
@@ -387,7 +401,7 @@ def expected_maximum(count: int) -> float:
     return float((heights[1:] + heights[:-1]).sum() / 2 * (x[1] - x[0]))
 
 
-_SLACK = 3.0  # times the spread of the steps: the imbalance that ranks are believed to have at most
+_SLACK = 3.0  # times the spread of the steps: the largest plausible imbalance
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,10 +409,11 @@ class Further:
     """One size in one mode, extrapolated.
 
     Attributes:
-        step_ms: milliseconds of a step; nine of ten should lie between `step_low` and `step_high`.
-        speedup, efficiency: beside the smallest measured size; `low`, `high`: the efficiency's interval.
-        terms: what `step_ms` is made of.
-        idle: whether there are more ranks than micro-batches.
+        step_ms: milliseconds of a step, with the 90% interval `step_low` to `step_high`.
+        speedup, efficiency: relative to the smallest measured size.
+        low, high: the efficiency's interval.
+        terms: the terms of `step_ms`.
+        idle: there are more ranks than micro-batches.
     """
 
     mode: str
@@ -418,7 +433,7 @@ class Further:
 def carried(
     request: ScaleRequest, machine: Machine, rows: Sequence[ScaleRow], samples: Sequence[RunSample]
 ) -> list[Further]:
-    """What the fit says of the sizes that `request.extrapolate` names; [] where fewer than two were measured."""
+    """Extrapolate to the sizes of `request.extrapolate`; [] if fewer than two were measured."""
     measured = {(row.ranks, row.batch_size): row for row in rows if row.rounds}
     base = next((row for row in rows if row.rounds and row.ranks == request.base), None)
     if not request.extrapolate or base is None or len({ranks for ranks, _ in measured}) < 2:
@@ -456,9 +471,10 @@ def _further(fit: Fit, request: ScaleRequest, mode: str, size: int, base: ScaleR
 
 
 def _step_spread(samples: Sequence[RunSample], base: ScaleRow, window: int) -> float:
-    """Standard deviation of a step of the smallest size, in milliseconds, from its records of `window` steps each.
+    """Standard deviation of the smallest size's step, in milliseconds.
 
-    A rank's steps differ in time about as ranks differ in a step, as far as they have the same devices and work.
+    It is estimated from records of `window` steps each. A rank's steps vary about as ranks vary in a step, if they have
+    the same devices and work.
     """
     mine = [each for each in samples if each.setting == Setting(base.ranks, base.batch_size)]
     means = [statistics.median(each.rates) / rate for each in mine for rate in each.rates]

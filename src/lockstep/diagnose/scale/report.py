@@ -1,4 +1,4 @@
-"""What `lockstep scale` prints: a table a mode, what must be known of this machine, why a size is slow; or JSON."""
+"""Print the outcome of `lockstep scale`: a table for each mode with notes, or JSON."""
 
 import json
 import math
@@ -38,17 +38,17 @@ __all__ = [
 
 
 _TRACED = 10  # steps
-_SMALL = 0.02  # of a step: parts that grew by less are not named
+_SMALL = 0.02  # share of a step; parts that grew by less are not named
 
 
 def slowest(rows: Sequence[ScaleRow]) -> ScaleRow | None:
-    """The smallest size whose speed-up is below 80 % of what its ranks, or the cores that they share, allow."""
+    """Return the smallest size below 80 % of its ranks' or shared cores' limit."""
     slow = [row for row in rows if not row.error and row.speedup == row.speedup and row.of_cores < GOOD]
     return min(slow, key=lambda row: (row.ranks, row.of_cores), default=None)
 
 
 def profiled(request: ScaleRequest, row: ScaleRow, machine: Machine, micro_batch_size: int) -> dict[str, Any] | None:
-    """What `verdict.json` of a profile of this size says: "sentence", "parts", "next"...; None where there is none."""
+    """Profile this size, and return its `verdict.json`; None if there is none."""
     if PROFILE not in cli.option_list():
         return None
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
@@ -66,10 +66,12 @@ def profiled(request: ScaleRequest, row: ScaleRow, machine: Machine, micro_batch
 
 
 def grown(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[RunSample]) -> str:
-    """Which parts of rank 0's step take longer than they would if the step scaled, by the time/ records; "" for none.
+    """Describe the parts of rank 0's step that did not scale; "" for none.
+
+    They are those of the time/ records.
 
     In strong scaling a part of the smallest size would shrink with the rank's micro-batches, in weak scaling stay. On
-    shared cores all of it takes as many times longer as there are ranks to a core's worth of compute.
+    shared cores everything takes longer by the factor of ranks to a core's worth of compute.
     """
     now, then = _parts(samples, row), _parts(samples, base)
     crowd = row.ranks / machine.allowed(row.ranks) * machine.allowed(base.ranks) / base.ranks
@@ -91,8 +93,8 @@ def _parts(samples: Sequence[RunSample], row: ScaleRow) -> dict[str, float]:
     return {name: statistics.median(parts.get(name, 0.0) for parts in mine) for name in names}
 
 
-_WIDE = 200  # columns where no terminal sets them
-_ABOVE, _WIDE_SPREAD = 1.05, 0.1  # an efficiency, and a difference between rounds, that are said to be doubtful
+_WIDE = 200  # columns without a terminal
+_ABOVE, _WIDE_SPREAD = 1.05, 0.1  # an efficiency, and a difference between rounds, that are reported as doubtful
 _TITLES = {
     STRONG: "strong scaling: the same batch on more ranks",
     "weak": "weak scaling: the batch grows with the ranks, the micro-batch stays",
@@ -100,19 +102,19 @@ _TITLES = {
 
 
 def named(setting: Setting) -> str:
-    """`4 ranks, 16 samples a step`."""
+    """Name a setting: `4 ranks, 16 samples a step`."""
     return f"{setting.ranks} rank{'s' * (setting.ranks > 1)}, {setting.batch_size} samples a step"
 
 
 @dataclass
 class Outcome:
-    """All that was found.
+    """The outcome of a measurement.
 
     Attributes:
         micro_batch_size: samples in one forward.
-        verdict: why the first slow size is slow: {"mode", "ranks", "sentence", "profile"}; None where none is.
-        further: what the fit says of sizes that were not measured.
-        sources: what must be known of where the numbers are from; [] where they were measured here.
+        verdict: why the first slow size is slow: {"mode", "ranks", "sentence", "profile"}; None if none is.
+        further: extrapolated sizes.
+        sources: remarks on the origin of the numbers; [] if they were measured here.
     """
 
     request: ScaleRequest
@@ -124,7 +126,7 @@ class Outcome:
     sources: list[str] = field(default_factory=list)
 
     def show(self, *, as_json: bool) -> None:
-        """Prints it: tables and lines, or one JSON object."""
+        """Print tables and lines, or one JSON object."""
         if as_json:
             print(json.dumps(self.plain(), indent=1, allow_nan=False))
             return
@@ -142,7 +144,7 @@ class Outcome:
             console.print(Text(printable(line)), soft_wrap=True)
 
     def plain(self) -> dict[str, Any]:
-        """The same as names and numbers; null for what was not measured."""
+        """Return names and numbers; None for missing measurements."""
         rows = [asdict(row) | {"of_cores": row.of_cores} for row in self.rows]
         found: dict[str, Any] = _finite(
             {
@@ -161,7 +163,7 @@ class Outcome:
         return found
 
     def notes(self) -> list[str]:
-        """What has to be known to read the tables, a line each."""
+        """Return the remarks that a reader of the tables needs, a line each."""
         found = [*self.sources, *_of_machine(self.machine, self.rows)]
         found += _of_spread(self.rows)
         uneven = sorted({row.ranks for row in self.rows if row.full < 1})
@@ -218,7 +220,7 @@ def _of_fit(rows: list[ScaleRow], further: list[Further], per_node: int) -> list
 
 
 def _of_spread(rows: list[ScaleRow]) -> list[str]:
-    """What speaks against the numbers themselves."""
+    """Doubts about the numbers themselves."""
     measured = [row for row in rows if row.rounds]
     above = sorted({row.ranks for row in measured if row.efficiency > _ABOVE})
     wide = [(max(row.rounds) / min(row.rounds) - 1, row) for row in measured]
@@ -277,7 +279,7 @@ def _further(further: list[Further]) -> Table:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None in the place of numbers that JSON has not."""
+    """Replace numbers that JSON lacks by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

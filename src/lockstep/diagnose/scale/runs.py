@@ -1,8 +1,9 @@
-"""One run of one setting: `train`, or `launch -- train`, in a folder of its own, and what its records say.
+"""Measure one setting by a run in its own folder, from its records.
 
     sample = measure(request, Setting(2, 16), machine, micro_batch_size=4)
 
-A run is what a person would start. Its first record is its start (kernels chosen, caches warm) and is left out.
+A run is an ordinary one. Its first record is its start (kernels chosen, caches warmed up) and is left out. `existing`
+reads runs that were made before.
 """
 
 import contextlib
@@ -60,12 +61,12 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the ranks compute on.
+    """The resources of the ranks.
 
     Attributes:
-        devices: CUDA devices that are used; 0: the ranks compute on the cores.
-        cores: that this process may use, after the quota of its container.
-        threads: of each rank, the same at every size, so that a rank is as fast at all of them.
+        devices: CUDA devices in use; 0: the ranks compute on the cores.
+        cores: usable by this process, within its container's quota.
+        threads: of each rank, the same at every size, so that a rank is equally fast at all of them.
     """
 
     devices: int
@@ -73,7 +74,10 @@ class Machine:
     threads: int
 
     def allowed(self, ranks: int) -> float:
-        """How many ranks' work can be done at once: all of it on devices, else what the cores give."""
+        """Return how many ranks can compute at once.
+
+        On devices it is all; else the cores limit it.
+        """
         return float(ranks) if self.devices else min(float(ranks), max(1.0, self.cores / self.threads))
 
     def shared(self, ranks: int) -> bool:
@@ -82,11 +86,11 @@ class Machine:
 
 
 def machine_for(device: str, sizes: Sequence[int], *, exact: bool) -> Machine:
-    """This machine, for runs of these sizes. Loads torch where it must ask it for devices.
+    """Describe this machine for runs of these sizes. Loads torch if it must look for devices.
 
     Args:
-        device: what --device says.
-        exact: whether a rank computes on one thread anyway.
+        device: the value of --device.
+        exact: a rank computes on one thread anyway.
 
     Raises:
         ConfigError: a launcher started this process, or there are fewer devices than ranks.
@@ -115,7 +119,7 @@ def machine_for(device: str, sizes: Sequence[int], *, exact: bool) -> Machine:
 
 
 def usable_cores() -> float:
-    """Cores that this process may run on, or the share of them that its container's quota leaves."""
+    """Return the cores that this process may use, within its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _QUOTA.read_text(encoding="ascii").split()[:2]
@@ -126,13 +130,13 @@ def usable_cores() -> float:
 
 STRONG, WEAK = "strong", "weak"
 PROFILE = "profile"  # the option of train that traces steps FIRST:LAST
-WINDOWS = 4  # records of a run that are counted; one more before them is its start
-_ENDLESS = 1_000_000  # steps of the plan, so that neither its end nor an evaluation comes into the measurement
+WINDOWS = 4  # counted records of a run; one more before them is its start
+_ENDLESS = 1_000_000  # planned steps, so that neither the end nor an evaluation is part of the measurement
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """One thing to measure: so many ranks, and so many samples in a step."""
+    """A setting to measure: numbers of ranks, and of samples in a step."""
 
     ranks: int
     batch_size: int
@@ -140,15 +144,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """What is to be measured.
+    """A measurement to make.
 
     Attributes:
-        flags: of train, as they were given; `config`: what they say.
+        flags: of train, as given; `config` is their result.
         sizes: numbers of ranks, ascending.
         modes: STRONG (the same batch), WEAK (the batch grows with the ranks), or both.
-        rounds: how often each setting is run.
-        steps: of each run that are counted; they are cut into WINDOWS records.
-        extrapolate: numbers of ranks to which the fit is carried on.
+        rounds: runs of each setting.
+        steps: counted steps of each run, divided into WINDOWS records.
+        extrapolate: numbers of ranks to extrapolate to.
         ranks_per_node: of runs on several nodes; 0: all on one.
     """
 
@@ -178,16 +182,20 @@ class ScaleRequest:
 
     @property
     def base(self) -> int:
-        """The smallest size, with which all others are compared."""
+        """The smallest size, to which all others are compared."""
         return self.sizes[0]
 
     @property
     def window(self) -> int:
-        """Steps a record."""
+        """Steps of a record."""
         return -(-self.steps // WINDOWS)
 
     def check(self, micro_batch_size: int) -> None:
-        """Raises ConfigError where ranks would have nothing to compute, or the batch cannot grow with them."""
+        """Check that all ranks have work, and that the batch can grow with them.
+
+        Raises:
+            ConfigError: it is not so.
+        """
         parts = self.config.batch_size // micro_batch_size
         cut = f"a step of {self.config.batch_size} samples has {parts} micro-batch{'es' * (parts > 1)}"
         most = self.base if self.modes == (WEAK,) else self.sizes[-1]
@@ -204,7 +212,7 @@ class ScaleRequest:
             )
 
     def settings(self, mode: str = "") -> list[Setting]:
-        """What is run, without repetitions, by ranks; of one mode alone where it is given."""
+        """Return the distinct settings to run, by ranks; of one mode only if given."""
         whole = self.config.batch_size
         found = {
             Setting(size, whole if kind == STRONG else whole * size // self.base)
@@ -214,11 +222,11 @@ class ScaleRequest:
         return sorted(found)
 
     def train_flags(self, setting: Setting, folder: str, micro_batch_size: int, windows: int = WINDOWS) -> list[str]:
-        """The flags of `train` for one run: the given ones, then what a measurement sets.
+        """Return the flags of `train` for one run: the given ones, then the measurement's.
 
         Args:
-            folder: where the run's folder `run` is made.
-            windows: records that are counted; 0: just as many steps as a run needs to begin.
+            folder: the parent of the run's folder `run`.
+            windows: records that are counted; 0: only enough steps to start.
         """
         steps = (windows + 1) * self.window if windows else 2
         own: dict[str, object] = {
@@ -243,7 +251,11 @@ class ScaleRequest:
 
 
 def ascending(flag: str, text: str) -> tuple[int, ...]:
-    """`1,2,4` -> (1, 2, 4). Raises ConfigError for anything but ascending numbers from 1."""
+    """Parse `1,2,4` to (1, 2, 4).
+
+    Raises:
+        ConfigError: anything but ascending numbers from 1.
+    """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() for word in words):
         raise ConfigError(f"{flag} is '{text}': it must be numbers of ranks such as 1,2,4")
@@ -254,7 +266,7 @@ def ascending(flag: str, text: str) -> tuple[int, ...]:
 
 
 def order(settings: Sequence[Setting], rounds: int) -> list[tuple[int, Setting]]:
-    """(round, setting) of every run: forwards, backwards, forwards..., so that a drift of the machine meets all."""
+    """Return (round, setting) of every run, alternating in direction against a drift of the machine."""
     return [
         (number, setting)
         for number in range(rounds)
@@ -272,15 +284,15 @@ _OF_LAUNCHERS = re.compile(
 
 
 class RunFailed(LockstepError):
-    """A run of a measurement ended badly; the message is its own first error."""
+    """A run of a measurement failed; the message is its own first error."""
 
 
 @dataclass(frozen=True)
 class RunSample:
-    """What one run's records say.
+    """The records of one run.
 
     Attributes:
-        rates: items a second over all ranks, a record each; `rate` is their median.
+        rates: items a second over all ranks, one for each record; `rate` is their median.
         total: milliseconds of a step on rank 0, median of the records.
         parts: the same by part: data, forward, backward, update...
     """
@@ -299,13 +311,13 @@ class RunSample:
 def measure(
     request: ScaleRequest, setting: Setting, machine: Machine, micro_batch_size: int, number: int = 0
 ) -> RunSample:
-    """Runs one setting to the end and reads its records.
+    """Run one setting to the end, and read its records.
 
     Args:
         number: of the round.
 
     Raises:
-        RunFailed: the run failed, or wrote fewer records than it should have.
+        RunFailed: the run failed, or wrote too few records.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
         flags = request.train_flags(setting, folder, micro_batch_size)
@@ -318,12 +330,12 @@ def measure(
 
 
 def windows_of(records: Sequence[dict[str, Any]], after: int) -> list[dict[str, Any]]:
-    """The training records of steps after `after`."""
+    """Return the training records of steps after `after`."""
     return [record for record in records if record.get("global_step", 0) > after and record.get(_RATE, 0) > 0]
 
 
 def parts_of(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """{part: milliseconds a step}, medians over the records; "total" among them."""
+    """Return {part: milliseconds a step}, medians over the records, with "total"."""
     names = sorted({name for record in records for name in record if name.startswith(_PARTS)} | {_TOTAL})
     return {
         name.removeprefix(_PARTS): statistics.median([float(record.get(name, 0.0)) for record in records])
@@ -332,10 +344,12 @@ def parts_of(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def micro_batch_of(request: ScaleRequest, machine: Machine) -> int:
-    """Samples in one forward, as a short run of the smallest size settles it; that run also prepares the data.
+    """Return the samples of one forward, by a short run of the smallest size.
+
+    That run also prepares the data.
 
     Raises:
-        RunFailed: `train` refuses what was asked for, or fails; its exit code is the run's.
+        RunFailed: `train` refuses the request, or fails; its exit code is the run's.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
         setting, given = Setting(request.base, request.config.batch_size), request.config.micro_batch_size
@@ -344,17 +358,22 @@ def micro_batch_of(request: ScaleRequest, machine: Machine) -> int:
 
 
 def command_of(engine: str, ranks: int, flags: Sequence[str]) -> list[str]:
-    """The command of a run; one rank runs without a launcher, unless its engine, named by --engine, needs one."""
+    """Return the command of a run.
+
+    One rank runs without a launcher, unless its engine, named by --engine, needs one.
+    """
     launch = ["launch", "--nproc-per-node", str(ranks), "--max-losses", "0", "--"]
     alone = ranks == 1 and engine == "auto"
     return [sys.executable, "-m", "lockstep", *([] if alone else launch), "train", *flags]
 
 
 def started(request: ScaleRequest, setting: Setting, flags: Sequence[str], machine: Machine, folder: Path) -> None:
-    """Starts a run and waits for its end; what it says goes to a file in `folder`.
+    """Start a run and wait for its end.
+
+    Its output goes to a file in `folder`.
 
     Raises:
-        RunFailed: it ended with another code than 0.
+        RunFailed: it ended with a code other than 0.
     """
     command = command_of(request.config.engine, setting.ranks, flags)
     log = folder / "output.txt"
@@ -384,7 +403,10 @@ def started(request: ScaleRequest, setting: Setting, flags: Sequence[str], machi
 
 @contextlib.contextmanager
 def _unbroken() -> Iterator[None]:
-    """Signals that come within it are heeded at its end: a process that is just being started would be left behind."""
+    """Context manager that defers signals to its end.
+
+    A process that is just starting would be left behind.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -400,7 +422,10 @@ def _unbroken() -> Iterator[None]:
 
 
 def _end(run: "subprocess.Popen[bytes]") -> None:
-    """Ends a run that still goes on: it saves itself, and is waited for a while."""
+    """Terminate a running run, and kill it after a while.
+
+    It saves itself first.
+    """
     if run.poll() is None:
         run.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -410,19 +435,19 @@ def _end(run: "subprocess.Popen[bytes]") -> None:
 
 
 def first_error(said: str, code: int) -> str:
-    """The line that says why a run failed: its first error, else the last thing that it said."""
+    """Return the first error line of a failed run, or its last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [found[1] for line in lines if (found := _ERROR.match(line))]
     return errors[0] if errors else lines[-1] if lines else f"it ended with code {code} and said nothing"
 
 
-# What may differ between runs that are compared; of anything else a note is made.
+# Options that may differ between compared runs; any other difference gets a note.
 _FREE = ("experiment_name", "save_dir", "batch_size", "seed", "lr", "num_epochs", "max_steps", "stop_at", "extend_to")
 _FREE_SECTIONS = ("optim.", "checkpoint.")
 
 
 class Existing(NamedTuple):
-    """What is asked for and what was found, as if it had been measured here."""
+    """A request and its samples, as if measured here."""
 
     request: ScaleRequest
     machine: Machine
@@ -438,7 +463,9 @@ class _ExistingRun(NamedTuple):
 
 
 def existing(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int) -> Existing:
-    """The runs in these folders, each a size; several of one size are its rounds.
+    """Read the runs in these folders.
+
+    Each is of one size; several of one size are its rounds.
 
     Args:
         per_node: ranks on a node; 0: all on one.
@@ -503,7 +530,7 @@ def _mode(runs: Sequence[_ExistingRun]) -> str:
 
 
 def _read(path: Path) -> _ExistingRun:
-    """A run's folder. The first record is the run's start, and left out."""
+    """Read a run's folder. The first record is the run's start, and left out."""
     where = f"--runs: {_named(path)}"
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -520,7 +547,7 @@ def _read(path: Path) -> _ExistingRun:
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Dotted names and values of the run's config.toml; another version's options are taken as they are."""
+    """Dotted names and values of the run's config.toml; unknown options are kept."""
     return {
         name if section == name else f"{section}.{name}": value
         for section, found in values.items()

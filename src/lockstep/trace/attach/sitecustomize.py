@@ -1,6 +1,6 @@
-"""Run by Python at its start where `lockstep trace` has put this folder first on PYTHONPATH.
+"""Attach the recorder at Python's start; `lockstep trace` puts this folder first on PYTHONPATH.
 
-Nothing happens in a process that never imports torch. A `sitecustomize` of the user's own runs afterwards, as it would.
+A process that never imports torch is left alone. The user's own `sitecustomize` runs afterwards, as it would without.
 """
 
 import importlib
@@ -17,7 +17,10 @@ _PACKAGE = os.path.dirname(os.path.dirname(_HERE))
 
 
 def _attach() -> None:
-    """Has the recorder loaded when torch has been imported; in another environment from this file's own package."""
+    """Load the recorder once torch is imported.
+
+    In another environment than lockstep's it is loaded from this file's own package.
+    """
     if importlib.util.find_spec("lockstep") is None:
         stub = ModuleType("lockstep")
         stub.__path__ = [_PACKAGE]
@@ -26,7 +29,7 @@ def _attach() -> None:
 
 
 def _users() -> None:
-    """Runs the sitecustomize that this one hides."""
+    """Run the sitecustomize that this one hides."""
     elsewhere = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:

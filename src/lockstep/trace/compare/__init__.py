@@ -1,1 +1,1 @@
-"""Compare two recorded trainings."""
+"""Comparison of two recorded trainings."""

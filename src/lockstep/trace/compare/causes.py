@@ -1,4 +1,4 @@
-"""What a comparison finds, and how it is said."""
+"""Describe what a comparison found: causes and fixes, the first difference, the verdict."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -279,7 +279,7 @@ _CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 
 def said(cause: str, frameworks: Iterable[str]) -> str:
-    """The cause and the way out, as the first of the frameworks that has a word of its own would have it."""
+    """Return a cause with the fix for the first framework that has one."""
     text, ways = _CAUSES[cause]
     names = ["lightning" if name == "pytorch_lightning" else name for name in frameworks]
     order = [name for name in ("lightning", "transformers", "accelerate") if name in names]
@@ -287,25 +287,33 @@ def said(cause: str, frameworks: Iterable[str]) -> str:
     return f"{text}. Way out: {way}"
 
 
-# In the causal order in which a step is judged: whatever a stage computes from is compared before it.
+# In the causal order in which a step is judged: the inputs of a stage are compared before it.
 _STAGES = (
     *("initial weights", "weights", "parameters", "data", "randomness", "forward", "normalisation", "buffers"),
     *("gradient", "reduction", "clipping", "optimizer", "schedule", "optimizer state", "evaluation", "steps"),
 )
-_SHOWN = ("gradients", "gradient norms", "weights", "updates", "buffers", "losses", "samples")  # of what was compared
+_SHOWN = (
+    "gradients",
+    "gradient norms",
+    "weights",
+    "updates",
+    "buffers",
+    "losses",
+    "samples",
+)  # shown kinds
 
 
 @dataclass(frozen=True)
 class TraceFinding:
-    """Where two trainings part.
+    """The first difference between two trainings.
 
     Attributes:
         step: of the first trace, counted from 0; `other`: of the second.
-        stage: one of STAGES.
-        where: the tensor or what else was compared.
-        rank: the rank that is wrong, -1 for all.
-        cause: the key of causes.CAUSES.
-        text: what was found, in numbers.
+        stage: one of `_STAGES`.
+        where: the tensor, or whatever else was compared.
+        rank: the wrong rank; -1 for all.
+        cause: a key of `_CAUSES`.
+        text: the difference, in numbers.
         way: the cause, and the way out in the framework that is used, in words.
     """
 
@@ -327,18 +335,18 @@ class TraceFinding:
 
 @dataclass
 class TraceVerdict:
-    """The outcome.
+    """The result of a comparison.
 
     Attributes:
-        bits: steps, from the first on, whose weights have the same bits in both.
+        bits: leading steps after which the weights of both runs are bitwise equal.
         judged: steps that were compared.
-        largest: the largest relative distance of the weights of a step that was judged.
-        compared: how many of each kind both runs have and were held against each other, over all steps.
-        hidden: share of a gradient below which a difference would not have shown: in the first step, and in any.
-        unproven: why what follows cannot be compared: random numbers that differ by construction, rounding that grew.
-        missing: what a proof would need and was not there: a run's end, its gradients, a step in common.
-        not_finite: how many of each kind are not finite in both runs, which compares nothing.
-        notes: what else the person should know.
+        largest: the largest relative distance of the weights over these steps.
+        compared: number of compared pairs of each kind, over all steps.
+        hidden: share of a gradient below which a difference would not show: in the first step, and in any.
+        unproven: why later steps cannot be compared: random numbers that differ by construction, or grown rounding.
+        missing: what a proof would need and does not have: a run's end, its gradients, a common step.
+        not_finite: values of each kind that are not finite in both runs, which makes them incomparable.
+        notes: anything else that the user should know.
     """
 
     one: str
@@ -356,7 +364,7 @@ class TraceVerdict:
 
     @property
     def same(self) -> bool:
-        """Whether the two are proved to be the same training, as far as they were recorded."""
+        """Whether both are proved to be the same training, as far as they were recorded."""
         return self.finding is None and not self.unproven and not self.missing
 
     @property
@@ -401,7 +409,7 @@ class TraceVerdict:
         return f"would not show: {below}; of a tensor whose gradient is shorter, any"
 
     def plain(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the values for `--json`."""
         found = None if self.finding is None else vars(self.finding)
         return {
             "verdict": self.word,

@@ -1,11 +1,11 @@
-"""Judges two runs step by step, and names the first difference.
+"""Compare two runs step by step, and name the first difference.
 
 verdict = judged(read(one), read(two))
 
-A step is looked into only where something that counts differs: the gradients, the rates, the weights, the buffers,
-what ranks should have alike, an evaluation's samples. Then its stages are compared in causal order, and the first that
-differs is the cause. How far numbers may be off is docs/verify.md's tolerance, besides what the weights were
-off already.
+A step is examined in detail only if something that matters differs: the gradients, the rates, the weights, the
+buffers, values that ranks should share, the samples of an evaluation. Then its stages are compared in causal order,
+and the first that differs is the cause. The tolerance is that of docs/verify.md plus the distance that the weights
+had before.
 """
 
 import math
@@ -87,7 +87,7 @@ class Unseen:
 
     Attributes:
         counts: by kind, over all steps.
-        where: the first step and tensor, in words; "" where all were finite.
+        where: the first step and tensor, in words; "" if all were finite.
     """
 
     def __init__(self) -> None:
@@ -95,13 +95,13 @@ class Unseen:
         self.where = ""
 
     def add(self, step: StepPair) -> None:
-        """Add what cannot be compared in a step."""
+        """Count the incomparable values of a step."""
         for kind, name in _not_finite(step):
             self.where = self.where or f"from step {step.at[0]} on {name} is not finite in both runs"
             self.counts[kind] += 1
 
     def text(self, compared: Counter[str]) -> list[str]:
-        """Say where it began, and how much was compared all the same."""
+        """Describe where they began, and how much was compared nevertheless."""
         if not self.where:
             return []
         counts = ", ".join(
@@ -111,7 +111,10 @@ class Unseen:
 
 
 def _finite_in_one(step: StepPair) -> TraceFinding | None:
-    """Judge tensors and losses that are finite in one run alone; gradients are judged with their causes."""
+    """Report tensors and losses that are finite in one run only.
+
+    Gradients are judged with their causes instead.
+    """
     for kind, (stage, cause) in _STAGES.items():
         mine, theirs = step.one.tensors(kind), step.two.tensors(kind)
         for name in matched(mine, theirs).both:
@@ -125,10 +128,10 @@ def _finite_in_one(step: StepPair) -> TraceFinding | None:
 
 
 def _not_finite(step: StepPair) -> Iterator[tuple[str, str]]:
-    """(kind, name) of what is not finite in both runs.
+    """Yield (kind, name) of values that are not finite in both runs.
 
-    A buffer may hold infinities for good, such as a mask of -inf: there only NaN counts. A gradient that overflowed
-    counts for nothing where the update was skipped, as a GradScaler does.
+    A buffer may have infinities by design, such as a mask of -inf: there only NaN counts. A gradient that overflowed
+    does not count if the update was skipped, as by a GradScaler.
     """
     for kind, shown in _NAMES.items():
         mine, theirs = step.one.tensors(kind), step.two.tensors(kind)
@@ -154,23 +157,26 @@ def _not_finite(step: StepPair) -> Iterator[tuple[str, str]]:
 
 
 def _skipped(spot: Spot, name: str) -> bool:
-    """Return whether an update left a weight as it was, and finite."""
+    """Whether an update left a weight unchanged, and finite."""
     before, after = spot.before().get(name), spot.tensors("weights").get(name)
     return before is not None and after is not None and before.digest == after.digest and finite(after)
 
 
 def _losses_finite(step: StepPair, side: int) -> bool | None:
-    """Whether all losses of a step are finite; None where a rank has none."""
+    """Whether all losses of a step are finite; None if a rank has none."""
     found = losses_of((step.one, step.two)[side])
     return every(math.isfinite(value) for rank in found for value in rank) if found else None
 
 
-_NOISE, _NOISE_OFF = 1e-3, 1e-2  # a gradient this small a share of all, and off by this share of itself, is noise
-_LOST = 1e-2  # share by which the weights may differ while gradients still tell something
+_NOISE, _NOISE_OFF = (
+    1e-3,
+    1e-2,
+)  # a gradient this small a share of all, and off by this share of itself, is noise
+_LOST = 1e-2  # share by which the weights may differ while gradients are still comparable
 
 
 def judged(one: TraceRun, two: TraceRun) -> TraceVerdict:
-    """Compares two runs as far as both go."""
+    """Compare two runs over their common steps."""
     pair = paired(one, two)
     verdict = TraceVerdict(one.name, two.name)
     _hide_unplaced(pair, [*one.parts, *two.parts], verdict)
@@ -213,12 +219,13 @@ def judged(one: TraceRun, two: TraceRun) -> TraceVerdict:
 
 @dataclass
 class _Divergence:
-    """How far the two have come apart.
+    """The distance between the two runs so far.
 
     Attributes:
-        off: share by which the weights differ; bits: none do.
-        noise: tensors whose gradients cancel to nothing, so that each step of them is chance (the bias of attention's
-            keys, one before a BatchNorm). The loss does not depend on them.
+        off: relative distance of the weights.
+        bits: the weights are bitwise equal.
+        noise: tensors with gradients that cancel to rounding noise, so that each of their steps is random (the bias of
+            attention's keys, a bias before a BatchNorm). The loss does not depend on them.
     """
 
     off: float = 0.0
@@ -228,7 +235,7 @@ class _Divergence:
     noise: set[str] = field(default_factory=set)
 
     def follow(self, step: StepPair, verdict: TraceVerdict) -> None:
-        """Takes in a step in which no mistake was found."""
+        """Update the distance by a step without a finding."""
         mine, theirs = step.one.tensors("weights"), step.two.tensors("weights")
         before = self.bits
         self.bits &= every(mine[name].digest == theirs[name].digest for name in matched(mine, theirs).both)
@@ -253,7 +260,7 @@ class _Divergence:
 
 
 def _hide_unplaced(pair: TracePair, parts: list[TracePart], verdict: TraceVerdict) -> None:
-    """Leaves out tensors whose shards have no known places: those of another number of ranks do not add up alike."""
+    """Exclude sharded tensors with unknown places: different numbers of ranks do not sum them alike."""
     sides = (pair.one, pair.two) if pair.one.world != pair.two.world else ()
     for part in parts:
         part.hidden = set()
@@ -274,7 +281,7 @@ def _hide_unplaced(pair: TracePair, parts: list[TracePart], verdict: TraceVerdic
 
 
 def _parting(step: StepPair) -> list[str]:
-    """Where the bits of two runs of the same shape part, though within rounding."""
+    """Note where the bits of two runs of one shape first differ, though within rounding."""
     if step.one.part.world != step.two.part.world:
         return []
     module = first_module(step)
@@ -321,7 +328,7 @@ def _difference(step: StepPair, verdict: TraceVerdict) -> TraceFinding | None:
 
 
 def _computed(step: StepPair, verdict: TraceVerdict) -> TraceFinding | None:
-    """What leads to the gradient, if the gradient differs."""
+    """Find the cause of a different gradient, in causal order."""
     unequal = next(
         ((name, n, w) for name, spot in step.sides() for n, w in spot.tensors("grad").items() if unlike(w)), None
     )
@@ -345,12 +352,12 @@ def _computed(step: StepPair, verdict: TraceVerdict) -> TraceFinding | None:
     if found.stage != "reduction" or unequal is not None:
         return found
     if found.cause == "reduction" and step.one.part.world == step.two.part.world == 1:
-        found = step.finding("gradient", "gradient", found.text, found.where)  # of one process nothing is reduced
+        found = step.finding("gradient", "gradient", found.text, found.where)  # one process reduces nothing
     return kept_gradient(step) or found
 
 
 def _flagged(step: StepPair) -> list[str]:
-    """Gradients that are further off than rounding explains."""
+    """The gradients that differ by more than rounding explains."""
     mine, theirs = step.one.tensors("grad"), step.two.tensors("grad")
     if step.one.hidden or step.two.hidden:
         return _norms_off(step)
@@ -360,7 +367,7 @@ def _flagged(step: StepPair) -> list[str]:
         error = distance(mine[name].sketch, theirs[name].sketch)
         known = finite(mine[name]), finite(theirs[name])
         off = not error <= step.limit * norm or known[0] != known[1]
-        if mine[name].digest != theirs[name].digest and any(known) and off:  # of neither nothing is compared
+        if mine[name].digest != theirs[name].digest and any(known) and off:  # if neither is finite, skip
             found.append(name)
     return found
 
@@ -370,7 +377,7 @@ def _first(spot: Spot) -> dict[str, Any]:
 
 
 def _norms_off(step: StepPair) -> list[str]:
-    """The same where an engine says the norm alone."""
+    """`_flagged` for an engine that reports only the gradient norm."""
     norms: list[float] = []
     for spot in (step.one, step.two):
         said = _first(spot).get("norm")
@@ -387,7 +394,7 @@ def _norms_off(step: StepPair) -> list[str]:
 
 
 def _end(pair: TracePair) -> TraceFinding | None:
-    """What came after the last step, and whether both made as many."""
+    """Compare the ends: the evaluation after the last step, and the number of steps."""
     one, two = len(pair.one.spots), len(pair.two.spots) + pair.shift
     less, more = (pair.one, pair.two) if one < two else (pair.two, pair.one)
     if not pair.steps or less.window or more.window or less.stop or (one == two and more.stop):

@@ -1,6 +1,9 @@
-"""What one run has alone: parameters, gradients, buffers and states, named for what they are.
+"""Compare the inputs of a step: samples, random generators, and the sets of tensors.
 
-A set that is empty, or that lacks what the other has, is never the same.
+`data_difference` compares the samples over all ranks, `random_difference` the generators around forwards. The
+`*_sets` functions name parameters, gradients, buffers and optimizer states that one run lacks. An empty set, or one
+that lacks an element of the other, never counts as the same. `kept_gradient` recognises gradients that were not
+cleared.
 """
 
 import math
@@ -44,7 +47,7 @@ _SHOWN = 6
 
 
 def data_difference(step: StepPair) -> TraceFinding | None:
-    """The first difference of the samples of a step, over all ranks."""
+    """Find the first difference in the samples of a step, over all ranks."""
     one, two = trained(_uses(step.pair.one, step.at[0]), _uses(step.pair.two, step.at[1]))
     mine, theirs = counted(one), counted(two)
     if mine == theirs or not mine or not theirs or counted(readers(one)) == counted(readers(two)):
@@ -61,7 +64,7 @@ def data_difference(step: StepPair) -> TraceFinding | None:
         return step.finding("data", cause, f"{count} samples instead of {expected}", "samples")
     indices = [Counter(s.index for each in side.values() for s in each) for side in (one, two)]
     if indices[0] == indices[1] and -1 not in indices[0]:
-        if same_effect(step):  # padded otherwise, or with what the loss does not see
+        if same_effect(step):  # different padding, or samples that the loss ignores
             return None
         wrong = next(iter((theirs - mine).keys()))
         rank, sample = next((rank, s) for rank, each in two.items() for s in each if s.content == wrong)
@@ -79,7 +82,7 @@ def _uses(side: TraceSide, at: int) -> dict[int, Use]:
 def _repeated(
     step: StepPair, one: dict[int, list[TracedSample]], two: dict[int, list[TracedSample]]
 ) -> TraceFinding | None:
-    """A later epoch that has an earlier one's order."""
+    """Report an epoch with the order of an earlier one."""
     for side, at, samples in ((step.pair.two, step.at[1], two), (step.pair.one, step.at[0], one)):
         epoch = max((sample.epoch for each in samples.values() for sample in each), default=-1)
         if epoch < 1:
@@ -96,7 +99,10 @@ def _repeated(
 def _elsewhere(
     step: StepPair, one: dict[int, list[TracedSample]], two: dict[int, list[TracedSample]]
 ) -> TraceFinding | None:
-    """Samples that the first run has in other steps: a resume that begins too late or too early, a lost sample."""
+    """Report samples that the first run has in other steps.
+
+    That is a resume that starts too late or too early, or a lost sample.
+    """
     mine, theirs = counted(one), counted(two)
     new, lost = theirs - mine, mine - theirs
     names = {s.content: s.name for side in (one, two) for each in side.values() for s in each}
@@ -130,7 +136,7 @@ def _elsewhere(
 
 
 def _before(step: StepPair) -> set[int]:
-    """What the second run read in the steps before."""
+    """The samples that the second run read in the last 200 steps."""
     found: set[int] = set()
     for at in range(max(0, step.at[1] - 200), step.at[1]):
         samples, _ = trained(_uses(step.pair.two, at), {})
@@ -141,7 +147,7 @@ def _before(step: StepPair) -> set[int]:
 def _epochs(
     step: StepPair, one: dict[int, list[TracedSample]], two: dict[int, list[TracedSample]]
 ) -> list[dict[int, Counter[int]]]:
-    """Of both runs: rank -> the samples of this step's epoch, as far as both recorded it."""
+    """Return rank -> samples of this step's epoch, for both runs, over the common steps."""
     found: list[dict[int, Counter[int]]] = []
     for side, place, first in ((step.pair.one, 0, one), (step.pair.two, 1, two)):
         epoch = next((s.epoch for each in first.values() for s in each), -1)
@@ -157,7 +163,7 @@ def _epochs(
 def _overlap(
     step: StepPair, one: dict[int, list[TracedSample]], two: dict[int, list[TracedSample]]
 ) -> TraceFinding | None:
-    """Ranks whose parts of the epoch overlap by more than what fills up a last batch."""
+    """Report ranks that share more samples of an epoch than padding explains."""
     mine, theirs = _epochs(step, one, two)
     if len(theirs) < 2 or step.two.begins:
         return None
@@ -171,7 +177,7 @@ def _overlap(
 
 
 def _ordered(step: StepPair, one: dict[int, list[TracedSample]], two: dict[int, list[TracedSample]]) -> TraceFinding:
-    """The same samples in another order, or other samples."""
+    """Report the same samples in another order, or other samples."""
     mine, theirs = (sum(ranks.values(), Counter()) for ranks in _epochs(step, one, two))
     common = sum((mine & theirs).values())
     if 2 * common >= min(sum(mine.values()), sum(theirs.values())):
@@ -200,11 +206,11 @@ _COMMON = ("torch", "cuda", "python", "numpy")  # generators that every process 
 
 
 class Forward(NamedTuple):
-    """A forward of the training: what it computed, and the digests of the generators around it.
+    """A training forward: its sizes, and digests of the generators around it.
 
     Attributes:
-        size: samples, and the numbers of each one's output. Batches that are padded otherwise draw more or less.
-        seeds: digests behind it, where it drew; a draw leaves the seed as it is.
+        size: samples, and elements of each one's output. Differently padded batches draw more or less.
+        seeds: digests of the seeds after it, if it drew; a draw itself leaves the seed unchanged.
     """
 
     size: tuple[int, int]
@@ -214,7 +220,11 @@ class Forward(NamedTuple):
 
 
 def random_difference(step: StepPair) -> tuple[str, TraceFinding | None]:
-    """(why random numbers differ by construction, or a mistake in them), of the generators that forwards draw from."""
+    """Compare the generators that the forwards draw from.
+
+    Returns:
+        (why random numbers differ by construction or "", a mistake in them or None).
+    """
     found = {name: _states(spot) for name, spot in step.sides()}
     drawn = {
         key
@@ -248,7 +258,7 @@ def random_difference(step: StepPair) -> tuple[str, TraceFinding | None]:
 
 
 def _states(spot: Spot) -> dict[int, list[Forward]]:
-    """List each rank's forwards of the training."""
+    """List each rank's training forwards."""
     return {
         rank: [
             Forward((f["n"], f.get("w", 0)), f["rng"][0], f["rng"][1], f.get("seeds", {}))
@@ -260,7 +270,10 @@ def _states(spot: Spot) -> dict[int, list[Forward]]:
 
 
 def _seeded_by_rank(step: StepPair, name: str, key: str, ranks: dict[int, list[Forward]]) -> TraceFinding | None:
-    """A generator whose state depends on the rank, before a step's first forward or only behind it."""
+    """Report a generator with a rank-dependent state.
+
+    It may differ before a step's first forward, or only after it.
+    """
     if not ranks:
         return None
     least = min(ranks)
@@ -268,7 +281,7 @@ def _seeded_by_rank(step: StepPair, name: str, key: str, ranks: dict[int, list[F
     for rank, (forward, *_) in ranks.items():
         if forward.before.get(key) != first.before.get(key):
             if step.number and key in _COMMON:
-                return None  # forwards of other lengths draw more or less
+                return None  # forwards of other lengths draw different amounts
             text = f"in {name} the {key} generator is not as on rank {least}, and the forward draws from it"
             cause = "rank-seed" if key in _COMMON else "own-generator"
             return step.finding("randomness", cause, text, key, rank)
@@ -281,12 +294,12 @@ def _seeded_by_rank(step: StepPair, name: str, key: str, ranks: dict[int, list[F
     return None
 
 
-_FIT = 1e-3  # share of a gradient that the sum of two may leave unexplained
-_PART = 0.05  # least share that a kept gradient has in it
+_FIT = 1e-3  # share of a gradient that the sum of the two may leave unexplained
+_PART = 0.05  # smallest share of a kept gradient
 
 
 def parameter_sets(step: StepPair) -> TraceFinding | None:
-    """Judge which tensors the two optimizers have, and which parameters the two models."""
+    """Compare the tensors of the two optimizers, and the parameters of the two models."""
     if not step.number and not step.pair.shift:
         models = matched(_model(step.one), _model(step.two))
         for name, only in ((SECOND, models.first), (FIRST, models.second)):
@@ -307,7 +320,7 @@ def parameter_sets(step: StepPair) -> TraceFinding | None:
 
 
 def _alone(step: StepPair, sets: Matched) -> TraceFinding | None:
-    """What one optimizer has alone and trains."""
+    """Report tensors that only one optimizer has and trains."""
     sides = (
         (SECOND, step.two, step.one, sets.second, sets.first),
         (FIRST, step.one, step.two, sets.first, sets.second),
@@ -327,25 +340,25 @@ def _alone(step: StepPair, sets: Matched) -> TraceFinding | None:
 
 
 def _trained(spot: Spot) -> set[str]:
-    """Tensors that the step trains."""
+    """Names of the tensors that the step trains."""
     if spot.hidden:
         return spot.tensors("weights").keys() - spot.part.names(spot.at, "frozen")
     return set(spot.tensors("grad"))
 
 
 def _model(spot: Spot) -> list[str]:
-    """The names of the model's parameters: those that are no place in an optimizer's group."""
+    """The names of the model's parameters, without positions in an optimizer's group."""
     return [name for name in spot.part.tensors(0, "initial") if not _numbered(name)]
 
 
 def _numbered(name: str) -> bool:
-    """Whether it is a place in an optimizer's group, since no model has the tensor."""
+    """Whether the name is a position in a group, of a tensor outside the model."""
     head, _, tail = name.partition(".")
     return head.startswith("group") and head[5:].isdigit() and tail.isdigit()
 
 
 def unmatched_gradients(step: StepPair) -> list[str]:
-    """List gradients that one run has alone and that are not all zero."""
+    """List the gradients that only one run has and that are not all zero."""
     if step.one.hidden or step.two.hidden:
         return []
     mine, theirs = step.one.tensors("grad"), step.two.tensors("grad")
@@ -354,7 +367,7 @@ def unmatched_gradients(step: StepPair) -> list[str]:
 
 
 def gradient_sets(step: StepPair) -> TraceFinding | None:
-    """Judge which tensors have a gradient."""
+    """Compare the sets of tensors with a gradient."""
     only = unmatched_gradients(step)
     if not only:
         return None
@@ -363,7 +376,7 @@ def gradient_sets(step: StepPair) -> TraceFinding | None:
 
 
 def buffer_sets(step: StepPair) -> TraceFinding | None:
-    """Judge which buffers the two models have."""
+    """Compare the sets of the two models' buffers."""
     sets = matched(step.one.tensors("buffers"), step.two.tensors("buffers"))
     for name, only in ((SECOND, sets.first), (FIRST, sets.second)):
         if only:
@@ -372,7 +385,7 @@ def buffer_sets(step: StepPair) -> TraceFinding | None:
 
 
 def state_sets(step: StepPair) -> TraceFinding | None:
-    """Judge which states the two optimizers have of tensors that both train."""
+    """Compare the two optimizers' states for tensors that both train."""
     mine, theirs = step.one.tensors("state"), step.two.tensors("state")
     trained = step.one.tensors("grad").keys() & step.two.tensors("grad").keys()
     sets = matched(mine, theirs)
@@ -384,10 +397,9 @@ def state_sets(step: StepPair) -> TraceFinding | None:
 
 
 def kept_gradient(step: StepPair) -> TraceFinding | None:
-    """A gradient to which one run added this step's, since nothing cleared it after the update before.
+    """Report a gradient that still contains the previous update's, which was not cleared.
 
-    It is then a sum of this step's gradient and of what the same optimizer had in its last step, whatever clipping
-    made of the two.
+    It is then a sum of this step's gradient and the same optimizer's last one, up to clipping.
     """
     for name, spot, other in ((SECOND, step.two, step.one), (FIRST, step.one, step.two)):
         grads, fresh = spot.tensors("grad"), other.tensors("grad")
@@ -399,7 +411,7 @@ def kept_gradient(step: StepPair) -> TraceFinding | None:
         if not math.isfinite(length):
             continue
         length = math.hypot(*found)
-        for a, b in ((1.0, 1.0), _shares(found, here, before)):  # as it is, and as clipping leaves it
+        for a, b in ((1.0, 1.0), _shares(found, here, before)):  # unclipped, and clipped
             left = math.dist(found, [a * x + b * y for x, y in zip(here, before, strict=True)])
             part = b * math.hypot(*before) / length if length else 0.0
             if a > 0 and part > _PART and left <= max(_FIT, step.limit) * length:
@@ -409,7 +421,7 @@ def kept_gradient(step: StepPair) -> TraceFinding | None:
 
 
 def _earlier(spot: Spot) -> Iterator[dict[str, WholeTensor]]:
-    """The gradients of the updates before, the last first."""
+    """Yield the gradients of the same optimizer's previous update, if there is one."""
     number = next(iter(spot.part.records(spot.at).values()))["opt"]
     for at in range(spot.at - 1, -1, -1):
         if next(iter(spot.part.records(at).values()))["opt"] == number:
@@ -418,7 +430,7 @@ def _earlier(spot: Spot) -> Iterator[dict[str, WholeTensor]]:
 
 
 def _shares(found: list[float], one: list[float], two: list[float]) -> tuple[float, float]:
-    """How much of each of two others is in a vector, by least squares; nothing where the two point the same way."""
+    """Fit a vector by two others in least squares; (0, 0) if these are parallel."""
     a, b, c = _dot(one, one), _dot(one, two), _dot(two, two)
     determinant = a * c - b * b
     if not determinant > 1e-6 * a * c:

@@ -1,4 +1,8 @@
-"""Why a gradient differs although the weights and the samples are the same: forward, loss, reduction or clipping."""
+"""Find why a gradient differs although weights and samples agree: forward, loss, reduction or clipping.
+
+`gradient_difference` returns the first of these stages that differs. `gradient_limit` is the tolerance,
+`items_unequal` and `normalisation_difference` check how the losses are normalised.
+"""
 
 import math
 from collections.abc import Iterator
@@ -35,35 +39,34 @@ __all__ = [
 
 _SAFETY, _CEILING = 32.0, 0.25  # of docs/verify.md
 _FINE = ROUNDOFF["float32"]
-_LEAST_LIMIT, _MOST = 4.0, 16.0  # roundings of the coarsest dtype, between which what was measured decides
-_MEASURED = 8.0  # times how far the same samples' outputs are apart
+_LEAST_LIMIT, _MOST = 4.0, 16.0  # roundings of the coarsest dtype; in between the measured distance decides
+_MEASURED = 8.0  # times the distance of the same samples' outputs
 
-Output = tuple[int, tuple[float, float]]  # rank; signed sum and square of the output
+Output = tuple[int, tuple[float, float]]  # rank; signed sum and sum of squares of the output
 
 
 def gradient_limit(step: StepPair) -> float:
-    """Share of the whole gradient's norm by which a tensor of it may be off.
+    """Return the tolerance of a gradient tensor, as a share of the whole gradient's norm.
 
-    A gradient in float32 is held to what adding it up in another order makes of it. Where a coarser dtype is rounded
-    to, four roundings are allowed; more only where the outputs of the same samples are further apart in the first step,
-    and never more than 16.
+    A float32 gradient may differ by what another summation order explains. With a coarser dtype four roundings are
+    allowed; more, up to 16, only if the outputs of the same samples are further apart in the first step.
     """
     unit, inner = _unit(step), _coarsest(step)
     count = 0
     for spot in (step.one, step.two):
         losses = sum(len(record["loss"]) for record in spot.part.records(spot.at).values())
         count = max(count, losses + spot.part.world)
-    fine = unit <= _FINE  # coarser sums are not bounded: each rounds either way, so the root of their number counts
+    fine = unit <= _FINE  # coarser roundings go either way, so their sum grows with the root of their number
     rounding = _SAFETY * count * unit * (step.number + 1) if fine else _LEAST_LIMIT * math.sqrt(count) * unit
     if step.number or step.one.part.world != step.two.part.world:
         moved = _moved(step)
-        measured = _MEASURED * moved if moved <= _MOST * inner else 0.0  # further apart than rounding explains
+        measured = _MEASURED * moved if moved <= _MOST * inner else 0.0  # else rounding does not explain it
         rounding += min(_MOST * inner, max(_LEAST_LIMIT * inner, measured))
     return min(_CEILING, rounding + GROWTH * step.off)
 
 
 def _coarsest(step: StepPair) -> float:
-    """Unit roundoff of the coarsest dtype in which the modules compute, as the first steps note it."""
+    """Unit roundoff of the coarsest dtype that the modules compute in, from the first step."""
     kinds = {
         forward.get("ac", "")
         for spot in (step.one, step.two)
@@ -80,17 +83,17 @@ def _unit(step: StepPair) -> float:
 
 
 def _moved(step: StepPair) -> float:
-    """How far the outputs of the same samples are apart in the first step, as a share of their length."""
+    """Relative distance of the same samples' outputs in the first step."""
     first = max(0, step.pair.shift)
     mine, theirs = _outputs_of(step.pair.one.spots[first]), _outputs_of(step.pair.two.spots[first - step.pair.shift])
     pairs = [(mine[key][1], theirs[key][1]) for key in mine.keys() & theirs.keys()]
     square = sum(one[1] for one, _ in pairs)
-    apart = sum((one[0] - two[0]) ** 2 for one, two in pairs)  # of random signs: that of the outputs, in the mean
+    apart = sum((one[0] - two[0]) ** 2 for one, two in pairs)  # random signs: in the mean, the outputs' distance
     return math.sqrt(apart / square) if square > 0 and math.isfinite(apart + square) else 0.0
 
 
 def _outputs_of(spot: Spot) -> dict[tuple[int, int, int, int], Output]:
-    """(root, digest of the sample, elements, how many of it before) -> its output."""
+    """Return (root, sample digest, elements, earlier occurrences) -> (rank, its output)."""
     found: dict[tuple[int, int, int, int], Output] = {}
     for rank, record in spot.part.records(spot.at).items():
         for forward in record["fwd"]:
@@ -106,10 +109,10 @@ def _outputs_of(spot: Spot) -> dict[tuple[int, int, int, int], Output]:
     return found
 
 
-_LEAST = 1e-4  # share by which factors may differ that are one factor
-_ROUNDINGS = 2.0  # of the coarsest dtype, which they may be off by
+_LEAST = 1e-4  # share by which equal factors may differ
+_ROUNDINGS = 2.0  # of the coarsest dtype, by which they may be off
 _SURE = 6.0  # standard errors of a mean factor
-_FREEDOM = 4  # samples beyond one a forward, from which on the error of a mean is known
+_FREEDOM = 4  # extra samples over the forwards needed to know the error of a mean
 _RATIO = 1e-3  # share by which a ratio may miss a whole number
 
 Counts = dict[int, list[int]]  # rank -> items of each of its losses
@@ -118,10 +121,12 @@ Forward = tuple[int, int]  # rank, number of its forward in the step
 
 @dataclass(frozen=True)
 class _Factor:
-    """How much more the samples that one forward of each run has in common count in the second.
+    """The factor by which two forwards' common samples weigh more in the second run.
 
     Attributes:
-        mean: as a logarithm; error: its standard error; apart: how far one sample is from it at most.
+        mean: its logarithm.
+        error: the standard error of `mean`.
+        apart: the largest distance of a single sample from it.
     """
 
     one: Forward
@@ -133,7 +138,7 @@ class _Factor:
 
 
 def items_unequal(step: StepPair) -> TraceFinding | None:
-    """Items that count more on one rank than on another, in one run alone."""
+    """Report items that weigh more on one rank than on another, in one run only."""
     factors = _factors(step)
     common = _mean([each.mean for each in factors])
     least = _tolerance(step)
@@ -147,7 +152,7 @@ def items_unequal(step: StepPair) -> TraceFinding | None:
             if _explained(factors, counts, ways, least):
                 return _named(step, times, counts, ways)
     if sum(each.samples - 1 for each in factors) < _FREEDOM:
-        return None  # too few samples to know how far such lengths are off by themselves
+        return None  # too few samples to know how far such lengths vary anyway
     text = (
         f"an item of rank {high.two[0]} counts {times:.6g} times as much as one of rank {low.two[0]}, against the first"
     )
@@ -155,7 +160,7 @@ def items_unequal(step: StepPair) -> TraceFinding | None:
 
 
 def same_effect(step: StepPair) -> bool:
-    """Whether each sample moves the loss as much in both runs, but for what its forward's loss is divided by."""
+    """Whether each sample moves the loss equally in both runs, up to its forward's divisor."""
     factors = _factors(step)
     return any(each.samples > 1 for each in factors) and every(each.apart <= _tolerance(step) for each in factors)
 
@@ -176,7 +181,7 @@ def _named(step: StepPair, times: float, counts: list[Counts], ways: tuple[str, 
 
 
 def _tolerance(step: StepPair) -> float:
-    """What factors that are one may be off by."""
+    """The distance below which factors count as equal."""
     return min(0.25, max(_LEAST, _ROUNDINGS * _coarsest(step)) + GROWTH * step.off)
 
 
@@ -185,7 +190,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _factors(step: StepPair) -> list[_Factor]:
-    """Of each two forwards that have samples in common."""
+    """The factors of all pairs of forwards with common samples."""
     groups: dict[tuple[Forward, Forward], list[tuple[float, float]]] = {}
     sides = _lengths(step)
     for key, (forward, mine) in sides[0].items():
@@ -214,7 +219,7 @@ def _weighted_mean(values: list[tuple[float, float]]) -> float:
 
 
 def _lengths(step: StepPair) -> list[dict[tuple[int, int], tuple[Forward, float]]]:
-    """Of each side: (a sample, how many of it before) -> its forward, length of its output's gradient."""
+    """For each run: (sample, earlier occurrences) -> (its forward, norm of its output's gradient)."""
     uses = _uses(step)
     found: list[dict[tuple[int, int], tuple[Forward, float]]] = []
     for use, contents in zip(uses, computed(*uses), strict=True):
@@ -233,7 +238,7 @@ def _lengths(step: StepPair) -> list[dict[tuple[int, int], tuple[Forward, float]
 
 
 def _explained(factors: list[_Factor], counts: list[Counts], ways: tuple[str, ...], least: float) -> bool:
-    """Whether these divisors, whole numbers, make the factors what they are; `ways`: what each run divides by."""
+    """Whether these integer divisors explain the factors; `ways` is the divisor of each run."""
     rest: list[float] = []
     for each in factors:
         below = [_divisor(side, way, *at) for side, way, at in zip(counts, ways, (each.one, each.two), strict=True)]
@@ -254,7 +259,7 @@ def _divisor(counts: Counts, way: str, rank: int, number: int) -> float:
 
 
 def normalisation_difference(step: StepPair) -> TraceFinding | None:
-    """What the losses are divided by, where the outputs agree."""
+    """Find a difference in the divisor of the losses, given that the outputs agree."""
     found = items_unequal(step)
     if found is not None or not step.flagged:
         return found
@@ -303,7 +308,7 @@ def _losses(spot: Spot) -> dict[int, list[float]]:
 
 
 def _total(losses: dict[int, list[float]]) -> float:
-    """What DDP's mean over the ranks makes of their losses."""
+    """The loss of the step: DDP's mean over the ranks of their summed losses."""
     return sum(sum(each) for each in losses.values()) / max(1, len(losses))
 
 
@@ -312,7 +317,10 @@ def _by_rank(counts: Counts) -> list[int]:
 
 
 def _weighted(losses: dict[int, list[float]], counts: Counts) -> float | None:
-    """The mean over all items, of losses that are means over the items of a micro-batch and divided by their number."""
+    """The mean over all items of a step.
+
+    Each loss must be the mean over its micro-batch's items, divided by the number of micro-batches.
+    """
     total = items = 0.0
     for rank, each in losses.items():
         mine = counts.get(rank, [])
@@ -329,7 +337,10 @@ def _uses(step: StepPair) -> list[dict[int, Use]]:
 
 
 def _keys(step: StepPair) -> Iterator[tuple[str, int]]:
-    """What the items may be: of an integer tensor what is not ignored, all or behind each first; "": samples."""
+    """Yield the candidates for the items.
+
+    They are integer tensors (0: all elements, 1: after each first), or "" for samples.
+    """
     keys: list[tuple[str, int]] = [("", 0)]
     for use in _uses(step)[1].values():
         for batch in [*use.loads, *use.forwards]:
@@ -354,15 +365,15 @@ def _counts(step: StepPair, side: int, name: str, which: int) -> Counts:
     return found
 
 
-_PARALLEL = 1e-3  # sine of the largest angle between gradients that differ in length alone
-_LENGTH = 1e-2  # share by which a length may miss what clipping leaves
-_ALIKE = 1e-4  # share by which numbers of the ranks may differ that are one number
+_PARALLEL = 1e-3  # sine of the largest angle between gradients that differ only in length
+_LENGTH = 1e-2  # share by which a length may miss the clipped one
+_ALIKE = 1e-4  # share by which numbers that ranks share may differ
 _STATISTICS = ("running_mean", "running_var")
 _OUTPUT = 1e-3  # share by which a sample's output may differ
 
 
 def gradient_difference(step: StepPair) -> TraceFinding:
-    """The first stage that differs, from the forward to the clipping."""
+    """Return the first stage that differs, from the forward to the reduction."""
     return (
         _scaled_before(step)
         or _unreduced(step)
@@ -381,7 +392,7 @@ def _records(spot: Spot) -> dict[int, dict[str, Any]]:
 
 
 def _clips(record: dict[str, Any]) -> list[list[Any]]:
-    """The clippings of a step: [when, "clip", which, limit, [norm]]."""
+    """The clip events of a step: [when, "clip", which, limit, [norm]]."""
     return [event for event in record["ev"] if event[1] == "clip"]
 
 
@@ -405,7 +416,7 @@ def _norm(clip: list[Any]) -> float:
 
 
 def _clipped_apart(step: StepPair) -> TraceFinding | None:
-    """Ranks that clip by norms of their own, although what they update by is one gradient."""
+    """Report ranks that clip by their own norms although they update by one gradient."""
     for name, spot in step.sides():
         norms = {rank: _norm(clips[-1]) for rank, record in _records(spot).items() if (clips := _clips(record))}
         known = {rank: norm for rank, norm in norms.items() if math.isfinite(norm)}
@@ -425,7 +436,10 @@ def _clipped_apart(step: StepPair) -> TraceFinding | None:
 
 
 def _changed_after(step: StepPair) -> TraceFinding | None:
-    """Gradients that are not as long, when the optimizer gets them, as clipping made them; in one run alone."""
+    """Report gradients that reach the optimizer with another length than clipping left.
+
+    It must be so in one run only.
+    """
     found: dict[str, tuple[int, float, float]] = {}
     for name, spot in step.sides():
         for rank, record in _records(spot).items():
@@ -460,9 +474,9 @@ def _unreduced(step: StepPair) -> TraceFinding | None:
 
 
 def own_statistics(step: StepPair) -> TraceFinding | None:
-    """Find BatchNorm statistics that each rank has of its own in one run alone.
+    """Report BatchNorm statistics that differ between ranks, in one run only.
 
-    Ranks that normalise by all samples end a step with the same bits, in any dtype.
+    Ranks that normalise over all samples end a step with the same bits, in any dtype.
     """
     found = []
     for name, spot in step.sides():
@@ -478,7 +492,7 @@ def own_statistics(step: StepPair) -> TraceFinding | None:
 
 
 def _forward(step: StepPair) -> TraceFinding | None:
-    """A sample for which the model computes another output."""
+    """Report samples with a different output of the model."""
     outputs = [_outputs_of(spot) for spot in (step.one, step.two)]
     least = max(_OUTPUT, 2 * step.limit)
     off: dict[int, int] = {}
@@ -509,7 +523,10 @@ def _forward(step: StepPair) -> TraceFinding | None:
 
 
 def first_module(step: StepPair) -> str:
-    """The first module whose output has other bits, where both runs cut the step alike and recorded it; else ""."""
+    """Return the first module whose output has different bits; else "".
+
+    It needs the same split of the step in both runs, and recorded modules.
+    """
     if step.one.part.world != step.two.part.world:
         return ""
     for rank, record in _records(step.one).items():
@@ -533,7 +550,7 @@ def _sketches(step: StepPair) -> tuple[list[float], list[float]]:
 
 
 def _ratio(step: StepPair) -> float:
-    """How many times the first run's gradient the second's is; NaN where they do not point the same way."""
+    """The ratio of the second gradient to the first; NaN if they are not parallel."""
     mine, theirs = _sketches(step)
     square = sum(x * x for x in mine)
     if not square or not math.isfinite(square):
@@ -544,7 +561,7 @@ def _ratio(step: StepPair) -> float:
 
 
 def _clipping(step: StepPair) -> TraceFinding | None:
-    """Gradients that point the same way and differ in length where one is clipped."""
+    """Report parallel gradients of different lengths, at least one of which is clipped."""
     ratio = _ratio(step)
     clips = [_clips(next(iter(_records(spot).values()))) for spot in (step.one, step.two)]
     if math.isnan(ratio) or not any(clips):

@@ -1,4 +1,9 @@
-"""Whether two runs begin with the same weights, and whether the updates alone change them."""
+"""Compare weights, updates and evaluations of two runs, and count what was compared.
+
+`initial_difference`, `changed_weights` and `update_difference` judge the weights, `rate_difference` the rates and
+settings, `state_difference` the optimizer's state, `evaluation_difference` the evaluations. `uncovered` lists what a
+proof lacks; `TrainedSoFar` notes runs that train nothing.
+"""
 
 import math
 from collections import Counter
@@ -49,13 +54,13 @@ __all__ = [
 
 
 def count_data(step: StepPair, compared: Counter[str]) -> None:
-    """Add the samples of a step that both runs read."""
+    """Count the samples of a step that both runs read."""
     one, two = trained(*(side.used(spot).at(spot.at, 0) for side, spot in _sides(step)))
     compared["samples"] += (counted(readers(one)) & counted(readers(two))).total()
 
 
 def count_numbers(step: StepPair, compared: Counter[str]) -> None:
-    """Add the tensors and losses of a step that were held against each other."""
+    """Count the tensors and losses of a step that were compared."""
     for kind, name in (("grad", "gradients"), ("weights", "weights"), ("buffers", "buffers"), ("state", "states")):
         compared[name] += len(_both(step.one.tensors(kind), step.two.tensors(kind), masks=kind == "buffers"))
     weights = _both(step.one.tensors("weights"), step.two.tensors("weights"))
@@ -70,7 +75,7 @@ def count_numbers(step: StepPair, compared: Counter[str]) -> None:
 
 
 def unended(pair: TracePair) -> list[str]:
-    """List the runs that are not there to their end, or not on all ranks."""
+    """List the runs that were not recorded to their end, or not on all ranks."""
     sides = (pair.one, pair.two)
     found = [f"{side.name} {side.stop} after step {len(side.spots) - 1}" for side in sides if side.stop]
     for side in sides:
@@ -82,7 +87,7 @@ def unended(pair: TracePair) -> list[str]:
 
 
 def uncovered(pair: TracePair, verdict: TraceVerdict) -> list[str]:
-    """List what a proof would need of the steps that were compared and did not find."""
+    """List what a proof needs and the compared steps lack."""
     if not verdict.judged:
         return ["they have no step in common"]
     if verdict.unproven:
@@ -100,7 +105,7 @@ def uncovered(pair: TracePair, verdict: TraceVerdict) -> list[str]:
 
 
 def _both(one: dict[str, WholeTensor], two: dict[str, WholeTensor], *, masks: bool = False) -> list[str]:
-    """Return the names in both whose values are finite; `masks`: or infinite for good."""
+    """The names in both with finite values; with `masks` also equal infinite ones."""
     pairs = ((name, one[name], two[name]) for name in matched(one, two).both)
     return [
         name
@@ -114,12 +119,12 @@ def _sides(step: StepPair) -> tuple[tuple[TraceSide, Spot], tuple[TraceSide, Spo
 
 
 def norm_of(spot: Spot) -> Any:
-    """Return the norm that a step's first rank reports; None where it reports none."""
+    """Return the norm that a step's first rank reports, or None."""
     return next(iter(spot.part.records(spot.at).values())).get("norm")
 
 
 def losses_of(spot: Spot) -> list[list[float]]:
-    """Return the losses of each rank, where all have them."""
+    """Return the losses of each rank; empty if a rank has none."""
     records = spot.part.records(spot.at).values()
     found = [[entry["v"][0] for entry in record["loss"] if entry["v"]] for record in records]
     return found if [] not in found else []
@@ -140,14 +145,14 @@ def _has_state(side: TraceSide, at: int) -> bool:
 
 
 def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
-    """The first difference of the evaluations before a step, or behind the last one."""
+    """Find the first difference of the evaluations before a step, or after the last (`tail`)."""
     spots = (step.pair.one.tail, step.pair.two.tail) if tail else (step.one, step.two)
     if spots[0] is None or spots[1] is None or any(spot is not None and spot.begins for spot in spots):
         return None
     if not tail and step.pair.shift and not step.number:
         return None
     if not tail and not step.number and "lightning" in " ".join(step.pair.one.frameworks):
-        return None  # its check of a few batches before training, which are more samples on more processes
+        return None  # Lightning's sanity check takes a few batches, so more samples with more processes
     uses = [
         {rank: use for rank, use in side.used(spot).at(spot.at, 1).items() if use.forwards}
         for side, spot in ((step.pair.one, spots[0]), (step.pair.two, spots[1]))
@@ -180,7 +185,7 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
 
 
 def _alone(step: StepPair, spot: Spot, samples: dict[int, Any]) -> TraceFinding | None:
-    """Ranks that have a part each, and nothing that could bring their scores together."""
+    """Report ranks that evaluate a part each without a collective that could combine the scores."""
     sets = [{sample.content for sample in each} for each in samples.values() if each]
     if len(sets) < 2 or any(one & two for place, one in enumerate(sets) for two in sets[:place]):
         return None
@@ -191,11 +196,11 @@ def _alone(step: StepPair, spot: Spot, samples: dict[int, Any]) -> TraceFinding 
 
 
 def _heard(spot: Spot, kind: str) -> bool:
-    """Whether an event came between an evaluation's first forward and the training that follows it."""
+    """Whether an event occurred between an evaluation's first forward and the next training."""
     for rank in spot.part.ranks.values():
         record = rank.steps[spot.at] if spot.at < len(rank.steps) else rank.end
         if record is None:
-            return True  # was cut off: nothing can be said
+            return True  # was cut off: unknown
         begin = min((f["at"] for f in record["fwd"] if not f["train"]), default=0)
         end = min((f["at"] for f in record["fwd"] if f["train"] and f["at"] > begin), default=1 << 60)
         for event in record["ev"]:
@@ -205,7 +210,10 @@ def _heard(spot: Spot, kind: str) -> bool:
 
 
 def _of_scores(event: list[Any]) -> bool:
-    """Whether a collective may carry scores: not a barrier, nor the one whole number of a decision to stop."""
+    """Whether a collective may carry scores.
+
+    A barrier does not, nor does the single integer of a decision to stop.
+    """
     _, _, name, count, kind = event[:5]
     if name in ("barrier", "broadcast", "broadcast_object_list", "scatter"):
         return False
@@ -214,10 +222,12 @@ def _of_scores(event: list[Any]) -> bool:
 
 @dataclass
 class TrainedSoFar:
-    """What the steps of a run have done so far.
+    """Whether the steps of a run have trained anything so far.
 
     Attributes:
-        got: a gradient was there; counts: one was not 0; moved: a weight changed its bits.
+        got: there was a gradient.
+        counts: a gradient was not 0.
+        moved: a weight changed.
         rate: the largest learning rate.
     """
 
@@ -227,10 +237,10 @@ class TrainedSoFar:
     rate: float = 0.0
 
     def look(self, spot: Spot) -> None:
-        """Takes in a step."""
+        """Update the state by a step."""
         gradients = spot.tensors("grad").values()
         record = next(iter(spot.part.records(spot.at).values()))
-        hidden = record["kind"] == "DeepSpeedEngine"  # which says the norm alone
+        hidden = record["kind"] == "DeepSpeedEngine"  # it reports only the norm
         self.got |= hidden or bool(gradients)
         self.counts |= (hidden and record.get("norm") != 0) or any(whole.square for whole in gradients)
         old = spot.before()
@@ -241,7 +251,7 @@ class TrainedSoFar:
         self.rate = max(self.rate, *(float(rate[0] if isinstance(rate, list) else rate) for rate in rates), 0.0)
 
     def note(self, steps: int) -> list[str]:
-        """What to say after `steps` steps: nothing where a gradient was not 0 and a weight moved."""
+        """Return a note after `steps` steps, if no gradient was nonzero or no weight moved."""
         if not steps or (self.counts and self.moved):
             return []
         if not self.got:
@@ -252,14 +262,14 @@ class TrainedSoFar:
         return [f"the weights never change in {steps} steps: nothing is trained (largest learning rate: {self.rate:g})"]
 
 
-_OWN = 1e-2  # share of itself by which a gradient may differ while its update still tells something
-_SAME = 1e-3  # share by which the update of a gradient with the same bits may differ
-_UPDATE = 0.1  # share by which updates may differ, besides what rounding makes of their gradients
-_FAR = 0.8  # a share by which no healthy update differs
+_OWN = 1e-2  # share of itself by which a gradient may differ while its update is still comparable
+_SAME = 1e-3  # share by which the updates of bitwise equal gradients may differ
+_UPDATE = 0.1  # share by which updates may differ, in addition to rounding of their gradients
+_FAR = 0.8  # no healthy update differs by this share
 
 
 def update_count(step: StepPair) -> TraceFinding | None:
-    """Updates without a backward before them."""
+    """Report updates without a backward before them."""
     found = {}
     for name, spot in step.sides():
         records = spot.part.records(spot.at)
@@ -277,7 +287,7 @@ def update_count(step: StepPair) -> TraceFinding | None:
 
 
 def rate_difference(step: StepPair) -> TraceFinding | None:
-    """Rates and settings of the groups."""
+    """Compare the rates and settings of the parameter groups."""
     for name, spot in step.sides():
         records = spot.part.records(spot.at)
         first = records[min(records)]["groups"]
@@ -326,7 +336,7 @@ def _rate_at(spot: Spot, number: int) -> float:
 
 
 def _schedules(step: StepPair, side: int) -> int:
-    """How often a run has stepped its schedules until this step, on its first rank."""
+    """Count the steps of a run's schedules up to this step, on its first rank."""
     spots = (step.pair.one, step.pair.two)[side].spots[: step.at[side] + 1]
     records: Iterator[dict[str, Any]] = (next(iter(spot.part.records(spot.at).values())) for spot in spots)
     return sum(event[1] == "schedule" for record in records for event in record["ev"])
@@ -337,7 +347,7 @@ def _number(value: Any) -> float:
 
 
 def _unequal(one: dict[str, Any], two: dict[str, Any]) -> str:
-    """The first setting in which two groups differ, the rate before the others."""
+    """The first setting in which two groups differ; the rate before the others."""
     for key in sorted(one.keys() & two.keys(), key=lambda name: (name != "lr", name)):
         if key in ("fused", "foreach", "initial_lr", "n") or one[key] == two[key]:
             continue
@@ -351,7 +361,7 @@ def _unequal(one: dict[str, Any], two: dict[str, Any]) -> str:
 
 
 def update_difference(step: StepPair) -> TraceFinding | None:
-    """Weights that the same gradient moved otherwise."""
+    """Report weights that the same gradient moved differently."""
     for name, spot in step.sides():
         wrong = next(((n, w) for n, w in spot.tensors("weights").items() if unlike(w) and w.other), None)
         if wrong and wrong[1].other:
@@ -362,10 +372,10 @@ def update_difference(step: StepPair) -> TraceFinding | None:
 
 
 def _moved_otherwise(step: StepPair) -> TraceFinding | None:
-    """Updates that the gradients do not explain.
+    """Report updates that the gradients do not explain.
 
-    Where a gradient has the same bits its update is judged alone. Else all together: Adam makes of an element whose
-    gradient is all rounding a step of full length, and which way it goes is chance; a tensor may have many of these.
+    A tensor is judged alone if its gradient is bitwise equal. Otherwise all are judged together: for an element with a
+    gradient of rounding noise, Adam takes a step of full length in a random direction, and a tensor may have many.
     """
     (grads, weights), (their_grads, their_weights) = (
         [spot.tensors(kind) for kind in ("grad", "weights")] for spot in (step.one, step.two)
@@ -418,7 +428,7 @@ def buffer_difference(step: StepPair) -> TraceFinding | None:
 
 
 def begin_state(step: StepPair) -> TraceFinding | None:
-    """The state that a resume begins with: the same on all ranks, and what the other run had then."""
+    """Compare the optimizer state at a resume: over the ranks, and with the other run's."""
     sides = ((SECOND, step.two, step.one), (FIRST, step.one, step.two))
     for name, spot, other in sides:
         began = spot.tensors("initial state")
@@ -439,7 +449,7 @@ def begin_state(step: StepPair) -> TraceFinding | None:
 
 
 def state_difference(step: StepPair) -> TraceFinding | None:
-    """The optimizer's state, where the weights agree."""
+    """Compare the optimizer states, given that the weights agree."""
     for name, spot in step.sides():
         wrong = next(((n, w) for n, w in spot.tensors("state").items() if unlike(w) and w.other), None)
         if wrong and wrong[1].other:
@@ -463,12 +473,12 @@ def _states_off(step: StepPair, mine: dict[str, WholeTensor], theirs: dict[str, 
     return None
 
 
-_LAST_PLACES = 8.0  # units in the last place by which weights may be off that come back: w + e - e
-_ALIKE = 0.1  # share by which changes of both runs may differ that are one change
+_LAST_PLACES = 8.0  # units in the last place by which restored weights may be off: w + e - e
+_ALIKE = 0.1  # share by which the same change may differ between the runs
 
 
 def initial_difference(step: StepPair) -> TraceFinding | None:
-    """Judge the weights before the first step: alike on all ranks, and in both runs."""
+    """Compare the weights before the first step, over the ranks and between the runs."""
     if step.number:
         return None
     for name, spot in step.sides():
@@ -490,7 +500,7 @@ def initial_difference(step: StepPair) -> TraceFinding | None:
 
 
 def changed_weights(step: StepPair) -> TraceFinding | None:
-    """Judge what changed weights besides the updates, on a rank or in a run alone."""
+    """Report weights that changed outside the updates, on one rank or in one run."""
     for name, spot in step.sides():
         if spot.begins:
             continue
@@ -506,10 +516,10 @@ def changed_weights(step: StepPair) -> TraceFinding | None:
 
 
 def _moved_alone(step: StepPair) -> TraceFinding | None:
-    """What one run moved and the other did not, or not as far.
+    """Report weights that moved further in one run than in the other.
 
-    A perturbation that is taken back leaves a few units in the last place of the weights' length. Where nothing moved
-    in the other run there was none, and each bit counts.
+    A perturbation that is undone leaves a few units in the last place of the weights' norm. If the other run moved
+    nothing, it had no perturbation, and each bit counts.
     """
     mine, theirs = step.one.tensors("begin"), step.two.tensors("begin")
     if not mine or not theirs:
@@ -538,7 +548,7 @@ def _since(spot: Spot) -> str:
 
 
 def _moved(spot: Spot) -> dict[str, tuple[float, ...]]:
-    """How far each tensor moved since the update before, of those that did."""
+    """The moves of the tensors that changed since the previous update."""
     left = spot.left()
     return {
         name: tuple(a - b for a, b in zip(whole.sketch, left[name].sketch, strict=True))

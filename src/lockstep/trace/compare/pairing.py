@@ -1,4 +1,8 @@
-"""One step of two runs, as the stages judge it."""
+"""Match the steps, samples and tensors of two runs.
+
+`paired` matches the steps by the weights that they start with; a restarted part replaces the steps that it repeats.
+`TracedSamples` matches forwards with the loaders' batches. `StepPair` is one step of both runs as the judges see it.
+"""
 
 import math
 from collections import Counter
@@ -40,10 +44,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Matched:
-    """Two sets of names.
+    """Two sets of names, compared.
 
     Attributes:
-        both: what is in both; `first`, `second`: what is in one of them alone.
+        both: names in both.
+        first, second: names in one of them only.
     """
 
     both: tuple[str, ...]
@@ -52,7 +57,7 @@ class Matched:
 
     @property
     def whole(self) -> bool:
-        """Whether both sets have names, and the same ones."""
+        """Whether the sets are equal and not empty."""
         return bool(self.both) and not self.first and not self.second
 
 
@@ -67,9 +72,9 @@ def matched(one: Iterable[str], two: Iterable[str]) -> Matched:
 
 
 def every(tests: Iterable[bool]) -> bool:
-    """Return whether there are tests and none fails.
+    """Whether there are tests and none fails.
 
-    `all` holds over nothing, so that a verdict by it may come of two runs that have nothing in common.
+    `all` is true of nothing, which would let two runs with nothing in common pass as equal.
     """
     some = False
     for test in tests:
@@ -81,7 +86,7 @@ def every(tests: Iterable[bool]) -> bool:
 
 @dataclass(frozen=True)
 class TracedSample:
-    """One sample: the digest of what is in it, its index in the data set (-1: unknown), the loader's epoch."""
+    """A sample: content digest, index in the dataset (-1: unknown), epoch of its loader."""
 
     content: int
     index: int = -1
@@ -94,13 +99,14 @@ class TracedSample:
 
 @dataclass
 class Use:
-    """What a rank used in one record.
+    """The batches and forwards of a rank in one record.
 
     Attributes:
-        samples: from the loaders' batches, where every forward was matched with one.
-        inputs: what the model was given.
+        samples: from the loaders' batches, if every forward was matched with one.
+        inputs: samples of the model's inputs.
         loads: the batches.
-        forwards: the model's forwards; sources: of each the batch that it computes.
+        forwards: the model's forwards.
+        sources: the batch of each forward.
     """
 
     samples: list[TracedSample] = field(default_factory=list)
@@ -120,7 +126,7 @@ class Use:
 
 
 def _used(rank: RankTrace) -> list[tuple[Use, Use]]:
-    """(training, evaluation) of each of a rank's records, the last behind its last step."""
+    """Return (training, evaluation) of each of a rank's records, the end included."""
     waiting: list[dict[str, Any]] = []
     kinds: dict[int, int] = {}
     found: list[tuple[Use, Use]] = []
@@ -151,7 +157,10 @@ def _used(rank: RankTrace) -> list[tuple[Use, Use]]:
 def _match(
     forward: dict[str, Any], waiting: list[dict[str, Any]], seen: list[dict[str, Any]], kinds: dict[int, int]
 ) -> dict[str, Any] | None:
-    """The batch that a forward computes; it is taken from those that wait, unless it is cut into several forwards."""
+    """Find the batch that a forward computes, and remove it from those that wait.
+
+    A batch that is split over several forwards is found again.
+    """
     inputs = set(words(forward.get("leaf"))) - {0}
     best, most = None, 0
     for load in [*waiting, *seen]:
@@ -186,17 +195,20 @@ class TracedSamples:
         self.of = {number: _used(rank) for number, rank in part.ranks.items()}
 
     def at(self, step: int, kind: int) -> dict[int, Use]:
-        """rank -> what it used: kind 0 in training, 1 in evaluation."""
+        """Return rank -> its use; kind 0: training, 1: evaluation."""
         return {number: uses[step][kind] for number, uses in self.of.items() if step < len(uses)}
 
 
 def _chosen(one: Iterable[Use], two: Iterable[Use]) -> bool:
-    """Whether both sides can be compared by the loaders' batches."""
+    """Whether both runs can be compared by the loaders' batches."""
     return every(use.matched for use in (*one, *two))
 
 
 def trained(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list[TracedSample]]]:
-    """Of each side: rank -> samples, as both sides can tell them."""
+    """Yield rank -> samples of each run.
+
+    They are from the loaders' batches if both runs have them, else from the inputs.
+    """
     by_load = _chosen(one.values(), two.values())
     for side in (one, two):
         yield {rank: use.samples if by_load else use.inputs for rank, use in side.items()}
@@ -206,7 +218,10 @@ evaluated = trained
 
 
 def computed(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list[list[int]]]]:
-    """Of each side: rank -> what names the samples of each forward, as both sides can: their indices, else contents."""
+    """Yield rank -> sample keys of each forward, for each run.
+
+    The keys are dataset indices if both runs have them, else digests.
+    """
     uses = [*one.values(), *two.values()]
     by_load = every(use.whole for use in uses)
     by_index = by_load and every(len(load.get("i") or ()) == load["n"] for use in uses for load in use.loads)
@@ -219,9 +234,10 @@ def computed(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, lis
 
 
 def readers(samples: dict[int, list[TracedSample]]) -> dict[int, list[TracedSample]]:
-    """The ranks that read for themselves: one of each group where groups of as many ranks hold the same samples.
+    """Return the ranks that read samples of their own.
 
-    So do the ranks of tensor parallelism, and all ranks where each evaluates everything.
+    If equally large groups of ranks have the same samples, this is one of each group: so with tensor parallelism, and
+    for all ranks if each evaluates everything.
     """
     groups: dict[frozenset[tuple[int, int]], list[int]] = {}
     for rank, each in samples.items():
@@ -232,17 +248,21 @@ def readers(samples: dict[int, list[TracedSample]]) -> dict[int, list[TracedSamp
 
 
 def counted(samples: dict[int, list[TracedSample]]) -> Counter[int]:
-    """How often each content is there, over all ranks."""
+    """Count each content, over all ranks."""
     return Counter(sample.content for each in samples.values() for sample in each)
 
 
-_NEAR = 0.45  # share of a step's own way within which two weights are of the same step; half of it is between two
-_BACK = 16  # updates in which each of several optimizers has had its turn
+_NEAR = 0.45  # share of a step's own move within which two weights belong to the same step; 0.5 is between two
+_BACK = 16  # updates within which each of several optimizers steps
 
 
 @dataclass(frozen=True)
 class Spot:
-    """A step of a run: the part it lies in, and its place there. `begins`: it is the first of a later part."""
+    """A step of a run: its part, and its index there.
+
+    Attributes:
+        begins: it is the first of a later part.
+    """
 
     part: TracePart
     at: int
@@ -253,11 +273,11 @@ class Spot:
 
     @property
     def hidden(self) -> bool:
-        """Whether its engine keeps the gradients to itself and says their norm alone."""
+        """Whether its engine reports only the norm of the gradients."""
         return bool(next(iter(self.part.records(self.at).values()))["kind"] == "DeepSpeedEngine")
 
     def left(self) -> dict[str, WholeTensor]:
-        """The weights of this step's optimizer as the updates before left them, else as the model began."""
+        """Return this optimizer's weights as the previous updates left them, or the initial ones."""
         wanted, found = self.tensors("weights").keys(), dict[str, WholeTensor]()
         for at in range(self.at, max(-1, self.at - _BACK), -1):
             earlier = self.part.tensors(at, "weights") if at != self.at else {}
@@ -268,18 +288,18 @@ class Spot:
         return found
 
     def before(self) -> dict[str, WholeTensor]:
-        """The weights that the update begins with."""
+        """Return the weights at the start of the update."""
         return {**self.left(), **self.tensors("begin")}
 
 
 @dataclass
 class TraceSide:
-    """One run, in the order in which it counts: what a restart did again replaces what was done before.
+    """One run in its effective order: a restart replaces the steps that it repeats.
 
     Attributes:
-        tail: what came behind the last step, where it was recorded.
-        window: only some of the steps were recorded, as `--steps` or `--max-mb` asks.
-        stop: how it stopped before its end; "" where it came there by itself, or to the end of what was asked for.
+        tail: what follows the last step, if it was recorded.
+        window: only some steps were recorded, because of `--steps` or `--max-mb`.
+        stop: how it stopped before its end; "" if it ended by itself or reached the end of `--steps`.
         full: the recording ended at the limit of `--max-mb`.
     """
 
@@ -307,7 +327,11 @@ class TraceSide:
 
 @dataclass
 class TracePair:
-    """`shift`: the step of the first run that the second one begins with; below 0 the other way round."""
+    """Two runs with matched steps.
+
+    Attributes:
+        shift: the step of the first run at which the second starts; negative: the other way round.
+    """
 
     one: TraceSide
     two: TraceSide
@@ -315,7 +339,7 @@ class TracePair:
 
     @property
     def steps(self) -> list[tuple[int, int]]:
-        """(place in one, place in two) of each step that both have."""
+        """(index in one, index in two) of each common step."""
         first = max(0, self.shift)
         return [
             (place, place - self.shift)
@@ -324,7 +348,7 @@ class TracePair:
 
 
 def paired(one: TraceRun, two: TraceRun) -> TracePair:
-    """The two runs, with their steps put side by side by the weights that they begin with."""
+    """Match the steps of two runs by the weights that they start with."""
     first, second = _side(one), _side(two)
     begins = [int(side.spots[0].part.first.steps[0]["k"]) for side in (first, second)]
     if max(begins):
@@ -340,7 +364,7 @@ def _side(run: TraceRun) -> TraceSide:
     for part in run.parts:
         fresh = [Spot(part, at) for at in range(part.count)]
         at = _begin(fresh[0], spots) if spots else 0
-        first = Spot(part, 0, begins=at != 0)  # one that begins anew is no resume
+        first = Spot(part, 0, begins=at != 0)  # a start from scratch is no resume
         spots = [*spots[:at], first, *fresh[1:]]
     last = run.parts[-1]
     window = any(_windowed(rank) for part in run.parts for rank in part.ranks.values())
@@ -351,10 +375,10 @@ def _side(run: TraceRun) -> TraceSide:
 
 
 def _stop(run: TraceRun, last: TracePart) -> str:
-    """How the last start of a run stopped before its end."""
+    """Describe how the last start of a run stopped before its end."""
     _, _, behind = str(run.info.get("steps") or "").partition(":")
     if behind and every(_made(rank) >= int(behind) for rank in last.ranks.values()):
-        return ""  # all that was asked for is there
+        return ""  # all requested steps were recorded
     for number, rank in last.ranks.items():
         if rank.failed:
             return f"could not be recorded further ({rank.failed})"
@@ -367,19 +391,19 @@ def _stop(run: TraceRun, last: TracePart) -> str:
 
 
 def _windowed(rank: RankTrace) -> bool:
-    """Whether `--steps` left some out, at the begin or at the end."""
+    """Whether `--steps` excluded some steps, at the start or at the end."""
     made = rank.end["k"] if rank.end else 0
     return bool(rank.steps[0]["k"]) or made > _made(rank)
 
 
 def _made(rank: RankTrace) -> int:
-    """The step behind its last one that was recorded."""
+    """The step after the last recorded one."""
     last = rank.steps[-1]
     return int(last["k"]) + 1 + int(last.get("again", 0))
 
 
 def _begin(spot: Spot, steps: list[Spot]) -> int | None:
-    """How many of `steps` were made when the weights were those that `spot` begins with; None where it is not seen."""
+    """Count the steps after which the weights are those of `spot`'s start; None if unknown."""
     mine, last = spot.tensors("initial"), steps[0].tensors("initial")
     if not mine or not last:
         return None
@@ -391,7 +415,7 @@ def _begin(spot: Spot, steps: list[Spot]) -> int | None:
         if _equal(mine, after):
             return count
         far = apart(mine, after)[0]
-        if far < near or count == 1:  # the first step's own way is also what nearness to the begin is held against
+        if far < near or count == 1:  # the first step's move is also the yardstick for nearness to the start
             way = apart(last, after)[0]
         if far < near:
             best, near = count, far
@@ -405,7 +429,7 @@ def _equal(one: dict[str, WholeTensor], two: dict[str, WholeTensor]) -> bool:
 
 
 def apart(one: dict[str, WholeTensor], two: dict[str, WholeTensor]) -> tuple[float, float]:
-    """(2-norm of the difference, larger 2-norm) of all tensors that both have."""
+    """Return (2-norm of the difference, larger 2-norm) over all common tensors."""
     common = one.keys() & two.keys()
     square = sum(distance(one[n].sketch, two[n].sketch) ** 2 for n in common if one[n].digest != two[n].digest)
     return math.sqrt(square), math.sqrt(max(sum(side[name].square for name in common) for side in (one, two)))
@@ -413,8 +437,8 @@ def apart(one: dict[str, WholeTensor], two: dict[str, WholeTensor]) -> tuple[flo
 
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 FIRST, SECOND = "the first run", "the second run"
-GROWTH = 50.0  # how much more a gradient may be off than the weights it was taken at
-_ALIKE = 1e-5  # share by which what ranks should have alike may differ
+GROWTH = 50.0  # a gradient may be off by this factor more than its weights
+_ALIKE = 1e-5  # share by which values that ranks share may differ
 
 
 @dataclass
@@ -422,8 +446,8 @@ class StepPair:
     """One step of both runs.
 
     Attributes:
-        number: how many were compared before it.
-        off: share by which the weights differed when it began.
+        number: steps compared before it.
+        off: relative distance of the weights at its start.
         limit: share of the whole gradient's norm by which a gradient may differ.
     """
 
@@ -445,34 +469,34 @@ class StepPair:
         return TraceFinding(*self.at, stage, where, rank, cause, text, said(cause, names))
 
     def sides(self) -> Iterator[tuple[str, Spot]]:
-        """What each run is called, the second first: it is the one that is asked about, where both could be."""
+        """Yield (name, spot) of each run, the second first: it is the one in question."""
         yield SECOND, self.two
         yield FIRST, self.one
 
 
 def apart_from_each_other(spot: Spot) -> bool:
-    """Whether several processes were started, and none made a process group until its first step."""
+    """Whether there were several processes, but no process group before the first step."""
     ranks = spot.part.ranks.values()
     return spot.part.world > 1 and not any(rank.head["initialized"] for rank in ranks)
 
 
 def finite(whole: WholeTensor) -> bool:
-    """Return whether all elements of a tensor are finite."""
+    """Whether all elements of a tensor are finite."""
     return math.isfinite(whole.square) and every(map(math.isfinite, whole.sketch))
 
 
 def finite_in_some(one: WholeTensor, two: WholeTensor) -> bool:
-    """Return whether at least one of two tensors is finite: else there is nothing to compare."""
+    """Whether at least one of two tensors is finite: else there is nothing to compare."""
     return finite(one) or finite(two)
 
 
 def unlike(whole: WholeTensor) -> bool:
-    """Whether ranks that should have it alike have not."""
+    """Whether ranks differ in a tensor that they should share."""
     return whole.other is not None and not whole.other[1] <= _ALIKE * whole.norm
 
 
 def share(error: float, norm: float) -> str:
-    """An error, as a share of what it is an error of."""
+    """Format an error as a share of the norm."""
     if error <= 1e-7 * norm:
         return "its last bits alone"
     return f"{error / norm:.2g} of itself" if norm and math.isfinite(error) else f"{error:.3g}"

@@ -1,10 +1,10 @@
-"""Reads a trace, without torch: what every rank wrote of each step, and what a sharded tensor is as a whole.
+"""Read a trace without torch: every rank's records, and whole tensors from their shards.
 
 run = read(Path("one"))
 run.parts[0].ranks[1].steps[5]              # rank 1's record of its sixth step
-run.parts[0].tensors(5, "grad")             # {"layers.0.weight": Whole(...)} of all ranks together
+run.parts[0].tensors(5, "grad")             # {"layers.0.weight": WholeTensor(...)} of all ranks together
 
-A run that was started again has a part for each start.
+A run that was restarted has a part for each start.
 """
 
 import base64
@@ -33,33 +33,34 @@ __all__ = [
 FORMAT = 2
 FOLDER_FILE = "trace.json"
 NO_STEP = "no process came to a step of a torch optimizer (one that is started as python -I, -E or -S is not seen)"
-_WIDTH = 10  # of a row of sums: digest, square, eight signed sums
+_WIDTH = 10  # columns of a row of sums: digest, square, eight signed sums
 
 
 class TraceError(Exception):
-    """No trace, or one that cannot be read: one line."""
+    """No trace, or an unreadable one; one line."""
 
 
 def words(raw: memoryview | None) -> list[int]:
-    """int64 values of a record."""
+    """Return the int64 values of a record."""
     return raw.cast("q").tolist() if raw else []
 
 
 def floats(raw: memoryview | None) -> list[float]:
-    """float64 values of a record."""
+    """Return the float64 values of a record."""
     return [float(value) for value in raw.cast("d")] if raw else []
 
 
 @dataclass
 class WholeTensor:
-    """A tensor, put together from the ranks' pieces.
+    """A tensor, assembled from the ranks' pieces.
 
     Attributes:
-        digest: 32 bits; the same for the same bits, however they are sharded.
-        square: sum of squares; sketch: signed sums.
-        other: the first rank that holds another value of a piece that several ranks hold, and the distance of the two.
-        ranks: all ranks that do.
-        opaque: put together from pieces whose places are not known.
+        digest: 32 bits; equal for equal bits, however the tensor is sharded.
+        square: sum of squares.
+        sketch: signed sums.
+        other: the first rank whose copy of a replicated piece differs, and the distance of the two.
+        ranks: all such ranks.
+        opaque: assembled from pieces with unknown places.
     """
 
     digest: int
@@ -77,7 +78,11 @@ class WholeTensor:
 
 @dataclass
 class RankTrace:
-    """One process. `end` is what came after its last step; None where it was killed."""
+    """The trace of one process.
+
+    Attributes:
+        end: what follows its last step; None if it was killed.
+    """
 
     head: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -89,7 +94,11 @@ class RankTrace:
 
 @dataclass
 class TracePart:
-    """The processes of one start, by rank. `hidden`: (kind, name) of tensors that are left out."""
+    """The processes of one start, by rank.
+
+    Attributes:
+        hidden: (kind, name) of excluded tensors.
+    """
 
     ranks: dict[int, RankTrace]
     hidden: set[tuple[str, str]] = field(default_factory=set)
@@ -109,18 +118,18 @@ class TracePart:
         return min(len(rank.steps) for rank in self.ranks.values())
 
     def records(self, step: int) -> dict[int, dict[str, Any]]:
-        """rank -> its record of the step at this index."""
+        """Return rank -> its record of the step at this index."""
         return {number: rank.steps[step] for number, rank in self.ranks.items() if step < len(rank.steps)}
 
     def names(self, step: int, kind: str) -> set[str]:
-        """Names alone, of what has no values: "frozen"."""
+        """Return the names of a kind without values: "frozen"."""
         entries = [(number, record.get(kind)) for number, record in self.records(step).items()]
         return {n for number, entry in entries if entry is not None for n in self.ranks[number].tables[entry]["names"]}
 
     def tensors(self, step: int, kind: str) -> dict[str, WholeTensor]:
-        """name -> tensor, of "grad", "weights", "begin", "initial", "state", "buffers" and the like.
+        """Return name -> tensor of a kind, such as "grad", "weights", "begin" or "initial".
 
-        A kind that was recorded in several parts ("initial#1" of a second model) is one.
+        A kind that was recorded in several parts ("initial#1" of a second model) is merged.
         """
         key = (step, kind)
         if key not in self._held:
@@ -173,14 +182,19 @@ class TracePart:
 
 
 def distance(one: tuple[float, ...], two: tuple[float, ...]) -> float:
-    """The 2-norm of the difference of two tensors, estimated from their sketches; NaN where one is not finite."""
+    """Estimate the 2-norm of two tensors' difference from their sketches; NaN if not finite."""
     total = sum((a - b) ** 2 for a, b in zip(one, two, strict=True))
     return math.sqrt(total / max(1, len(one))) if total == total else math.nan
 
 
 @dataclass
 class TraceRun:
-    """A trace: its name, as the person gave it, and a part for each start; `full`: at the limit of --max-mb."""
+    """A trace, with a part for each start.
+
+    Attributes:
+        name: as the user gave it.
+        full: recording ended at the limit of --max-mb.
+    """
 
     name: str
     parts: list[TracePart]
@@ -189,10 +203,10 @@ class TraceRun:
 
 
 def read(folder: Path) -> TraceRun:
-    """Reads a trace as far as it was written.
+    """Read a trace as far as it was written.
 
     Raises:
-        TraceError: no trace, another format, or one in which no process came to an optimizer step.
+        TraceError: no trace, another format, or no optimizer step in any process.
     """
     if not folder.is_dir():
         raise TraceError(f"{folder}: there is no such folder; `lockstep trace -o DIR -- ...` makes one")
@@ -219,7 +233,7 @@ def read(folder: Path) -> TraceRun:
 
 
 def _rank(path: Path) -> RankTrace | None:
-    """What one process wrote; a last line that was cut off is left out."""
+    """Read the file of one process, without a truncated last line."""
     rank: RankTrace | None = None
     with path.open("rb") as file:
         for line in file:
@@ -252,7 +266,7 @@ def _rank(path: Path) -> RankTrace | None:
 
 
 def _fill(record: dict[str, Any]) -> None:
-    """Puts the words of a record where it refers to them, see writing.py."""
+    """Insert the words of a record where it refers to them; `journal._line` wrote them."""
     raw = memoryview(base64.b64decode(record.pop("words")))
 
     def part(place: list[int]) -> memoryview:
@@ -268,7 +282,10 @@ def _fill(record: dict[str, Any]) -> None:
 
 
 def _append(steps: list[dict[str, Any]], record: dict[str, Any]) -> None:
-    """Adds a record; an update without a backward since the same optimizer's last one counts to that one's step."""
+    """Append a record, or merge an extra update into the step before.
+
+    An update of the same optimizer without a backward before it belongs to that optimizer's last step.
+    """
     last = steps[-1] if steps else None
     if last is None or record["loss"] or record["opt"] != last["opt"] or not last["loss"]:
         steps.append(record)
@@ -278,9 +295,9 @@ def _append(steps: list[dict[str, Any]], record: dict[str, Any]) -> None:
 
 
 def _parts(ranks: list[RankTrace]) -> list[TracePart]:
-    """Each start's ranks: a rank that comes again belongs to the next one.
+    """Group the ranks by start: a rank that appears again belongs to the next start.
 
-    Clocks of several nodes may differ, so where all ranks came as often as each other no clock decides.
+    The clocks of several nodes may differ, so if all ranks appear equally often no clock decides.
     """
     came: dict[int, list[RankTrace]] = {}
     parts: list[dict[int, RankTrace]] = []
@@ -296,7 +313,7 @@ def _parts(ranks: list[RankTrace]) -> list[TracePart]:
 
 
 def summary(folder: Path) -> str:
-    """What a trace holds, in a line."""
+    """Describe a trace in a line."""
     size = sum(path.stat().st_size for path in folder.iterdir())
     try:
         run = read(folder)
@@ -305,7 +322,7 @@ def summary(folder: Path) -> str:
     last = run.parts[-1]
     counts = " and ".join(str(part.count) for part in run.parts)
     ranks = f"{len(last.ranks)} rank{'s' if len(last.ranks) > 1 else ''}"
-    if len(last.ranks) < last.world:  # a node of several, which sees no more
+    if len(last.ranks) < last.world:  # one of several nodes has only its own ranks
         ranks = f"{len(last.ranks)} of {last.world} ranks"
     lines = [f"{counts} steps of {ranks}, {size / 2**20:.2f} MiB in {folder}"]
     if run.full:

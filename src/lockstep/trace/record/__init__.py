@@ -1,1 +1,1 @@
-"""Record what a training script computes."""
+"""Recorder of a training script."""

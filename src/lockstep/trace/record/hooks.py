@@ -1,4 +1,8 @@
-"""What the frameworks do that torch's own hooks do not show."""
+"""Hook the recorder into torch, Accelerate and DeepSpeed.
+
+`attach` hooks forwards, backwards, optimizer steps, loaders, collectives, clipping, unscaling and schedules of torch.
+`accelerate` and `deepspeed` hook what torch's hooks do not show. Each calls the process's `TraceRecorder`.
+"""
 
 import atexit
 import functools
@@ -29,7 +33,7 @@ __all__ = [
 
 
 class TraceRecorder:
-    """A journal; `passes`: what happens between two updates; `updates`."""
+    """The recorder of a process: a journal, its passes between updates, and its updates."""
 
     def __init__(self, options: Options) -> None:
         names = Names()
@@ -39,7 +43,7 @@ class TraceRecorder:
 
     @quiet
     def close(self) -> None:
-        """The process ends."""
+        """Close the journal at the end of the process."""
         self.journal.close()
 
 
@@ -53,12 +57,12 @@ _present: list[TraceRecorder] = []
 
 
 def present() -> TraceRecorder:
-    """The recorder of this process."""
+    """Return the recorder of this process."""
     return _present[0]
 
 
 def attach(_: ModuleType) -> None:
-    """Begins the recording of this process."""
+    """Start the recording of this process."""
     _present.append(TraceRecorder(Options.read()))
     os.register_at_fork(after_in_child=_forked)
     atexit.register(lambda: present().close())
@@ -72,10 +76,13 @@ def attach(_: ModuleType) -> None:
 
 
 def _forked() -> None:
-    """A forked process records on its own, or nothing, as a loader's process does."""
+    """Start a recorder for a forked process.
+
+    It writes nothing if the process trains nothing, as in a loader's process.
+    """
     recorder = _present[0] = TraceRecorder(Options.read())
     processes = sys.modules.get("multiprocessing.util")
-    if processes is not None:  # its processes end without atexit; what they do at the end is asked for when they begin
+    if processes is not None:  # its processes end without atexit: register the close when they start
         processes.register_after_fork(recorder, lambda it: processes.Finalize(None, it.close, exitpriority=0))
 
 
@@ -91,7 +98,10 @@ def _before_forward(module: torch.nn.Module, _: Any) -> None:
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
-    """Whether its tensors can be computed with here: not within torch.func or a captured graph, nor without values."""
+    """Whether its tensors can be computed with here.
+
+    They cannot within torch.func or a graph capture, nor without values.
+    """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     first = next(module.parameters(), None)
@@ -116,7 +126,7 @@ def _after_forward(module: torch.nn.Module, args: Any, kwargs: Any, output: Any)
 
 
 def _around_updates() -> None:
-    """Hooks of every optimizer. Of one that calls another the outer one is the update."""
+    """Hook every optimizer. If one calls another, the outer one is the update."""
     within: list[weakref.ref[Any]] = []
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -135,7 +145,7 @@ def _around_updates() -> None:
 
         @functools.wraps(closure)
         def noted() -> Any:
-            """The forward and the backward, which Lightning makes within the step."""
+            """Run the closure: Lightning runs forward and backward within the step."""
             result = closure()
             if not called:
                 called.append(True)
@@ -178,7 +188,7 @@ def _around_backward() -> None:
 
 
 def _around_loaders() -> None:
-    """Every batch that a DataLoader's iterator hands out, with the indices that its sampler gave for it."""
+    """Record every batch of a DataLoader's iterator, with the indices of its sampler."""
     base: Any = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
     get, index = base.__next__, base._next_index
     known: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
@@ -211,7 +221,7 @@ def _around_loaders() -> None:
 
 
 def _sampler(iterator: Any) -> Any:
-    """The sampler that decides the order, within those that cut it."""
+    """The sampler that decides the order, inside those that form batches."""
     found = iterator._index_sampler
     for _ in range(4):
         inner = getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)
@@ -222,7 +232,7 @@ def _sampler(iterator: Any) -> Any:
 
 
 def _described(iterator: Any) -> tuple[Any, ...]:
-    """(sampler's class, samples of the data, batch size, drop_last) of a loader."""
+    """Return (sampler's class, samples of the dataset, batch size, drop_last) of a loader."""
     cut, sampler = iterator._index_sampler, _sampler(iterator)
     try:
         count = len(iterator._dataset)
@@ -277,7 +287,7 @@ def _flat(values: Any) -> Any:
 
 
 def _around_parts() -> None:
-    """Clipping, unscaling and schedules."""
+    """Hook clipping, unscaling and schedules."""
     home = importlib.import_module("torch.nn.utils.clip_grad")
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         noted = _clipping(name, getattr(home, name))
@@ -313,7 +323,7 @@ def _announced(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def accelerate(module: ModuleType) -> None:
-    """Accelerate drops what filled up the last batch when it gathers for metrics."""
+    """Hook `gather_for_metrics`, in which Accelerate drops the padding of the last batch."""
     kind: Any = module.Accelerator
     gather = kind.gather_for_metrics
 
@@ -326,7 +336,10 @@ def accelerate(module: ModuleType) -> None:
 
 
 def deepspeed(module: ModuleType) -> None:
-    """DeepSpeed's engine updates by optimizers of its own: its step is the update, and the model has the weights."""
+    """Hook the step of DeepSpeed's engine, which calls optimizers of its own.
+
+    The engine's step is the update, and the weights are the model's.
+    """
     kind: Any = module.DeepSpeedEngine
     step = kind.step
 

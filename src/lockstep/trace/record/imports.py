@@ -1,6 +1,6 @@
-"""Calls what attaches the recorder as soon as the module that it attaches to has been imported.
+"""Attach the recorder to a module as soon as it has been imported.
 
-watch()         # in a process's first moments; costs nothing where torch is never imported
+watch()         # in a process's first moments; costs nothing if torch is never imported
 """
 
 import importlib
@@ -26,12 +26,12 @@ _WAITING = {
 
 
 def watch() -> None:
-    """Begins to wait for the imports."""
+    """Start waiting for the imports."""
     sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it lets the others find, and adds a call behind the module's execution."""
+    """Import finder that finds nothing itself, but adds a call after the module's execution."""
 
     def __init__(self) -> None:
         self._waiting = dict(_WAITING)
@@ -53,7 +53,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def executed(module: ModuleType) -> None:
             execute(module)
-            # Here and not above: who asks whether there is a torch (transformers) finds it without importing it.
+            # Here and not above: transformers looks for torch with find_spec, without importing it.
             where, function = self._waiting.pop(name, ("", ""))
             if not where:
                 return

@@ -1,10 +1,10 @@
-"""What one process writes: the record of the present step, tables of tensors' names, and in the end the lines.
+"""Write a process's trace: a record for each step, and tables of tensor names.
 
 journal = Journal(Options.read())
 journal.record["loss"].append(...); journal.sums({"grad": [("layers.0.weight", tensor, WHOLE)]})
-journal.ended()         # the step's record is read and written, at once or with those of the next few; the next begins
+journal.ended()      # the step's record is read and written, now or with the next few; the next begins
 
-Passes and Updates fill it. Whatever goes wrong in here is said once and ends the recording, never the script.
+PassRecorder and Updates fill it. An error in the recorder is printed once and ends the recording, never the script.
 """
 
 import binascii
@@ -50,7 +50,7 @@ _FRAMEWORKS = {
 
 
 def _place() -> tuple[int, int]:
-    """(rank, world size): of the default group, else of the launcher's variables, else (0, 1)."""
+    """Return (rank, world size) of the default group or the launcher's variables; else (0, 1)."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -61,12 +61,15 @@ def _place() -> tuple[int, int]:
 
 
 def _written(folder: Path) -> int:
-    """Bytes that all processes have written there so far."""
+    """Bytes that all processes have written to the folder so far."""
     return sum(path.stat().st_size for path in folder.glob("rank*.jsonl"))
 
 
 def _header() -> dict[str, Any]:
-    """Who writes: rank, versions, frameworks, the script's name and digest. No arguments, no variables, no host."""
+    """The first record: rank, versions, frameworks, the script's name and digest.
+
+    It has no arguments, environment variables or host name.
+    """
     rank, world = _place()
     script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     try:
@@ -98,10 +101,10 @@ def _header() -> dict[str, Any]:
 
 
 class Writer:
-    """A file of its own in `folder`, for this process.
+    """A trace file of this process in `folder`.
 
     Args:
-        most: bytes; a line that would pass it is not written, nor any after it.
+        most: size limit in bytes; a line that would exceed it is not written, nor any after it.
     """
 
     def __init__(self, folder: Path, most: int, head: dict[str, Any]) -> None:
@@ -109,10 +112,10 @@ class Writer:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(folder / name, flags, 0o600)
         self._left, self.full = most, False
-        self._write(_line(head))  # also where nothing else has room
+        self._write(_line(head))  # even if nothing else fits
 
     def put(self, record: dict[str, Any]) -> bool:
-        """Writes a line; False where the file is full, which its last line says."""
+        """Write a line; return False if the file is full, which its last line records."""
         if self.full:
             return False
         line = _line(record)
@@ -141,22 +144,28 @@ def _line(record: dict[str, Any]) -> bytes:
         return [first, count - first]
 
     text = json.dumps(record, separators=(",", ":"), default=referred).encode()
-    if parts:  # joined here: base64 needs no escapes, which the encoder would look for
+    if parts:  # joined here: base64 needs no escapes, and the encoder would search for them
         text = b'%s,"words":"%s"}' % (text[:-1], binascii.b2a_base64(b"".join(parts), newline=False))
     return text + b"\n"
 
 
-_LAYOUTS = 32  # that are kept
-_FIRST = 3  # steps of a process in which everything is digested
-_SELDOM = 10  # steps between two of those after them
-_WAIT = 0.02  # seconds that a step's record may wait for those behind it
+_LAYOUTS = 32  # cached layouts
+_FIRST = 3  # first steps of a process, in which everything is digested
+_SELDOM = 10  # later, every so many steps
+_WAIT = 0.02  # seconds that a step's record may wait for later ones
 
 P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is recorded: folder, first step and the one behind the last, bytes of all processes, all modules' output."""
+    """Recording options.
+
+    Attributes:
+        first, last: the first step, and the one after the last.
+        most: bytes of all processes.
+        modules: record every module's output.
+    """
 
     folder: Path
     first: int = 0
@@ -166,7 +175,7 @@ class Options:
 
     @classmethod
     def read(cls) -> "Options":
-        """As `lockstep trace` left it in the environment."""
+        """Read the options that `lockstep trace` put into the environment."""
         first, _, last = os.environ.get("LOCKSTEP_TRACE_STEPS", "").partition(":")
         most = int(float(os.environ.get("LOCKSTEP_TRACE_MAX_MB", "1024")) * 2**20)
         every = os.environ.get("LOCKSTEP_TRACE_MODULES", "") == "1"
@@ -174,7 +183,10 @@ class Options:
 
 
 def quiet(method: Callable[P, None]) -> Callable[P, None]:
-    """A method of what has a journal: nothing where nothing is recorded, and its errors are not the script's."""
+    """Wrap a method of an object with a journal; its errors end only the recording.
+
+    It is skipped if nothing is recorded.
+    """
 
     @functools.wraps(method)
     def tried(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -185,7 +197,7 @@ def quiet(method: Callable[P, None]) -> Callable[P, None]:
         journal.busy = True
         grad = torch.is_grad_enabled()
         try:
-            if torch.is_inference_mode_enabled():  # what is made in it could not be written to afterwards
+            if torch.is_inference_mode_enabled():  # tensors made in it could not be written to afterwards
                 with torch.inference_mode(False), torch.no_grad():
                     method(*args, **kwargs)
             else:
@@ -202,12 +214,12 @@ def quiet(method: Callable[P, None]) -> Callable[P, None]:
 
 @dataclass
 class _Layout:
-    """Tensors of several kinds, with these names, sizes and places.
+    """Tensors of several kinds, with fixed names, sizes and places.
 
     Attributes:
-        tables: kind -> number of the table that has their names.
-        plans: for each device which of the tensors lie there, and how they are summed.
-        slots: where they wait instead, where they are few.
+        tables: kind -> number of the table with their names.
+        plans: for each device, the indices of its tensors and the plan that sums them.
+        slots: where they wait instead, if they are few.
     """
 
     tables: dict[str, int]
@@ -216,14 +228,14 @@ class _Layout:
 
 
 class Journal:
-    """The record of the present step, and the file.
+    """The record of the current step, and the trace file.
 
     Attributes:
         on: whether anything is recorded.
-        busy: within the recorder itself, whose own operations are not the script's.
-        fresh: no step was recorded yet.
-        step: optimizer steps that were made.
-        record: of the present one.
+        busy: the recorder itself runs, so operations are not the script's.
+        fresh: no step has been recorded yet.
+        step: optimizer steps so far.
+        record: of the current step.
     """
 
     def __init__(self, options: Options) -> None:
@@ -236,22 +248,22 @@ class Journal:
         self._ready: list[dict[str, Any]] = []  # records that wait
         self._due = 0.0
         self._rank = -1
-        self._left: tuple[Slots, list[Any]] | None = None  # the weights after the step before, where they are few
+        self._left: tuple[Slots, list[Any]] | None = None  # the weights after the previous step, if they are few
         self._writer: Writer | None = None
         self._tables: dict[tuple[Any, ...], int] = {}
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
 
     @property
     def thorough(self) -> bool:
-        """Whether this is one of the first steps or of those after them in which everything is looked at."""
+        """Whether this step is recorded in full: one of the first steps, or every tenth."""
         return self.step < _FIRST or self.step % _SELDOM == 0
 
     def within(self) -> bool:
-        """Whether the present step is one of those that are recorded."""
+        """Whether the current step is in the recorded range."""
         return self.options.first <= self.step < self.options.last
 
     def tick(self) -> int:
-        """The number of what happens now, within the step."""
+        """Return the number of the next event within the step."""
         ticks: int = self.record["ticks"] + 1
         self.record["ticks"] = ticks
         if self._ready and time.monotonic() > self._due:
@@ -259,7 +271,7 @@ class Journal:
         return ticks
 
     def sums(self, kinds: Mapping[str, list[Entry]]) -> None:
-        """Puts [number of the table, sums] of named tensors into the record, for each kind; all are summed at once."""
+        """Record [table number, sums] of named tensors for each kind, all summed at once."""
         entries = [entry for each in kinds.values() for entry in each]
         locals_ = [local for _, local, _ in entries]
         key = (
@@ -294,7 +306,7 @@ class Journal:
             self.reading.put(found, 1, rows[begin:end])
 
     def as_left(self, entries: list[Entry]) -> bool:
-        """Whether these are the weights that the step before left, bit for bit."""
+        """Whether these weights are bitwise those that the previous step left."""
         if self._left is None:
             return False
         slots, described = self._left
@@ -312,12 +324,12 @@ class Journal:
         return _Layout(tables, plans, None)
 
     def names(self, kind: str, entries: list[Entry]) -> None:
-        """Puts the names of tensors into the record, where there are any."""
+        """Record the names of tensors, if there are any."""
         if entries:
             self.record[kind] = self._table(entries)
 
     def _table(self, entries: list[Entry]) -> int:
-        """The number of the table with these names, which is written once."""
+        """Return the number of the table with these names; it is written once."""
         table: dict[str, list[Any]] = {
             "names": [name for name, _, _ in entries],
             "starts": [place.start for _, _, place in entries],
@@ -332,7 +344,7 @@ class Journal:
         return number
 
     def ended(self) -> None:
-        """The step is over: its record is written, where it is one that is, and the next begins."""
+        """End the step: queue its record if it is in range, and start the next."""
         if "weights" not in self.record:
             self._left = None
         if self.within():
@@ -347,7 +359,7 @@ class Journal:
         self.forget()
 
     def _flush(self) -> None:
-        """Writes the records that wait."""
+        """Write the records that wait."""
         ready, self._ready = self._ready, []
         self.pool.finish()
         self.reading.finish()
@@ -356,18 +368,18 @@ class Journal:
         self._due = time.monotonic() + _WAIT
 
     def forget(self) -> None:
-        """What the record holds was no step's."""
+        """Discard the current record, which belongs to no step."""
         self.record = _fresh()
 
     def close(self) -> None:
-        """The process ends: what came after the last step is written."""
+        """Write what follows the last step, at the end of the process."""
         self._ready.append({"t": "end", "k": self.step, **self.record, "rank": _place()[0], "error": _error()})
         if self._writer is not None or self.record["fwd"]:
             self._flush()
         self.on = False
 
     def fail(self, error: Exception) -> None:
-        """Ends the recording, in one line."""
+        """End the recording with a line on stderr."""
         self.on = False
         said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the script may have closed its stderr
@@ -376,7 +388,7 @@ class Journal:
             raise error
         with contextlib.suppress(Exception):  # steps that had ended
             self._flush()
-        self.forget()  # what was held is let go
+        self.forget()  # release the tensors
         self.reading = PendingTensors()
         self.pool = Pool(self.reading.put)
         if self._writer is not None:
@@ -396,7 +408,10 @@ def _described(entries: list[Entry]) -> list[Any]:
 
 
 def _error() -> str:
-    """The class of the error that ends this process, "" where none does; its text may hold data."""
+    """The class of the error that ends this process, else "".
+
+    Its text may have user data, so it is not recorded.
+    """
     kind = sys.exc_info()[0] or getattr(sys, "last_type", None)  # a child of multiprocessing; the main program
     return "" if kind is None or issubclass(kind, SystemExit) else kind.__name__
 

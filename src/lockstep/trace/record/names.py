@@ -1,4 +1,4 @@
-"""Which tensor is which: the modules that a script calls, the names of their parameters, the places of their shards.
+"""Identify tensors: the modules that a script calls, parameter names, places of shards.
 
 names = Names()
 names.called(module)                # a module that the script itself called
@@ -28,7 +28,7 @@ __all__ = [
 
 Entry = tuple[str, Tensor, ElementPlaces]  # name, local tensor, its place in the whole
 
-_OPAQUE = ElementPlaces(-1)  # of a shard whose place is not known
+_OPAQUE = ElementPlaces(-1)  # a shard with an unknown place
 WHOLE = ElementPlaces(0)
 _WRAPPERS = {
     *("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine", "PipelineEngine"),
@@ -38,11 +38,11 @@ _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether it stands around the model that the script means, rather than being it."""
+    """Whether the module wraps the script's model."""
     names = _class_names(type(module).__mro__)
     if names & _WRAPPERS:
         return True
-    # Lightning sends training_step through the forward of what wraps its module, by another forward for one call.
+    # Lightning routes training_step through the wrapper's forward by replacing the module's forward for one call.
     return "LightningModule" in names and "forward" in vars(module)
 
 
@@ -52,7 +52,7 @@ def _class_names(kinds: tuple[type, ...]) -> frozenset[str]:
 
 
 class Names:
-    """The roots: modules with parameters that are called by the script and not by another module."""
+    """The roots: modules with parameters that the script itself calls."""
 
     def __init__(self) -> None:
         self._roots: list[weakref.ref[nn.Module]] = []
@@ -62,7 +62,7 @@ class Names:
         self._drawing: dict[int, list[tuple[str, weakref.ref[nn.Module], str]]] = {}
 
     def called(self, module: nn.Module) -> int:
-        """The number of this root, in the order of their first calls; of a module within a root that root's."""
+        """Return the number of a module's root, in the order of their first calls."""
         for number, root in enumerate(self._roots):
             if root() is module:
                 return number
@@ -77,11 +77,11 @@ class Names:
 
     @property
     def count(self) -> int:
-        """How many roots were called."""
+        """Number of roots called so far."""
         return len(self._roots)
 
     def roots(self, only: int | None = None) -> Iterator[tuple[str, nn.Module]]:
-        """(what its names begin with, root): nothing for the first; `only`: this one."""
+        """Yield (name prefix, root): no prefix for the first; only root number `only` if set."""
         for number, root in enumerate(self._roots):
             held = root()
             if held is not None and only in (None, number):
@@ -89,7 +89,7 @@ class Names:
                 yield (f"{kind}#{number}/" if number else ""), held
 
     def of(self, parameter: Tensor) -> str | None:
-        """Its name; None where no root has it."""
+        """Return the name of a parameter; None if no root has it."""
         if id(parameter) not in self._known:
             self._learn()
         return self._known.get(id(parameter))
@@ -100,7 +100,11 @@ class Names:
                 yield prefix + _clean(name), parameter
 
     def buffers(self, look: bool, only: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Those of the modules that are known, or of `only` this root; `look`: it is searched for further modules."""
+        """Yield the named buffers of the known modules, or of root `only`.
+
+        Args:
+            look: search the roots for modules first.
+        """
         modules = self._modules
         if look or not modules:
             modules = [
@@ -118,17 +122,17 @@ class Names:
                     yield prefix + path + name, buffer
 
     def entry(self, name: str, tensor: Tensor) -> Entry:
-        """(name, what this rank holds of a tensor, its place in the whole)."""
+        """Return (name, this rank's part of a tensor, its place in the whole)."""
         local, place = piece(tensor)
         flat = self._flat.get(id(tensor))  # where this shard of FSDP 1 begins
         return name, local, place if flat is None else ElementPlaces(flat)
 
     def entries(self, named: Iterable[tuple[str, Tensor]]) -> list[Entry]:
-        """The same of several; none of a tensor without values."""
+        """Return the entries of several tensors, without those on meta."""
         return [self.entry(name, tensor) for name, tensor in named if not tensor.is_meta]
 
     def generators(self, module: nn.Module, look: bool) -> list[tuple[str, torch.Generator]]:
-        """Generators that a root or one of its parts keeps for itself; those that are known unless `look`."""
+        """Return the generators among the attributes of a module; `look`: search again."""
         if look or id(module) not in self._drawing:
             self._drawing[id(module)] = [
                 (f"{_clean(name)}.{key}".lstrip("."), weakref.ref(part), key)
@@ -158,9 +162,9 @@ def _clean(name: str) -> str:
 
 
 def piece(tensor: Tensor) -> tuple[Tensor, ElementPlaces]:
-    """(what this rank holds, its place in the whole)."""
+    """Return (this rank's part of a tensor, its place in the whole)."""
     shard = getattr(tensor, "ds_tensor", None)
-    if shard is not None:  # of DeepSpeed's stage 3: a run of the flattened tensor, filled up at the end
+    if shard is not None:  # DeepSpeed stage 3: a run of the flattened tensor, padded at the end
         whole, rank = int(tensor.ds_numel), torch.distributed.get_rank()  # type: ignore[attr-defined]
         begin = min(whole, rank * shard.numel())
         return shard[: whole - begin], ElementPlaces(begin)
@@ -171,9 +175,9 @@ def piece(tensor: Tensor) -> tuple[Tensor, ElementPlaces]:
 
 
 def _place(tensor: Any, local: Tensor) -> ElementPlaces:
-    """Where a DTensor's shard lies: torch.chunk's sizes, of each mesh dimension in turn.
+    """The place of a DTensor's shard, from torch.chunk's sizes over each mesh dimension in turn.
 
-    FSDP on top of tensor parallelism cuts last what stands first (`_StridedShard`).
+    FSDP on top of tensor parallelism shards last on the first mesh dimension (`_StridedShard`).
     """
     shape, begins, sizes = list(tensor.shape), [0] * tensor.ndim, list(tensor.shape)
     cuts = list(zip(tensor.placements, tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape, strict=True))

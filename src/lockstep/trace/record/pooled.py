@@ -1,9 +1,11 @@
-"""Small work on a CPU that waits for that of a few steps: of operations on little most is what each call costs.
+"""Batch digests of small CPU tensors over several steps, because per-call overhead dominates.
 
 pool = Pool(reading.put)
-pool.sums(slots, tensors, [(found, 0, 6), ...])     # their values as they are now
+pool.sums(slots, tensors, [(found, 0, 6), ...])     # their current values
 pool.batch(record, batch); pool.output(record, rows)
 pool.finish()                                       # fills in all records: `found[1]`, `record["s"]`, ...
+
+`PendingTensors` likewise reads the tensors of a device together.
 """
 
 import ctypes
@@ -30,13 +32,13 @@ _CODES = {torch.int64: "q", torch.float64: "d"}
 
 
 class PendingTensors:
-    """Tensors that are waited for together."""
+    """Device tensors that are read together."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Any, Any, Tensor, str]] = []
 
     def put(self, into: Any, key: Any, tensor: Tensor, form: str = "bytes") -> None:
-        """Makes `into[key]`, of a dict or a list, what a tensor holds now; not before `finish` where it is on a device.
+        """Store a tensor's current value in `into[key]`; for a device tensor, at `finish`.
 
         Args:
             form: "bytes": its 64-bit words; "numbers": a list of them.
@@ -58,7 +60,7 @@ class PendingTensors:
         return bool(self._waiting)
 
     def finish(self) -> None:
-        """Fills in what is waited for."""
+        """Read the pending tensors, and fill in their values. Waits for the device."""
         waiting, self._waiting = self._waiting, []
         for device in {tensor.device for _, _, tensor, _ in waiting}:
             here = [each for each in waiting if each[2].device == device]
@@ -79,10 +81,10 @@ def _written(tensor: Tensor, form: str) -> Any:
 
 
 SLOTS = 8  # steps that may wait
-_ROWS = 1024  # of sums, up to which a step's may wait: a MiB of memory for each step
+_ROWS = 1024  # rows of sums up to which a step may wait: a MiB of memory for each step
 _ELEMENTS = 1 << 16  # of a batch, or of an output
 _HELD = 1 << 20  # elements of all batches and outputs: an evaluation may have any number
-_TYPES = (Tensor, torch.nn.Parameter)  # others may mean something else by a copy
+_TYPES = (Tensor, torch.nn.Parameter)  # a copy of other types may mean something else
 
 Put = Callable[..., None]
 
@@ -91,10 +93,10 @@ _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Slots:
-    """Room for the same pieces in each of `SLOTS` steps.
+    """Memory for the same pieces in each of `SLOTS` steps.
 
     Attributes:
-        into: of each step that waits, where its rows go: (list whose place 1 is filled, first row, the one behind).
+        into: for each waiting step, the targets of its rows: (list whose index 1 is filled, first row, end).
     """
 
     def __init__(self, plains: Sequence[Tensor], places: Sequence[ElementPlaces]) -> None:
@@ -105,7 +107,7 @@ class Slots:
 
     @staticmethod
     def suit(locals_: Sequence[Tensor], places: Sequence[ElementPlaces]) -> bool:
-        """Whether these are few enough, on a CPU, and lie as they are meant."""
+        """Whether these tensors are few, on a CPU, and plainly laid out."""
         rows = sum(-(-tensor.numel() // 256) + 1 for tensor in locals_)
         return rows <= _ROWS and all(
             type(tensor) in _TYPES
@@ -122,7 +124,7 @@ class Slots:
         self.into.append(into)
 
     def unmoved(self, tensors: list[Tensor]) -> bool:
-        """Whether the first of the pieces that were taken last have the same bits as `tensors`, byte for byte."""
+        """Whether the first pieces of the last step are bytewise equal to `tensors`."""
         views = self._views[self._last]
         return all(
             tensor.dtype == view.dtype
@@ -142,7 +144,7 @@ class Slots:
 
 
 class Pool:
-    """What waits."""
+    """Small computations that wait for those of later steps."""
 
     def __init__(self, put: Put) -> None:
         self._put = put
@@ -159,7 +161,7 @@ class Pool:
         slots.take(tensors, into)
 
     def batch(self, record: dict[str, Any], batch: Batch) -> bool:
-        """Takes a batch that is small enough, as it is now."""
+        """Copy a batch if it is small enough; return whether it was."""
         key = self._key([value for _, value in batch.leaves])
         if key is None:
             return False
@@ -168,7 +170,7 @@ class Pool:
         return True
 
     def output(self, record: dict[str, Any], rows: list[Tensor]) -> bool:
-        """Takes the rows of an output, as they are now."""
+        """Copy the rows of an output if they are small enough; return whether they were."""
         key = self._key(rows)
         if key is None:
             return False
@@ -176,7 +178,7 @@ class Pool:
         return True
 
     def finish(self) -> None:
-        """Computes what waits."""
+        """Compute what waits."""
         for slots in self._slots:
             slots.finish()
         for batches in self._batches.values():
@@ -191,7 +193,7 @@ class Pool:
         self._slots, self._batches, self._outputs, self._held = [], {}, {}, 0
 
     def _key(self, values: list[Any]) -> Hashable:
-        """What tensors must have alike to be computed together; None where they cannot wait."""
+        """The shapes and dtypes by which tensors are grouped; None if they cannot wait."""
         for value in values:
             if not isinstance(value, Tensor) or value.device.type != "cpu" or value.layout is not torch.strided:
                 return None
@@ -205,7 +207,7 @@ class Pool:
 
 
 def put_digests(put: Put, record: dict[str, Any], digests: SampleDigests, number: int = 0) -> None:
-    """Puts those of one of the batches into its record."""
+    """Store the digests of one batch in its record."""
     for name, tensor, form in (
         ("s", digests.samples, "bytes"),
         ("leaf", digests.leaves, "bytes"),

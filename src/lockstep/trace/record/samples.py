@@ -1,12 +1,13 @@
-"""Digests of batches, sample by sample, and of what a model makes of each.
+"""Digest batches sample by sample, and the model's output for each.
 
-batch = Batch({"input_ids": ids, "labels": labels})     # batch.size, what of it is looked at
+batch = Batch({"input_ids": ids, "labels": labels})     # batch.size, the parts that are digested
 digests = digested([batch])                             # digests.samples int64 [1, size], digests.leaves, ...
 
-A batch is cut along the first dimension that most of its tensors share. What a padding adds changes nothing: zeros and
--100 add nothing to a digest, and where there is an `attention_mask` only what it shows counts, by its place among that.
-Behind the last label that counts no place of a sequence counts either: what is padded and then shifted has one input
-more there than what is shifted and then padded. So a sample has the same digest in a batch of eight and in one of four.
+A batch is split along the first dimension that most of its tensors share. Padding does not change a digest: zeros
+and -100 add nothing, and with an `attention_mask` only the unmasked elements count, by their position among these.
+Positions after the last label that counts are ignored too, since a sequence that is padded and then shifted has one
+more input there than one that is shifted and then padded. So a sample has the same digest in a batch of eight and in
+one of four.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 
-_WORDS = 16384  # of a sample's tensor: of a longer one evenly spread words count
+_WORDS = 16384  # of a sample's tensor; of a longer one, evenly spread words count
 _OUT = 4096  # elements of a sample's output that count
 _DEEP = 6
 _IGNORED = -100  # label that losses leave out
@@ -39,13 +40,13 @@ _SEQUENCES, _PLAIN = (list, tuple), (str, int, float, bytes)
 
 
 class Batch:
-    """A batch, cut into samples.
+    """A batch, split into samples.
 
     Attributes:
-        size: samples; 0 where it cannot be cut.
-        leaves: (path, value) of what has a row or an item for each sample: tensors and lists.
-        others: where there is none of these, what else there is but tensors.
-        mask: place of the attention mask among the leaves; -1: none.
+        size: samples; 0 if it cannot be split.
+        leaves: (path, value) of tensors and lists with a row or an item for each sample.
+        others: the values that are no tensors, if there are no leaves.
+        mask: index of the attention mask among the leaves; -1: none.
         names: paths of the integer tensors.
     """
 
@@ -63,13 +64,12 @@ class Batch:
 
 @dataclass
 class SampleDigests:
-    """What is kept of batches with the same leaves; tensors are on their device, so that nothing waits.
+    """Digests of batches with the same leaves; tensors stay on their device, so nothing waits.
 
     Attributes:
-        samples: int64 [batches, size], or [batches, 1] of the whole where they cannot be cut.
-        leaves: int64 [batches, tensors], the sum over the samples of each tensor's digests, all places counted.
-        counts: int64 [batches, integer tensors, 2]: elements that are not -100, and those of them behind the first of
-            each sample.
+        samples: int64 [batches, size], or [batches, 1] of the whole if they cannot be split.
+        leaves: int64 [batches, tensors], the sum of each tensor's digests over the samples, with all positions.
+        counts: int64 [batches, integer tensors, 2]: elements that are not -100, and those after each sample's first.
     """
 
     samples: Tensor | None = None
@@ -78,7 +78,7 @@ class SampleDigests:
 
 
 def _leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """(path, value) of what lies in a nested batch: tensors, arrays, numbers and texts."""
+    """Yield (path, value) of the tensors, arrays, numbers and texts in a nested batch."""
     if isinstance(data, Tensor) or depth > _DEEP:
         yield path, data
     elif isinstance(data, dict) or (hasattr(data, "items") and hasattr(data, "keys")):
@@ -97,7 +97,10 @@ def _leaves(data: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, An
 
 
 def digested(batches: Sequence[Batch]) -> SampleDigests:
-    """What is kept of batches whose leaves have the same shapes; with lists or with others among them, of one."""
+    """Digest batches with leaves of equal shapes.
+
+    With lists among the leaves, or without leaves, it must be a single batch.
+    """
     first, times = batches[0], len(batches)
     merged = [
         first.leaves[place][1] if times == 1 else torch.cat([batch.leaves[place][1] for batch in batches])
@@ -137,12 +140,15 @@ def digested(batches: Sequence[Batch]) -> SampleDigests:
 
 
 def _is_sequence(value: Tensor) -> bool:
-    """Whether its second dimension may be places in a sequence: of numbers, or of vectors."""
+    """Whether its second dimension may be positions in a sequence: of numbers, or of vectors."""
     return value.ndim > 2 or (value.ndim == 2 and _is_whole(value))
 
 
 def _shown(values: Sequence[Any]) -> dict[int, Tensor]:
-    """Length of a sequence -> its places up to the last label that counts, int32 [n, length]; without labels none."""
+    """Return sequence length -> positions up to the last label that counts, int32 [n, length].
+
+    Without labels it is empty.
+    """
     found: dict[int, Tensor] = {}
     for value in values:
         if isinstance(value, Tensor) and value.ndim == 2 and _is_whole(value) and value.numel():
@@ -160,7 +166,7 @@ def _together(parts: list[Tensor]) -> Tensor | None:
 
 
 def outputs(output: Any, size: int) -> list[Tensor]:
-    """[size, elements] of the first tensors of an output that have a row for each sample; empty where none has."""
+    """Return [size, elements] of an output's first tensors with a row for each sample."""
     values = [value for _, value in _leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
     return [
         value.flatten(1) if value.ndim > 1 else value.unsqueeze(1)
@@ -170,14 +176,17 @@ def outputs(output: Any, size: int) -> list[Tensor]:
 
 
 def outcomes(rows: list[Tensor]) -> Tensor:
-    """Of each sample a signed sum and the sum of squares of its outputs, of long ones evenly spread. float64 [n, 2]"""
+    """Sum the outputs of each sample: signed sum and sum of squares. float64 [n, 2]
+
+    Of long outputs, evenly spread elements count.
+    """
     parts = [(flat if flat.shape[1] <= _OUT else flat[:, :: -(-flat.shape[1] // _OUT)]).double() for flat in rows]
     flat = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return torch.stack([torch.mv(flat, _signs(flat.shape[1], flat.device)), flat.square().sum(1)], dim=1)
 
 
 def trained_output(output: Any, size: int) -> Tensor | None:
-    """The first tensor of an output that has a row for each sample and takes a gradient."""
+    """Return an output's first tensor with a row for each sample that requires a gradient."""
     for _, value in _leaves(output):
         if not isinstance(value, Tensor) or not value.requires_grad or hasattr(value, "placements"):
             continue
@@ -187,14 +196,17 @@ def trained_output(output: Any, size: int) -> Tensor | None:
 
 
 def lengths(gradient: Tensor) -> Tensor:
-    """The 2-norm of each sample's part of a gradient, which zeros behind it do not change. float64 [n]"""
+    """Return the 2-norm of each sample's part of a gradient, float64 [n].
+
+    Padding zeros do not change it.
+    """
     wide = torch.promote_types(gradient.dtype, torch.float32)
     found: Tensor = torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=wide)
     return found.double()
 
 
 def _length(value: Any) -> int:
-    """Rows of a tensor, items of a list; -1 for anything else."""
+    """Rows of a tensor, or items of a list; -1 for anything else."""
     if isinstance(value, Tensor):
         return int(value.shape[0]) if value.ndim and not value.is_meta else -1
     return len(value) if isinstance(value, list) else -1
@@ -205,7 +217,7 @@ def _is_whole(value: Tensor) -> bool:
 
 
 def _tensor(value: Any) -> Any:
-    """An array as the tensor that shares its memory; anything else as it is."""
+    """Convert an array to a tensor that shares its memory; leave anything else unchanged."""
     if type(value).__module__ == "numpy" and hasattr(value, "dtype") and not value.dtype.hasobject:
         try:
             return torch.as_tensor(value)
@@ -217,12 +229,15 @@ def _tensor(value: Any) -> Any:
 
 
 def _of_words(words: Tensor, mask: Tensor | None, thinned: bool) -> Tensor:
-    """Each sample's digest: of what the mask shows, or where it is `thinned` of evenly spread words. int64 [n]"""
+    """The digest of each sample, int64 [n].
+
+    It covers the unmasked words, or evenly spread ones if `thinned`.
+    """
     if mask is not None:
         shown = mask.to(words.device).long()
         place = (shown.cumsum(1) - 1).clamp_(min=0)
         words = words * shown.to(torch.int32)
-        odd = _odd(words.shape[1], words.device)[:, place].transpose(0, 1)  # of each sample its own
+        odd = _odd(words.shape[1], words.device)[:, place].transpose(0, 1)  # each sample has its own
     else:
         if thinned:
             words = words[:, :: max(1, -(-words.shape[1] // _WORDS))]
@@ -233,7 +248,7 @@ def _of_words(words: Tensor, mask: Tensor | None, thinned: bool) -> Tensor:
 
 
 def _words(rows: Tensor, kept: Tensor | None) -> Tensor:
-    """[n, elements] -> int32 [n, words]; a zero, and what is not `kept`, is 0."""
+    """Convert [n, elements] to int32 [n, words]; zeros and elements not `kept` become 0."""
     if rows.is_complex():
         rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
     if rows.is_floating_point():
@@ -246,7 +261,7 @@ def _words(rows: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def _odd(count: int, device: torch.device) -> Tensor:
-    """Two odd numbers for each place. int32 [2, count]"""
+    """Two odd numbers for each position. int32 [2, count]"""
     held = _held.get(device)
     if held is None or held.shape[1] < count:
         numbers = mixed(torch.arange(1, max(1024, count) + 1, device=device))
@@ -260,12 +275,12 @@ _held_signs: dict[torch.device, Tensor] = {}
 
 
 def _signs(count: int, device: torch.device) -> Tensor:
-    """A sign for each place. float64 [count]"""
+    """A sign for each position. float64 [count]"""
     _odd(count, device)
     return _held_signs[device][:count]
 
 
 def _of_text(value: Any) -> int:
-    """A number or a text, as int64."""
+    """Digest a number or a text as int64."""
     raw = value if isinstance(value, bytes) else repr(value).encode()
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little", signed=True)

@@ -1,7 +1,11 @@
-"""The updates: gradients as the optimizer gets them, its groups, weights, buffers and its state afterwards.
+"""Record the generators, the passes and the updates of a process.
 
 updates = Updates(journal, names, passes)
 updates.before(optimizer); updates.after(optimizer)         # ends the step
+
+`state_digests` and `seed_digests` digest the random generators. `PassRecorder` records batches, forwards and
+backwards. `Updates` records the gradients as the optimizer receives them, its groups, and the weights, buffers and
+optimizer state afterwards.
 """
 
 import _random
@@ -34,14 +38,14 @@ __all__ = [
 ]
 
 
-# name -> (bytes of the generator that were there, their digest)
+# name -> (last bytes of the generator, their digest)
 _seen: dict[str, tuple[Any, str]] = {}
 
 
 def state_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, str]:
-    """name -> digest: torch on the CPU and on the device, python, numpy, and the model's `own`.
+    """Digest the generator states of torch, CUDA, python, numpy, and the model's `own`.
 
-    A CUDA generator's state lies in host memory: nothing waits.
+    A CUDA generator's state is in host memory, so nothing waits.
     """
     found = {"torch": _of("torch", torch.get_rng_state()), "python": _python()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -55,13 +59,13 @@ def state_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, 
 
 
 def seed_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, str]:
-    """Digest the seed of each generator of torch, which a draw leaves as it is.
+    """Digest the seed of each generator of torch, which a draw leaves unchanged.
 
     Args:
         own: the model's generators by name.
 
     Returns:
-        A generator's name to the digest of its seed. Python's and numpy's do not know theirs.
+        A generator's name -> digest of its seed. Python's and numpy's do not know theirs.
     """
     found = {"torch": torch.initial_seed(), **{name: generator.initial_seed() for name, generator in own}}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -80,7 +84,7 @@ def _of(name: str, state: torch.Tensor) -> str:
 
 
 def _python() -> str:
-    """Of the generator behind the module's functions: all that moves lies in its C object and in `gauss_next`."""
+    """Digest python's global generator; all its changing state is in its C object and `gauss_next`."""
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
     now = (_memory(generator), generator.gauss_next)
     before = _seen.get("python")
@@ -99,7 +103,7 @@ def _memory(generator: Any) -> bytes:
 
 
 def _shows() -> bool:
-    """Whether a draw is seen in a generator's memory, as it is in CPython."""
+    """Whether a draw changes a generator's visible memory, as in CPython."""
     generator = random.Random(1)
     before = _memory(generator)
     generator.random()
@@ -110,7 +114,7 @@ _SHOWN = _shows()
 
 
 def _numpy(module: Any) -> str:
-    """Of numpy's global generator. A number that its Gauss has ready is not in the memory that is looked at."""
+    """Digest numpy's global generator. A cached Gaussian value is outside the memory that is compared."""
     raw = None
     if hasattr(module, "get_bit_generator"):
         bits = module.get_bit_generator()
@@ -125,18 +129,18 @@ def _numpy(module: Any) -> str:
     return digest
 
 
-_EVENTS = 2000  # of a step that are kept
-_MODULES = 2  # steps in which every module's output is kept anyway
+_EVENTS = 2000  # events that are kept of a step
+_MODULES = 2  # steps in which every module's output is recorded anyway
 
 
 class PassRecorder:
-    """Fills the record with what comes before an update.
+    """Recorder of batches, forwards and backwards before an update.
 
     Attributes:
         root: the module that the script called, while it runs.
-        in_backward: within a backward, in which modules may be called again.
-        begun: whether a forward or a backward was seen at all.
-        initial: names of the tensors whose values before the first step are in the records.
+        in_backward: a backward runs, in which modules may be called again.
+        begun: whether there was a forward or backward yet.
+        initial: names of the tensors with recorded initial values.
     """
 
     def __init__(self, journal: Journal, names: Names) -> None:
@@ -144,14 +148,14 @@ class PassRecorder:
         self.root: nn.Module | None = None
         self.in_backward = self.begun = False
         self.initial: set[str] = set()
-        self._first: dict[int, Any] = {}  # root -> which values of its parameters were taken for the initial ones
-        self._unsharded = False  # FSDP 1 shows whole tensors within its forwards
+        self._first: dict[int, Any] = {}  # root -> versions of the parameters recorded as initial
+        self._unsharded = False  # FSDP 1 has whole tensors within its forwards
         self._entered: dict[str, Any] = {}
         self._module_names: dict[int, str] = {}
 
     @quiet
     def loaded(self, loader: int, epoch: int, indices: Any, set_epoch: Any, data: Any) -> None:
-        """A batch came from a loader."""
+        """Record a batch from a loader."""
         if not self.journal.within():
             return
         record: dict[str, Any] = {"at": self.journal.tick(), "l": loader, "e": epoch}
@@ -172,7 +176,11 @@ class PassRecorder:
 
     @quiet
     def entering(self, module: nn.Module, grad: bool) -> None:
-        """A module with parameters is called that no other module calls; `grad`: whether gradients are wanted."""
+        """Record the call of a module with parameters by the script itself.
+
+        Args:
+            grad: whether gradients are enabled.
+        """
         if self.in_backward or is_wrapper(module):
             self._unsharded |= type(module).__name__ == "FullyShardedDataParallel"
             return
@@ -188,9 +196,9 @@ class PassRecorder:
             self._module_names = {id(part): name for name, part in module.named_modules()} if every else {}
 
     def _put_initial(self, number: int) -> None:
-        """Puts what a root begins with into the record: as it is at its last forward before the first backward.
+        """Record the initial values of a root, from its last forward before the first backward.
 
-        What changes weights between that and the update (a perturbation that is not taken back) is then seen as such.
+        A change of the weights between that and the update (a perturbation that is not undone) then shows as a change.
         """
         known = self._first.get(number, ())
         if known is None or self._unsharded:
@@ -206,7 +214,7 @@ class PassRecorder:
         self.initial.update(name for name, _, _ in (*parameters, *buffers))
 
     def inside(self, module: nn.Module, output: Any) -> None:
-        """A part of the root has ended."""
+        """Record the end of a submodule's forward."""
         if self._module_names and self._entered:
             self._inside(module, output)
 
@@ -227,7 +235,7 @@ class PassRecorder:
 
     @quiet
     def left(self, args: Any, kwargs: Any, output: Any) -> None:
-        """The root has ended."""
+        """Record the end of the root's forward."""
         module, self.root = self.root, None
         record, self._entered = self._entered, {}
         if module is None or not record:
@@ -250,15 +258,15 @@ class PassRecorder:
         self.journal.record["fwd"].append(record)
 
     def _follow(self, record: dict[str, Any], output: Tensor) -> None:
-        """Wait for the backward at an output, or at what it is a copy of in another dtype.
+        """Wait for the backward at an output, or at its source in another dtype.
 
-        Accelerate and the Trainer convert a model's outputs, and a loss inside the model is made of what they convert.
+        Accelerate and the Trainer convert a model's outputs, and a loss inside the model uses the unconverted ones.
         """
         at_output = False
 
         def reached_output(gradient: Tensor | None) -> None:
             nonlocal at_output
-            if gradient is not None:  # DDP hands on that there is none
+            if gradient is not None:  # DDP passes on None
                 at_output = True
                 self.reached(record, gradient)
 
@@ -275,13 +283,13 @@ class PassRecorder:
 
     @quiet
     def reached(self, record: dict[str, Any], gradient: Tensor) -> None:
-        """A backward has come to the output of a forward: how far each sample's part of it moves the loss."""
+        """Record the norm of each sample's part of the gradient at a forward's output."""
         record["backwards"] = record.get("backwards", 0) + 1
         self.journal.reading.put(record, "og", lengths(gradient))
 
     @quiet
     def backward(self, roots: Any) -> None:
-        """A backward begins."""
+        """Record the start of a backward."""
         self.root, self.begun = None, True
         self._first = dict.fromkeys(self._first)
         if self.journal.within():
@@ -294,7 +302,7 @@ class PassRecorder:
 
     @quiet
     def event(self, kind: str, *values: Any) -> None:
-        """Something else that has a name and numbers; a tensor's value is read with the step."""
+        """Record another event with a name and numbers; tensors are read with the step."""
         events = self.journal.record["ev"]
         if self.journal.within() and len(events) < _EVENTS:
             event = [self.journal.tick(), kind, *values]
@@ -310,13 +318,13 @@ _NUMBERS, _SEQUENCES = (bool, int, float), (tuple, list)
 
 @dataclass
 class _OptimizerParameters:
-    """An optimizer's parameters.
+    """The parameters of an optimizer.
 
     Attributes:
-        key: of what they were found from.
-        entries: and the parameters themselves, in the same order.
-        others: parameters of the model that are none of it.
-        plain: each parameter is a tensor of its own, and so are its gradient and its state: no shard.
+        key: root count and parameter ids that they were looked up for.
+        entries: their entries; `parameters` has the tensors in the same order.
+        others: parameters of the model that the optimizer does not have.
+        plain: no parameter is a shard, and so no gradient or state.
     """
 
     key: list[int]
@@ -327,10 +335,10 @@ class _OptimizerParameters:
 
 
 class Updates:
-    """Fills the record with an update, and ends it.
+    """Recorder of updates, which end the steps.
 
     Attributes:
-        in_engine: within the step of DeepSpeed's engine, whose own optimizers' steps are a part of it.
+        in_engine: the step of DeepSpeed's engine runs; its own optimizers' steps are a part of it.
     """
 
     def __init__(self, journal: Journal, names: Names, passes: PassRecorder) -> None:
@@ -342,10 +350,10 @@ class Updates:
 
     @quiet
     def before(self, optimizer: Any) -> None:
-        """The optimizer has its gradients."""
+        """Record gradients, groups and weights before an optimizer's step."""
         journal = self.journal
         self._passes.root = None
-        # torch.distributed.checkpoint makes the state that it loads into by a step at rate 0, which trains nothing.
+        # torch.distributed.checkpoint creates the state to load into by a step at rate 0, which trains nothing.
         begun = self._passes.begun
         self._aside = not begun and all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
         if self._aside or not journal.within():
@@ -375,7 +383,7 @@ class Updates:
         journal.record["groups"] = [self._numbers(group) for group in optimizer.param_groups]
 
     def _initial(self, trained: list[Entry]) -> dict[str, list[Entry]]:
-        """What the first step begins with of tensors that no forward showed."""
+        """The initial values of tensors that no forward showed."""
         known = set(self._passes.initial)
         rest: dict[str, list[Entry]] = {"initial#rest": [], "initial buffers#rest": []}
         for kind, entries in (
@@ -389,14 +397,17 @@ class Updates:
         return rest
 
     def _frozen(self, trained: _OptimizerParameters) -> list[Entry]:
-        """Parameters that want no gradient."""
+        """Parameters that require no gradient."""
         own = zip(trained.entries, trained.parameters, strict=True)
         found = [entry for entry, parameter in own if not parameter.requires_grad]
         others = [(name, parameter) for name, parameter in trained.others if not parameter.requires_grad]
         return [*found, *self._names.entries(others)]
 
     def _trained(self, optimizer: Any) -> _OptimizerParameters:
-        """What it trains; looked for anew where it is another or is in shards, and in thorough steps."""
+        """Look up an optimizer's parameters, and cache them unless they are shards.
+
+        The lookup is repeated if they change, and in thorough steps.
+        """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         key = [self._names.count, *map(id, parameters)]
         known = self._known.get(optimizer)
@@ -412,7 +423,7 @@ class Updates:
         others = [(name, parameter) for name, parameter in self._names.parameters() if id(parameter) not in own]
         found = _OptimizerParameters(key, entries, parameters, others, plain)
         self._known.pop(optimizer, None)
-        if plain:  # shards would be held in memory by it
+        if plain:  # caching would keep shards in memory
             self._known[optimizer] = found
         return found
 
@@ -442,7 +453,7 @@ class Updates:
 
     @quiet
     def after(self, optimizer: Any) -> None:
-        """The optimizer has updated its weights: the record is read and written."""
+        """Record weights, buffers and state after an optimizer's step, and end the step."""
         journal = self.journal
         if self._aside:
             self._aside = False
@@ -461,7 +472,7 @@ class Updates:
 
     @quiet
     def before_engine(self, engine: Any) -> None:
-        """DeepSpeed's engine is about to step: of the gradients it says the norm alone, afterwards."""
+        """Record the weights before the step of DeepSpeed's engine, which reports only the gradient norm."""
         journal = self.journal
         self._passes.root = None
         if not journal.within():
@@ -477,7 +488,7 @@ class Updates:
 
     @quiet
     def after_engine(self, engine: Any) -> None:
-        """It has stepped."""
+        """Record norm, weights and buffers after the engine's step, and end the step."""
         journal = self.journal
         if journal.within() and "opt" in journal.record:
             norm = engine.get_global_grad_norm()

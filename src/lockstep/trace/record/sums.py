@@ -1,12 +1,12 @@
-"""Digest, square and sketch of tensors, which add up over the shards of a tensor.
+"""Digest, square and sketch tensors so that the results add up over shards.
 
-found = summed([(weight, Place(0)), (shard, Place(4096))])    # int64 [2, WIDTH], on the device, without waiting for it
+found = summed([(weight, ElementPlaces(0)), (shard, ElementPlaces(4096))])   # int64 [2, WIDTH], on the device
 
-A row holds a digest (32 bits: a sum over the elements of a hash of place and bits), the sum of squares (float64) and
-SKETCH signed sums (float64). The signs depend on an element's place in the whole tensor, so that the mean square of the
-differences of two sketches estimates the squared distance of two tensors which nobody has side by side.
-
-Values of less than four bytes count as the float32 that they stand for, integers as float64. Zeros add nothing.
+A row has a digest (32 bits: a sum over the elements of a hash of position and bits), the sum of squares (float64) and
+SKETCH signed sums (float64). The signs depend on an element's position in the whole tensor, so the mean square of the
+differences of two sketches estimates the squared distance of two tensors that are never in one place. Values of less
+than four bytes count as the float32 that they represent, integers as float64. Zeros add nothing. Nothing waits for
+the device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 
-SKETCH = 8  # signed sums of a tensor: the distance that they estimate is off by a third of itself, typically
+SKETCH = 8  # signed sums of a tensor: the estimated distance is typically off by a third of itself
 WIDTH = 2 + SKETCH
 _BLOCK = 256  # elements that share a row
 _ROWS = {"cpu": 768}  # rows at a time: enough that calls cost little, few enough to stay in a cache
 _DEVICE_ROWS = 1 << 14
-_PLANS = 32  # layouts that are kept
+_PLANS = 32  # cached layouts
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _KINDS = (torch.float32, torch.float64)
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -41,11 +41,11 @@ Layout = tuple[int, "ElementPlaces", bool]  # elements, their place, whether in 
 
 
 class ElementPlaces(NamedTuple):
-    """Where the elements of a piece lie in the whole tensor, in row-major order; below 0 where it is not known.
+    """Positions of a piece's elements in the whole tensor, in row-major order.
 
     Attributes:
-        start: of the first.
-        run: how many lie side by side, `stride` from run to run; 0: all of them (columns of a matrix have a run a row).
+        start: of the first; negative if unknown.
+        run: contiguous elements, `stride` from run to run; 0: all of them (columns of a matrix: a run for each row).
     """
 
     start: int
@@ -53,11 +53,11 @@ class ElementPlaces(NamedTuple):
     stride: int = 0
 
     def whole_rows(self) -> bool:
-        """Whether its runs are made of whole rows of sums."""
+        """Whether its runs consist of whole rows of sums."""
         return not (self.start % _BLOCK or self.run % _BLOCK or self.stride % _BLOCK)
 
     def spans(self, row: int, rows: int) -> Iterator[tuple[int, int]]:
-        """(its place in the whole tensor in rows, rows) of what follows a row of the piece."""
+        """Yield (first row in the whole tensor, rows) for `rows` rows from `row` on."""
         each = self.run // _BLOCK or row + rows
         while rows:
             number, within = divmod(row, each)
@@ -67,7 +67,7 @@ class ElementPlaces(NamedTuple):
 
 
 def mixed(numbers: Tensor) -> Tensor:
-    """A hash of each number (splitmix64's end). int64 of any shape -> the same."""
+    """Hash each number (the finaliser of splitmix64). int64 of any shape -> the same"""
     x = numbers * _GOLDEN
     x.bitwise_xor_((x >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX[0])
     x.bitwise_xor_((x >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MIX[1])
@@ -75,9 +75,9 @@ def mixed(numbers: Tensor) -> Tensor:
 
 
 def plain(tensor: Tensor, place: ElementPlaces) -> Tensor:
-    """A dense tensor of float32 or float64 with the same values in row-major order; no copy where none is needed.
+    """Convert to dense float32 or float64 in row-major order, without a copy if possible.
 
-    Where `place` has runs that are no whole rows, zeros are between them, which add nothing.
+    If `place` has runs that are no whole rows, zeros are inserted between them; they add nothing.
     """
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -92,7 +92,7 @@ def plain(tensor: Tensor, place: ElementPlaces) -> Tensor:
 
 
 def summed(pieces: Sequence[tuple[Tensor, ElementPlaces]]) -> Tensor:
-    """A row for each piece, all of which lie on one device. int64 [n, WIDTH]; floats are there by their bits."""
+    """Return a row for each piece, all on one device. int64 [n, WIDTH]; floats by their bits."""
     if not pieces:
         return torch.zeros(0, WIDTH, dtype=torch.int64)
     plains, places = [plain(*piece) for piece in pieces], [place for _, place in pieces]
@@ -114,8 +114,9 @@ class _Pack:
     """Rows that are summed at once.
 
     Attributes:
-        parts: what they are made of, in order: (piece, from, to), or (-1, 0, zeros).
-        spans: (piece, place of its first row in the whole tensor, in blocks, rows), in order; rows: all of them.
+        parts: their sources in order: (piece, from, to), or (-1, 0, zeros).
+        spans: (piece, its first row's position in the whole tensor in blocks, rows), in order.
+        rows: number of rows.
     """
 
     wide: bool
@@ -126,10 +127,12 @@ class _Pack:
 
 @dataclass
 class _FloatPacks:
-    """The packs of one kind of float, and what their rows are added up by.
+    """The packs of one float dtype, and the factors of their rows.
 
     Attributes:
-        owners: of each row its piece; odd: its odd number (int32); signs: its signs (float32 [SKETCH, rows]).
+        owners: the piece of each row.
+        odd: the odd number of each row (int32).
+        signs: the signs of each row (float32 [SKETCH, rows]).
     """
 
     wide: bool
@@ -140,11 +143,12 @@ class _FloatPacks:
 
 
 class SumPlan:
-    """How pieces of these sizes and places are cut into rows: what `run` takes has them too.
+    """Plan that cuts pieces of the given sizes and places into rows.
 
     Args:
-        plains: the pieces, as `plain` makes them; places: theirs.
-        pooled: they are copied into `rooms`, and summed by `pooled`.
+        plains: the pieces, from `plain`; `run` takes others of the same sizes.
+        places: their places.
+        pooled: the pieces are copied into `rooms`, and summed by `pooled`.
     """
 
     def __init__(self, plains: Sequence[Tensor], places: Sequence[ElementPlaces], pooled: bool = False) -> None:
@@ -161,14 +165,14 @@ class SumPlan:
         self._sides = [_FloatPacks(wide, packs, *_constants(packs, device)) for wide, packs in kinds if packs]
         self._zeros = {kind: torch.zeros(_BLOCK, device=device, dtype=kind) for kind in _KINDS}
         self._tables = {side.wide: _tables(side.wide, device) for side in self._sides}
-        # Pieces of which a part is taken are flattened once.
+        # Pieces that are cut are flattened once.
         whole = {(piece, 0, size) for piece, size in enumerate(self._sizes)}
         self._cut = sorted(
             {part[0] for pack in self._packs for part in pack.parts if part[0] >= 0 and part not in whole}
         )
 
     def run(self, plains: list[Tensor]) -> Tensor:
-        """A row for each piece. int64 [n, WIDTH]; floats are there by their bits."""
+        """Return a row for each piece. int64 [n, WIDTH]; floats by their bits."""
         for piece in self._cut:
             plains[piece] = plains[piece].reshape(-1)
         return self._summed([(self._rows(pack, plains) for pack in side.packs) for side in self._sides], 1)
@@ -178,12 +182,15 @@ class SumPlan:
         return sum(pack.rows for pack in self._packs)
 
     def rooms(self, times: int) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Memory for the pieces of so many times: its rows, of each pack [times * rows, _BLOCK], and in them of each
-        time the pieces, in their shapes."""
+        """Allocate memory for `times` copies of the pieces.
+
+        Returns:
+            The rows of each pack, [times * rows, _BLOCK], and for each copy the pieces as views in their shapes.
+        """
         made = [
             torch.zeros(times * pack.rows, _BLOCK, dtype=_KINDS[pack.wide], device=self._device) for pack in self._packs
         ]
-        views = [[torch.empty(shape) for shape in self._shapes] for _ in range(times)]  # where none has a row
+        views = [[torch.empty(shape) for shape in self._shapes] for _ in range(times)]  # for pieces without a row
         for pack, room in zip(self._packs, made, strict=True):
             for time, rows in enumerate(torch.split(room, pack.rows)):
                 flat, at = rows.view(-1), 0
@@ -194,12 +201,12 @@ class SumPlan:
         return made, views
 
     def pooled(self, rooms: list[Tensor], times: int) -> Tensor:
-        """As `run`, of the first `times` in the rooms. int64 [times * n, WIDTH]"""
+        """Sum the first `times` copies in the rooms, as `run` does. int64 [times * n, WIDTH]"""
         kept = (room[: times * pack.rows] for pack, room in zip(self._packs, rooms, strict=True))
         return self._summed([torch.split(rows, _ROWS["cpu"]) for rows in kept], times)  # a side has one pack
 
     def _summed(self, found: Sequence[Iterable[Tensor]], times: int) -> Tensor:
-        """Sums for each piece. `found`: for each side the rows of all `times` in order, a few at once."""
+        """Sum each piece. `found`: for each side the rows of all `times` in order, in chunks."""
         total = torch.zeros(times * self._count, WIDTH, dtype=torch.int64, device=self._device)
         for side, chunks in zip(self._sides, found, strict=True):
             self._add(total, side, chunks, times)
@@ -207,7 +214,7 @@ class SumPlan:
         return total
 
     def _add(self, total: Tensor, side: _FloatPacks, chunks: Iterable[Tensor], times: int) -> None:
-        """Hashes, squares and signed sums of the rows of a side, added up for each piece."""
+        """Add the hashes, squares and signed sums of a side's rows to their pieces."""
         count, kind = times * len(side.owners), _KINDS[side.wide]
         hashes = _scratch("hashes", count, 1, torch.int32, self._device).view(-1)
         lengths = _scratch("lengths", count, 1, kind, self._device).view(-1)
@@ -257,14 +264,14 @@ class SumPlan:
 
 
 def _rowed(place: ElementPlaces) -> ElementPlaces:
-    """The place of what `plain` makes of a piece."""
+    """The place of a piece after `plain`."""
     if place.start < 0:
         return ElementPlaces(0)
     return place if place.whole_rows() else ElementPlaces(place.start)
 
 
 def _packs(layouts: Sequence[Layout], most: int) -> list[_Pack]:
-    """What is summed at once: at most about so many rows."""
+    """Cut the pieces into packs of about `most` rows at most."""
     packs: list[_Pack] = []
     for wide in (False, True):
         open_pack = _Pack(wide)
@@ -297,7 +304,10 @@ def _packs(layouts: Sequence[Layout], most: int) -> list[_Pack]:
 
 
 def _append(pack: _Pack, piece: int, begin: int, end: int, start: int) -> None:
-    """Adds the elements from `begin` to `end` of a piece to a pack, filled up with zeros to whole rows."""
+    """Append the elements from `begin` to `end` of a piece to a pack.
+
+    Zeros pad them to whole rows.
+    """
     lead = (start + begin) % _BLOCK
     if lead:
         pack.parts.append((-1, 0, lead))
@@ -311,7 +321,7 @@ def _append(pack: _Pack, piece: int, begin: int, end: int, start: int) -> None:
 
 
 def _constants(packs: Sequence[_Pack], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: its piece, an odd number (int32) and its signs (float32 [SKETCH, rows]), from its place."""
+    """The piece, an odd number (int32) and the signs (float32 [SKETCH, rows]) of each row."""
     spans = torch.tensor([span for pack in packs for span in pack.spans], dtype=torch.int64).reshape(-1, 3)
     pieces, firsts, rows = spans.unbind(1)
     owners = pieces.repeat_interleave(rows)
@@ -323,7 +333,10 @@ def _constants(packs: Sequence[_Pack], device: torch.device) -> tuple[Tensor, Te
 
 
 def _tables(wide: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each place in a row: an odd number (int32) for each word, and its signs [SKETCH, _BLOCK]."""
+    """An odd number (int32) for each word of a row, and each element's signs.
+
+    The signs are [SKETCH, _BLOCK].
+    """
     numbers = mixed(torch.arange(1, _BLOCK * (2 if wide else 1) + 1) * 31)
     odd = ((numbers >> 16) | 1).to(torch.int32)
     signs = ((mixed(torch.arange(1, _BLOCK + 1) * 77) >> torch.arange(SKETCH).unsqueeze(1)) & 1) * 2 - 1
@@ -331,7 +344,7 @@ def _tables(wide: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _scratch(use: str, rows: int, width: int, kind: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for rows and what is computed of them: new pages for each would cost more than the arithmetic."""
+    """Reuse memory for rows and intermediate results: new pages would cost more than the arithmetic."""
     key = (use, width, kind, device)
     held = _scratches.get(key)
     if held is None or held.shape[0] < rows:
@@ -343,7 +356,7 @@ _scratches: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
 
 def _sketch(rows: Tensor, table: Tensor, into: Tensor) -> None:
-    """table @ rows.T. On a device, and where the script lets products be rounded, without a rounded product."""
+    """Compute table @ rows.T without rounded products, whatever the matmul precision."""
     if rows.device.type != "cpu":
         for each in range(SKETCH):
             torch.sum(rows * table[each], 1, out=into[each])
