@@ -57,23 +57,23 @@ def tree():
     root.add_argument("--version", action="version", version="", help="the version")
     commands = root.add_subparsers(parser_class=argparse.ArgumentParser)
     for name, (module, _, text) in cli.COMMANDS.items():
-        parser = of_the_linter() if name == "lint" else of(module)
+        parser = of_the_linter() if name == "lint" else of(module, name)
         for action in every(parser):
             dress(action, parser)
         commands.add_parser(name, help=text, parents=[parser], add_help=False)
     return root
 
 
-def of(module):
-    """A command's own parser."""
+def of(module, name):
+    """A command's own parser: `_train_parser`, where a file has several commands, or `_parser`, or `parser`."""
     own = importlib.import_module(module)
-    return own.parser() if hasattr(own, "parser") else own._parser()
+    return next(getattr(own, each) for each in (f"_{name}_parser", "_parser", "parser") if hasattr(own, each))()
 
 
 def of_the_linter():
     """The parser of `lockstep lint`; without flags where its distribution is neither here nor installed."""
     if importlib.util.find_spec("lockstep_lint"):
-        return of("lockstep_lint.command")
+        return of("lockstep_lint.command", "lint")
     parser = argparse.ArgumentParser()
     parser.add_argument("paths", nargs="*", help="files and folders")
     return parser

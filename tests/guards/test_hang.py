@@ -118,5 +118,5 @@ def _where_a_rank_waits(world):
 
 def test_a_rank_in_the_exchange_is_known_to_wait_and_not_to_be_late():
     [(line, waits)] = run(_where_a_rank_waits, 2)[1]
-    assert line.startswith("step_exchange.py:")
+    assert line.startswith("exchange.py:")
     assert waits

@@ -449,7 +449,7 @@ time.sleep(60)
 
 _SERVED = """
 import multiprocessing, sys, time
-from lockstep.data.loader import end_with_parent
+from lockstep.data.loader import _end_with_parent as end_with_parent
 
 def load():
     end_with_parent()

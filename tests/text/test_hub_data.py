@@ -237,18 +237,18 @@ def test_it_is_prepared_once_by_content(tmp_path, monkeypatch):
 
 SLOW = """
 import sys, time
-from lockstep.text import hub_corpus
+from lockstep.text import token_store
 from lockstep.config.schema import Config
 from lockstep.config.sections import Data
 from lockstep.tasks.language_model import corpus_for
-write = hub_corpus.write_split
+write = token_store.write_split
 def slow(*arguments, **named):
     count = write(*arguments, **named)
     print("half", flush=True)
     time.sleep(60)
     return count
-hub_corpus.write_split = slow
-corpus_for(Config(dataset_name=sys.argv[1], seq_len=16), lambda: hub_corpus.Trained(300), lambda line: None)
+token_store.write_split = slow
+corpus_for(Config(dataset_name=sys.argv[1], seq_len=16), lambda: token_store.TokenizerToTrain(300), lambda line: None)
 """
 
 

@@ -276,7 +276,7 @@ def train():
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(47):
-        model(torch.full((2, 3), 1.0 + step)).square().mean().backward()
+        model(torch.full((2, 3), 1.0 + step / 47)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return model
@@ -322,7 +322,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for step in range(8):
     if step == 5:
         exec(sys.argv[1])
-    model(torch.full((2, 3), 1.0 + step)).square().mean().backward()
+    model(torch.full((2, 3), 1.0 + step / 47)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 """

@@ -335,7 +335,8 @@ def test_what_a_sink_is_told(tmp_path, monkeypatch, left):
 
 @pytest.mark.parametrize("code", [0, 75])
 @pytest.mark.parametrize(("is_main", "is_best", "saved"), [(1, 1, 4), (1, 0, 4), (1, 0, 0), (0, 1, 4), (0, 0, 4)])
-def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is_best, saved):
+def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is_best, saved, monkeypatch):
+    monkeypatch.setattr("lockstep.training.recorder.on_all_ranks", lambda world, call: call())
     wrote, order, summary = [], [], {}
     model = torch.nn.Identity()
     model.reshard = lambda: order.append("at rest")  # as fsdp's modules have it
@@ -364,6 +365,7 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
         _meter=SimpleNamespace(spent={"steps": 100.0, "data": 40.0}),
         _tidy=lambda state: wrote.append("state, and old checkpoints"),
         _next=str,
+        _sample=lambda: task.sample(model, "cpu"),
     )
     RunRecorder.settle(recorder)
     RunRecorder.close(recorder, code)

@@ -289,7 +289,7 @@ def test_the_profile_of_a_slow_size_is_read(monkeypatch, tmp_path):
             (place / "verdict.json").write_text(verdicts[-1])
 
     monkeypatch.setattr(report, "started", started)
-    monkeypatch.setattr(report.options, "option_list", lambda: ["lr", "profile"])
+    monkeypatch.setattr(report.cli, "option_list", lambda: ["lr", "profile"])
     request = asked(1, 2, modes=(STRONG,), steps=100)
     row = rows_of(request, ALONE, samples_of({Setting(1, 16): 100.0, Setting(2, 16): 120.0}), {}, 2)[1]
     for verdict, found in (
@@ -302,7 +302,7 @@ def test_the_profile_of_a_slow_size_is_read(monkeypatch, tmp_path):
         verdicts.append(verdict)
         assert report.profiled(request, row, ALONE, 2) == found
     assert seen[0][-2:] == ["--profile", "26:35"]
-    monkeypatch.setattr(report.options, "option_list", lambda: ["lr"])
+    monkeypatch.setattr(report.cli, "option_list", lambda: ["lr"])
     assert report.profiled(request, row, ALONE, 2) is None
 
 
