@@ -218,7 +218,7 @@ def preloaded(process):
     """The pid of the launcher's process that is kept ready to be forked; None: it is not there."""
     for pid in children(process.pid):
         with contextlib.suppress(OSError):
-            if b"launch.preloaded" in Path(f"/proc/{pid}/cmdline").read_bytes() and not forked(pid):
+            if b"launch.workers" in Path(f"/proc/{pid}/cmdline").read_bytes() and not forked(pid):
                 return pid
     return None
 

@@ -1,6 +1,7 @@
 """Fit a step's time as a sum of few terms, and extrapolate with an interval.
 
-    fit = Fit([SizeMeasurement(1, 1.0, (100.0, 101.0)), Measured(2, 0.5, (53.0, 54.0)), Measured(4, 0.25, (30.0, 31.0))])
+    sizes = [(1, 1.0, (100.0, 101.0)), (2, 0.5, (53.0, 54.0)), (4, 0.25, (30.0, 31.0))]
+    fit = Fit([SizeMeasurement(*size) for size in sizes])
     fit.predict(8, 0.125)           # TimeEstimate(value=19.1, low=16.8, high=22.3): milliseconds, as the times were
     fit.terms(8, 0.125)             # {"compute": 12.1, "bandwidth": 4.0, ...}, which add up to the value
 
