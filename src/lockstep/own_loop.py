@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 
-def loader(
+def loader(  # noqa: PLR0913
     dataset: Any,
     world: World,
     *,

@@ -23,7 +23,7 @@ from lockstep.data.loader import check_dataset
 from lockstep.data.sampler import Shuffled
 from lockstep.distributed.world import World
 from lockstep.errors import DataError
-from lockstep.guards.watchdog import RetryingDataset, loading_failures
+from lockstep.guards.samples import RetryingDataset, loading_failures
 
 
 class Noisy:

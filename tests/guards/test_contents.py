@@ -16,7 +16,7 @@ import lockstep
 from lockstep.errors import DifferenceError
 from lockstep.guards import contents
 from lockstep.guards.contents import KEY, Contents, alike, digest
-from lockstep.guards.watchdog import RetryingDataset
+from lockstep.guards.samples import RetryingDataset
 
 Image = pytest.importorskip("PIL.Image")
 Pair = namedtuple("Pair", ["a", "b"])

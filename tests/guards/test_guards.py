@@ -29,10 +29,10 @@ from lockstep.errors import DataError, DifferenceError, LockstepError
 from lockstep.guards import desync, startup
 from lockstep.guards.desync import word_sum
 from lockstep.guards.nonfinite import DeferredReader, ReadStep, Skips, origin
+from lockstep.guards.samples import RetryingDataset
 from lockstep.guards.spike import Spike
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.guards.straggler import Straggler
-from lockstep.guards.watchdog import RetryingDataset
 from lockstep.records import StepRecord
 
 

@@ -21,10 +21,11 @@ from lockstep.errors import DifferenceError
 from lockstep.guards import desync, preemption, startup
 from lockstep.guards.nonfinite import ReadStep, origin
 from lockstep.guards.preemption import Preemption
+from lockstep.guards.samples import RetryingDataset, loading_failures
 from lockstep.guards.spike import Spike
 from lockstep.guards.startup import check_weights
 from lockstep.guards.straggler import Straggler
-from lockstep.guards.watchdog import HangWatchdog, RetryingDataset, loading_failures
+from lockstep.guards.watchdog import HangWatchdog
 from lockstep.records import StepRecord
 
 

@@ -62,7 +62,7 @@ def option(
     Args:
         builtin: the built-in tasks alone have it: who trains a task of their own need not see it.
         tasks: which of them, "images, classification"; left out: the language model.
-        span: a number of steps that may be said in epochs, or as a share of the plan: see `config.spans`.
+        span: a number of steps that may be said in epochs, or as a share of the plan: see `config.fields`.
         share: a number of batches that may be said as a share of those that there are.
     """
     own = tuple(tasks.split(", ")) if tasks else ("causal-lm",) if builtin else ()

@@ -2,8 +2,8 @@
 
     config = Config(optim=Optim(clip=0.5), data={"workers": 2})
 
-A field whose default is "auto" is given its value once the task and the plan are known: see `lockstep.run.defaults`.
-"""
+A field whose default is "auto" is given its value once the task and the plan are known: see `lockstep.training.defaults`.
+"""  # noqa: E501
 
 import dataclasses
 import math
@@ -32,11 +32,11 @@ __all__ = [
 
 
 def auto(default: Any, text: str, *, span: bool = False) -> Any:
-    """A number that `lockstep.run.defaults` chooses where it is left out; `default`, out of bounds, holds its place.
+    """A number that `lockstep.training.defaults` chooses where it is left out; `default`, out of bounds, holds its place.
 
     Args:
         span: as for `option`.
-    """
+    """  # noqa: E501
     return field(default=default, metadata={"help": text, "choices": (), "auto": True, "span": span})
 
 

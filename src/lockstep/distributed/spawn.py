@@ -85,7 +85,7 @@ class _RankFailure(NamedTuple):
     details: str
 
 
-def start(
+def start(  # noqa: PLR0913
     function: Callable[..., Any],
     size: int,
     args: tuple[Any, ...] = (),

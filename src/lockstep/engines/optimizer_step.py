@@ -222,7 +222,7 @@ class OptimizerStep:
 
     on_device: ClassVar[bool | None] = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: nn.Module,
         optimizer: Optimizer,
@@ -287,7 +287,7 @@ class OptimizerStep:
         if before and not self._by_kernel:
             self._kernel.found_inf = self._kernel.grad_scale = None
 
-    def __call__(
+    def __call__(  # noqa: C901
         self, factor: float | None, limit: float, momentum: float | None = None, evaluate: Evaluate | None = None
     ) -> StepResult:
         """Update once at base rate times `factor`, or skip unless the norm is below `limit`.

@@ -73,7 +73,7 @@ _NOT_REMADE = (
 )
 
 
-def engine(
+def engine(  # noqa: PLR0913
     name: str,
     model: nn.Module,
     optimizer: Optimizer | MakeOptimizer,

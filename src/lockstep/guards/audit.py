@@ -394,7 +394,7 @@ class Audit:
         kept: returns the steps of the checkpoints; called on rank 0 only.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         share: float,
         seed: int,

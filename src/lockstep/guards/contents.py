@@ -25,7 +25,7 @@ from torch import Tensor
 from lockstep.data.loader import Key, seed_everything
 from lockstep.distributed.world import World
 from lockstep.errors import DifferenceError, LockstepError
-from lockstep.guards.watchdog import RetryingDataset
+from lockstep.guards.samples import RetryingDataset
 from lockstep.seeds import derive
 from lockstep.trace.record.sums import mixed
 
@@ -156,7 +156,7 @@ class _ContentReader:
     def _mark(self, *parts: object) -> None:
         self.hash.update(repr(parts).encode())
 
-    def _take(self, value: Any, depth: int) -> bool:
+    def _take(self, value: Any, depth: int) -> bool:  # noqa: C901
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, np.ndarray | np.generic) and not isinstance(value, str | bytes):

@@ -1,11 +1,8 @@
-"""Watch for hangs, lost ranks and samples that cannot be loaded.
+"""Watch for hangs and lost ranks.
 
-    dataset = RetryingDataset(dataset, retries=2, skips=0, rank=0)
-
-`HangWatchdog` ends a process that makes no progress, with an error that names the rank to blame; ranks publish
-heartbeats in their rendezvous store, without a collective. `RetryingDataset` retries and counts failing samples: a
-skipped sample is replaced by the one after it, on any rank and in any process, so that the same run skips the same way.
-Each try is seeded as it would be without an error. (For a loader process that dies see `data/loader.py`.)
+`HangWatchdog` ends a process that makes no progress, with an error that names the rank to blame. The ranks publish
+heartbeats in their rendezvous store, without a collective; `Inquiry` asks who still answers once an exchange failed,
+and `dump` writes the stacks of a process that hangs.
 """
 
 import contextlib
@@ -17,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +22,8 @@ from types import FrameType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
-from torch.utils.data import Dataset
 
-from lockstep.data.loader import Loader, draws
 from lockstep.distributed import exchange, world
 from lockstep.distributed.exchange import REGROUP, SAVE_AND_END, StepExchange
 from lockstep.distributed.launcher import launcher_is_gone
@@ -45,16 +39,14 @@ from lockstep.distributed.progress import (
     rank_label,
 )
 from lockstep.distributed.world import World, meeting_point
-from lockstep.errors import ConfigError, DataError, LockstepError, PeerError
+from lockstep.errors import ConfigError, LockstepError, PeerError
 
 __all__ = [
     "HangWatchdog",
     "Heartbeats",
     "Inquiry",
-    "RetryingDataset",
     "all_do",
     "dump",
-    "loading_failures",
     "read_alone",
     "waited_for",
     "where_main",
@@ -455,92 +447,3 @@ class HangWatchdog:
     def connect(self) -> Heartbeats | None:
         """Open another connection to the store; None if there is none."""
         return self._inquiry.connect()
-
-
-# --- samples that cannot be loaded
-
-_PAUSE = 0.05  # seconds before a retry; a network disk may need them
-
-
-class RetryingDataset(Dataset[Any]):
-    """A dataset that retries, and names the sample that fails.
-
-    It offers only what loading needs of the inner dataset.
-
-    Args:
-        inner: map-style.
-        retries: number of retries of a sample.
-        skips: number of samples that each rank may skip in a start of the run.
-        rank: for messages.
-
-    Attributes:
-        counts: [retries, skips] so far on this rank, including loader processes.
-        draws_random: whether a sample must be seeded.
-    """
-
-    def __init__(self, inner: Any, *, retries: int, skips: int, rank: int) -> None:
-        self._inner, self._retries, self._skips, self._rank = inner, retries, skips, rank
-        self.counts: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self.draws_random = draws(inner)
-        if hasattr(inner, "__getitems__"):
-            self.__getitems__ = self._many
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.load_seeded(index, _nothing)
-
-    def load_seeded(self, index: int, seed: Callable[[int], None]) -> Any:
-        """Load a sample, or the one that replaces it.
-
-        Args:
-            seed: called with the index before each try.
-
-        Raises:
-            DataError: it cannot be loaded, and no more samples may be skipped.
-        """
-        while True:
-            for tried in range(self._retries + 1):
-                if tried:
-                    self.counts[0] += 1
-                    time.sleep(_PAUSE)
-                seed(index)
-                try:
-                    return self._inner[index]
-                except Exception as error:
-                    failure = error
-            self._leave_out(index, failure)
-            index = (index + 1) % len(self)
-
-    def _many(self, indices: list[int]) -> Any:
-        try:
-            return self._inner.__getitems__(indices)
-        except Exception:  # find the failing one, one by one
-            return [self[index] for index in indices]
-
-    def _leave_out(self, index: int, error: Exception) -> None:
-        where = getattr(error, "filename", None) or getattr(self._inner, "path", None)
-        file = f" ({where})" if where else ""
-        told = (str(error).splitlines() or [""])[0]
-        line = f"{rank_label(self._rank)}: sample {index}{file} cannot be loaded: {type(error).__name__}: {told}"
-        if int(self.counts[1]) >= self._skips:
-            more = f"; {self._skips} were left out before" if self._skips else ""
-            raise DataError(f"{line}{more}; repair it, or leave such samples out: --guards.bad-samples N") from error
-        self.counts[1] += 1
-        _LOG.warning("%s; sample %d takes its place", line, (index + 1) % len(self))
-
-
-def loading_failures(loading: Sequence[RetryingDataset | Loader]) -> list[float]:
-    """Return [retries, skipped samples, restarts of loader processes] on this rank so far."""
-    found = [0.0, 0.0, 0.0]
-    for each in loading:
-        if isinstance(each, RetryingDataset):
-            found[0], found[1] = (float(count) for count in each.counts)
-        else:
-            found[2] = float(each.restarts)
-    return found
-
-
-def _nothing(_: int) -> None:
-    """Null seeding, for a sample that draws nothing."""

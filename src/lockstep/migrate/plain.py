@@ -324,7 +324,7 @@ def _begin(script: Script, wrapped: list[Site]) -> Iterator[Row]:
             yield script.row(site.call, STAYS, here)
 
 
-def _call(script: Script, site: Site, full: str) -> Iterator[Row]:
+def _call(script: Script, site: Site, full: str) -> Iterator[Row]:  # noqa: C901
     name, call = full.rpartition(".")[2] or site.name, site.call
     if full.startswith("torch.distributed.") and name in _DIST:
         if name == "all_reduce" and call.args and "grad" in set(idents(call.args[0])):

@@ -311,7 +311,7 @@ Further = Callable[[nn.Module, Tensor, Any], tuple[Tensor, Any]]
 
 
 @torch.no_grad()
-def generate(
+def generate(  # noqa: PLR0913
     model: nn.Module,
     ids: Tensor,
     max_new_tokens: int,

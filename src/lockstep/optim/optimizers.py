@@ -249,7 +249,7 @@ def sgd(
 _SCALES = {"match-rms": "match_rms_adamw", "original": "original"}  # as torch names them
 
 
-def muon(
+def muon(  # noqa: PLR0913
     model: nn.Module,
     *,
     lr: float,

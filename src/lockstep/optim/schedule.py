@@ -130,7 +130,7 @@ _CYCLE_START = 0.04  # one-cycle: the first rate as a fraction of the peak; torc
 _MOMENTUM = (0.85, 0.95)  # one-cycle: at the peak of the rate, and at both ends; torch's
 
 
-def factor(
+def factor(  # noqa: PLR0913
     step: int,
     horizon: int,
     warmup: int,

@@ -357,7 +357,7 @@ class HubCausalLM(LanguageModel):
             cannot keep packed documents apart.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         corpus: TokenCorpus,
         source: HubModel,

@@ -101,7 +101,7 @@ class Regression(Task):
     item_name = "rows"
     items_per_sample = 1
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         train: Columns,
         evaluation: Columns,

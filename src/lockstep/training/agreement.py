@@ -30,7 +30,7 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import ConfigError, DataError
 from lockstep.files import created
 from lockstep.guards.contents import KEY, Contents, check_contents
-from lockstep.guards.watchdog import RetryingDataset
+from lockstep.guards.samples import RetryingDataset
 from lockstep.task import Task
 from lockstep.training.evaluation import named_sets
 from lockstep.training.run_dir import RunFolder

@@ -123,7 +123,7 @@ class Built:
         kept: the caller's own objects that have tensors, by name.
         base: names of the tensors that checkpoints of adapters leave out; see `lockstep.adapters`.
         balancer: decides who computes what, with --shares auto.
-        loading: counts retries and skips of data loading (see guards/watchdog.py); the first is the training set's.
+        loading: counts retries and skips of data loading (see guards/samples.py); the first is the training set's.
         groups: the optimizer's groups.
         sets: the evaluation's datasets.
         training: the training set and its order. If the ranks change, engine and batches are rebuilt from these.

@@ -30,7 +30,7 @@ from lockstep.data.sampler import Sequential
 from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.guards.watchdog import RetryingDataset
+from lockstep.guards.samples import RetryingDataset
 from lockstep.loop import seeder
 from lockstep.passes import unpacked
 from lockstep.records import EvaluationRecord, expanded, mean_numbers, summed

@@ -269,7 +269,7 @@ class ExportRequest:
     Attributes:
         run: a run's folder, or a checkpoint's.
         out: the path to write.
-        form: see `checkpoint.export.export`.
+        form: see `checkpoint.export`.
         which: "last" (the newest complete one), "best", or a step.
         merge: add adapters to their base.
         task: FILE.py:CLASS of the run's task, if the run was started from Python and its base is needed.

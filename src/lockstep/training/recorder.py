@@ -34,7 +34,7 @@ from lockstep.engines.ema import averaged
 from lockstep.engines.registry import name_of
 from lockstep.errors import LockstepError, PeerError, StorageError, said
 from lockstep.guards.nonfinite import ReadStep
-from lockstep.guards.watchdog import loading_failures
+from lockstep.guards.samples import loading_failures
 from lockstep.logging import Sinks
 from lockstep.records import TRAIN, EvaluationRecord, StepRecord, expanded, mean_numbers, merged_sums
 from lockstep.report.goodput import EVALUATION, SAVES, Timeline, waits

@@ -338,7 +338,7 @@ def _left_in_order(session: Session, built: Built) -> Iterator[None]:
         built.folder.release()
 
 
-def _follow(session: Session, built: Built) -> Training:
+def _follow(session: Session, built: Built) -> Training:  # noqa: C901
     """Train, and after each step record, check, evaluate, save and run the caller's body."""
     first, world, ongoing = built.start, built.world, works(session, built)  # read now: a save moves `built.start`
     timeline = session.timeline

@@ -55,7 +55,7 @@ class Transforms:
     grad_dtype: str = "float32"
 
 
-def prepare(
+def prepare(  # noqa: PLR0913
     model: nn.Module,
     *,
     precision: str,

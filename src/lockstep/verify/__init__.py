@@ -40,7 +40,7 @@ FAULTS = (
 )
 
 
-def verify(
+def verify(  # noqa: PLR0913
     task: Any = None,
     config: "Config | None" = None,
     *,

@@ -71,7 +71,7 @@ class Logged:
         self.samples = 1
         self._found: list[LoggedValue] = []
 
-    def log(
+    def log(  # noqa: PLR0913
         self,
         fx: str,
         name: str,

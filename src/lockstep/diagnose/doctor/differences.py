@@ -64,7 +64,7 @@ def _describe_variable(place: CheckContext) -> str:
     return f"RANK, LOCAL_RANK, WORLD_SIZE {place.size} and the master's address agree"
 
 
-def _launcher(place: CheckContext) -> Iterator[Finding]:
+def _launcher(place: CheckContext) -> Iterator[Finding]:  # noqa: C901
     environ = place.environ
     wrong = False
     for name, least in _NUMBERS.items():

@@ -134,7 +134,7 @@ def examine(place: CheckContext, say: Callable[[Line], None], checks: Sequence[C
     return report
 
 
-def _examine(
+def _examine(  # noqa: C901
     place: CheckContext, report: DoctorReport, say: Callable[[Line], None], checks: Sequence[Check], deadline: float
 ) -> None:
     def tell(lines: list[Line]) -> None:

@@ -100,7 +100,7 @@ _kinds: dict[Any, _Kind] = {}
 _seen: dict[tuple[Any, ...], _ResultForm | tuple[_ResultForm, ...] | None] = {}
 
 
-def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: C901
     """Return an operation's result by its shapes alone.
 
     UNKNOWN if it has other than fake tensors, or depends on values. Call it where FakeTensorMode is the next mode.

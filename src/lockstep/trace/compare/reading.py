@@ -232,7 +232,7 @@ def read(folder: Path) -> TraceRun:
     return TraceRun(str(folder), _parts(trained), info, any(rank.full for rank in ranks))
 
 
-def _rank(path: Path) -> RankTrace | None:
+def _rank(path: Path) -> RankTrace | None:  # noqa: C901
     """Read the file of one process, without a truncated last line."""
     rank: RankTrace | None = None
     with path.open("rb") as file:

@@ -23,7 +23,7 @@ def evaluations(view: View) -> tuple[Site, ...]:
     return tuple(sorted(found, key=lambda site: not is_forward(view, site)))
 
 
-def evaluates(view: View, site: Site) -> bool:
+def evaluates(view: View, site: Site) -> bool:  # noqa: C901
     """Whether a call runs a model over held-out data, or in a function that says it tests."""
     scope = site.scope
     if scope.name == "forward":

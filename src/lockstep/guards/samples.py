@@ -1,0 +1,110 @@
+"""Retry, skip and count samples that cannot be loaded.
+
+    dataset = RetryingDataset(dataset, retries=2, skips=0, rank=0)
+
+The next sample takes the place of a skipped one, on whatever rank and in whatever process loads it, so every world size
+skips alike. Each try, and the sample that takes a place, is seeded as in a run without an error. For a loader process
+that dies see `data/loader.py`.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lockstep.data.loader import Loader, draws
+from lockstep.distributed.progress import rank_label
+from lockstep.errors import DataError
+
+__all__ = ["RetryingDataset", "loading_failures"]
+
+_LOG = logging.getLogger("lockstep")
+_PAUSE = 0.05  # seconds before a retry; a network disk may need them
+
+
+class RetryingDataset(Dataset[Any]):
+    """A dataset that retries, and names the sample that fails.
+
+    It offers only what loading needs of the inner dataset.
+
+    Args:
+        inner: map-style.
+        retries: number of retries of a sample.
+        skips: number of samples that each rank may skip in a start of the run.
+        rank: for messages.
+
+    Attributes:
+        counts: [retries, skips] so far on this rank, including loader processes.
+        draws_random: whether a sample must be seeded.
+    """
+
+    def __init__(self, inner: Any, *, retries: int, skips: int, rank: int) -> None:
+        self._inner, self._retries, self._skips, self._rank = inner, retries, skips, rank
+        self.counts: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self.draws_random = draws(inner)
+        if hasattr(inner, "__getitems__"):
+            self.__getitems__ = self._many
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.load_seeded(index, _nothing)
+
+    def load_seeded(self, index: int, seed: Callable[[int], None]) -> Any:
+        """Load a sample, or the one that replaces it.
+
+        Args:
+            seed: called with the index before each try.
+
+        Raises:
+            DataError: it cannot be loaded, and no more samples may be skipped.
+        """
+        while True:
+            for tried in range(self._retries + 1):
+                if tried:
+                    self.counts[0] += 1
+                    time.sleep(_PAUSE)
+                seed(index)
+                try:
+                    return self._inner[index]
+                except Exception as error:
+                    failure = error
+            self._leave_out(index, failure)
+            index = (index + 1) % len(self)
+
+    def _many(self, indices: list[int]) -> Any:
+        try:
+            return self._inner.__getitems__(indices)
+        except Exception:  # find the failing one, one by one
+            return [self[index] for index in indices]
+
+    def _leave_out(self, index: int, error: Exception) -> None:
+        where = getattr(error, "filename", None) or getattr(self._inner, "path", None)
+        file = f" ({where})" if where else ""
+        told = (str(error).splitlines() or [""])[0]
+        line = f"{rank_label(self._rank)}: sample {index}{file} cannot be loaded: {type(error).__name__}: {told}"
+        if int(self.counts[1]) >= self._skips:
+            more = f"; {self._skips} were left out before" if self._skips else ""
+            raise DataError(f"{line}{more}; repair it, or leave such samples out: --guards.bad-samples N") from error
+        self.counts[1] += 1
+        _LOG.warning("%s; sample %d takes its place", line, (index + 1) % len(self))
+
+
+def loading_failures(loading: Sequence[RetryingDataset | Loader]) -> list[float]:
+    """Return [retries, skipped samples, restarts of loader processes] on this rank so far."""
+    found = [0.0, 0.0, 0.0]
+    for each in loading:
+        if isinstance(each, RetryingDataset):
+            found[0], found[1] = (float(count) for count in each.counts)
+        else:
+            found[2] = float(each.restarts)
+    return found
+
+
+def _nothing(_: int) -> None:
+    """Null seeding, for a sample that draws nothing."""
