@@ -186,11 +186,11 @@ def test_what_no_optimizer_takes_and_what_cannot_change_is_refused_by_name(monke
     with pytest.raises(LockstepError, match=r"2\.weight.*add_param_group"):
         step_of(made, World(), 1)
 
-    monkeypatch.setitem(registry._UNCHANGED, "single", "use --engine ddp")
+    monkeypatch.setitem(registry.ENGINES, "single", registry.ENGINES["single"]._replace(remade=False))
     model = network()
     made = engine("single", model, lambda held: OPTIMIZERS["adamw"](trained(held)), World())
     train_alone(model, "24")
-    with pytest.raises(LockstepError, match=r"2\.weight.*--engine ddp"):
+    with pytest.raises(LockstepError, match=r"2\.weight.*--engine fsdp"):
         step_of(made, World(), 0)
 
 

@@ -12,7 +12,7 @@ from lockstep.migrate import lightning, objects, plain, trainer
 from lockstep.migrate.parsing import WORK, MigrateProblem, Source, TooIntricate, place, read
 from lockstep.migrate.plain import ACTIONS, REFUSED, Row, Script
 
-__all__ = ["rows_of"]
+__all__ = ["migrate", "rows_of"]
 
 _OWN_LOOP = "its loop stays, with the parts of docs/own-loop.md; or write a lockstep.Task: docs/coming-from.md"
 # Kind -> its rows of a script, and where to read on. The first that fits wins, except for modules of Lightning
@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[Callable[[Script], Iterator[Row]], str]] = {
 }
 
 
-def _migrate(paths: list[str], form: str) -> int:
+def migrate(paths: list[str], form: str) -> int:
     """Print what becomes of each file, and return the exit code.
 
     It is 1 if something is refused, else 0.
