@@ -49,8 +49,7 @@ from lockstep.config.sections import (
 )
 from lockstep.config.task_options import BOUNDS as TASK_BOUNDS
 from lockstep.config.task_options import TASKS, Images, check, suited
-from lockstep.errors import SETTINGS as errors_SETTINGS
-from lockstep.errors import ConfigError
+from lockstep.errors import SETTINGS, ConfigError
 
 __all__ = [
     "BOUNDS",
@@ -487,4 +486,4 @@ def _check_best(config: Config) -> None:
         )
 
 
-errors_SETTINGS.fields |= _names()
+SETTINGS.fields |= _names()

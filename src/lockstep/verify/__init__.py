@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import SETTINGS as errors_SETTINGS
+from lockstep.errors import SETTINGS
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -100,4 +100,4 @@ def verify(  # noqa: PLR0913
     return table
 
 
-errors_SETTINGS.fields |= {"--" + name.replace("_", "-"): name for name in verify.__kwdefaults__ or ()}
+SETTINGS.fields |= {"--" + name.replace("_", "-"): name for name in verify.__kwdefaults__ or ()}
