@@ -1,9 +1,9 @@
 """Check an error by its class and by the flags, fields, files and values that it names, never by its sentence.
 
-    with refuses(ConfigError, "--max-steps", 8):
-        Config(max_steps=-8)
+with refuses(ConfigError, "--max-steps", 8):
+    Config(max_steps=-8)
 
-    assert names(line, "rank 1", "step 3")
+assert names(line, "rank 1", "step 3")
 """
 
 import re
