@@ -4,13 +4,16 @@ import ast
 import copy
 import math
 import struct
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import names
 
-from lockstep.trace.compare import judge
+from lockstep.trace.compare import judge, judge_data
 from lockstep.trace.compare.judge import judged
 from lockstep.trace.compare.pairing import every, matched
 from lockstep.trace.compare.reading import RankTrace, TracePart, TraceRun
@@ -203,3 +206,33 @@ def test_no_judge_takes_all_of_nothing_for_a_proof():
     ]:
         called = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         assert "all" not in [node.func.id for node in called if isinstance(node.func, ast.Name)], path.name
+
+
+def test_each_value_that_is_not_finite_counts(monkeypatch):
+    spots = [("gradients", "first.weight"), ("gradients", "last.bias"), ("weights", "last.bias")]
+    monkeypatch.setattr(judge, "_not_finite", lambda step: spots)
+    unseen = judge.Unseen()
+    unseen.add(SimpleNamespace(at=(3, 3)))
+    unseen.add(SimpleNamespace(at=(4, 4)))
+    assert unseen.counts == {"gradients": 4, "weights": 2}
+    assert names(" ".join(unseen.text(Counter(gradients=6))), "step 3", "6 of 10 gradients", "0 of 2 weights")
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "differs"),
+    [(1.0, 1.0, False), (1.0, 1.5, True), (1.0, NAN, True), (NAN, 1.0, True), (NAN, NAN, False)],
+)
+def test_a_norm_that_is_finite_in_one_run_alone_differs(one, two, differs, monkeypatch):
+    monkeypatch.setattr(judge, "_first", lambda norm: {"norm": norm})
+    assert bool(judge._norms_off(SimpleNamespace(one=one, two=two, limit=1e-6))) == differs
+
+
+@pytest.mark.parametrize(("shared", "reported"), [(2, False), (3, True)])
+def test_padding_explains_two_samples_on_two_ranks(shared, reported, monkeypatch):
+    alone = {0: Counter(range(12))}
+    ranks = {0: Counter(range(6 + shared)), 1: Counter(range(6, 12))}
+    monkeypatch.setattr(judge_data, "_epochs", lambda step, one, two: (alone, ranks))
+    step = SimpleNamespace(two=SimpleNamespace(begins=False), finding=lambda *facts: facts)
+    finding = judge_data._overlap(step, {}, {})
+    assert (finding is not None) == reported
+    assert not reported or names(finding[2], "3 of 12")

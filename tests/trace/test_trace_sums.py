@@ -196,3 +196,10 @@ def test_what_waits_is_bounded_and_may_be_empty():
     assert found[1] == bytes(2 * WIDTH * 8)
     other = torch.ones(3).as_subclass(type("Other", (torch.Tensor,), {}))
     assert not Slots.suit([other], [WHOLE])
+
+
+@pytest.mark.parametrize("width", [2 * 4096 + 1, 3 * 4096])
+def test_of_a_long_output_every_third_element_counts(width):
+    wide = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(outcomes([wide]), outcomes([wide[:, ::3]]))
+    assert not torch.equal(outcomes([wide]), outcomes([wide[:, :4096]]))
