@@ -41,11 +41,14 @@ def test_what_is_forked_runs_the_command_and_its_end_is_told(ready):
     assert started(ready, "train", "--no-such-flag").wait(30) == 2
 
 
-def test_it_has_the_environment_that_it_is_given(ready, tmp_path):
+def test_it_has_the_environment_and_the_program_that_it_is_given(ready, tmp_path):
     script = tmp_path / "mine.py"
-    script.write_text(f"import os\nopen({str(tmp_path / 'said')!r}, 'w').write(os.environ['RANK'])\nclass T: pass\n")
+    facts = "os.environ['RANK'], os.path.basename(os.path.dirname(sys.argv[0])), sys.modules['__main__'].__package__"
+    script.write_text(
+        f"import os, sys\nopen({str(tmp_path / 'said')!r}, 'w').write(' '.join([{facts}]))\nclass T: pass\n"
+    )
     started(ready, "train", "--task", f"{script}:T", "--save-dir", str(tmp_path), RANK="7").wait(30)
-    assert (tmp_path / "said").read_text() == "7"
+    assert (tmp_path / "said").read_text() == "7 lockstep lockstep"
 
 
 def test_one_that_is_killed_has_its_signal_and_a_second_one_comes(ready, tmp_path):
