@@ -229,8 +229,14 @@ def test_an_error_is_noted_once_and_where_a_launcher_asks_for_it(tmp_path, monke
     failure = ProcessFailure.read(0, -15, tmp_path / "note.json", None, 0.0)
     assert (failure.code, failure.message, failure.follows) == (2, "bad input", False)
     (tmp_path / "note.json").unlink()
-    assert not note(LockstepError("not of the input"))
+    assert note(LockstepError("not of the input"))  # the launcher prints it, so the rank does not
     assert not ProcessFailure.read(0, 1, tmp_path / "note.json", None, 0.0).follows
+    (tmp_path / "note.json").unlink()
+    assert not note(ValueError("a bug"))  # its traceback is shown by the rank
+    (tmp_path / "note.json").unlink()
+    monkeypatch.delenv("LOCKSTEP_PROGRESS")
+    assert not note(LockstepError("under plain torchrun nobody prints it but the rank"))
+    monkeypatch.setenv("LOCKSTEP_PROGRESS", str(tmp_path))
     (tmp_path / "note.json").unlink()
     note(PeerError("gone"))
     failure = ProcessFailure.read(0, 1, tmp_path / "note.json", RankProgress(7, "saving", 1.0), 0.0)

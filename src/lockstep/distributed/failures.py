@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.config.secrets import mask, printable
 from lockstep.distributed.progress import FOLDER_VARIABLE, Progress, RankProgress, rank_label
-from lockstep.errors import LockstepError, PeerError, StorageError, UsageError, error_line
+from lockstep.errors import LockstepError, PeerError, StorageError, error_line
 
 __all__ = [
     "ProcessFailure",
@@ -150,12 +150,12 @@ def note(error: BaseException) -> bool:
     Does nothing if no launcher requested it, or if it cannot be written.
 
     Returns:
-        Whether this is bad input that `lockstep launch` reports once for all processes, so this one need not.
+        Whether `lockstep launch` prints this error's line once for all processes, so this one need not.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
-    told_already = isinstance(error, UsageError) and FOLDER_VARIABLE in os.environ
+    told_already = isinstance(error, LockstepError) and FOLDER_VARIABLE in os.environ
     if _NOTED and _NOTED[0] is error:
         return told_already
     ours = isinstance(error, LockstepError)
