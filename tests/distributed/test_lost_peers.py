@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 from datetime import timedelta
 
 import pytest
@@ -148,6 +149,21 @@ def test_a_call_of_exit_is_an_error_with_its_place(code, ends):
         raise SystemExit(code)
     assert caught.value.exit_code == ends
     assert "test_lost_peers.py" in str(caught.value)
+
+
+def test_a_generator_exit_is_an_error_unless_it_closes_the_loop():
+    with pytest.raises(LockstepError) as caught, typed_errors():
+        raise GeneratorExit
+    assert "test_lost_peers.py" in str(caught.value)
+
+    def steps():
+        with typed_errors():
+            yield
+
+    ours = {"__name__": "lockstep.steps", "typed_errors": typed_errors}
+    loop = types.FunctionType(steps.__code__, ours, closure=steps.__closure__)()
+    next(loop)
+    loop.close()  # raises nothing
 
 
 def test_where_no_group_is_no_peer_can_be_lost():

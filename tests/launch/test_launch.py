@@ -12,7 +12,9 @@ import threading
 import time
 
 import pytest
+from refusals import refuses
 
+import lockstep
 from lockstep import cli
 from lockstep.distributed import progress
 from lockstep.distributed.failures import ProcessFailure, first, note
@@ -570,6 +572,20 @@ def test_a_second_train_is_refused_before_torch_is_loaded(tmp_path):
     assert (folder.path / "run.lock").read_text() == line
     folder.release()
     folder.check_free()
+
+
+def test_a_second_run_of_a_script_is_refused_before_its_model_is_made(tmp_path):
+    class Unbuilt(lockstep.Task):
+        dataset = loss = None
+
+        def model(self):
+            raise AssertionError("the folder is checked first")
+
+    folder = RunFolder(str(tmp_path), "r")
+    folder.claim()
+    with refuses(ConfigError, folder.path):
+        lockstep.Run(lockstep.Config(save_dir=str(tmp_path), experiment_name="r"), Unbuilt())()
+    folder.release()
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_and_is_named(tmp_path, monkeypatch):

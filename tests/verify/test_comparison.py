@@ -364,8 +364,10 @@ def test_a_table_says_everything_in_words():
     ],
 )
 def test_losses_that_are_not_finite_prove_nothing(losses, skips, proved):
-    reference = {"steps": [{"slots": [{"loss": loss}, {"loss": None}]} for loss in losses]}
+    reference = {"steps": [{"slots": [{"loss": loss}, {"loss": None}], "norm": 1.0} for loss in losses]}
     assert (unproved_by(reference, skips=skips) == "") is proved
+    gradients = {"steps": [{"slots": [{"loss": 1.0}], "norm": loss} for loss in losses]}
+    assert (unproved_by(gradients, skips=skips) == "") is proved
 
 
 def test_floating_point_data_follows_the_model_into_float64():

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from lockstep.distributed.progress import MEETING_VARIABLE, MEMBER_VARIABLE, rank_label, renumber
-from lockstep.errors import ConfigError, LockstepError, PeerError
+from lockstep.errors import ConfigError, LockstepError, PeerError, error_line
 
 __all__ = [
     "STOP_SIGNALS",
@@ -123,11 +123,19 @@ _TAG = 0x6C6B  # of a message that no rank sends
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Turn a lost peer into PeerError and `sys.exit` into LockstepError; pass on other errors."""
+    """Turn a lost peer into PeerError, and `sys.exit` and GeneratorExit of the user's code into LockstepError.
+
+    Other errors pass, and so does the GeneratorExit by which Python closes a generator of ours.
+    """
     try:
         yield
     except SystemExit as left:
         raise _ended_early(left) from left
+    except GeneratorExit as left:
+        frames = [frame for frame, _ in traceback.walk_tb(left.__traceback__)]
+        if frames[-1].f_globals.get("__name__", "").startswith("lockstep."):
+            raise
+        raise LockstepError(f"{error_line(left)} was raised by the code itself; end the run with run.stop()") from left
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise

@@ -60,6 +60,7 @@ from lockstep.training.recovery import (
     regroup_to_build,
     why_not,
 )
+from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import out_of_patience, shown
 from lockstep.training.session import HookContext, Session
 
@@ -198,6 +199,8 @@ def _attempts(session: Session) -> Training:
     """Build and train, and again after each rollback: everything is rebuilt, as after a restart."""
     if session.member and session.member.is_new:
         yield from _join(session, session.member)
+    elif session.joined and session.status == "new":
+        on_all_ranks(session.joined, lambda: _check_free(session))  # collective; before anything is built
     while session.status in ("new", "running"):
         _drop(session)
         session.model = None  # freed before the next one is made
@@ -233,6 +236,12 @@ def _attempts(session: Session) -> Training:
             with suppress(Rollback, Anew):
                 yield from _in_folder(session, built)
         del built
+
+
+def _check_free(session: Session) -> None:
+    """Refuse a folder that another run holds, on the rank that will lock it."""
+    if session.joined and session.joined.is_main:
+        RunFolder(session.config.save_dir, session.config.experiment_name).check_free()
 
 
 def _join(session: Session, member: Member) -> Training:

@@ -340,7 +340,7 @@ class Verification:
         parts = [step[kind] for trace in traces for step in trace["steps"] for kind in TENSORS if kind in step]
         largest: list[Any] = max(trace["steps"][-1]["weights"]["largest"] for trace in traces)
         verdict = "different" if found else "equal" if all(part["equal"] for part in parts) else "close"
-        unproved = "" if found else unproved_by(self._reference, skips=self._request.config.guards.nonfinite == "skip")
+        unproved = "" if found else unproved_by(self._reference, skips=_skips(self._request.config))
         if unproved:
             return TableRow(one, "not proved", reason=unproved)
         hidden = spec.tolerance.relative(self._request.steps - 1)
@@ -449,9 +449,9 @@ def _idle(combinations: list[Combination], config: Config) -> list[str]:
 
 
 def unproved_by(reference: dict[str, Any], *, skips: bool) -> str:
-    """Describe losses of the single process that prevent a proof by not being finite.
+    """Describe losses and gradients of the single process that are not finite, so they prove nothing.
 
-    Where both runs have NaN nothing was compared.
+    Where both runs have NaN nothing was compared. A weight that is not finite shows in the next loss.
 
     Args:
         skips: such steps are left out of the training, so the others prove it.
@@ -460,13 +460,25 @@ def unproved_by(reference: dict[str, Any], *, skips: bool) -> str:
         The description, or "".
     """
     steps = reference["steps"]
-    losses = [[slot["loss"] for slot in step["slots"] if slot["loss"] is not None] for step in steps]
-    wrong = [at for at, found in enumerate(losses) if not all(map(math.isfinite, found))]
+    wrong = {at: name for at, step in enumerate(steps) if (name := _not_finite(step))}
     if not wrong or (skips and len(wrong) < len(steps)):
         return ""
-    finite = len(steps) - len(wrong)
-    text = f"the loss is not finite, first in step {wrong[0]}, which compares nothing"
-    return f"{text}: {finite} of {len(steps)} steps were compared"
+    first = min(wrong)
+    text = f"the {wrong[first]} is not finite, first in step {first}, which compares nothing"
+    return f"{text}: {len(steps) - len(wrong)} of {len(steps)} steps were compared"
+
+
+def _skips(config: Config) -> bool:
+    """Whether steps that are not finite are left out of the training, by the guard or by the loss scaler."""
+    return config.guards.nonfinite == "skip" or config.precision == "fp16"
+
+
+def _not_finite(step: dict[str, Any]) -> str:
+    """Name the number of a step that is not finite; "" if there is none."""
+    losses = [slot["loss"] for slot in step["slots"] if slot["loss"] is not None]
+    if not all(map(math.isfinite, losses)):
+        return "loss"
+    return "" if math.isfinite(step["norm"]) else "gradient's norm"
 
 
 def _failed(one: Combination, error: RankFailed | None) -> TableRow:
