@@ -292,7 +292,7 @@ def largest_micro_batch(
         "--micro-batch-size auto: `lockstep plan` computes whether the default size fits this device, in a process of "
         "its own; --micro-batch-size N does without"
     )
-    size = world.gather((ask or asked)(config, world.size, room) if world.is_main else 0)[0]  # collective
+    size: int = world.gather((ask or asked)(config, world.size, room) if world.is_main else 0)[0]  # collective
     if size:
         say(
             f"--micro-batch-size auto: {size}, since a larger one does not fit this device by `lockstep plan`; it is "
