@@ -15,7 +15,7 @@ from lockstep.config.fields import in_steps, is_span
 from lockstep.config.schema import SPANS, Config
 from lockstep.errors import ConfigError
 from lockstep.logging.jsonl import read as records
-from lockstep.training.defaults import settled
+from lockstep.training.resolve import Facts, resolve
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_they_may_be_said_wherever_a_number_of_steps_may(tmp_path):
     (tmp_path / "c.toml").write_text(to_toml(given))
     assert parse(["--config", str(tmp_path / "c.toml")]) == given
     assert read(tmp_path / "c.toml")["eval_freq"] == "1epoch"
-    known = settled(given, Ragged(), Network(), samples=96).config
+    known = resolve(given, Facts.of(Ragged(), Network(), samples=96)).config
     assert (known.eval_freq, known.optim.warmup_steps, known.ckpt_freq) == (6, 2, 100)
 
 
@@ -59,7 +59,7 @@ def test_a_length_in_any_unit_is_the_same_schedule_as_in_steps_and_a_resume_has_
 
     def known(warmup, every):
         said = Config(max_steps=steps, eval_freq=every, optim={"warmup_steps": warmup, "schedule": "linear"})
-        return settled(said, task, model, samples=96).config
+        return resolve(said, Facts.of(task, model, samples=96)).config
 
     said = known(warmup, every)
     numbers = [in_steps(text, steps=steps, samples=96, batch_size=said.batch_size) for text in (warmup, every)]
@@ -68,7 +68,7 @@ def test_a_length_in_any_unit_is_the_same_schedule_as_in_steps_and_a_resume_has_
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
         path.write_text(to_toml(said), encoding="utf-8")
-        assert settled(parse(["--config", str(path)]), task, model, samples=96).config == said
+        assert resolve(parse(["--config", str(path)]), Facts.of(task, model, samples=96)).config == said
 
 
 @pytest.mark.parametrize("text", ["5 %%", "epoch", "-5%", "1epochs2", "five", "1e2%", "nan%"])

@@ -17,7 +17,8 @@ from lockstep.optim.groups import Rules, parse
 from lockstep.optim.muon import MuonAdamW
 from lockstep.optim.optimizers import make_optimizer, muon, rules_of
 from lockstep.training.build import groups_of
-from lockstep.training.defaults import described_optimizer, settled
+from lockstep.training.defaults import described_optimizer
+from lockstep.training.resolve import Facts, resolve
 
 
 def made_for(model, text="", layer_decay=1.0, **settings):
@@ -156,13 +157,13 @@ def test_it_is_an_optimizer_like_any_other():
 
 def test_the_configurations_muon():
     optim = Optim(name="muon", muon_lr=0.02, muon_scale="original", muon_momentum=0.9, ns_steps=3, beta1=0.8)
-    run_plan = settled(Config(optim=optim), Ragged(), Deep(), 100)
+    run_plan = resolve(Config(optim=optim), Facts.of(Ragged(), Deep(), 100)).run_plan
     made = make_optimizer(Deep(), run_plan.config, [])
     wanted = {"muon": True, "lr": 0.02, "momentum": 0.9, "ns_steps": 3, "adjust_lr_fn": "original", "nesterov": True}
     assert wanted.items() <= made.param_groups[-1].items()
     assert {"muon": False, "lr": 1e-3, "betas": (0.8, 0.999)}.items() <= made.param_groups[0].items()
     assert described_optimizer(run_plan).endswith("betas 0.8 and 0.999; matrices: lr 0.02, momentum 0.9")
-    plain = settled(Config(lr=0.5, optim=Optim(name="muon")), Ragged(), Deep(), 100).config
+    plain = resolve(Config(lr=0.5, optim=Optim(name="muon")), Facts.of(Ragged(), Deep(), 100)).config
     assert {group["lr"] for group in make_optimizer(Deep(), plain).param_groups} == {0.5}
     with pytest.raises(ConfigError, match=r"optim.muon_lr is no option of optim.name adamw, but of muon"):
         Config(optim=Optim(muon_lr=0.1))

@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.optim.groups import groups
 from lockstep.optim.optimizers import adamw, make_optimizer, sgd
-from lockstep.training.defaults import settled
+from lockstep.training.resolve import Facts, resolve
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decay_embeddings": False}
 
@@ -132,6 +132,8 @@ def test_the_configurations_optimizer(exact):
     values = {key: made.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay", "fused")}
     assert values == {"lr": 0.5, "betas": (0.8, 0.7), "eps": 1e-6, "weight_decay": 0.3, "fused": not exact}
     assert "tokens.weight" in made.param_groups[0]["names"]
-    config = settled(Config(optim=Optim(name="sgd", momentum=0.5), exact=exact), Ragged(), small(), 100).config
+    config = resolve(
+        Config(optim=Optim(name="sgd", momentum=0.5), exact=exact), Facts.of(Ragged(), small(), 100)
+    ).config
     plain = make_optimizer(small(), config)
     assert (type(plain).__name__, plain.param_groups[0]["momentum"], plain.param_groups[0]["lr"]) == ("SGD", 0.5, 0.01)

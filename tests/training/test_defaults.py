@@ -24,7 +24,8 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.optim.schedule import SHAPES
 from lockstep.tasks.language_model import CausalLM
 from lockstep.training.build import notify
-from lockstep.training.defaults import KINDS, SGD, described_optimizer, described_step, settled, warm_up, warnings
+from lockstep.training.defaults import KINDS, SGD, described_optimizer, described_step, warm_up, warnings
+from lockstep.training.resolve import CheckpointFacts, Facts, StartFacts, resolve
 from lockstep.training.resume import RunPlan
 from lockstep.training.sharing import check_cut
 
@@ -42,7 +43,7 @@ class Tuned(Ragged):
 
 
 def chosen(config, task=RAGGED, model=PLAIN, samples=1000):
-    return settled(config, task, model, samples)
+    return resolve(config, Facts.of(task, model, samples)).run_plan
 
 
 @pytest.mark.parametrize(
@@ -265,9 +266,12 @@ def test_nothing_left_is_refused():
 
 def test_the_end_counts_from_where_the_present_cut_began():
     config = Config(batch_size=8, micro_batch_size=2, data=Data(drop_last=True))
-    cut = settled(config, Ragged(), PLAIN, 41, Origin(3, 30)).step_plan
+    start = StartFacts(checkpoint=CheckpointFacts(origin=Origin(3, 30)))
+    cut = resolve(config, Facts.of(Ragged(), PLAIN, 41, start=start)).run_plan.step_plan
     assert (cut.steps, cut.total) == (4, 38)
-    over = settled(config, Ragged(), PLAIN, 20, Origin(3, 30)).step_plan  # fewer epochs than were taken already
+    over = resolve(
+        config, Facts.of(Ragged(), PLAIN, 20, start=start)
+    ).run_plan.step_plan  # fewer epochs than were taken already
     assert (over.steps, over.total) == (3, 30)
 
 
@@ -352,7 +356,9 @@ def test_the_folder_and_the_log_show_what_was_chosen(tmp_path):
     found = tomllib.loads((tmp_path / "r" / "config.toml").read_text())
     assert (found["lr"], found["micro_batch_size"]) == (1e-3, 20)
     assert (found["optim"]["beta2"], found["optim"]["weight_decay"], found["optim"]["warmup_steps"]) == (0.999, 0.01, 2)
-    assert flat(settled(config, task, task.model(), 400).config, own_task=True) == read(tmp_path / "r" / "config.toml")
+    assert flat(resolve(config, Facts.of(task, task.model(), 400)).config, own_task=True) == read(
+        tmp_path / "r" / "config.toml"
+    )
     log = log_of(tmp_path, "r")
     assert "a step of 40 = 2 forwards of 20, over 2 ranks" in log
     assert "adamw: lr 0.001, cosine to 0.1 after 2 of 50 steps of warm-up" in log

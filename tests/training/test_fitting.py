@@ -5,8 +5,9 @@ import torch
 
 from lockstep.config.schema import Config
 from lockstep.distributed.world import World
-from lockstep.training import defaults
-from lockstep.training.defaults import asked, fitted
+from lockstep.training import build, defaults
+from lockstep.training.defaults import asked, largest_micro_batch
+from lockstep.training.resolve import CheckpointFacts, StartFacts, draft_of
 
 
 def on_device(kind="cuda"):
@@ -19,17 +20,17 @@ def never(config, ranks, room):
 
 def test_the_largest_that_fits_is_taken_and_said():
     lines = []
-    config = fitted(Config(batch_size=64), {}, on_device(), False, lines.append, lambda *given: 4)
-    assert config.micro_batch_size == 4
+    size = largest_micro_batch(Config(batch_size=64), on_device(), lines.append, lambda *given: 4)
+    assert draft_of(Config(batch_size=64), StartFacts(largest=size)).config.micro_batch_size == 4
     asking, answer = lines
     assert "lockstep plan" in asking
     assert "auto: 4" in answer
 
 
 def test_where_the_default_fits_it_stays_open():
-    config = Config(batch_size=64)
     lines = []
-    assert fitted(config, {}, on_device(), False, lines.append, lambda *given: 0) == config
+    assert largest_micro_batch(Config(batch_size=64), on_device(), lines.append, lambda *given: 0) == 0
+    assert draft_of(Config(batch_size=64), StartFacts()).config.micro_batch_size == 0
     assert len(lines) == 1  # before it is asked: that may take a while
 
 
@@ -39,22 +40,33 @@ def test_where_a_bound_shows_that_the_default_fits_nobody_is_asked(monkeypatch, 
     monkeypatch.setattr(defaults, "_memory", lambda device: float(gib << 30))
     monkeypatch.setattr(defaults, "asked", lambda *given: asked_for.append(given) or 0)
     config = Config(batch_size=64, precision="float32")
-    assert fitted(config, {}, on_device(), False, lines.append) == config
+    assert largest_micro_batch(config, on_device(), lines.append) == 0
     assert (len(asked_for), len(lines)) == (asked_of, asked_of)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_a_resume_has_what_the_run_was_begun_with(kind):
-    state = {"plan": {"batch_size": 64, "micro_batch_size": 2}}
-    assert fitted(Config(batch_size=64), state, on_device(kind), False, print, never).micro_batch_size == 2
-    assert fitted(Config(batch_size=32), state, on_device(kind), False, print, never).micro_batch_size == 0
+def test_a_resume_has_what_the_run_was_begun_with():
+    before = CheckpointFacts(plan={"batch_size": 64, "micro_batch_size": 2})
+    start = StartFacts(largest=4, checkpoint=before)
+    assert draft_of(Config(batch_size=64), start).config.micro_batch_size == 2
+    assert draft_of(Config(batch_size=32), start).config.micro_batch_size == 0
 
 
-def test_nobody_is_asked_on_a_cpu_for_a_given_size_or_for_an_object():
-    given = Config(batch_size=64, micro_batch_size=16)
-    assert fitted(given, {}, on_device(), False, print, never) == given
-    for world, own in ((on_device("cpu"), False), (on_device(), True)):
-        assert fitted(Config(), {}, world, own, print, never) == Config()
+def test_nobody_is_asked_on_a_cpu():
+    assert largest_micro_batch(Config(), on_device("cpu"), print, never) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "task", "start"),
+    [
+        ({"micro_batch_size": 16}, None, StartFacts()),
+        ({}, object(), StartFacts()),
+        ({}, None, StartFacts(checkpoint=CheckpointFacts(plan={"batch_size": 32}))),
+    ],
+)
+def test_nobody_is_asked_for_a_given_size_for_an_object_or_for_a_resume(monkeypatch, given, task, start):
+    monkeypatch.setattr(build, "largest_micro_batch", never)
+    found = build._start_facts(Config(batch_size=64, precision="float32", compile=False, **given), start, World(), task)
+    assert found == start
 
 
 def test_the_plan_is_asked_in_a_process_of_its_own():

@@ -23,7 +23,7 @@ from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepErr
 from lockstep.files import bytes_text
 from lockstep.logging.jsonl import read as records
 from lockstep.training.build import build
-from lockstep.training.defaults import settled
+from lockstep.training.resolve import Facts, resolve
 from lockstep.training.resume import differences
 from lockstep.training.run_dir import RunFolder
 
@@ -78,7 +78,7 @@ def read_config(path):
 def test_the_written_config_is_one_that_config_reads(tmp_path):
     settings = config(tmp_path, experiment_name='a "quoted" näme')
     go(None, settings)
-    chosen = settled(settings, Ragged(), Ragged().model(), 40).config
+    chosen = resolve(settings, Facts.of(Ragged(), Ragged().model(), 40)).config
     assert read(tmp_path / settings.experiment_name / "config.toml") == flat(chosen, own_task=True)
     assert parse(["--config", str(tmp_path / settings.experiment_name / "config.toml")]) == chosen
 

@@ -5,7 +5,7 @@
 
 Every field is a flag: `micro_batch_size` is `--micro-batch-size`, `optim.weight_decay` is `--optim.weight-decay`.
 Whatever holds in here is checked when the object is made, so that no bad value travels further. A field whose default
-is "auto" is given its value once the task and the plan are known (see `lockstep.training.defaults`): `--lr auto`, or
+is "auto" is given its value once the task and the plan are known (see `lockstep.training.resolve`): `--lr auto`, or
 lr = "auto". So is a number of steps that is said in epochs or as a share of the plan: `--eval-freq 1epoch`.
 """
 

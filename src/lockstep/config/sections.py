@@ -2,7 +2,7 @@
 
     config = Config(optim=Optim(clip=0.5), data={"workers": 2})
 
-A field whose default is "auto" is given its value once the task and the plan are known: see `lockstep.training.defaults`.
+A field whose default is "auto" is given its value once the task and the plan are known: see `lockstep.training.resolve`.
 """  # noqa: E501
 
 import dataclasses
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def auto(default: Any, text: str, *, span: bool = False) -> Any:
-    """A number that `lockstep.training.defaults` chooses where it is left out; `default`, out of bounds, holds its place.
+    """A number that `lockstep.training.resolve` chooses where it is left out; `default`, out of bounds, holds its place.
 
     Args:
         span: as for `option`.

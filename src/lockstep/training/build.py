@@ -3,8 +3,8 @@
     lockstep train --show-groups        # trains and writes nothing; prints a table of the optimizer's groups:
     group  tensors  parameters  lr     weight decay  names
 
-`build` resolves every "auto" of the configuration, compares it between the ranks, looks for a checkpoint, and makes
-data, model and engine. It returns `Built`, which everything that trains uses.
+`build` compares the configuration between the ranks, looks for a checkpoint, makes data and model, resolves every
+"auto" from these (training/resolve.py), and makes the engine. It returns `Built`, which everything that trains uses.
 """
 
 import dataclasses
@@ -52,17 +52,17 @@ from lockstep.training.build_engine import (
     own_momentum,
 )
 from lockstep.training.defaults import (
+    all_fast,
     described_loss,
     described_optimizer,
     described_step,
-    fitted,
-    on_device,
-    settled,
+    largest_micro_batch,
     warnings,
 )
 from lockstep.training.evaluation import batches_of
 from lockstep.training.named_task import named_task
-from lockstep.training.resume import RunPlan, check_longer, check_plan, extended, origin_of, plan_before, plan_of
+from lockstep.training.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
+from lockstep.training.resume import RunPlan, check_extends, check_longer, check_plan, plan_before, plan_of
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import JUDGED, check_evaluated, fallen, judges
 from lockstep.training.sharing import balancer_of, check_cut, sharing_of
@@ -290,83 +290,59 @@ def build(
     Raises:
         UsageError: the configuration cannot be run; the same on every rank.
     """
-    asked = config = _agreed(config, world)
-    if steps:
-        config = dataclasses.replace(config, max_steps=steps, stop_at=0)
-    folder = RunFolder(config.save_dir, config.experiment_name)
+    asked, say = _agreed(config, world), notify(world)
+    folder = RunFolder(asked.save_dir, asked.experiment_name)
     if resume:
         check_shared(folder, world)  # collective
     source, state = _found(folder, world) if resume and not joins else (None, _new_state())
     state |= _glimpsed(folder) if joins else {}
-    config = on_device(config, state, world, notify(world))
-    config = fitted(config, state, world, given is not None, notify(world))
-    check_auditable(config, world)
-    same_kernels = config.exact or bool(config.guards.audit)
-    pin(exact=same_kernels, matmul=config.matmul_precision, device=world.device)
-    check_precision(config.precision, world.device)
-    cut_known = bool(config.micro_batch_size)  # "auto" depends on the model: checked once that is made
-    if cut_known:
-        check_cut(config, world, notify(world))
-    on_all_ranks(world, lambda: check(config))
-    task = on_all_ranks(world, lambda: named_task(config, notify(world)) if given is None else adapted(given))
-    check_auditable_loss(config, task)
-    if state.get("reduction") != "micro-batch":  # "micro-batch" depends on how a step is cut: detect it again
-        recall(task, state)
-    world.check_same("source", dict(task.sources))
-    plain, evaluation, samples = datasets_of(task, world)  # collective
-    order = on_all_ranks(world, lambda: order_of(task, samples, config.seed))
-    training = TrainingSet(plain, guarded(config, plain, world), order)
-    config = extended(config, state)
-    model = model_of(config, task, world, state, notify(world))
-    run_plan = settled(config, task, model, samples, origin_of(state, config), order.size)
-    if run_plan.step_plan.steps < least:
-        longer = dataclasses.replace(config, max_steps=least)
-        run_plan = settled(longer, task, model, samples, origin_of(state, config), order.size)
-    config = run_plan.config
-    file = on_all_ranks(world, lambda: read_json(config.engine_options.config))
+    start = _start_facts(asked, StartFacts(False, 0, checkpoint_facts(state), steps, least), world, given)  # collective
+    draft = draft_of(asked, start)
+    for line in draft.notices:
+        say(line)
+    task = _task_of(draft.config, given, world, state)
+    training, evaluation, samples = _data_of(draft.config, task, world)
+    check_extends(asked, resumes=start.checkpoint is not None)
+    model = model_of(draft.config, task, world, state, say)
+    resolved = resolve(asked, Facts.of(task, model, samples, training.order.size, start))
+    config_file = on_all_ranks(world, lambda: read_json(asked.engine_options.config))
     # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
-    hold(file, lambda name: lookup(asked if name == "max_steps" else config, name), world.size)
-    state["origin"] = list(run_plan.origin)
-    check_longer(config, state, run_plan.step_plan.steps)
-    if not cut_known:
-        check_cut(config, world, notify(world))
+    hold(config_file, lambda name: lookup(asked if name == "max_steps" else resolved.config, name), world.size)
+    state |= resolved.recorded()
+    check_longer(resolved.config, state, resolved.run_plan.step_plan.steps)
+    if not draft.config.micro_batch_size:  # it depended on the model
+        check_cut(resolved.config, world, say)
     on_all_ranks(world, lambda: checkpoint.check_keepable(model.state_dict() | _own(task)))
     check_weights(world, model)
-    own_task = given is not None or kind_of(config.task) == OWN
-    plan = plan_of(config, run_plan, task, model, own_task=own_task)
-    world.check_same("plan", plan)
-    for line in on_all_ranks(world, lambda: check_plan(folder.path, plan_before(state, plan), plan, config, asked)):
-        notify(world)(line)
-    stream, balancer = stream_of(config, task, training, run_plan, world, state)
-    check_programs(world, task, stream.samples(min(int(state.get("global_step", 0)), run_plan.step_plan.steps - 1), 0))
-    notes = check_samples(config, plain, evaluation, world)  # collective
-    groups = Groups(gradients=GradientNorms(config.log_gradients, config.log_freq))
+    own_task = given is not None or kind_of(asked.task) == OWN
+    plan = plan_of(resolved.config, resolved.run_plan, task, model, own_task=own_task)
+    _check_plan(folder, state, plan, resolved.config, asked, world)
+    stream, balancer = stream_of(resolved.config, task, training, resolved.run_plan, world, state)
+    first = min(int(state.get("global_step", 0)), resolved.run_plan.step_plan.steps - 1)
+    check_programs(world, task, stream.samples(first, 0))
+    notes = check_samples(resolved.config, training.plain, evaluation, world)  # collective
+    groups = Groups(gradients=GradientNorms(asked.log_gradients, resolved.config.log_freq))
     unfrozen = begin_as_made(model, state)
-    made = engine_of(config, task, model, world, groups, stream, notify(world), state)
-    with explained(made, world):  # the first forward is where most runs that do not fit end
-        on_all_ranks(world, lambda: check_held(made.model, groups.optimizer, unfrozen))
-        held_out = batches_of(config, task, evaluation, world)
+    engine = engine_of(resolved.config, task, model, world, groups, stream, say, state)
+    with explained(engine, world):  # the first forward is where most runs that do not fit end
+        on_all_ranks(world, lambda: check_held(engine.model, groups.optimizer, unfrozen))
+        held_out = batches_of(resolved.config, task, evaluation, world)
         # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
-        if not joins and (source is None or judges(config) or task.reduction == "auto"):
-            trial = Trial(made, model, task, world, config, notify(world))
-            check_evaluated(config, check_task(trial, stream, held_out, state))  # collective
-        if config.compile and not joins:
-            may_fail = is_auto(asked, "compile")
-            reason = compiled_or_not(config, task, model, made, stream, world, may_fail=may_fail)  # collective
-            if reason:
-                notify(world)(f"--compile auto: the model cannot be compiled ({reason}); it is trained without")
-                config = dataclasses.replace(config, compile=False)
-                run_plan = dataclasses.replace(run_plan, config=config)
-    state["compile"] = config.compile
+        if not joins and (source is None or judges(asked) or task.reduction == "auto"):
+            trial = Trial(engine, model, task, world, resolved.config, say)
+            check_evaluated(resolved.config, check_task(trial, stream, held_out, state))  # collective
+        compiles = joins or _compiles(resolved.config, asked, task, model, engine, stream, world)  # collective
+    trained = resolved if compiles else resolved.eager()
+    state["compile"] = trained.config.compile
     built = Built(
-        config,
+        trained.config,
         world,
         folder,
         task,
         own_task,
-        run_plan,
+        trained.run_plan,
         model,
-        made,
+        engine,
         stream,
         held_out,
         plan,
@@ -382,9 +358,64 @@ def build(
         notes=notes,
     )
     on_all_ranks(
-        world, lambda: [built.rate(step) for step in (0, run_plan.step_plan.steps - 1)]
+        world, lambda: [built.rate(step) for step in (0, trained.run_plan.step_plan.steps - 1)]
     )  # errors of the task's own schedule show before step 1
     return built
+
+
+def _start_facts(asked: Config, facts: StartFacts, world: World, given: Any) -> StartFacts:
+    """Add what the devices can do to the other facts, where the configuration leaves it to them. Collective."""
+    facts = dataclasses.replace(facts, fast=all_fast(asked, world))  # collective
+    draft = draft_of(asked, facts).config
+    begun = facts.checkpoint is not None and facts.checkpoint.plan
+    if begun or draft.micro_batch_size or given is not None:  # no other process could make the task `given`
+        return facts
+    return dataclasses.replace(facts, largest=largest_micro_batch(draft, world, notify(world)))  # collective
+
+
+def _task_of(draft: Config, given: Any, world: World, state: dict[str, Any]) -> Task:
+    """Make the task, once the settings that it cannot change are checked. Collective."""
+    check_auditable(draft, world)
+    pin(exact=draft.exact or bool(draft.guards.audit), matmul=draft.matmul_precision, device=world.device)
+    check_precision(draft.precision, world.device)
+    if draft.micro_batch_size:  # else it depends on the model, and is checked once that is made
+        check_cut(draft, world, notify(world))
+    on_all_ranks(world, lambda: check(draft))
+    task = on_all_ranks(world, lambda: named_task(draft, notify(world)) if given is None else adapted(given))
+    check_auditable_loss(draft, task)
+    if state.get("reduction") != "micro-batch":  # "micro-batch" depends on how a step is cut: detect it again
+        recall(task, state)
+    world.check_same("source", dict(task.sources))
+    return task
+
+
+def _data_of(draft: Config, task: Task, world: World) -> tuple[TrainingSet, dict[str, Any], int]:
+    """Make the training set, the evaluation sets, and the number of training samples. Collective."""
+    plain, evaluation, samples = datasets_of(task, world)  # collective
+    order = on_all_ranks(world, lambda: order_of(task, samples, draft.seed))
+    return TrainingSet(plain, guarded(draft, plain, world), order), evaluation, samples
+
+
+def _check_plan(
+    folder: RunFolder, state: dict[str, Any], plan: dict[str, Any], config: Config, asked: Config, world: World
+) -> None:
+    """Compare the plan between the ranks, and with the checkpoint's. Collective."""
+    world.check_same("plan", plan)
+    for line in on_all_ranks(world, lambda: check_plan(folder.path, plan_before(state, plan), plan, config, asked)):
+        notify(world)(line)
+
+
+def _compiles(
+    config: Config, asked: Config, task: Task, model: nn.Module, engine: Engine, stream: Batches, world: World
+) -> bool:
+    """Whether the model compiles, if it is to be compiled. Only --compile auto may fail. Collective."""
+    if not config.compile:
+        return True
+    may_fail = is_auto(asked, "compile")
+    reason = compiled_or_not(config, task, model, engine, stream, world, may_fail=may_fail)  # collective
+    if reason:
+        notify(world)(f"--compile auto: the model cannot be compiled ({reason}); it is trained without")
+    return not reason
 
 
 def _agreed(config: Config, world: World) -> Config:

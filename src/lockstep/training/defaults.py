@@ -1,10 +1,10 @@
-"""Resolve every "auto" of a configuration, describe the result, and check tensor devices.
+"""Define the defaults, measure what they need of the devices, describe a plan, and check tensor devices.
 
     for found in elsewhere(model, task, batch, device): ...     # Lying("buffer 'norm.mean'", cpu, sure=True)
     line = explained(error, model, task, batch)                 # "" unless torch complained of devices
 
-Defaults follow from the kind of task, the device and the checkpoint that a run resumes from; the sources of the numbers
-are given with the tables. Tensors on the wrong device are found before torch fails on one.
+The sources of the numbers are given with the tables; `training/resolve.py` chooses from them. Tensors on the wrong
+device are found before torch fails on one.
 """
 
 import dataclasses
@@ -25,33 +25,36 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import cli
 from lockstep.config.engine_options import ENGINES
-from lockstep.config.fields import in_steps, is_span
-from lockstep.config.schema import SPANS, Config, default_micro_batch_size, is_auto, lookup
+from lockstep.config.schema import Config, default_micro_batch_size, is_auto
 from lockstep.config.task_options import LANGUAGE, kind_of
-from lockstep.data.batches import START, Origin
 from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
-from lockstep.errors import ConfigError, DataError
 from lockstep.models.gpt import PRESETS
 from lockstep.task import Task, written
-from lockstep.training.resume import RunPlan, in_epoch
+from lockstep.training.resume import RunPlan
 
 __all__ = [
+    "ADAM",
+    "FEW",
+    "FLOOR",
+    "FLOORS",
     "KINDS",
+    "LORA",
     "SGD",
     "Lying",
+    "all_fast",
     "asked",
+    "batchnorms",
     "capability",
     "described_loss",
     "described_optimizer",
     "described_step",
     "elsewhere",
     "explained",
-    "fitted",
     "idle",
+    "is_open",
+    "largest_micro_batch",
     "memory_bound",
-    "on_device",
-    "settled",
     "warm_up",
     "warnings",
 ]
@@ -71,80 +74,19 @@ KINDS: dict[str, dict[str, float]] = {
     "images": {"lr": 3e-3, "optim.beta2": 0.999, "optim.weight_decay": 0.01},
     "general": {"lr": 1e-3, "optim.beta2": 0.999, "optim.weight_decay": 0.01},
 }
-_ADAM: dict[str, float] = {"optim.weight_decay": 0.0}  # torch's own; Adam adds decay to the gradient
+ADAM: dict[str, float] = {"optim.weight_decay": 0.0}  # torch's own; Adam adds decay to the gradient
 SGD: dict[str, float] = {"lr": 1e-2, "optim.weight_decay": 1e-4}  # He et al., arXiv 1512.03385, at a batch of 16 to 32
 
 _SHARE, _MOST = 20, 50  # warm-up: 1/20 of the steps, at most 50
 _RISE = 0.3  # one-cycle: share of the plan with a rising rate, torch's pct_start
-_FLOOR = 0.1
-_FLOORS = {
+FLOOR = 0.1
+FLOORS = {
     "one-cycle": 4e-6,
     "inverse-sqrt": 0.0,
     "step": 0.0,
     "plateau": 0.0,
 }  # one-cycle: torch's final rate; the others have no lower bound
-_FEW = 16  # fewer samples hurt BatchNorm's statistics (Wu & He, arXiv 1803.08494, figure 1)
-
-
-def settled(
-    config: Config, task: Task, model: nn.Module, samples: int, origin: Origin = START, epoch: int = 0
-) -> RunPlan:
-    """Make the plan, with every "auto" of its `config` resolved.
-
-    The result is the same on every rank and in every world.
-
-    Args:
-        task: its attribute `defaults` names one of KINDS.
-        model: as it is trained; BatchNorm layers decide how a step is cut.
-        samples: size of the training set.
-        origin: see `RunPlan`.
-        epoch: samples of an epoch, if the task's order has more or fewer than the training set; 0: the same number.
-
-    Raises:
-        ConfigError: the task names no known kind.
-        DataError: no step is left.
-    """
-    norms = _norms(model)
-    least = _FEW if norms else 1
-    by_itself = config.batch_size if task.reduction == "micro-batch" else 0  # such a loss depends on the cut
-    size = config.micro_batch_size or by_itself or default_micro_batch_size(config.batch_size, least)
-    config = dataclasses.replace(config, micro_batch_size=size)
-    run_plan = RunPlan(in_epoch(config, epoch or samples), config, origin, 2 if norms else 1, samples)
-    steps = run_plan.step_plan.steps
-    if not steps:
-        _refuse(run_plan)
-    shape = config.optim.schedule
-    chosen: dict[str, Any] = {
-        **_suited(config, task),
-        "optim.warmup_steps": warm_up(steps, shape),
-        "optim.floor": _FLOORS.get(shape, _FLOOR),
-        "eval_micro_batch_size": size,
-        "eval_workers": config.data.workers,
-        "compile": False,  # compile and precision, if `on_device` has not set them
-    }
-    values = {name: value for name, value in chosen.items() if is_auto(config, name)}
-    values |= {"precision": "float32"} if config.precision == "auto" else {}
-    values |= _in_steps(run_plan)
-    return dataclasses.replace(run_plan, config=cli.build({**cli.flat(run_plan.config), **values}))
-
-
-def _in_steps(run_plan: RunPlan) -> dict[str, int]:
-    """Convert lengths in epochs or shares of the plan to steps."""
-    config = run_plan.config
-    known = {"steps": run_plan.step_plan.steps, "samples": run_plan.samples, "batch_size": config.batch_size}
-    names = sorted(SPANS - {"extend_to"})  # extend_to is the plan's length itself: see training/resume.py
-    return {name: in_steps(value, **known) for name in names if is_span(value := lookup(config, name))}
-
-
-def _suited(config: Config, task: Task) -> dict[str, float]:
-    kind = task.defaults
-    if kind not in KINDS:
-        raise ConfigError(
-            f"the task's defaults are {kind!r}: choose one of {', '.join(KINDS)}, or leave the attribute out"
-        )
-    if config.optim.name == "sgd":
-        return SGD
-    return (LORA if config.lora.rank else KINDS[kind]) | (_ADAM if config.optim.name == "adam" else {})
+FEW = 16  # fewer samples hurt BatchNorm's statistics (Wu & He, arXiv 1803.08494, figure 1)
 
 
 def warm_up(steps: int, shape: str = "") -> int:
@@ -153,15 +95,6 @@ def warm_up(steps: int, shape: str = "") -> int:
     It is 0 for less than a step; the rise of a one-cycle schedule is 30%.
     """
     return round(_RISE * steps) if shape == "one-cycle" else min(_MOST, steps // _SHARE)
-
-
-def _refuse(run_plan: RunPlan) -> None:
-    if run_plan.config.data.drop_last:
-        raise DataError(
-            f"the training set has {run_plan.samples} samples, less than one step, and --data.drop-last leaves short "
-            f"ones out: give a --batch-size below {run_plan.config.batch_size}, or --no-data.drop-last"
-        )
-    raise DataError("the training set has one sample, which BatchNorm cannot learn from alone: give it more")
 
 
 def described_step(run_plan: RunPlan, ranks: int) -> str:
@@ -219,14 +152,14 @@ def warnings(run_plan: RunPlan, model: nn.Module) -> list[str]:
             f"--lr {config.lr:g} is {'low' if config.lr < least else 'high'} for adapters, which take about ten times "
             f"the rate of the whole model: leave it out for {LORA['lr']:g}"
         )
-    norms, micro_size = _norms(model), config.micro_batch_size
-    if norms and micro_size < _FEW and config.batchnorm != "sync":
-        size = default_micro_batch_size(max(config.batch_size, _FEW), _FEW)
-        more = f"--batch-size {_FEW} and " if config.batch_size < _FEW else ""
+    norms, micro_size = batchnorms(model), config.micro_batch_size
+    if norms and micro_size < FEW and config.batchnorm != "sync":
+        size = default_micro_batch_size(max(config.batch_size, FEW), FEW)
+        more = f"--batch-size {FEW} and " if config.batch_size < FEW else ""
         which = norms[0] + (f" and {len(norms) - 1} more" if len(norms) > 1 else "")
         found.append(
             f"BatchNorm ({which}) normalises over the {micro_size} sample{'s' * (micro_size > 1)} of a forward, and "
-            f"{_FEW} or more train better: give {more}--micro-batch-size {size}"
+            f"{FEW} or more train better: give {more}--micro-batch-size {size}"
         )
     missing = config.num_epochs * run_plan.samples - run_plan.step_plan.total
     if norms and not (config.max_steps or config.data.drop_last) and missing == 1:
@@ -247,7 +180,7 @@ def idle(config: Config, ranks: int) -> str:
     )
 
 
-def _norms(model: nn.Module) -> list[str]:
+def batchnorms(model: nn.Module) -> list[str]:
     """Return the names of the BatchNorm layers that normalise by the batch.
 
     Those are the ones in training mode.
@@ -261,30 +194,6 @@ def _norms(model: nn.Module) -> list[str]:
 _NEW = (8, 0)  # Ampere: the first with bfloat16 matrix units
 
 
-def on_device(config: Config, state: Mapping[str, Any], world: World, say: Callable[[str], None]) -> Config:
-    """Resolve precision and compile for the weakest device of all ranks. Collective.
-
-    Args:
-        state: of the checkpoint that the run resumes from; its settings win over the device's defaults.
-        say: called with one line about the choice.
-    """
-    open_ones = [name for name in ("precision", "compile") if _is_open(config, name)]
-    if not open_ones:
-        return config
-    plan = state.get("plan", {})
-    new = _all_new(config, world)
-    suited = {"precision": "bf16" if new else "float32", "compile": new}
-    # A run from before these defaults existed used float32 without compile.
-    begun = {"precision": plan.get("precision", "float32"), "compile": bool(state.get("compile"))} if plan else suited
-    values: dict[str, Any] = {name: begun[name] for name in open_ones}
-    if any(values[name] != suited[name] for name in open_ones):
-        say(f"as the run was begun: {_flags(values)}; the default of this device is {_flags(_of(suited, open_ones))}")
-    elif new:
-        other = _of({"precision": "float32", "compile": False}, open_ones)
-        say(f"device default: {_flags(values)}; {_flags(other)} for the other")
-    return dataclasses.replace(config, **values)
-
-
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of a CUDA device; None for any other device.
 
@@ -295,24 +204,21 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
-def _all_new(config: Config, world: World) -> bool:
-    own = capability(world.device)
-    every = world.gather(own is not None and own >= _NEW)  # collective
-    return all(every) and not ENGINES[name_of(config.engine, world)].plain
-
-
-def _is_open(config: Config, name: str) -> bool:
+def is_open(config: Config, name: str) -> bool:
+    """Whether precision or compile is left to the devices."""
     return is_auto(config, name) or getattr(config, name) == "auto"
 
 
-def _of(values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    return {name: values[name] for name in names}
+def all_fast(config: Config, world: World) -> bool:
+    """Whether bf16 and compilation suit the devices of all ranks and the engine. Collective.
 
-
-def _flags(values: Mapping[str, Any]) -> str:
-    """Format as flags: `--precision bf16 --compile`."""
-    said = {True: "--compile", False: "--no-compile"}
-    return " ".join(said[value] if name == "compile" else f"--{name} {value}" for name, value in values.items())
+    False if the configuration leaves neither to the devices.
+    """
+    if not (is_open(config, "precision") or is_open(config, "compile")):
+        return False
+    own = capability(world.device)
+    every = world.gather(own is not None and own >= _NEW)  # collective
+    return all(every) and not ENGINES[name_of(config.engine, world)].plain
 
 
 # --- device memory
@@ -359,50 +265,40 @@ _PLAIN = 0.5  # share of a device's memory: a bound below it fits without a meas
 _LIKE = "h100-80"  # the device profile to plan with; its memory is overridden
 
 
-def fitted(
+def largest_micro_batch(
     config: Config,
-    state: Mapping[str, Any],
     world: World,
-    own_task: bool,
     say: Callable[[str], None],
     ask: Callable[[Config, int, float], int] | None = None,
-) -> Config:
-    """Resolve an "auto" micro-batch size. Collective.
-
-    A checkpoint decides it, or the device's memory if the default size does not fit; otherwise the configuration stays
-    as it is.
+) -> int:
+    """Measure the largest micro-batch size that fits the devices. Collective.
 
     Args:
-        state: of the checkpoint that the run resumes from.
-        own_task: the task is the caller's own object, which no other process can make.
+        config: with the precision of the run.
         say: called with a line for the user.
         ask: (config, ranks, bytes) -> the largest size that fits; 0 if the default fits or nothing is known. None:
             `asked`, with the memory of the smallest device.
+
+    Returns:
+        The size; 0 if the default fits, or it cannot be known.
     """
-    if not is_auto(config, "micro_batch_size"):
-        return config
-    plan = state.get("plan", {})
-    if plan:
-        same = plan.get("batch_size") == config.batch_size
-        return dataclasses.replace(config, micro_batch_size=plan["micro_batch_size"]) if same else config
-    if world.device.type != "cuda" or own_task:
-        return config
+    if world.device.type != "cuda":
+        return 0
     room = min(world.gather(_memory(world.device) if ask is None else 0.0))  # collective
     bound = memory_bound(config, default_micro_batch_size(config.batch_size))
     if bound is not None and bound < _PLAIN * room:
-        return config
+        return 0
     say(
         "--micro-batch-size auto: `lockstep plan` computes whether the default size fits this device, in a process of "
         "its own; --micro-batch-size N does without"
     )
-    size = world.gather((ask or asked)(config, world.size, room) if world.is_main else 0)[0]  # collective
-    if not size:
-        return config
-    say(
-        f"--micro-batch-size auto: {size}, since a larger one does not fit this device by `lockstep plan`; it is kept "
-        "for this run"
-    )
-    return dataclasses.replace(config, micro_batch_size=size)
+    size: int = world.gather((ask or asked)(config, world.size, room) if world.is_main else 0)[0]  # collective
+    if size:
+        say(
+            f"--micro-batch-size auto: {size}, since a larger one does not fit this device by `lockstep plan`; it is "
+            "kept for this run"
+        )
+    return size
 
 
 def _memory(device: torch.device) -> float:

@@ -45,9 +45,10 @@ from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
 from lockstep.tasks.regression import on_columns_of
 from lockstep.training.build import notify
 from lockstep.training.build_engine import model_of
-from lockstep.training.defaults import on_device
+from lockstep.training.defaults import all_fast
 from lockstep.training.evaluation import batches_of, evaluate_all, named_sets
 from lockstep.training.named_task import load_task, named_task, on_data
+from lockstep.training.resolve import StartFacts, draft_of
 from lockstep.training.resume import chosen, fill
 from lockstep.training.run_dir import RunFolder, sources_of
 from lockstep.training.task_check import recall
@@ -163,7 +164,9 @@ def config_of(path: Path, wanted: InferenceRequest) -> Config:
 
 def _made(path: Path, config: Config, wanted: InferenceRequest, world: World) -> Used:
     """Make the task and the model, and load the weights. Collective."""
-    config = on_device(config, {}, world, notify(world))
+    config, notices = draft_of(config, StartFacts(all_fast(config, world)))  # collective
+    for line in notices:
+        notify(world)(line)
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
     check_precision(config.precision, world.device)
     found = on_all_ranks(world, lambda: chosen(path, wanted.which))

@@ -3,11 +3,10 @@
     found = chosen(Path("outputs/mine"), "best")
     fill(found, model)
 
-A resume is refused in `check_plan`, by the differences between the checkpoint's plan and this start's. `--extend-to`
-and the plan's division into epochs and steps are here too.
+A resume is refused in `check_plan`, by the differences between the checkpoint's plan and this start's. The plan's
+division into epochs and steps is here too.
 """
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -25,7 +24,7 @@ from lockstep.config import cli
 from lockstep.config.fields import in_batches, is_span
 from lockstep.config.schema import Config, flag, is_auto, lookup
 from lockstep.config.task_options import FIXED
-from lockstep.data.batches import START, Origin, StepPlan
+from lockstep.data.batches import Origin, StepPlan
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
 from lockstep.task import Task, written
@@ -35,50 +34,26 @@ from lockstep.training.selection import judged_by
 __all__ = [
     "PlanDifference",
     "RunPlan",
+    "check_extends",
     "check_longer",
     "check_plan",
     "chosen",
     "described",
     "differences",
-    "extended",
     "fill",
     "in_epoch",
-    "origin_of",
     "plan_before",
     "plan_of",
     "weights_in",
 ]
 
 
-def extended(config: Config, state: dict[str, Any]) -> Config:
-    """Apply `--extend-to`, now or in an earlier start, to the configuration.
-
-    Args:
-        state: of the checkpoint to resume from; a new extension is recorded in it.
-
-    Raises:
-        ConfigError: there is no run to extend.
-    """
-    known, asked = state.get("extended"), config.extend_to
-    if asked and "global_step" not in state:
-        raise ConfigError(f"--extend-to {asked} goes on with a run that is there, and there is none: use --max-steps")
-    if asked and not (known and known["asked"] == asked):
-        known = {"asked": asked, "at": state["global_step"], "from": state["plan"]["steps"], **_length(asked)}
-        # The last step may have been short: a new cut begins where it ended.
-        state |= {"extended": known, "origin": [state["global_step"], state["position"]]}
-    if not known:
-        return config
-    length = {name: known[name] for name in ("max_steps", "num_epochs") if known[name]}
-    optim = config.optim
-    if optim.warmup_steps == -1:  # auto: unchanged, since those steps are done
-        optim = dataclasses.replace(optim, warmup_steps=state["plan"].get("optim.warmup_steps", -1))
-    return dataclasses.replace(config, **{"max_steps": 0, **length}, optim=optim)
-
-
-def _length(asked: int | str) -> dict[str, int]:
-    """Return {"max_steps": steps, "num_epochs": 0}, or epochs and 0 steps."""
-    epochs = int(str(asked).rstrip(" epochs")) if is_span(asked) else 0
-    return {"max_steps": 0 if epochs else int(asked), "num_epochs": epochs}
+def check_extends(config: Config, *, resumes: bool) -> None:
+    """Raise ConfigError if `--extend-to` has no run to extend."""
+    if config.extend_to and not resumes:
+        raise ConfigError(
+            f"--extend-to {config.extend_to} goes on with a run that is there, and there is none: use --max-steps"
+        )
 
 
 def plan_before(state: dict[str, Any], now: dict[str, Any]) -> dict[str, Any] | None:
@@ -192,18 +167,6 @@ def in_epoch(config: Config, samples: int) -> int:
     if not config.limit_train_batches:
         return samples
     return min(samples, in_batches(config.limit_train_batches, samples / config.batch_size) * config.batch_size)
-
-
-def origin_of(state: dict[str, Any], config: Config) -> Origin:
-    """Return where the current division into steps begins, from a checkpoint's state.
-
-    With another batch size (--resume-anyway) it begins at the position that was reached: no sample is left out and none
-    comes twice (`check_plan` refuses what would break that). Otherwise it stays.
-    """
-    before = state.get("plan", {}).get("batch_size", config.batch_size)
-    if before != config.batch_size:
-        return Origin(int(state["global_step"]), int(state["position"]))
-    return Origin(*state.get("origin", START))
 
 
 def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, own_task: bool) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from lockstep.engines.exact import check_servable, held_at_most
 from lockstep.engines.registry import check_planned, name_of
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.loop import described
-from lockstep.training.defaults import settled
+from lockstep.training.resolve import Facts, resolve
 
 __all__ = [
     "MemoryEstimate",
@@ -189,7 +189,7 @@ class Planner:
             sum(p.numel() for p in model.parameters() if p.requires_grad),
             layers,
         )
-        return settled(config, task, model, samples).config, sizes
+        return resolve(config, Facts.of(task, model, samples)).config, sizes
 
     def estimate(self, config: Config, layers: int = 0, subject: Subject | None = None) -> MemoryEstimate:
         """Estimate a configuration without "auto", with `layers` blocks; 0: the model's own.

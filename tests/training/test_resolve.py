@@ -1,0 +1,82 @@
+"""`resolve`: pure, the same again on what it returns, and nothing is left open."""
+
+import copy
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.config import cli
+from lockstep.config.fields import is_span
+from lockstep.config.schema import SPANS, Config, is_auto, lookup
+from lockstep.data.batches import Origin
+from lockstep.training.defaults import KINDS
+from lockstep.training.resolve import CheckpointFacts, Facts, StartFacts, resolve
+
+PLAN = {"batch_size": 16, "micro_batch_size": 4, "steps": 9, "precision": "float32", "optim.warmup_steps": 3}
+EXTENSION = {"asked": 50, "at": 9, "from": 9, "max_steps": 50, "num_epochs": 0}
+LENGTHS = st.sampled_from(["5%", "1epoch", "0.5epochs", 7])
+CONFIGS = st.builds(
+    Config,
+    num_epochs=st.integers(1, 3),
+    max_steps=st.integers(0, 40),
+    extend_to=st.sampled_from([0, 0, 50, "4epochs"]),
+    lr=st.sampled_from(["auto", 0.1]),
+    batch_size=st.sampled_from([8, 16, 64]),
+    micro_batch_size=st.sampled_from(["auto", 2, 8]),
+    eval_micro_batch_size=st.sampled_from(["auto", 3]),
+    eval_workers=st.sampled_from(["auto", 1]),
+    precision=st.sampled_from(["auto", "bf16", "float32"]),
+    compile=st.sampled_from(["auto", True, False]),
+    eval_freq=LENGTHS,
+    ckpt_freq=LENGTHS,
+    limit_train_batches=st.sampled_from([0, 3, "50%"]),
+    optim=st.fixed_dictionaries({"warmup_steps": st.one_of(st.just("auto"), LENGTHS), "floor": st.just("auto")}),
+)
+CHECKPOINTS = st.builds(
+    CheckpointFacts,
+    step=st.just(9),
+    position=st.just(144),
+    plan=st.sampled_from([PLAN, PLAN | {"batch_size": 8}]),
+    compiled=st.booleans(),
+    origin=st.sampled_from([Origin(0, 0), Origin(3, 30)]),
+    extension=st.sampled_from([None, EXTENSION]),
+)
+STARTS = st.builds(
+    StartFacts,
+    fast=st.booleans(),
+    largest=st.sampled_from([0, 2, 4]),
+    checkpoint=st.none() | CHECKPOINTS,
+    steps=st.sampled_from([0, 0, 25]),
+    least=st.sampled_from([0, 60]),
+)
+FACTS = st.builds(
+    Facts,
+    start=STARTS,
+    kind=st.sampled_from(sorted(KINDS)),
+    undivided=st.booleans(),
+    batchnorm=st.booleans(),
+    samples=st.integers(500, 600),
+    epoch=st.integers(500, 900),
+)
+
+
+@given(CONFIGS, FACTS)
+def test_it_is_pure_and_idempotent_and_leaves_nothing_open(config, facts):
+    before = copy.deepcopy((config, facts))
+    found = resolve(config, facts)
+    assert resolve(config, facts) == found
+    assert (config, facts) == before
+    assert resolve(found.config, facts) == found
+    assert not [name for name in cli.flat(found.config) if is_auto(found.config, name)]
+    assert found.config.precision != "auto"
+    assert not [name for name in SPANS - {"extend_to"} if is_span(lookup(found.config, name))]
+    assert found.run_plan.step_plan.steps >= facts.start.least
+
+
+@given(CONFIGS, FACTS)
+def test_what_is_given_wins(config, facts):
+    names = ("lr", "micro_batch_size", "eval_micro_batch_size", "eval_workers", "precision", "compile")
+    found = resolve(config, facts).config
+    assert [name for name in names if not is_auto(config, name) and getattr(config, name) != "auto"] == [
+        name for name in names if not is_auto(config, name) and getattr(config, name) == getattr(found, name) != "auto"
+    ]
