@@ -196,7 +196,7 @@ def test_what_is_allowed_to_each_kind_of_tensor(tmp_path):
 
 @pytest.mark.parametrize("piece", [1, 2, 5, 2**18])
 def test_tensors_are_compared_alike_in_pieces_of_any_size(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(reference, "PIECE", piece)
+    monkeypatch.setattr(reference, "PIECE_SIZE", piece)
     theirs = {"a": torch.tensor([3.0, 4.0, 0.0, 1.0]), "b": torch.tensor([2.0, 2.0]), "n": torch.tensor([1, 2])}
     mine = {"a": torch.tensor([3.0, 1.0, 4.0, 1.0]), "b": torch.tensor([2.0, 0.0]), "n": torch.tensor([1, 2])}
     TensorStore(tmp_path).write("weights", 0, theirs.items())
@@ -333,11 +333,11 @@ def test_another_machines_tensors_are_held_against_a_certificate_by_digest_and_n
     assert certificate.against(given(), mine, loose).where == "b"
     mine["steps"].pop()
     assert certificate.against(given(), mine, loose).text == "1 steps instead of 2"
-    held = certificate._held(given()["trace"]["steps"][1], given()["trace"]["steps"][1], loose)
+    held = certificate._compare_step(given()["trace"]["steps"][1], given()["trace"]["steps"][1], loose)
     assert held[kind]["equal"]
     other = given()["trace"]["steps"][1]
     other[kind]["digests"] = {"a": "2"}
-    assert not certificate._held(other, given()["trace"]["steps"][1], loose)[kind]["equal"]
+    assert not certificate._compare_step(other, given()["trace"]["steps"][1], loose)[kind]["equal"]
 
 
 def test_another_machine_is_known_by_versions_processor_and_first_device(monkeypatch):

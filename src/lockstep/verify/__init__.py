@@ -1,12 +1,12 @@
-"""Prove that N ranks train what a single process trains.
+"""Prove that N ranks give the same training as a single process.
 
     table = lockstep.verify(task, config, engines=("single", "ddp"), world_sizes=(1, 2), steps=8)
     print(table)
     assert table.ok
 
-A single process takes the steps and stores every tensor of each. Then, in every combination of engine and world size,
-each rank compares its own tensors with these as it goes. See docs/verify.md. Importing this package does not load
-torch; `verify` imports the working modules.
+A single process runs the steps and stores every tensor of each. Then each rank of every combination of engine and
+world size compares its tensors with these in every step. See docs/verify.md. Importing this package does not load
+torch; `verify` imports the modules that do.
 """
 
 import importlib
@@ -57,23 +57,23 @@ def verify(  # noqa: PLR0913
 ) -> "VerifyTable":
     """Run the same steps in every combination, and compare each with a single process.
 
-    The processes are started here; they import the module of `task`, which must therefore not start them itself when it
-    is imported. Under torchrun the job's own ranks are used, at their world size.
+    This function starts the processes. They import the module of `task`, so its import must not call `verify`. Under
+    torchrun the ranks of the job are used, at their world size.
 
     Args:
-        task: the task to train; None: the config's. It must be picklable, except under torchrun.
+        task: task to train, picklable except under torchrun; None: the config's.
         config: of the run. With `exact` every bit must agree.
         engines, world_sizes: all pairs of them; engines of a single process appear once. No engines: every engine that
             needs no further package and no GPU.
-        steps: number of first steps of the run.
-        precision: "" is float64, or the config's with `config.exact`; else the named one. If one of the engines has no
-            float64, "" is the config's.
-        resume_at: the step before which each combination is saved and resumed; None: half-way; 0: never.
+        steps: number of steps to run.
+        precision: of weights and sums; "": float64, or the config's with `config.exact` or if an engine has no
+            float64.
+        resume_at: step before which each combination is saved and resumed; None: half-way; 0: never.
         compile: also compare compiled with eager.
-        plant: a fault to plant, to check that it is found (one of lockstep.verify.FAULTS).
-        plant_at: the step of the fault.
-        skip_unavailable: leave out combinations that cannot run here.
-        scratch: a folder for about 4 copies of the model a step; "": the system's.
+        plant: fault to plant, to check that it is reported (one of lockstep.verify.FAULTS).
+        plant_at: step of the fault.
+        skip_unavailable: skip combinations that cannot run here.
+        scratch: folder for about 4 copies of the model per step; "": the system's.
 
     Returns:
         The table; `ok` is False if anything differs.

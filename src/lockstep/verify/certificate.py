@@ -1,8 +1,8 @@
 """Write and compare certificates: JSON files with a verification's result and its single process's trace.
 
-write(path, made)
-given = read(path)
-difference = against(given, trace, allowance)           of this machine's single process to the certificate's
+write(path, content)
+content = read(path)
+difference = against(content, trace, tolerance)         compares this machine's single process with the certificate's
 """
 
 import json
@@ -51,14 +51,14 @@ def make(request: VerifyRequest, trace: dict[str, Any], rows: list[TableRow]) ->
     }
 
 
-def write(path: Path, made: dict[str, Any]) -> None:
+def write(path: Path, content: dict[str, Any]) -> None:
     """Write a certificate atomically.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     try:
-        write_whole(path, json.dumps(made, indent=1) + "\n")
+        write_whole(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--out {path}: {error.strerror or error}; choose another file") from error
 
@@ -67,81 +67,88 @@ def read(path: Path) -> dict[str, Any]:
     """Read a certificate.
 
     Raises:
-        ConfigError: the file is no certificate, or cannot be read.
+        ConfigError: the file is not a certificate, or cannot be read.
     """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        wrong = given["format"] != _FORMAT
-        whole = wrong or (given.keys() >= _KEYS and len(given["trace"]["steps"]) == given["steps"] > 0)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        wrong = content["format"] != _FORMAT
+        complete = wrong or (content.keys() >= _KEYS and len(content["trace"]["steps"]) == content["steps"] > 0)
     except OSError as error:
         raise ConfigError(f"--against {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--against {path} is no certificate that `lockstep verify` wrote") from error
+        raise ConfigError(f"--against {path} is not a certificate of `lockstep verify`") from error
     if wrong:
-        raise ConfigError(f"--against {path} has format {given['format']}; this lockstep reads {_FORMAT}")
-    if not whole:
-        raise ConfigError(f"--against {path} is no certificate that `lockstep verify` wrote: parts of it are missing")
-    return dict(given)
+        raise ConfigError(f"--against {path} has format {content['format']}; this version reads format {_FORMAT}")
+    if not complete:
+        raise ConfigError(f"--against {path} is an incomplete certificate; write it again with `lockstep verify --out`")
+    return dict(content)
 
 
-def config_of(given: dict[str, Any]) -> Config:
+def config_of(content: dict[str, Any]) -> Config:
     """Return the configuration that was proved.
 
     Raises:
         ConfigError: this version does not know one of its options.
     """
-    unknown = sorted(set(given["config"]) - set(cli.option_list()))
+    unknown = sorted(set(content["config"]) - set(cli.option_list()))
     if unknown:
-        raise ConfigError(f"--against: the certificate has options that this version lacks: {', '.join(unknown)}")
-    return cli.build(given["config"])
+        raise ConfigError(
+            f"--against: this version does not have these options of the certificate: {', '.join(unknown)}"
+        )
+    return cli.build(content["config"])
 
 
-def same_machine(given: dict[str, Any]) -> list[str]:
+def same_machine(content: dict[str, Any]) -> list[str]:
     """Describe how versions and hardware differ from the certificate's; [] if bits must agree."""
     about = run_dir.describe()
     keys = [("versions", key) for key in about["versions"]] + [("machine", "cpu")]
     different = [
-        f"{key} {given[part].get(key)} there, {about[part][key]} here"
+        f"{key} {content[part].get(key)} there, {about[part][key]} here"
         for part, key in keys
-        if given[part].get(key) != about[part][key]
+        if content[part].get(key) != about[part][key]
     ]
-    there, here = ([device["name"] for device in each["devices"]] for each in (given, about))
-    return different + ([f"devices {there} there, {here} here"] if there[:1] != here[:1] else [])
+    recorded, present = ([device["name"] for device in each["devices"]] for each in (content, about))
+    return different + ([f"devices {recorded} there, {present} here"] if recorded[:1] != present[:1] else [])
 
 
-def against(given: dict[str, Any], trace: dict[str, Any], tolerance: Tolerance) -> Difference | None:
+def against(content: dict[str, Any], trace: dict[str, Any], tolerance: Tolerance) -> Difference | None:
     """Find the first difference between this machine's single process and the certificate's.
 
     The stages are compared in the usual order. A certificate has only digests and 2-norms of tensors, so with a
     tolerance the norms are compared.
     """
-    expected = given["trace"]
-    steps = [_held(mine, theirs, tolerance) for mine, theirs in zip(trace["steps"], expected["steps"], strict=False)]
+    expected = content["trace"]
+    steps = [
+        _compare_step(actual, record, tolerance)
+        for actual, record in zip(trace["steps"], expected["steps"], strict=False)
+    ]
     if len(steps) != len(expected["steps"]):
         text = f"{len(trace['steps'])} steps instead of {len(expected['steps'])}"
         return Difference(len(steps), "data", "steps", 0, text)
     return first_difference(Traces(expected, [{**trace, "steps": steps}], tolerance))
 
 
-def _held(mine: dict[str, Any], theirs: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
-    """This machine's record of a step, compared with the certificate's as a rank's would be."""
-    step, kinds = mine["step"], [kind for kind in TENSORS if kind in mine]
-    return mine | {kind: _compared(mine[kind], theirs.get(kind), step, tolerance) for kind in kinds}
+def _compare_step(actual: dict[str, Any], expected: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
+    """Compare this machine's record of a step with the certificate's, in the format of a rank's record."""
+    step, kinds = actual["step"], [kind for kind in TENSORS if kind in actual]
+    return actual | {kind: _compare_tensors(actual[kind], expected.get(kind), step, tolerance) for kind in kinds}
 
 
-def _compared(mine: dict[str, Any], theirs: dict[str, Any] | None, step: int, tolerance: Tolerance) -> dict[str, Any]:
-    found: dict[str, Any] = {"digests": {}, "first": None, "missing": [], "equal": True, "sums": [0.0] * 4}
-    there = theirs["digests"] if theirs else {}
-    found["missing"] = sorted(mine["digests"].keys() ^ there.keys())
-    total = max(mine["square"], theirs["square"] if theirs else 0.0) ** 0.5
-    for name in (name for name in mine["digests"] if name in there):
-        if mine["digests"][name] == there[name]:
+def _compare_tensors(
+    actual: dict[str, Any], expected: dict[str, Any] | None, step: int, tolerance: Tolerance
+) -> dict[str, Any]:
+    result: dict[str, Any] = {"digests": {}, "first": None, "missing": [], "equal": True, "sums": [0.0] * 4}
+    digests = expected["digests"] if expected else {}
+    result["missing"] = sorted(actual["digests"].keys() ^ digests.keys())
+    total = max(actual["square"], expected["square"] if expected else 0.0) ** 0.5
+    for name in (name for name in actual["digests"] if name in digests):
+        if actual["digests"][name] == digests[name]:
             continue
-        found["equal"] = False
-        norms = [mine["norms"][name], theirs["norms"][name]] if theirs else [0.0, 0.0]
+        result["equal"] = False
+        norms = [actual["norms"][name], expected["norms"][name]] if expected else [0.0, 0.0]
         limit = -1.0 if tolerance is EXACT else tolerance.relative(step) * total
-        if found["first"] is None and not abs(norms[0] - norms[1]) <= limit:
+        if result["first"] is None and not abs(norms[0] - norms[1]) <= limit:
             difference = abs(norms[0] - norms[1])
             values = [f"a tensor of norm {norm!r}" for norm in norms]
-            found["first"] = {"name": name, "values": values, "at": [], "difference": difference, "allowed": limit}
-    return found
+            result["first"] = {"name": name, "values": values, "at": [], "difference": difference, "allowed": limit}
+    return result

@@ -72,74 +72,71 @@ def first_difference(traces: Traces) -> Difference | None:
     """Return the first difference in the order of `_COMPARED`; None if all steps agree."""
     for step in range(len(traces.reference["steps"])):
         for check in _COMPARED:
-            found = next(check(traces, step), None)
-            if found:
-                return found
+            difference = next(check(traces, step), None)
+            if difference:
+                return difference
     return next(_evaluation(traces), None)
 
 
 def _changed(traces: Traces, step: int) -> Iterator[Difference]:
-    """State that changed since the last step ended, on the same rank.
-
-    No tolerance applies.
-    """
+    """Yield state that changed between two steps on the same rank. No tolerance applies."""
     for rank, record in traces.records(step):
         if record["changed"]:
             kind, name = record["changed"][0]
             stage = {"optimizer": "optimizer state"}.get(kind, kind)
-            again = " by the resume" if step in traces.ranks[0]["resumed"] else ", outside the optimizer's update"
-            ranks = [other for other, their in traces.records(step) if [kind, name] in their["changed"]]
+            cause = " by the resume" if step in traces.ranks[0]["resumed"] else " outside the optimizer's update"
+            ranks = [peer for peer, step_record in traces.records(step) if [kind, name] in step_record["changed"]]
             count = len({tuple(entry) for entry in record["changed"]})
             more = f" ({count} tensors)" if count > 1 else ""
-            text = f"its bits were changed since step {step - 1} ended{again}{more}"
+            text = f"its bits changed after step {step - 1} ended{cause}{more}"
             yield Difference(step, stage, name, rank, text, ranks)
 
 
 def _data(traces: Traces, step: int) -> Iterator[Difference]:
     expected = traces.slots(step)
-    held: list[int] = []
+    computed: list[int] = []
     for rank, record in traces.records(step):
         for slot in record["slots"]:
             if not slot["weight"]:
                 continue
-            held.append(slot["micro"])
-            theirs = expected.get(slot["micro"])
-            if theirs is None or theirs["data"] != slot["data"]:
-                yield Difference(step, "data", _leaf(slot, theirs), rank, _whence(traces, slot["data"]))
-    if sorted(held) != sorted(expected):
-        text = f"the ranks together compute the micro-batches {listed(held)}, not {listed(expected)}"
+            computed.append(slot["micro"])
+            reference = expected.get(slot["micro"])
+            if reference is None or reference["data"] != slot["data"]:
+                yield Difference(step, "data", _leaf(slot, reference), rank, _locate(traces, slot["data"]))
+    if sorted(computed) != sorted(expected):
+        text = f"the ranks compute micro-batches {listed(computed)} instead of {listed(expected)}"
         yield Difference(step, "data", "micro-batches", 0, text)
 
 
-def _leaf(slot: dict[str, Any], theirs: dict[str, Any] | None) -> str:
+def _leaf(slot: dict[str, Any], reference: dict[str, Any] | None) -> str:
     """Name the micro-batch, and the first tensor of the batch that differs."""
-    other = theirs["data"] if theirs else {}
-    keys = [key for key in {**slot["data"], **other} if slot["data"].get(key) != other.get(key)]
+    expected = reference["data"] if reference else {}
+    keys = [key for key in {**slot["data"], **expected} if slot["data"].get(key) != expected.get(key)]
     return f"micro-batch {slot['micro']}, batch{keys[0] if keys else ''}"
 
 
-def _whence(traces: Traces, data: dict[str, str]) -> str:
+def _locate(traces: Traces, content: dict[str, str]) -> str:
     """Describe where the reference has these samples: a wrong order, or wrong samples."""
     for record in traces.reference["steps"]:
         for slot in record["slots"]:
-            if slot["data"] == data:
-                return f"it holds what the reference has in step {record['step']}, micro-batch {slot['micro']}"
-    return "the reference has this micro-batch in none of its steps: other samples, or collated otherwise"
+            if slot["data"] == content:
+                return f"the reference has these samples in step {record['step']}, micro-batch {slot['micro']}"
+    return "the reference has this micro-batch in no step: the samples or their collation differ"
 
 
 def _randomness(traces: Traces, step: int) -> Iterator[Difference]:
     for key, when in (("seeded", "before the forward"), ("drawn", "after the forward")):
-        for rank, slot, theirs in traces.pairs(step):
-            if slot[key] != theirs[key]:
-                text = f"the generators' states differ {when}"
+        for rank, slot, reference in traces.pairs(step):
+            if slot[key] != reference[key]:
+                text = f"the states of the random generators differ {when}"
                 yield Difference(step, "randomness", f"micro-batch {slot['micro']}", rank, text)
 
 
 def _forward(traces: Traces, step: int) -> Iterator[Difference]:
-    for rank, slot, theirs in traces.pairs(step):
-        mine, expected = slot["loss"], theirs["loss"]
-        if not traces.tolerance.close(step, mine, expected):
-            text = f"the loss is {mine!r} instead of {expected!r}"
+    for rank, slot, reference in traces.pairs(step):
+        actual, expected = slot["loss"], reference["loss"]
+        if not traces.tolerance.close(step, actual, expected):
+            text = f"the loss is {actual!r} instead of {expected!r}"
             yield Difference(step, "forward", f"micro-batch {slot['micro']}, loss", rank, text)
 
 
@@ -149,18 +146,22 @@ def _normalisation(traces: Traces, step: int) -> Iterator[Difference]:
         if record["items"] != expected:
             text = f"the loss is divided by {record['items']} items instead of {expected}"
             yield Difference(step, "normalisation", "items", rank, text)
-    for rank, slot, theirs in traces.pairs(step):
-        if slot["items"] != theirs["items"]:
-            text = f"{slot['items']} items instead of {theirs['items']}"
+    for rank, slot, reference in traces.pairs(step):
+        if slot["items"] != reference["items"]:
+            text = f"{slot['items']} items instead of {reference['items']}"
             yield Difference(step, "normalisation", f"micro-batch {slot['micro']}, items", rank, text)
-        mine, expected_share = slot.get("share"), theirs.get("share")  # of integers, so equal in any dtype
-        if mine is not None and expected_share is not None and not math.isclose(mine, expected_share, rel_tol=_WHOLE):
-            times = mine / expected_share if expected_share else math.inf
-            text = f"an item counts {times:.6g} times as much as one of the step's {expected} should"
+        actual, expected_share = slot.get("share"), reference.get("share")  # of integers, so equal in any dtype
+        if (
+            actual is not None
+            and expected_share is not None
+            and not math.isclose(actual, expected_share, rel_tol=_WHOLE)
+        ):
+            times = actual / expected_share if expected_share else math.inf
+            text = f"an item has {times:.6g} times the weight of one of the step's {expected} items"
             yield Difference(step, "normalisation", f"micro-batch {slot['micro']}, loss / items", rank, text)
-        if not traces.tolerance.close(step, slot["scaled"], theirs["scaled"]):
-            share = slot["scaled"] / theirs["scaled"] if theirs["scaled"] else math.inf
-            text = f"what is differentiated is {share:.6g} times the loss divided by the {expected} items of the step"
+        if not traces.tolerance.close(step, slot["scaled"], reference["scaled"]):
+            share = slot["scaled"] / reference["scaled"] if reference["scaled"] else math.inf
+            text = f"backward gets {share:.6g} times the loss divided by the step's {expected} items"
             yield Difference(step, "normalisation", f"micro-batch {slot['micro']}, loss / items", rank, text)
     for rank, record in traces.records(step):
         for slot in record["slots"]:
@@ -169,7 +170,7 @@ def _normalisation(traces: Traces, step: int) -> Iterator[Difference]:
 
 
 def _rates(traces: Traces, step: int) -> Iterator[Difference]:
-    """Learning rates that differ although the schedule's factor does not; then the update itself."""
+    """Yield learning rates that differ under the same schedule factor, then differences of the update itself."""
     expected = traces.reference["steps"][step]
     same = True
     for rank, record in traces.records(step):
@@ -179,10 +180,10 @@ def _rates(traces: Traces, step: int) -> Iterator[Difference]:
             text = f"{record['updates']} updates instead of {expected['updates']}"
             yield Difference(step, "optimizer", "update", rank, text)
         elif record["rates"] != expected["rates"]:
-            text = f"the rates are {record['rates']} instead of {expected['rates']}; the schedule's factor is the same"
+            text = f"the rates are {record['rates']} instead of {expected['rates']} at the same schedule factor"
             yield Difference(step, "optimizer", "learning rate", rank, text)
     if same:  # an update at another rate cannot show the optimizer is wrong; the schedule comes next
-        yield from _of_tensors(traces, step, "weights", "optimizer")
+        yield from _tensors(traces, step, "weights", "optimizer")
 
 
 def _schedule(traces: Traces, step: int) -> Iterator[Difference]:
@@ -195,25 +196,28 @@ def _schedule(traces: Traces, step: int) -> Iterator[Difference]:
 
 def _evaluation(traces: Traces) -> Iterator[Difference]:
     expected = traces.reference.get("evaluation")
-    found = [(trace["rank"], trace["evaluation"]) for trace in traces.ranks if "evaluation" in trace]
+    results = [(trace["rank"], trace["evaluation"]) for trace in traces.ranks if "evaluation" in trace]
     if expected is None:
         return
     for name in ("items", "loss", *expected["metrics"]):
-        theirs = _number(expected, name)
-        wrong = [(rank, _number(own, name)) for rank, own in found]
-        wrong = [(rank, mine) for rank, mine in wrong if not _agrees(traces, name, mine, theirs)]
+        reference = _number(expected, name)
+        wrong = [(rank, _number(own, name)) for rank, own in results]
+        wrong = [(rank, actual) for rank, actual in wrong if not _agrees(traces, name, actual, reference)]
         if wrong:
-            rank, mine = wrong[0]
-            text = f"{mine!r} instead of {theirs!r}"
-            # The items agree, or they would have been named: a lost sample moves the loss by more than rounding.
-            rounded = name == "loss" and all(math.isclose(mine, theirs, rel_tol=_ROUNDING) for _, mine in wrong)
+            rank, actual = wrong[0]
+            text = f"{actual!r} instead of {reference!r}"
+            # The items agree, or the loop had ended there: a lost sample moves the loss by more than rounding.
+            rounded = name == "loss" and all(math.isclose(actual, reference, rel_tol=_ROUNDING) for _, actual in wrong)
             stage = "evaluation kernels" if rounded else "evaluation"
             yield Difference(expected["step"], stage, name, rank, text, [rank for rank, _ in wrong])
 
 
-def _agrees(traces: Traces, name: str, mine: float, theirs: float) -> bool:
-    drift = 0.0 if name == "items" else traces.drift * (1.0 + abs(theirs))
-    return traces.tolerance.close(traces.reference["evaluation"]["step"], mine, theirs) or abs(mine - theirs) <= drift
+def _agrees(traces: Traces, name: str, actual: float, expected: float) -> bool:
+    drift = 0.0 if name == "items" else traces.drift * (1.0 + abs(expected))
+    return (
+        traces.tolerance.close(traces.reference["evaluation"]["step"], actual, expected)
+        or abs(actual - expected) <= drift
+    )
 
 
 def _number(evaluation: dict[str, Any], name: str) -> float:
@@ -226,30 +230,30 @@ def _number(evaluation: dict[str, Any], name: str) -> float:
 
 
 def _reduction(traces: Traces, step: int) -> Iterator[Difference]:
-    """Gradient differences that clipping does not explain."""
+    """Yield gradient differences that clipping does not explain."""
     if not _badly_clipped(traces, step):
-        yield from _behind_the_clipping(traces, step)
+        yield from _unclipped(traces, step)
         yield from _gradients(traces, step, "reduction")
         yield from _norms(traces, step)
 
 
 def _clipping(traces: Traces, step: int) -> Iterator[Difference]:
-    """Gradients with another length than clipping by their norm gives."""
+    """Yield gradients whose length is not the one that clipping by their norm gives."""
     bad = _badly_clipped(traces, step)
     if bad:
         rank, norm, length, expected = bad
-        made = f"clipping to {traces.clip:g} leaves {expected:.6g}" if traces.clip else "it is not clipped"
-        text = f"the norm is {norm:.6g}, so {made}, but the length is {length:.6g}"
+        effect = f"clipping to {traces.clip:g} leaves {expected:.6g}" if traces.clip else "it is not clipped"
+        text = f"the norm is {norm:.6g}, so {effect}, but the length is {length:.6g}"
         yield Difference(step, "clipping", "all gradients", rank, text)
         yield from _gradients(traces, step, "clipping")
 
 
 def _gradients(traces: Traces, step: int, stage: str) -> Iterator[Difference]:
-    yield from _of_tensors(traces, step, "gradient", stage)
+    yield from _tensors(traces, step, "gradient", stage)
 
 
-def _behind_the_clipping(traces: Traces, step: int) -> Iterator[Difference]:
-    """The first tensor that still differs with the clipping undone on both sides.
+def _unclipped(traces: Traces, step: int) -> Iterator[Difference]:
+    """Yield the first tensor that still differs with the clipping undone on both sides.
 
     One wrong gradient changes the norm, and with it the clipping of all the others.
     """
@@ -258,20 +262,22 @@ def _behind_the_clipping(traces: Traces, step: int) -> Iterator[Difference]:
         part = record.get("gradient")
         if not part or not part["first"] or not traces.clip or not math.isfinite(norm * record["norm"]):
             continue
-        by = _shortened(traces, record["norm"]) / _shortened(traces, norm)
+        by = _clip_factor(traces, record["norm"]) / _clip_factor(traces, norm)
         least = (_UNDONE + traces.tolerance.relative(step)) * math.sqrt(part["sums"][2])
         for name, (own, expected, product) in part["parts"].items():
             error = math.sqrt(max(0.0, own / by**2 - 2.0 * product / by + expected))
             if error > least:
                 if name != part["first"]["name"]:
                     share = error / math.sqrt(expected) if expected else math.inf
-                    text = f"before the clipping it is off by {share:.2g} of itself; the ones above it only in length"
+                    text = (
+                        f"before clipping it is off by {share:.2g} of its norm; tensors before it differ only in length"
+                    )
                     yield Difference(step, "reduction", name, rank, text)
                 break
 
 
-def _shortened(traces: Traces, norm: float) -> float:
-    """The factor by which clipping multiplies gradients of this norm."""
+def _clip_factor(traces: Traces, norm: float) -> float:
+    """Return the factor by which clipping multiplies gradients of this norm."""
     return min(1.0, traces.clip / (norm + 1e-6))
 
 
@@ -284,77 +290,74 @@ def _norms(traces: Traces, step: int) -> Iterator[Difference]:
 
 
 def _badly_clipped(traces: Traces, step: int) -> tuple[int, float, float, float] | None:
-    """(rank, reported norm, actual length, expected length) of the first rank with wrong clipping."""
+    """Return (rank, reported norm, actual length, expected length) of the first rank with wrong clipping."""
     for rank, record in traces.records(step):
         if "gradient" not in record:
             continue
-        mine, expected, product = _lengths(traces, step, record["gradient"])
+        actual, expected, product = _lengths(traces, step, record["gradient"])
         norm = record["norm"]
-        clipped = norm * _shortened(traces, norm) if traces.clip else norm
-        if not (mine and expected and math.isfinite(mine * expected * clipped)):
+        clipped = norm * _clip_factor(traces, norm) if traces.clip else norm
+        if not (actual and expected and math.isfinite(actual * expected * clipped)):
             continue
-        sine = math.sqrt(max(0.0, 1.0 - (product / (mine * expected)) ** 2))
+        sine = math.sqrt(max(0.0, 1.0 - (product / (actual * expected)) ** 2))
         missed = _LENGTH + _ROUNDINGS * unit_roundoff(record["gradient_dtype"])
-        if sine < _PARALLEL and abs(mine - clipped) > missed * clipped:
-            return rank, norm, mine, clipped
+        if sine < _PARALLEL and abs(actual - clipped) > missed * clipped:
+            return rank, norm, actual, clipped
     return None
 
 
 def _lengths(traces: Traces, step: int, own: dict[str, Any]) -> tuple[float, float, float]:
-    """Norms of a rank's and the reference's whole gradient, and their product.
-
-    Shards are added up.
-    """
-    square, whole, expected, product = own["sums"]
-    if whole == square:
+    """Return the norms of a rank's and the reference's gradient, and their product. Shards are added up."""
+    square, unsharded, expected, product = own["sums"]
+    if unsharded == square:
         return math.sqrt(square), math.sqrt(expected), product
     parts = [record["gradient"]["sums"] for _, record in traces.records(step)]
     total = [math.fsum(column) for column in zip(*parts, strict=True)]
     return math.sqrt(total[0]), math.sqrt(total[2]), total[3]
 
 
-def _of_tensors(traces: Traces, step: int, kind: str, stage: str) -> Iterator[Difference]:
-    """Tensors of a kind that differ from the reference's or between replicas."""
-    found = [(rank, record[kind]) for rank, record in traces.records(step) if kind in record]
-    for rank, part in found:
+def _tensors(traces: Traces, step: int, kind: str, stage: str) -> Iterator[Difference]:
+    """Yield tensors of a kind that differ from the reference's or between replicas."""
+    records = [(rank, record[kind]) for rank, record in traces.records(step) if kind in record]
+    for rank, part in records:
         if part["missing"]:
-            text = "it is on one side only"
+            text = "only one of the two runs has this tensor"
             yield Difference(step, stage, part["missing"][0], rank, text)
         if part["first"]:
-            ranks = [other for other, their in found if their["first"]]
-            yield Difference(step, stage, part["first"]["name"], rank, _described(part["first"]), ranks)
-    for rank, part in found[1:]:
-        first = found[0][1]["digests"]
+            ranks = [peer for peer, their in records if their["first"]]
+            yield Difference(step, stage, part["first"]["name"], rank, _describe(part["first"]), ranks)
+    for rank, part in records[1:]:
+        first = records[0][1]["digests"]
         names = [name for name, bits in part["digests"].items() if first.get(name, bits) != bits]
         if names:
-            text = f"its bits are not those of rank {found[0][0]}, which should hold the same"
+            text = f"its bits differ from the replica on rank {records[0][0]}"
             yield Difference(step, stage, names[0], rank, text)
 
 
-def _described(first: dict[str, Any]) -> str:
+def _describe(first: dict[str, Any]) -> str:
     """Describe the largest difference in a tensor."""
-    mine, expected = first["values"]
-    if isinstance(mine, str):
-        return f"it is {mine} instead of {expected}"
+    actual, expected = first["values"]
+    if isinstance(actual, str):
+        return f"it is {actual} instead of {expected}"
     place = f"[{', '.join(str(index) for index in first['at'])}]" if first["at"] else ""
     limit = "no difference" if first["allowed"] <= 0 else f"{first['allowed']:.2g}"
     off = f"off by {first['difference']:.2g} where {limit} is allowed"
-    return f"{place} is {mine!r} instead of {expected!r}; {off}".strip()
+    return f"{place} is {actual!r} instead of {expected!r}; {off}".strip()
 
 
 Check = Callable[[Traces, int], Iterator[Difference]]
 
 _COMPARED: tuple[Check, ...] = (
-    partial(_of_tensors, kind="initial", stage="initial weights"),
+    partial(_tensors, kind="initial", stage="initial weights"),
     _changed,
     _data,
     _randomness,
     _forward,
     _normalisation,
-    partial(_of_tensors, kind="buffers", stage="buffers"),
+    partial(_tensors, kind="buffers", stage="buffers"),
     _reduction,
     _clipping,
     _rates,
     _schedule,
-    partial(_of_tensors, kind="optimizer", stage="optimizer state"),
+    partial(_tensors, kind="optimizer", stage="optimizer state"),
 )

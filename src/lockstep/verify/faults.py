@@ -45,7 +45,7 @@ __all__ = [
 @final
 class RankSeed(Fault):
     name, stage = "per-rank-seed", "randomness"
-    text = "each rank seeds its generators with the run's seed plus its rank"
+    text = "each rank seeds its generators with seed + rank"
 
     def seed(self, seed: Seed, context: FaultContext) -> Seed:
         return seeder(context.config.seed + context.world.rank, "micro", context.world.device)
@@ -54,13 +54,13 @@ class RankSeed(Fault):
 @final
 class TiedDropout(Fault):
     name, stage = "rank-dropout", "randomness"
-    text = "the model draws its dropout from a generator that is tied to the rank"
+    text = "dropout draws from a generator that is seeded by the rank"
 
     def task(self, task: Task, context: FaultContext) -> Task:
-        return _Tied(task, derive(context.config.seed, "rank", context.world.rank))
+        return _RankDropoutTask(task, derive(context.config.seed, "rank", context.world.rank))
 
 
-class _Tied(TaskWrapper):
+class _RankDropoutTask(TaskWrapper):
     def __init__(self, inner: Task, key: int) -> None:
         super().__init__(inner)
         self._key = key
@@ -80,34 +80,34 @@ class OverlappingShards(Fault):
         config, world = context.config, context.world
         each = -(-config.micro_batches // world.size)
         own = world.rank * each * config.micro_size  # offset of this rank's samples in a step
-        return _Ordered(task, lambda place: place - own * (place % config.batch_size >= own))
+        return _Reordered(task, lambda place: place - own * (place % config.batch_size >= own))
 
 
 @final
 class DroppedOnResume(Fault):
     name, stage, moment = "dropped-sample", "data", "resume"
-    text = "a resume begins one sample too late"
+    text = "a resume skips one sample"
 
     def task(self, task: Task, context: FaultContext) -> Task:
-        return _Ordered(task, lambda place: place + int(context.resumed))
+        return _Reordered(task, lambda place: place + int(context.resumed))
 
     def check(self, config: Config, steps: int, resume: int) -> None:
         if not resume:
-            raise ConfigError(f"--plant {self.name} needs a resume: leave --resume-at out")
+            raise ConfigError(f"--plant {self.name} needs a resume; drop --resume-at 0")
 
 
-class _Ordered(TaskWrapper):
-    """A task that on this rank reads the samples of other positions."""
+class _Reordered(TaskWrapper):
+    """Task that reads the samples of other positions on this rank."""
 
     def __init__(self, inner: Task, move: Callable[[Indices], Indices]) -> None:
         super().__init__(inner)
         self._move = move
 
     def order(self, samples: int, seed: int) -> Order:
-        return _Moved(order_of(self.inner, samples, seed), self._move)
+        return _MappedOrder(order_of(self.inner, samples, seed), self._move)
 
 
-class _Moved:
+class _MappedOrder:
     def __init__(self, inner: SizedOrder, move: Callable[[Indices], Indices]) -> None:
         self._inner, self._move = inner, move
 
@@ -126,7 +126,7 @@ class _Moved:
 @final
 class PaddedEvaluation(Fault):
     name, stage, moment = "padded-evaluation", "evaluation", "end"
-    text = "the evaluation set is padded with duplicates, which count"
+    text = "the evaluation set is padded with duplicates that count in the loss"
 
     def evaluation(self, batches: Batches, context: FaultContext) -> Any:
         return _PaddedBatches(batches, context)
@@ -141,10 +141,10 @@ class _PaddedBatches:
 
     def micro(self, start: int) -> Iterator[tuple[int, MicroBatch]]:
         step, micro = start, None
-        for found in self._inner.micro(start):
-            step, batch = found
+        for pair in self._inner.micro(start):
+            step, batch = pair
             micro = batch if batch.weight or micro is None else micro
-            yield found
+            yield pair
         if micro is not None:
             yield step, MicroBatch(micro.data, micro.index, micro.items, self._counts)
 
@@ -152,19 +152,19 @@ class _PaddedBatches:
 @final
 class LocalBatchNorm(Fault):
     name, stage = "local-batchnorm", "buffers"
-    text = "a running mean, as BatchNorm keeps it, takes in this rank's micro-batches alone"
+    text = "a running mean like BatchNorm's covers this rank's micro-batches only"
 
     everywhere = True  # the single process has the layer too, and sees every micro-batch
 
     def check(self, config: Config, steps: int, resume: int) -> None:
         if config.exact:
-            raise ConfigError(f"--plant {self.name}: --exact refuses a buffer that a forward writes; leave --exact out")
+            raise ConfigError(f"--plant {self.name}: --exact refuses buffers that the forward writes; drop --exact")
 
     def task(self, task: Task, context: FaultContext) -> Task:
-        return _Averaging(task)
+        return _RunningMeanTask(task)
 
 
-class _Averaging(TaskWrapper):
+class _RunningMeanTask(TaskWrapper):
     def model(self) -> nn.Module:
         model = self.inner.model()
         weight = next(model.parameters())
@@ -176,7 +176,7 @@ class _Averaging(TaskWrapper):
 @torch.no_grad()
 def _average(module: nn.Module, _: Any, output: Any) -> None:
     """Update a running mean in a forward hook, with momentum 0.1 as in torch.nn.BatchNorm1d."""
-    while not isinstance(output, Tensor):  # the first tensor of a tuple, or of what a hub model returns
+    while not isinstance(output, Tensor):  # the first tensor of a tuple or of a Hugging Face output
         output = next(iter(output.values() if hasattr(output, "values") else output))
     if module.training:
         mean = module.get_buffer("running_mean")
@@ -184,17 +184,17 @@ def _average(module: nn.Module, _: Any, output: Any) -> None:
 
 
 class _StepCounter(EngineWrapper):
-    """An engine that counts its steps."""
+    """Engine that counts its steps."""
 
     def __init__(self, inner: Engine, context: FaultContext) -> None:
         super().__init__(inner)
         self.context = context
-        self.done = context.begin
+        self.steps_done = context.begin
 
     @property
-    def here(self) -> bool:
-        """Whether this is the step and the rank of the fault."""
-        return self.context.is_target_rank and self.done == self.context.step
+    def is_due(self) -> bool:
+        """Whether this is the step and rank of the fault."""
+        return self.context.is_target_rank and self.steps_done == self.context.step
 
     def step(
         self,
@@ -204,14 +204,14 @@ class _StepCounter(EngineWrapper):
         evaluate: Evaluate | None = None,
     ) -> StepResult:
         result = self.inner.step(factor, limit, momentum, evaluate)
-        self.done += 1
+        self.steps_done += 1
         return result
 
 
 @final
 class RankWeights(Fault):
     name, stage = "per-rank-weights", "initial weights"
-    text = "the last rank begins with other weights"
+    text = "the last rank starts with other weights"
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
         if context.is_target_rank and not context.resumed:
@@ -238,7 +238,7 @@ class _RateEngine(_StepCounter):
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        late = self.context.is_target_rank and self.done >= self.context.step
+        late = self.context.is_target_rank and self.steps_done >= self.context.step
         return super().step(factor * 1.01 if late and factor is not None else factor, limit, momentum, evaluate)
 
 
@@ -248,10 +248,10 @@ class ExtraStep(Fault):
     text = "the last rank updates twice"
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
-        return _Twice(engine, context)
+        return _DoubleUpdate(engine, context)
 
 
-class _Twice(_StepCounter):
+class _DoubleUpdate(_StepCounter):
     def step(
         self,
         factor: float | None = None,
@@ -259,7 +259,7 @@ class _Twice(_StepCounter):
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        if not self.here:
+        if not self.is_due:
             return super().step(factor, limit, momentum, evaluate)
 
         def again(optimizer: Any, *_: Any) -> None:
@@ -276,14 +276,14 @@ class BitFlip(Fault):
     text = "one bit of one parameter flips on the last rank, between two steps"
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
-        return _Flipping(engine, context)
+        return _BitFlipEngine(engine, context)
 
 
-class _Flipping(_StepCounter):
+class _BitFlipEngine(_StepCounter):
     flipped = False
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        if self.here and not self.flipped:
+        if self.is_due and not self.flipped:
             self.flipped = True
             parameter = next(local_of(p) for p in self.context.parameters() if local_of(p).numel())
             parameter.view(-1)[:1].view(torch.uint8)[0] ^= 1  # the lowest bit of the first element
@@ -293,18 +293,18 @@ class _Flipping(_StepCounter):
 @final
 class UnsentGradient(Fault):
     name, stage, moment = "unsent-gradient", "reduction", "step"
-    text = "the gradient of one micro-batch of the last rank is left out of the exchange"
+    text = "the all-reduce misses the gradient of one micro-batch of the last rank"
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
-        return _Unsent(engine, context)
+        return _UnsentEngine(engine, context)
 
 
-class _Unsent(_StepCounter):
-    kept = False
+class _UnsentEngine(_StepCounter):
+    dropped = False
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        if self.here and not self.kept:
-            self.kept = True
+        if self.is_due and not self.dropped:
+            self.dropped = True
             weight = 0.0
         self.inner.backward(loss, weight)
 
@@ -315,17 +315,17 @@ class RankAverage(Fault):
     text = "each rank divides by its own items, and the ranks' gradients are averaged"
 
     def outside(self, engine: Engine, context: FaultContext) -> Engine:
-        return _RankMean(engine, context)
+        return _RankMeanEngine(engine, context)
 
 
-class _RankMean(_StepCounter):
+class _RankMeanEngine(_StepCounter):
     share = 1.0
-    known = -1
+    share_step = -1
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        if self.known != self.done:
+        if self.share_step != self.steps_done:
             assert self.context.step_loader is not None
-            self.known, own = self.done, number(self.context.step_loader.items(self.done))
+            self.share_step, own = self.steps_done, number(self.context.step_loader.items(self.steps_done))
             every = self.context.world.gather(own)  # collective
             self.share = sum(every) / (own * len(every) or 1)
         self.inner.backward(loss, weight * self.share)
@@ -334,7 +334,7 @@ class _RankMean(_StepCounter):
 @final
 class ClipBeforeUnscale(Fault):
     name, stage = "clip-before-unscale", "clipping"
-    text = "the loss is scaled, and gradients are clipped before they are divided by the scale"
+    text = "scaled gradients are clipped before they are unscaled"
     scale = 2.0**16
 
     def __init__(self) -> None:
@@ -342,22 +342,24 @@ class ClipBeforeUnscale(Fault):
 
     def check(self, config: Config, steps: int, resume: int) -> None:
         if not config.optim.clip:
-            raise ConfigError(f"--plant {self.name} needs clipping: give --optim.clip a norm above 0")
+            raise ConfigError(f"--plant {self.name} needs clipping; set --optim.clip above 0")
         if config.precision == "fp16":  # both scales together overflow, which shows first
-            raise ConfigError(f"--plant {self.name} scales the loss, as --precision fp16 does: use another precision")
+            raise ConfigError(
+                f"--plant {self.name} conflicts with the loss scaling of --precision fp16; use another precision"
+            )
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
-        seen: list[Any] = []
+        optimizers: list[Any] = []
 
         def unscale(optimizer: Any, *_: Any) -> None:
-            if seen and seen[0] is not optimizer:  # nested optimizers: the outermost has all parameters
+            if optimizers and optimizers[0] is not optimizer:  # nested optimizers: the outermost has all parameters
                 return
-            seen[:] = [optimizer]
+            optimizers[:] = [optimizer]
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             for gradient in gradients:
                 local_of(gradient).div_(self.scale)
 
-        wrapped = _Scaled(engine, self.scale, lambda: seen.clear())
+        wrapped = _ScaledEngine(engine, self.scale, lambda: optimizers.clear())
         self._handle = register_optimizer_step_pre_hook(unscale)
         return wrapped
 
@@ -365,7 +367,7 @@ class ClipBeforeUnscale(Fault):
         self._handle.remove()
 
 
-class _Scaled(EngineWrapper):
+class _ScaledEngine(EngineWrapper):
     def __init__(self, inner: Engine, scale: float, reset: Callable[[], None]) -> None:
         super().__init__(inner)
         self._scale, self._reset = scale, reset
@@ -382,19 +384,19 @@ class _Scaled(EngineWrapper):
     ) -> StepResult:
         self._reset()
         result = self.inner.step(factor, limit, momentum, evaluate)
-        found = StepResult(result.norm / self._scale, result.applied)
-        found.penalty = result.penalty
-        return found
+        unscaled = StepResult(result.norm / self._scale, result.applied)
+        unscaled.penalty = result.penalty
+        return unscaled
 
 
 @final
 class SwappedState(Fault):
     name, stage, moment = "swapped-state", "optimizer state", "resume"
-    text = "after a resume the last rank has another rank's part of the optimizer's state"
+    text = "after a resume the last rank has another rank's shard of the optimizer state"
 
     def check(self, config: Config, steps: int, resume: int) -> None:
         if not resume:
-            raise ConfigError(f"--plant {self.name} needs a resume: leave --resume-at out")
+            raise ConfigError(f"--plant {self.name} needs a resume; drop --resume-at 0")
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
         if context.resumed:
@@ -427,7 +429,7 @@ _FAULTS: dict[str, type[Fault]] = {
 
 
 def fault(name: str) -> Fault:
-    """Make a fault by its name; "" is none.
+    """Create the fault of a name; "" is no fault.
 
     Raises:
         ConfigError: the name is unknown.
@@ -435,5 +437,5 @@ def fault(name: str) -> Fault:
     if not name:
         return Fault()
     if name not in _FAULTS:
-        raise ConfigError(f"--plant '{name}': choose one of {', '.join(_FAULTS)}")
+        raise ConfigError(f"--plant '{name}' is unknown; choose one of {', '.join(_FAULTS)}")
     return _FAULTS[name]()

@@ -36,7 +36,7 @@ TENSORS = ("initial", "gradient", *_KINDS)  # of a step
 
 
 class StepRecorder:
-    """Recorder of each step of one rank.
+    """Recorder of one rank's steps.
 
     Args:
         engine: the engine to record.
@@ -72,7 +72,7 @@ class StepRecorder:
         self._tracks_dtypes, self._one_update = tracks_dtypes, one_update
         self._model, self._reference, self._device = model, reference, device
         self._buffers = {name for name, _ in model.named_buffers()}
-        self._slot, self._begun = -1, 0
+        self._slot, self._checked = -1, 0
         self._optimizer: Any = None
         self._first: Any = None
         self._groups: list[Any] = []
@@ -88,17 +88,17 @@ class StepRecorder:
             self.steps.append({"step": step, "slots": slots, "changed": [], "updates": 0, "rates": []})
             yield step, micro
 
-    def seeding(self, seed: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    def seeding(self, seed_generators: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Wrap the seeder, and record the generators' states."""
 
-        def noted(step: int, index: int) -> None:
-            seed(step, index)
+        def seed_and_record(step: int, index: int) -> None:
+            seed_generators(step, index)
             if index < 0 or self.updates:  # a loss over the whole step belongs to no micro-batch
                 return
             self._slot = (self._slot + 1) % len(self.steps[-1]["slots"])  # each pass begins with the first
             self._present["seeded"] = _generators(self._device)
 
-        return noted
+        return seed_and_record
 
     def close(self, record: StepRecord) -> None:
         """Add the loop's record of the step. Waits for the device."""
@@ -124,14 +124,14 @@ class StepRecorder:
 
     @property
     def updates(self) -> bool:
-        """Whether the step's update is running: an optimizer may evaluate the loss again in it."""
+        """Whether the step's update is running; an optimizer may evaluate the loss in it."""
         return self._armed
 
     def begin(self) -> AbstractContextManager[Any] | None:
         """At a step's first micro-batch, check whether the state changed since the last step ended."""
-        if self._slot or self._begun == len(self.steps):
+        if self._slot or self._checked == len(self.steps):
             return None
-        self._begun = len(self.steps)
+        self._checked = len(self.steps)
         step, state = self.steps[-1], self._state()
         if self.ended is None:
             step["initial"] = self._reference.record("initial", step["step"], state["weights"] + state["buffers"])
@@ -165,27 +165,27 @@ class StepRecorder:
             present[kind] = self._reference.record(kind, present["step"], state[kind])
         present["fingerprint"] = self._reference.fingerprint(dict(state["weights"]) | dict(state["persistent"]))
         self.ended = {kind: {name: digest(local_of(t)) for name, t in state[kind]} for kind in _KINDS}
-        # An engine's state may have a rank's part of a parameter that the model has whole, or only at times.
-        held = [(name, local_of(p)) for name, p in self._model.named_parameters()]
-        self.ended["held"] = {name: digest(tensor) for name, tensor in held if tensor.numel()}
+        # An engine may shard a parameter's state while the model has the full tensor, or has it only at times.
+        local = [(name, local_of(p)) for name, p in self._model.named_parameters()]
+        self.ended["held"] = {name: digest(tensor) for name, tensor in local if tensor.numel()}
         return result
 
     def _state(self) -> dict[str, Named]:
-        found: dict[str, Named] = {kind: [] for kind in (*_KINDS, "persistent")}
+        state: dict[str, Named] = {kind: [] for kind in (*_KINDS, "persistent")}
         for name, tensor in self.engine.state_dict().items():  # may be collective
-            where, _, rest = name.partition("/")
-            if where != "model":
-                found["optimizer"].append((name, tensor))
+            part, _, key = name.partition("/")
+            if part != "model":
+                state["optimizer"].append((name, tensor))
             else:
-                found["persistent" if rest in self._buffers else "weights"].append((rest, tensor))
-        found["buffers"] = list(self._model.named_buffers())
-        return found
+                state["persistent" if key in self._buffers else "weights"].append((key, tensor))
+        state["buffers"] = list(self._model.named_buffers())
+        return state
 
     def _before_update(self, optimizer: Any, *_: Any) -> None:
         """Record the rates and, once a step, the gradients before an optimizer's update.
 
-        A split optimizer calls another inside: the outermost has all parameters. Another kind takes one group after
-        another, or parts of one: an update is over when the first parameter comes again.
+        Of nested optimizers the outermost has all parameters. Others update one group, or a part of one, per call: an
+        update has ended when the first parameter is updated again.
         """
         if not self._armed or self._optimizer not in (None, optimizer):
             return
@@ -194,7 +194,7 @@ class StepRecorder:
         if begins:
             self._optimizer, self._first, self._groups = optimizer, first, []
         step["updates"] += first is self._first
-        fresh = [group for group in optimizer.param_groups if not any(group is known for known in self._groups)]
+        fresh = [group for group in optimizer.param_groups if not any(group is other for other in self._groups)]
         self._groups += fresh
         step["rates"] += [float(group["lr"]) for group in fresh]
         if fresh and "betas" in fresh[0]:
@@ -203,18 +203,20 @@ class StepRecorder:
             self._before_first(step)
 
     def _before_first(self, step: dict[str, Any]) -> None:
-        named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
-        gradients = [(n, p.grad) for n, p in named if p.grad is not None and self._one_update]
-        if gradients:  # some engines keep them elsewhere: then the norm and the result of the update are compared
+        trainable = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        gradients = [(n, p.grad) for n, p in trainable if p.grad is not None and self._one_update]
+        if gradients:  # some engines store them elsewhere: then the norm and the updated weights are compared
             step["gradient"] = self._reference.record("gradient", step["step"], gradients)
             step["gradient_dtype"] = coarsest(gradient.dtype for _, gradient in gradients)
         if self.ended:
-            kept, held = self.ended["held"], [(name, local_of(p)) for name, p in named]
-            step["changed"] += [["weights", n] for n, p in held if n in kept and p.numel() and kept[n] != digest(p)]
+            digests, local = self.ended["held"], [(name, local_of(p)) for name, p in trainable]
+            step["changed"] += [
+                ["weights", n] for n, p in local if n in digests and p.numel() and digests[n] != digest(p)
+            ]
 
 
 class _Probe(EngineWrapper):
-    """The engine that the loop uses."""
+    """Engine for the loop that reports its calls to the recorder."""
 
     def __init__(self, inner: Engine, recorder: StepRecorder) -> None:
         super().__init__(inner)

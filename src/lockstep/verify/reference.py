@@ -30,7 +30,7 @@ __all__ = ["Limit", "Named", "ReferenceComparer", "ReferenceWriter", "TensorStor
 
 Named = list[tuple[str, Tensor]]
 
-PIECE = 2**18  # elements that are converted to float64 at a time
+PIECE_SIZE = 2**18  # elements that are converted to float64 at a time
 
 # For a part of a tensor: the largest 2-norm of its error, or a piece's place -> the largest error of its elements
 Limit = float | Callable[[slice], Tensor]
@@ -118,11 +118,11 @@ class ReferenceWriter:
         Raises:
             ConfigError: they do not.
         """
-        needed, free = size * (4 * self._steps + 4), self._store.free
-        if free < needed:
+        required, free = size * (4 * self._steps + 4), self._store.free
+        if free < required:
             raise ConfigError(
-                f"--scratch: the proof takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; choose another "
-                "folder, or lower --steps"
+                f"--scratch: the verification needs {required / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; choose "
+                "another folder, or lower --steps"
             )
 
     def fingerprint(self, model: dict[str, Tensor]) -> str:
@@ -154,7 +154,7 @@ class ReferenceComparer:
     def _limit(
         self, kind: str, step: int, second: StoredTensors | None, name: str, expected: Tensor, block: TensorBox
     ) -> Limit:
-        """The largest error of a part of one tensor; -1: no bit may differ."""
+        """Return the largest allowed error of a part of one tensor; -1: no bit may differ."""
         tolerance = EXACT if kind == "initial" else self._tolerance
         if tolerance.exact or not expected.is_floating_point() or name.endswith("/step"):
             return -1.0
@@ -189,108 +189,105 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
         "parts": by name, squares of this rank's elements and of the reference's part, and their product.
         "missing": names on one side only.
     """
-    found: dict[str, Any] = {"digests": {}, "first": None, "largest": [0.0, ""], "equal": True, "missing": []}
-    found["parts"] = {}
-    found["apart"] = 0.0
-    sums, seen = [0.0, 0.0, 0.0, 0.0], set()
+    result: dict[str, Any] = {"digests": {}, "first": None, "largest": [0.0, ""], "equal": True, "missing": []}
+    result["parts"] = {}
+    result["apart"] = 0.0
+    sums, names = [0.0, 0.0, 0.0, 0.0], set()
     for name, tensor in tensors:
-        seen.add(name)
+        names.add(name)
         if name not in expected.names:
-            found["missing"].append(name)
+            result["missing"].append(name)
             continue
         block = block_of(tensor)
         if block is None or not tensor.numel():
             continue
-        mine = local_of(tensor).cpu()  # waits for the device
-        if _is_whole(tensor):
-            found["digests"][name] = digest(mine)
-        whole = expected[name]
-        if tensor.shape != whole.shape or tensor.dtype != whole.dtype:
-            found["first"] = found["first"] or _unlike(name, tensor, whole)
-            found["equal"] = False
+        part = local_of(tensor).cpu()  # waits for the device
+        if _is_full(tensor):
+            result["digests"][name] = digest(part)
+        full = expected[name]
+        if tensor.shape != full.shape or tensor.dtype != full.dtype:
+            result["first"] = result["first"] or _shape_difference(name, tensor, full)
+            result["equal"] = False
             continue
-        if whole.is_complex():  # one dimension more: the real and the imaginary part
+        if full.is_complex():  # one dimension more: the real and the imaginary part
             block = TensorBox((*block.offsets, 0), (*block.shape, 2))
-        mine, theirs = _real(mine), cut(_real(whole), block)
-        found["parts"][name] = _tally(sums, mine, theirs, _is_whole(tensor))
-        found["apart"] += _difference(found, name, mine, theirs, block, limit_of)
-    found["apart"] = math.sqrt(found["apart"])
-    found["missing"] += [name for name in expected.names if name not in seen]
-    return {**found, "sums": sums}
+        part, expected_part = _real(part), cut(_real(full), block)
+        result["parts"][name] = _tally(sums, part, expected_part, _is_full(tensor))
+        result["apart"] += _difference(result, name, part, expected_part, block, limit_of)
+    result["apart"] = math.sqrt(result["apart"])
+    result["missing"] += [name for name in expected.names if name not in names]
+    return {**result, "sums": sums}
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether this is a plain tensor, which every rank has whole."""
+def _is_full(tensor: Tensor) -> bool:
+    """Whether this is a plain tensor, which every rank has in full."""
     return not hasattr(tensor, "placements")
 
 
-def cut(whole: Tensor, block: TensorBox) -> Tensor:
-    """Return the block of a whole tensor, as a view."""
+def cut(tensor: Tensor, block: TensorBox) -> Tensor:
+    """Return a block of a full tensor, as a view."""
     for dimension, (start, length) in enumerate(zip(block.offsets, block.shape, strict=True)):
-        whole = whole.narrow(dimension, start, length)
-    return whole
+        tensor = tensor.narrow(dimension, start, length)
+    return tensor
 
 
-def _unlike(name: str, mine: Tensor, theirs: Tensor) -> dict[str, Any]:
-    kinds = [f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.") for tensor in (mine, theirs)]
+def _shape_difference(name: str, actual: Tensor, expected: Tensor) -> dict[str, Any]:
+    kinds = [f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.") for tensor in (actual, expected)]
     return {"name": name, "values": kinds, "at": [], "difference": math.inf, "allowed": 0.0}
 
 
-def _tally(sums: list[float], mine: Tensor, theirs: Tensor, whole: bool) -> list[float]:
+def _tally(sums: list[float], part: Tensor, expected_part: Tensor, is_full: bool) -> list[float]:
     own, expected, product = 0.0, 0.0, 0.0
-    if mine.is_floating_point():
-        for _, a, b in _pieces(mine, theirs):
+    if part.is_floating_point():
+        for _, a, b in _pieces(part, expected_part):
             own, expected, product = own + float(a @ a), expected + float(b @ b), product + float(a @ b)
-        for index, number in enumerate((own, own * whole, expected, product)):
+        for index, number in enumerate((own, own * is_full, expected, product)):
             sums[index] += number
     return [own, expected, product]
 
 
 def _difference(
-    found: dict[str, Any], name: str, mine: Tensor, theirs: Tensor, block: TensorBox, limit_of: LimitOf
+    result: dict[str, Any], name: str, part: Tensor, expected_part: Tensor, block: TensorBox, limit_of: LimitOf
 ) -> float:
     """Record how a part of a tensor differs, and return the squared distance."""
-    if digest(mine) == digest(theirs):
+    if digest(part) == digest(expected_part):
         return 0.0
-    found["equal"] = False
-    limit = limit_of(name, theirs, block)
+    result["equal"] = False
+    limit = limit_of(name, expected_part, block)
     worst, size, error, allowed_square = (-1.0, 0), 0.0, 0.0, 0.0
-    for place, a, b in _pieces(mine, theirs):
-        apart = (a - b).abs()
-        if not apart.isfinite().all():  # inf - inf, or a nan with other bits: count it as different
-            apart = torch.where(apart.isfinite(), apart, math.inf)
-        at = int(apart.argmax())
-        worst = max(worst, (float(apart[at]), -(place.start + at)))
+    for place, a, b in _pieces(part, expected_part):
+        errors = (a - b).abs()
+        if not errors.isfinite().all():  # inf - inf, or a nan with other bits: count it as different
+            errors = torch.where(errors.isfinite(), errors, math.inf)
+        at = int(errors.argmax())
+        worst = max(worst, (float(errors[at]), -(place.start + at)))
         size = max(size, float(b.abs().max()))
-        error += float(apart @ apart)
+        error += float(errors @ errors)
         if not isinstance(limit, float):
             most = limit(place)
             allowed_square += float(most @ most)
     relative = worst[0] / size if size else math.inf
-    if relative > found["largest"][0]:
-        found["largest"] = [relative, name]
-    allowed = limit if isinstance(limit, float) else math.sqrt(allowed_square)
-    if found["first"] is None and not math.sqrt(error) <= allowed:
+    if relative > result["largest"][0]:
+        result["largest"] = [relative, name]
+    limit_norm = limit if isinstance(limit, float) else math.sqrt(allowed_square)
+    if result["first"] is None and not math.sqrt(error) <= limit_norm:
         flat = -worst[1]
-        values = [float(mine.reshape(-1)[flat]), float(theirs.reshape(-1)[flat])]
-        where = {"at": _place(flat, block), "difference": math.sqrt(error), "allowed": allowed}
-        found["first"] = {"name": name, "values": values, **where}
+        values = [float(part.reshape(-1)[flat]), float(expected_part.reshape(-1)[flat])]
+        position = {"at": _place(flat, block), "difference": math.sqrt(error), "allowed": limit_norm}
+        result["first"] = {"name": name, "values": values, **position}
     return error
 
 
-def _pieces(mine: Tensor, theirs: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (place, piece of one, piece of the other) in float64.
-
-    A whole tensor is never converted.
-    """
-    one, other = mine.reshape(-1), theirs.reshape(-1)
-    for start in range(0, one.numel(), PIECE):
-        place = slice(start, start + PIECE)
-        yield place, one[place].double(), other[place].double()
+def _pieces(first: Tensor, second: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield (slice, piece of the first, piece of the second) in float64, without converting a full tensor."""
+    flat_first, flat_second = first.reshape(-1), second.reshape(-1)
+    for start in range(0, flat_first.numel(), PIECE_SIZE):
+        place = slice(start, start + PIECE_SIZE)
+        yield place, flat_first[place].double(), flat_second[place].double()
 
 
 def _place(flat: int, block: TensorBox) -> list[int]:
-    """The index in the whole tensor of an element of a block."""
+    """Return the index in the full tensor of an element of a block."""
     place: list[int] = []
     for start, length in zip(reversed(block.offsets), reversed(block.shape), strict=True):
         flat, within = divmod(flat, max(length, 1))
@@ -305,8 +302,5 @@ def square(tensor: Tensor) -> float:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """View a complex tensor with real and imaginary parts as a last dimension.
-
-    Any other is returned unchanged.
-    """
+    """View a complex tensor with real and imaginary parts as a last dimension; return others unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

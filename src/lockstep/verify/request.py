@@ -51,7 +51,7 @@ Seed = Callable[[int, int], None]
 
 @dataclass
 class FaultContext:
-    """The time and place of a fault.
+    """Step, rank and parts of the run that a fault changes.
 
     Attributes:
         step: the step of the fault, if it shows at a step.
@@ -79,19 +79,19 @@ class FaultContext:
 
     @property
     def is_target_rank(self) -> bool:
-        """Whether this is the rank with the fault: the last."""
+        """Whether this is the rank with the fault, which is the last one."""
         return self.world.rank == self.world.size - 1
 
 
 class Fault:
-    """No fault: every part is returned unchanged. Each subclass changes one.
+    """Base of planted faults: returns every part unchanged; a subclass changes one.
 
     Attributes:
         name: for `--plant`.
-        text: one line.
-        stage: the cause that the comparison has to name.
-        moment: "start", "step", "resume" or "end": when it shows.
-        everywhere: the single process has it too, where it is harmless.
+        text: description, one line.
+        stage: the cause that the comparison must report.
+        moment: when it shows: "start", "step", "resume" or "end".
+        everywhere: whether the single process has it too, where it is harmless.
     """
 
     name, text, stage, moment = "", "", "", "start"
@@ -127,7 +127,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """An engine at a world size, eager or compiled, that computes the same steps."""
+    """Engine, world size and eager or compiled: one row of the table."""
 
     engine: str
     world_size: int
@@ -135,7 +135,7 @@ class Combination:
 
     @property
     def key(self) -> str:
-        """A name for files: `ddp-2-compiled`."""
+        """Name for files, such as `ddp-2-compiled`."""
         return f"{self.engine}-{self.world_size}{'-compiled' * self.compiled}"
 
     def __str__(self) -> str:
@@ -171,20 +171,20 @@ class VerifyRequest:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ConfigError(f"--steps is {self.steps}: it must be at least 1")
+            raise ConfigError(f"--steps {self.steps} must be at least 1")
         if not 0 <= self.resume < self.steps:
-            raise ConfigError(f"--resume-at is {self.resume}: it must be below --steps {self.steps}; 0 leaves it out")
+            raise ConfigError(f"--resume-at {self.resume} must be below --steps {self.steps}; use 0 for no resume")
         if not 0 <= self.fault_step < self.steps:
-            raise ConfigError(f"--plant-at is {self.fault_step}: it must be below --steps {self.steps}")
+            raise ConfigError(f"--plant-at {self.fault_step} must be below --steps {self.steps}")
 
     @property
     def resume(self) -> int:
-        """The step before which every combination is saved, ended and resumed."""
+        """Step before which every combination is saved, ended and resumed."""
         return self.steps // 2 if self.resume_at is None else self.resume_at
 
     @property
     def fault_step(self) -> int:
-        """The step of a fault that shows at a step."""
+        """Step at which a fault of moment "step" begins."""
         if self.plant_at is not None:
             return self.plant_at
         usual = min(2, self.steps - 1)
@@ -194,8 +194,10 @@ class VerifyRequest:
         """Fill in the defaults, and turn off sinks and early stops."""
         engines = self.engines or tuple(name for name, entry in ENGINES.items() if entry.everywhere)
         wide = not self.config.exact and all(ENGINES[name].float64 for name in engines if name in ENGINES)
-        given, own = ("" if name == "auto" else name for name in (self.precision, self.config.precision))
-        precision = given or ("float64" if wide else own or "float32")  # not the device's default: name what to prove
+        requested, own = ("" if name == "auto" else name for name in (self.precision, self.config.precision))
+        precision = requested or (
+            "float64" if wide else own or "float32"
+        )  # not the device's default: name what to prove
         plain = dataclasses.replace(self.config, wandb=False, tensorboard=False, stop_at=0, resume_anyway=False)
         config = dataclasses.replace(plain, precision=precision)
         return dataclasses.replace(self, config=config, engines=engines, precision=precision)
@@ -203,7 +205,7 @@ class VerifyRequest:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The run of one combination.
+    """Run of one combination.
 
     Attributes:
         key: names its traces; the reference's is "reference".
@@ -211,7 +213,7 @@ class RunSpec:
         reference: the key of the trace to compare with; "" writes one.
         tolerance: the allowed differences from it.
         fault: the planted fault, if any.
-        disturbed: its sums are rounded differently, to measure the effect; see `wrappers.Disturbed`.
+        disturbed: round its sums differently, to measure the effect; see `wrappers.Disturbed`.
     """
 
     key: str
@@ -225,56 +227,53 @@ class RunSpec:
 
     @property
     def resume(self) -> int:
-        """The step before which the run is saved, ended and resumed; 0: never.
-
-        It is 0 for the reference.
-        """
+        """Step before which the run is saved, ended and resumed; 0: never, as for the reference."""
         return self.request.resume if self.reference and not self.disturbed else 0
 
 
 def combine(engines: Sequence[str], world_sizes: Sequence[int], compiled: bool) -> list[Combination]:
-    """List every engine at every world size, ascending, after the single process run again.
+    """List every engine at every world size in ascending order; the repeated single process comes first.
 
-    An engine of one process appears once.
+    A single-process engine appears once.
 
     Raises:
         ConfigError: an unknown engine, or a world size below 1.
     """
     for name in engines:
         if name not in ENGINES:
-            raise ConfigError(f"--engines has '{name}': choose from {', '.join(ENGINES)}")
+            raise ConfigError(f"--engines '{name}' is unknown; choose from {', '.join(ENGINES)}")
     for size in world_sizes:
         if size < 1:
-            raise ConfigError(f"--world-sizes has {size}: each must be at least 1")
+            raise ConfigError(f"--world-sizes {size} must be at least 1")
     single = [name for name, entry in ENGINES.items() if entry.one_process]
     pairs = [(name, 1) for name in single if name in engines or name == PLAIN]
     pairs += [(name, size) for size in world_sizes for name in engines if name not in single]
-    found = [
+    combinations = [
         Combination(name, size, how)
         for how in ((False, True) if compiled else (False,))
         for name, size in dict.fromkeys(pairs)
     ]
-    return sorted(found, key=lambda one: (one.world_size, one != REFERENCE, one.compiled))
+    return sorted(combinations, key=lambda entry: (entry.world_size, entry != REFERENCE, entry.compiled))
 
 
-def refusal(one: Combination, config: Config) -> str | None:
-    """Return why this combination cannot run, as far as known before it starts; else None.
+def refusal(combination: Combination, config: Config) -> str | None:
+    """Return why this combination cannot run, or None; checks only what is known before the start.
 
     Args:
-        config: if its micro-batch is still "auto", the model decides how a step is split, and the answer is None.
+        config: with micro-batch "auto" the model decides how a step is split, so the result is None.
     """
     if config.exact and config.micro_batch_size:
         try:
-            check_servable(config.micro_batches, one.world_size)
+            check_servable(config.micro_batches, combination.world_size)
         except ConfigError as error:
             return str(error)
     return None
 
 
 def reference_specs(request: VerifyRequest, folder: Path, fault: Fault, *, compiled: bool) -> list[RunSpec]:
-    """Return the single process, and in exact mode the compiled one too.
+    """Return the spec of the single process, and in exact mode that of the compiled one.
 
-    Compiled code has other bits than eager code.
+    Compiled and eager code give different bits.
     """
     planted = fault if fault.everywhere else Fault()
     specs = [RunSpec("reference", REFERENCE, request, folder, "", fault=planted)]
@@ -284,62 +283,64 @@ def reference_specs(request: VerifyRequest, folder: Path, fault: Fault, *, compi
 
 
 def disturbed_spec(request: VerifyRequest, folder: Path, fault: Fault) -> RunSpec:
-    """Return the single process with its sums rounded differently, to measure how far it moves."""
+    """Return the spec of a single process with differently rounded sums, to measure the effect of rounding."""
     planted = fault if fault.everywhere else Fault()
     return RunSpec("reference-disturbed", REFERENCE, request, folder, "reference", _ANY, planted, disturbed=True)
 
 
 def run_spec(
     request: VerifyRequest,
-    one: Combination,
+    combination: Combination,
     folder: Path,
     fault: Fault,
     coarsest: str,
     measured: tuple[float, ...] = (),
 ) -> RunSpec:
-    """Return the run of a combination that is compared with its reference.
+    """Return the spec of a combination's run.
 
     Args:
         fault: planted on combinations of several ranks.
         coarsest: the coarsest dtype that the reference's model computes in.
         measured: see Tolerance.
     """
-    exact = request.config.exact and one.compiled and one != _COMPILED
+    exact = request.config.exact and combination.compiled and combination != _COMPILED
     reference = "reference-compiled" if exact else "reference"
-    planted = fault if fault.everywhere or one.world_size > 1 else Fault()
-    eager = one.compiled and reference == "reference"
-    allowed = EXACT
-    if one != REFERENCE:
-        allowed = tolerance_of(request.config, one.world_size, coarsest, other_kernels=eager, measured=measured)
-    return RunSpec(one.key, one, request, folder, reference, allowed, planted)
+    planted = fault if fault.everywhere or combination.world_size > 1 else Fault()
+    eager = combination.compiled and reference == "reference"
+    tolerance = EXACT
+    if combination != REFERENCE:
+        tolerance = tolerance_of(
+            request.config, combination.world_size, coarsest, other_kernels=eager, measured=measured
+        )
+    return RunSpec(combination.key, combination, request, folder, reference, tolerance, planted)
 
 
-_SHARE = 1e-4  # shares from here on are shown in per cent
+_PERCENT_FROM = 1e-4  # shares from here on are shown in per cent
 
 # The stages of a step in the order of comparison, and the meaning of a first difference there. The inputs of a stage
 # are compared before it, so the first that differs is the cause.
 STAGES = {
-    "determinism": "the same program computes something else when it runs again, so no engine is to blame",
-    "initial weights": "the ranks do not begin with the same weights",
+    "determinism": "the same program gives other results when it runs again; no engine is at fault",
+    "initial weights": "the ranks do not start with the same weights",
     "weights": "something other than the optimizer changed the weights between two updates",
-    "data": "the ranks do not read the samples of this step in the run's order",
-    "randomness": "random numbers do not depend on the step and the micro-batch alone",
-    "forward": "with the same weights, data and generators the model computes another loss",
-    "normalisation": "the loss is not divided by the items of the whole step",
-    "buffers": "the model's buffers depend on which rank computed what",
-    "reduction": "gradients are not the sum over all micro-batches of all ranks",
-    "clipping": "the gradient is not clipped by the norm of the whole, unscaled gradient",
-    "optimizer": "the same gradient leads to another update",
-    "schedule": "the learning rate is not the one of this step",
-    "evaluation": "the evaluation does not count every sample once",
-    "evaluation kernels": "the evaluation has the same items, but its forward is computed by other kernels",
-    "optimizer state": "the optimizer's state is not the one of this step",
+    "data": "the ranks do not read this step's samples in the run's order",
+    "randomness": "random numbers depend on more than the step and the micro-batch",
+    "forward": "the model computes another loss from the same weights, data and generators",
+    "normalisation": "the loss is not divided by the items of the global step",
+    "buffers": "the model's buffers depend on the assignment of micro-batches to ranks",
+    "reduction": "the gradient is not the sum over all micro-batches of all ranks",
+    "clipping": "the gradient is not clipped by the norm of the full, unscaled gradient",
+    "optimizer": "the same gradient gives another update",
+    "schedule": "the learning rate is not the scheduled one of this step",
+    "evaluation": "the evaluation does not count every sample exactly once",
+    "evaluation kernels": "the evaluation has the same items, but other kernels compute its forward",
+    "optimizer state": "the optimizer state is not the one of this step",
 }
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of a combination from the reference.
+    """First difference between a combination and the reference.
 
     Attributes:
         step: 0-based.
@@ -360,15 +361,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class TableRow:
-    """The result of one combination.
+    """Result of one combination.
 
     Attributes:
         verdict: "equal" (all bits), "close" (within the tolerance), "different", "not proved", "failed" or
             "unavailable".
         largest: the largest relative difference of a weight after the last step, and its tensor.
-        hidden: share of a step's gradient below which a difference would not show.
+        hidden: smallest difference that would show, as a share of a step's gradient norm.
         difference: the first difference, if the verdict is "different".
-        reason: why it failed, cannot run or proves nothing.
+        reason: why the combination failed, cannot run or proves nothing.
     """
 
     combination: Combination
@@ -388,23 +389,23 @@ class TableRow:
         if self.verdict == "equal":
             return "bitwise equal"
         if self.verdict == "close":
-            found = f"within rounding: {self.largest[0]:.1e} at most, in {self.largest[1]}"
-            under = f"{self.hidden:.2g}" if self.hidden < _SHARE else f"{self.hidden:.2%}"
-            return f"{found}; a difference under {under} of the whole gradient's length would not show"
+            size = f"within rounding: {self.largest[0]:.1e} at most, in {self.largest[1]}"
+            under = f"{self.hidden:.2g}" if self.hidden < _PERCENT_FROM else f"{self.hidden:.2%}"
+            return f"{size}; a difference below {under} of the gradient's norm would not show"
         if self.difference:
-            return _shown(self.difference, named=self.combination.world_size > 1)
+            return _describe(self.difference, with_rank=self.combination.world_size > 1)
         return f"{self.verdict}: {self.reason}"
 
 
 @dataclass
 class VerifyTable:
-    """The result of `verify`: `print(table)` shows it, `table.ok` is whether everything agreed.
+    """Result of `verify`: `print(table)` shows it, `table.ok` is True if everything agrees.
 
     Attributes:
         rows: one for each combination.
-        title: what was compared, and how exactly.
-        notes: facts about all rows: a task that is not deterministic, a planted fault.
-        difference: between the single process and itself, or another machine's certificate.
+        title: the compared run and the required precision.
+        notes: remarks about all rows, such as a nondeterministic task or a planted fault.
+        difference: difference between the single process and its repeat, or another machine's certificate.
         certificate: the content of a certificate; None if nothing ran.
     """
 
@@ -431,14 +432,14 @@ class VerifyTable:
         return "\n".join([self.title, *lines, *notes])
 
 
-def _shown(found: Difference, *, named: bool) -> str:
-    """Describe a difference; `named`: there is more than one rank to name."""
-    others = [rank for rank in found.ranks if rank != found.rank]
-    also = f" (and {listed(others)})" if others else ""
-    rank = f"rank {found.rank}{also}, " if named and found.rank >= 0 else ""
+def _describe(difference: Difference, *, with_rank: bool) -> str:
+    """Describe a difference; `with_rank`: several ranks ran, so name the wrong ones."""
+    peers = [rank for rank in difference.ranks if rank != difference.rank]
+    also = f" (and {listed(peers)})" if peers else ""
+    rank = f"rank {difference.rank}{also}, " if with_rank and difference.rank >= 0 else ""
     return (
-        f"DIFFERENT from step {found.step} on, {rank}{found.where}: {found.text}. "
-        f"Cause: {found.stage}: {STAGES[found.stage]}"
+        f"DIFFERENT from step {difference.step}, {rank}{difference.where}: {difference.text}. "
+        f"Cause: {difference.stage}: {STAGES[difference.stage]}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Bound the distance of two runs that add the same numbers in another order.
+"""Bound the difference of two runs that add the same numbers in another order.
 
 tolerance = Tolerance(terms=10, sums=2**-53, inner=2**-53)
 tolerance.relative(step)        of a gradient, as a share of the whole gradient's norm
@@ -73,8 +73,8 @@ class OperationLog(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         for name, module in self._model.named_modules():
-            shown = f"{name or 'the model'} ({type(module).__name__})"
-            self._hooks.append(module.register_forward_pre_hook(lambda *_, shown=shown: self._inside.append(shown)))
+            label = f"{name or 'the model'} ({type(module).__name__})"
+            self._hooks.append(module.register_forward_pre_hook(lambda *_, shown=label: self._inside.append(shown)))
             self._hooks.append(module.register_forward_hook(lambda *_: self._leave()))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -86,25 +86,25 @@ class OperationLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        found = [digest(tensor) for tensor in _tensors(result) if not tensor.is_meta]
-        if found and not str(function).startswith(("aten.empty", "aten.new_empty")):  # uninitialised memory
-            self.lines.append((self._inside[-1] if self._inside else "", str(function), found))
+        digests = [digest(tensor) for tensor in _tensors(result) if not tensor.is_meta]
+        if digests and not str(function).startswith(("aten.empty", "aten.new_empty")):  # uninitialised memory
+            self.lines.append((self._inside[-1] if self._inside else "", str(function), digests))
         return result
 
     def _leave(self) -> None:
         self._inside.pop()  # and returns None: a forward hook's value would replace the output
 
 
-def first_unequal(one: list[Line], other: list[Line]) -> tuple[int, Line, Line] | None:
+def first_unequal(first: list[Line], second: list[Line]) -> tuple[int, Line, Line] | None:
     """Return (index, line, line) of the first difference between two logs; None if they agree."""
-    for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
-        if list(mine) != list(theirs):
-            return place, mine, theirs
-    if len(one) == len(other):
+    for place, (line, other_line) in enumerate(zip(first, second, strict=False)):
+        if list(line) != list(other_line):
+            return place, line, other_line
+    if len(first) == len(second):
         return None
-    longer, place = max(one, other, key=len), min(len(one), len(other))
+    longer, place = max(first, second, key=len), min(len(first), len(second))
     ended: Line = ("", "the end", [])
-    return (place, longer[place], ended) if longer is one else (place, ended, longer[place])
+    return (place, longer[place], ended) if longer is first else (place, ended, longer[place])
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -133,11 +133,11 @@ _TRAVEL = 2.0  # largest Adam update, in learning rates, of an element whose gra
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The allowed differences between two runs.
+    """Allowed differences between two runs.
 
     Attributes:
-        terms: numbers that are added in another order: micro-batches and ranks; with another compiler also the longest
-            sum inside the model. 0: not a bit may differ.
+        terms: number of terms that are added in another order: micro-batches and ranks; with another compiler also
+            the longest sum inside the model. 0: no bit may differ.
         sums: unit roundoff of the gradients' dtype.
         inner: unit roundoff of the coarsest dtype that the model computes in.
         compiled: another compiler than the reference's, so even the first forward differs.
@@ -156,7 +156,7 @@ class Tolerance:
         return self.terms == 0
 
     def relative(self, step: int) -> float:
-        """Return the largest 2-norm of a gradient's error after `step` updates, relative to its norm."""
+        """Return the allowed 2-norm of a gradient's error after `step` updates, relative to its norm."""
         most = max(self.measured[: step + 1], default=0.0)
         if most > 0.0:
             # A few elements round the other way, and Adam may move them by a whole update; one run may show
@@ -165,25 +165,27 @@ class Tolerance:
         return self.bound(step)
 
     def bound(self, step: int) -> float:
-        """Return the same bound from the dtypes alone, which no measurement may exceed."""
+        """Return the bound that follows from the dtypes alone; no measurement may exceed it."""
         if self.exact:
             return 0.0
         disturbed = INNER * self.inner if step or self.compiled else 0.0
         return min(CEILING, SAFETY * self.terms * self.sums * (step + 1) + disturbed)
 
-    def close(self, step: int, mine: float, expected: float, share: float | None = None) -> bool:
+    def close(self, step: int, actual: float, expected: float, share: float | None = None) -> bool:
         """Whether two sums of losses or weights in `step` agree within `share` of themselves."""
-        if mine == expected or (mine != mine and expected != expected):
+        if actual == expected or (actual != actual and expected != expected):
             return True
-        return abs(mine - expected) <= (self.bound(step) if share is None else share) * max(abs(mine), abs(expected))
+        return abs(actual - expected) <= (self.bound(step) if share is None else share) * max(
+            abs(actual), abs(expected)
+        )
 
     def weights(
         self, step: int, expected: Tensor, second: Tensor | None, scales: "Scales"
     ) -> Callable[[slice], Tensor]:
-        """Return a function of a slice -> the largest error of these parameter elements.
+        """Return a function: slice -> largest allowed error of these elements, in float64, after the update of `step`.
 
-        The errors are float64, and hold after the update of `step`. They use the bound: Adam divides an element's error
-        by its own size, which the whole gradient does not determine.
+        It uses the bound: Adam divides an element's error by the element's size, which the gradient's norm does not
+        determine.
 
         Args:
             expected: the reference's parameter.
@@ -205,21 +207,20 @@ class Tolerance:
         return largest
 
     def drift(self, step: int, scales: "Scales") -> float:
-        """Return how far a weight may be off if its gradient cancels.
+        """Return the allowed error of a weight whose gradient cancels, such as a bias before a BatchNorm.
 
-        A bias before a BatchNorm is such a weight. The loss does not depend on it, but a running mean, and with it an
-        evaluation, follows it.
+        The loss does not depend on it, but the running mean, and so the evaluation, does.
         """
         return scales.travel * min(_TRAVEL, 2.0 * self._noise(step) * scales.norm / scales.eps) if self.terms else 0.0
 
     def _noise(self, step: int) -> float:
-        """Error of an all-rounding gradient element, as a share of the gradient's norm."""
+        """Return the error of a gradient element that is only rounding, as a share of the gradient's norm."""
         return _SPREAD * self.terms * self.sums + (self.inner / 64.0 if step or self.compiled else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The magnitudes that a step's errors are relative to.
+    """Magnitudes that a step's errors are relative to.
 
     Attributes:
         norm: largest 2-norm of a gradient so far, after clipping.
@@ -235,13 +236,13 @@ class Scales:
     @classmethod
     def of(cls, steps: list[dict[str, Any]], config: Config) -> list[Self]:
         """Compute the scales of each step from the reference's records."""
-        found: list[Self] = []
+        scales: list[Self] = []
         norm = travel = 0.0
         for step in steps:
             norm = max(norm, math.sqrt(step.get("gradient", {}).get("square", 0.0)))
             travel += max(step["rates"], default=0.0)
-            found.append(cls(norm, travel, step.get("beta2", 0.0), config.optim.eps or 1e-300))
-        return found
+            scales.append(cls(norm, travel, step.get("beta2", 0.0), config.optim.eps or 1e-300))
+        return scales
 
 
 EXACT = Tolerance(0)
@@ -252,7 +253,7 @@ def tolerance_of(
 ) -> Tolerance:
     """Return the tolerance of a run.
 
-    It is zero with --exact and the same kernels; else it follows from the dtypes and the number of terms.
+    It is zero with --exact and the same kernels. Otherwise it follows from the dtypes and the number of terms.
 
     Args:
         coarsest: the coarsest dtype that the model computes in.
@@ -265,7 +266,7 @@ def tolerance_of(
     if config.matmul_precision != "highest" and config.device != "cpu":
         inner = max(inner, 2.0**-11)  # TF32
     terms = config.micro_batches + world_size + _KERNEL_TERMS * other_kernels
-    precision = "float32" if config.precision == "auto" else config.precision  # see Request.resolved
+    precision = "float32" if config.precision == "auto" else config.precision  # see VerifyRequest.resolved
     sums = unit_roundoff(str(PARAMETERS[precision]))
     return Tolerance(terms, sums, inner, other_kernels, () if other_kernels else measured)
 
@@ -279,5 +280,5 @@ def unit_roundoff(name: str) -> float:
 
 
 def _mean(flat: Tensor) -> float:
-    """The mean in float64, without a float64 copy of the whole."""
+    """Return the mean in float64, without a float64 copy of the tensor."""
     return math.fsum(float(piece.double().sum()) for piece in torch.split(flat, 2**18)) / max(1, flat.numel())

@@ -1,4 +1,4 @@
-"""Run a verification: the single process, the same again, then every combination by world size.
+"""Run a verification: the single process, its repeat, then every combination by world size.
 
 `run` serves `lockstep verify`, `prove` serves `lockstep.verify`. An executor starts the processes, or uses the ranks
 of a torchrun job; `Verification` makes the runs, and compares them.
@@ -68,18 +68,18 @@ __all__ = [
 def start(
     function: Callable[..., None], size: int, args: tuple[Any, ...], *, folder: Path, device: str, patience: float
 ) -> None:
-    """Run `function(world, say, *args)` on each of `size` ranks to the end. See `spawn.start`."""
+    """Run `function(world, say, *args)` on `size` ranks and wait for all. See `spawn.start`."""
     preload = ["lockstep.verify.worker"]
     spawn.start(function, size, args, device=device, patience=patience, folder=folder, preload=preload, what="the task")
 
 
 class Executor(Protocol):
-    """Runner of combinations. Every rank of a job calls each method alike, then reads the same files.
+    """Interface that runs combinations. Every rank of a job calls each method, then reads the same files.
 
     Attributes:
-        folder: a new one that all ranks see.
+        folder: new folder that all ranks see.
         is_main: whether this process prints and writes.
-        world_size: the only world size apart from 1; 0: any.
+        world_size: the only world size besides 1; 0: any.
     """
 
     folder: Path
@@ -97,11 +97,11 @@ class Executor(Protocol):
         """See `worker.log_operations`."""
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Destroy the process groups."""
 
 
 def _executor_for(config: Config, scratch: str) -> Executor:
-    """Use the ranks of the job if a launcher started this process; else start processes."""
+    """Use the ranks of the torchrun job if there is one; else start processes."""
     if "WORLD_SIZE" in os.environ:
         return TorchrunExecutor(config, scratch)
     return LocalExecutor(config, _new_folder(scratch))
@@ -109,10 +109,7 @@ def _executor_for(config: Config, scratch: str) -> Executor:
 
 @final
 class LocalExecutor:
-    """Executor that starts the processes of each world size on this machine, and ends them.
-
-    Their output goes to `folder` too.
-    """
+    """Executor that starts the processes of each world size on this machine and writes their output to `folder`."""
 
     is_main, world_size = True, 0
 
@@ -140,9 +137,9 @@ class TorchrunExecutor:
     def __init__(self, config: Config, scratch: str) -> None:
         self._world = world = World.join(config.device, config.timeout)
         self.is_main, self.world_size = world.is_main, world.size
-        made = on_all_ranks(world, lambda: str(_new_folder(scratch)) if world.is_main else "")
-        self.folder = Path(world.gather(made)[0])
-        on_all_ranks(world, lambda: _check_seen(self.folder))
+        path = on_all_ranks(world, lambda: str(_new_folder(scratch)) if world.is_main else "")
+        self.folder = Path(world.gather(path)[0])
+        on_all_ranks(world, lambda: _check_visible(self.folder))
 
     def run(self, specs: Sequence[RunSpec]) -> None:
         self._do(lambda world: run_rank(world, _silent, specs), one_process=specs[0].combination.world_size == 1)
@@ -172,7 +169,7 @@ def _silent(*_: Any) -> None:
 
 
 def _new_folder(scratch: str) -> Path:
-    """Make a new folder below `scratch`, or the system's if that is "".
+    """Create a new folder below `scratch`, or below the system's if it is "".
 
     Raises:
         ConfigError: it cannot be made.
@@ -183,16 +180,16 @@ def _new_folder(scratch: str) -> Path:
         raise ConfigError(f"--scratch {scratch}: {error.strerror or error}; choose another folder") from error
 
 
-def _check_seen(path: Path) -> None:
+def _check_visible(path: Path) -> None:
     if not path.is_dir():
-        raise ConfigError(f"this node does not see {path}: give --scratch a folder on a disk that all nodes share")
+        raise ConfigError(f"this node does not see {path}; set --scratch to a folder that all nodes share")
 
 
 def prove(request: VerifyRequest, against: dict[str, Any] | None = None) -> VerifyTable:
-    """Run a verification for `lockstep.verify`. Its files are removed at the end.
+    """Run a verification for `lockstep.verify`, and remove its files at the end.
 
     Args:
-        against: a certificate to compare this machine's single process with, too.
+        against: certificate to compare this machine's single process with, too.
 
     Raises:
         ConfigError, LockstepError: see `lockstep.verify`.
@@ -209,7 +206,7 @@ def prove(request: VerifyRequest, against: dict[str, Any] | None = None) -> Veri
 
 
 class Verification:
-    """A running verification: the reference, the same again, then all others by world size."""
+    """Running verification: the reference, its repeat, then all others by world size."""
 
     def __init__(self, request: VerifyRequest, executor: Executor, against: dict[str, Any] | None = None) -> None:
         self._request, self._executor, self._against = request, executor, against
@@ -219,55 +216,61 @@ class Verification:
         self._measured: tuple[float, ...] = ()
 
     def table(self) -> VerifyTable:
-        """Make all runs, and compare them. Raises as `lockstep.verify` does."""
+        """Run and compare all combinations. Raises as `lockstep.verify` does."""
         combinations = self._combinations()
-        self._run_reference(compiled=any(one.compiled for one in combinations))
-        self._refuse(combinations)  # again, now that the micro-batch is known
-        table = VerifyTable(_title(self._request), notes=[*self._notes(), *_idle(combinations, self._request.config)])
+        self._run_reference(compiled=any(combination.compiled for combination in combinations))
+        self._refuse(combinations)  # a second time: the micro-batch size is known now
+        table = VerifyTable(
+            _title(self._request), notes=[*self._notes(), *_idle_note(combinations, self._request.config)]
+        )
         self._measured = measured_rounding(self._request, self._executor, self._fault, self._reference)
-        self._run([one for one in combinations if one == REFERENCE])
-        again = self._rows[REFERENCE]
-        if again.difference:  # a difference of another combination could not be distinguished from this
-            table.notes = [_explained(again.difference, self._spec(REFERENCE), self._executor)]
-            table.difference = _undetermined(again.difference)
-            table.rows = [dataclasses.replace(again, difference=table.difference)]
+        self._run([combination for combination in combinations if combination == REFERENCE])
+        repeat = self._rows[REFERENCE]
+        if repeat.difference:  # a difference of another combination could not be distinguished from this
+            table.notes = [_explain(repeat.difference, self._spec(REFERENCE), self._executor)]
+            table.difference = _nondeterminism(repeat.difference)
+            table.rows = [dataclasses.replace(repeat, difference=table.difference)]
             return table
-        for size in sorted({one.world_size for one in combinations}):
-            self._run([one for one in combinations if one.world_size == size])
+        for size in sorted({combination.world_size for combination in combinations}):
+            self._run([combination for combination in combinations if combination.world_size == size])
         self._repeat_different()
-        table.rows = [self._rows[one] for one in combinations]
+        table.rows = [self._rows[combination] for combination in combinations]
         if self._request.plant and table.ok:
-            table.notes.append("nothing was found: this fault makes no difference in this run (see docs/verify.md)")
+            table.notes.append("no difference: this fault does not change this run (see docs/verify.md)")
         if self._against:
             self._compare_with(self._against, table)
         table.certificate = certificate.make(self._request, self._reference, table.rows)
         return table
 
     def _combinations(self) -> list[Combination]:
-        """List all combinations. Those that cannot run here get a row, or are refused."""
+        """List all combinations. One that cannot run here gets a row, or an error."""
         request, own = self._request, self._executor.world_size
-        found = combine(request.engines, [own] if own else request.world_sizes, request.compile)
+        combinations = combine(request.engines, [own] if own else request.world_sizes, request.compile)
         if own:  # with one process, only combinations that need no launcher
-            found = [one for one in found if one.world_size > 1 or one.engine == REFERENCE.engine]
-        self._refuse(found)
+            combinations = [
+                combination
+                for combination in combinations
+                if combination.world_size > 1 or combination.engine == REFERENCE.engine
+            ]
+        self._refuse(combinations)
         if request.plant:
             self._fault.check(request.config, request.steps, request.resume)
-            if all(one.world_size == 1 for one in found):
-                raise ConfigError(f"--plant {request.plant} goes wrong on one of several ranks: add --world-sizes 2")
-        return found
+            if all(combination.world_size == 1 for combination in combinations):
+                raise ConfigError(f"--plant {request.plant} needs several ranks; add --world-sizes 2")
+        return combinations
 
     def _refuse(self, combinations: list[Combination]) -> None:
-        for one in combinations:
-            reason = refusal(one, self._request.config)
+        for combination in combinations:
+            reason = refusal(combination, self._request.config)
             if reason:
-                self._rows[one] = TableRow(one, "unavailable", reason=reason)
+                self._rows[combination] = TableRow(combination, "unavailable", reason=reason)
         self._check_available()
 
     def _check_available(self) -> None:
         missing = [row for row in self._rows.values() if row.verdict == "unavailable"]
         if missing and not self._request.skip_unavailable:
             reasons = "; ".join(f"{row.combination} cannot run here: {row.reason}" for row in missing)
-            raise ConfigError(f"{reasons}; leave it out, or give --skip-unavailable")
+            raise ConfigError(f"{reasons}; drop it, or add --skip-unavailable")
 
     def _run_reference(self, *, compiled: bool) -> None:
         """Run the single process.
@@ -283,9 +286,11 @@ class Verification:
                 raise ConfigError(str(error).partition(": ")[2]) from error
             raise LockstepError(f"the single process failed: {error}") from error
         self._reference = self._trace("reference")
-        taken = len(self._reference["steps"])
-        if taken < request.steps:
-            raise ConfigError(f"--steps {request.steps}: the whole plan has {taken}; lower it, or raise --num-epochs")
+        steps_run = len(self._reference["steps"])
+        if steps_run < request.steps:
+            raise ConfigError(
+                f"--steps {request.steps}: the run has only {steps_run} steps; lower --steps, or raise --num-epochs"
+            )
         size = request.config.batch_size // self._reference["micro_batches"]  # the model may have decided it
         config = dataclasses.replace(request.config, micro_batch_size=size)
         self._request = dataclasses.replace(request, config=config)
@@ -293,74 +298,74 @@ class Verification:
     def _trace(self, key: str) -> dict[str, Any]:
         traces = read_trace(self._executor.folder, key, 1)
         if traces is None:
-            raise LockstepError("the single process left no trace; is the folder for traces shared by all nodes?")
+            raise LockstepError("the single process wrote no trace; do all nodes share the --scratch folder?")
         return traces[0]
 
     def _run(self, combinations: list[Combination]) -> None:
-        """Add rows for combinations of one world size.
-
-        After a failure the rest are started again.
-        """
-        waiting = [one for one in combinations if one not in self._rows]
-        while waiting:
+        """Add rows for combinations of one world size. After a failure, restart with the remaining ones."""
+        pending = [combination for combination in combinations if combination not in self._rows]
+        while pending:
             failure = None
             try:
-                self._executor.run([self._spec(one) for one in waiting])
+                self._executor.run([self._spec(combination) for combination in pending])
             except RankFailed as error:
                 failure = error
-            while waiting:
-                one = waiting.pop(0)
-                traces = read_trace(self._executor.folder, one.key, one.world_size)
+            while pending:
+                combination = pending.pop(0)
+                traces = read_trace(self._executor.folder, combination.key, combination.world_size)
                 if traces is None:
-                    self._rows[one] = _failed(one, failure)
+                    self._rows[combination] = _failed_row(combination, failure)
                     break
-                self._rows[one] = self._row(one, traces)
+                self._rows[combination] = self._row(combination, traces)
         self._check_available()
 
     def _repeat_different(self) -> None:
-        """Repeat combinations that differ.
-
-        One that also differs from itself does not show a fault of its engine.
-        """
-        different = [] if self._request.plant else [one for one, row in self._rows.items() if row.difference]
-        for one in different:
-            spec, found = self._spec(one), self._rows[one].difference
-            again = dataclasses.replace(spec, key=f"{spec.key}-again")
+        """Repeat combinations that differ: one that differs from its repeat is nondeterministic, not wrong."""
+        different = (
+            [] if self._request.plant else [combination for combination, row in self._rows.items() if row.difference]
+        )
+        for combination in different:
+            spec, difference = self._spec(combination), self._rows[combination].difference
+            repeat = dataclasses.replace(spec, key=f"{spec.key}-again")
             try:
-                self._executor.run([again])
+                self._executor.run([repeat])
             except RankFailed:
                 continue  # keep the first result
-            first, second = (read_trace(self._executor.folder, each.key, one.world_size) for each in (spec, again))
-            if found and first and second and not repeats(first, second, found.step, spec.tolerance):
-                self._rows[one] = dataclasses.replace(self._rows[one], difference=_undetermined(found))
+            first, second = (
+                read_trace(self._executor.folder, each.key, combination.world_size) for each in (spec, repeat)
+            )
+            if difference and first and second and not repeats(first, second, difference.step, spec.tolerance):
+                self._rows[combination] = dataclasses.replace(
+                    self._rows[combination], difference=_nondeterminism(difference)
+                )
 
-    def _row(self, one: Combination, traces: list[dict[str, Any]]) -> TableRow:
-        spec = self._spec(one)
-        found = first_difference(traces_of(spec, self._trace(spec.reference), traces))
+    def _row(self, combination: Combination, traces: list[dict[str, Any]]) -> TableRow:
+        spec = self._spec(combination)
+        difference = first_difference(traces_of(spec, self._trace(spec.reference), traces))
         parts = [step[kind] for trace in traces for step in trace["steps"] for kind in TENSORS if kind in step]
         largest: list[Any] = max(trace["steps"][-1]["weights"]["largest"] for trace in traces)
-        verdict = "different" if found else "equal" if all(part["equal"] for part in parts) else "close"
-        unproved = "" if found else unproved_by(self._reference, skips=_skips(self._request.config))
+        verdict = "different" if difference else "equal" if all(part["equal"] for part in parts) else "close"
+        unproved = "" if difference else nonfinite_values(self._reference, skips=_skips(self._request.config))
         if unproved:
-            return TableRow(one, "not proved", reason=unproved)
+            return TableRow(combination, "not proved", reason=unproved)
         hidden = spec.tolerance.relative(self._request.steps - 1)
-        return TableRow(one, verdict, (largest[0], largest[1]), found, hidden=hidden)
+        return TableRow(combination, verdict, (largest[0], largest[1]), difference, hidden=hidden)
 
-    def _spec(self, one: Combination) -> RunSpec:
+    def _spec(self, combination: Combination) -> RunSpec:
         coarsest, folder = self._reference["coarsest"], self._executor.folder
-        return run_spec(self._request, one, folder, self._fault, coarsest, self._measured)
+        return run_spec(self._request, combination, folder, self._fault, coarsest, self._measured)
 
-    def _compare_with(self, given: dict[str, Any], table: VerifyTable) -> None:
+    def _compare_with(self, content: dict[str, Any], table: VerifyTable) -> None:
         """Compare this machine's single process with the certificate's."""
-        apart = certificate.same_machine(given)
+        changes = certificate.same_machine(content)
         config = self._request.config
-        allowed = tolerance_of(config, 1, self._reference["coarsest"], other_kernels=bool(apart))
-        table.difference = certificate.against(given, self._reference, allowed)
-        how = "bit for bit" if allowed.exact else "within rounding"
-        other = f" (not the same: {'; '.join(apart)})" if apart else ""
+        tolerance = tolerance_of(config, 1, self._reference["coarsest"], other_kernels=bool(changes))
+        table.difference = certificate.against(content, self._reference, tolerance)
+        how = "bit for bit" if tolerance.exact else "within rounding"
+        suffix = f" (changed: {'; '.join(changes)})" if changes else ""
         row = TableRow(REFERENCE, "different" if table.difference else "equal", difference=table.difference)
-        found = row.text if table.difference else "it agrees"
-        table.notes.append(f"against the certificate, {how}{other}: {found}")
+        result = row.text if table.difference else "it agrees"
+        table.notes.append(f"against the certificate, {how}{suffix}: {result}")
 
     def _notes(self) -> list[str]:
         request, notes = self._request, []
@@ -369,14 +374,14 @@ class Verification:
         if request.plant:
             moment = {"start": 0, "step": request.fault_step, "resume": request.resume, "end": request.steps}
             step = moment[self._fault.moment]
-            notes.append(f"planted from step {step}: {self._fault.text}; to be found as: {self._fault.stage}")
+            notes.append(f"planted from step {step}: {self._fault.text}; expected cause: {self._fault.stage}")
         return notes
 
 
 def measured_rounding(
     request: VerifyRequest, executor: Executor, planted: Fault, reference: dict[str, Any]
 ) -> tuple[float, ...]:
-    """Measure how far each step's gradient moves if its sums are rounded differently.
+    """Measure how far each step's gradient moves when its sums are rounded differently.
 
     Args:
         reference: the single process's trace.
@@ -394,61 +399,61 @@ def measured_rounding(
     try:
         executor.run([spec])
     except RankFailed as error:
-        raise LockstepError(f"the single process failed when its rounding was measured: {error}") from error
+        raise LockstepError(f"the single process failed while its rounding was measured: {error}") from error
     traces = read_trace(executor.folder, spec.key, 1)
-    return _moved(reference, traces[0]) if traces else ()
+    return _relative_moves(reference, traces[0]) if traces else ()
 
 
-def _undetermined(found: Difference) -> Difference:
-    """The difference between two runs of one combination."""
-    text = f"two runs of the same differ from here on ({found.stage}: {found.text})"
-    return Difference(found.step, "determinism", found.where, -1, text)
+def _nondeterminism(difference: Difference) -> Difference:
+    """Turn a difference into one between two runs of the same combination."""
+    text = f"two runs of this combination differ from here on ({difference.stage}: {difference.text})"
+    return Difference(difference.step, "determinism", difference.where, -1, text)
 
 
-def repeats(one: list[dict[str, Any]], two: list[dict[str, Any]], step: int, tolerance: Tolerance) -> bool:
+def repeats(first: list[dict[str, Any]], second: list[dict[str, Any]], step: int, tolerance: Tolerance) -> bool:
     """Whether two runs of one combination agree up to a step, on each rank.
 
     Args:
-        one, two: the traces of all ranks.
-        step: the last that counts, or the number of steps for the evaluation after it.
+        first, second: the traces of all ranks.
+        step: last step to compare; the number of steps includes the evaluation.
     """
-    for mine, theirs in zip(one, two, strict=True):
-        for a, b in zip(mine["steps"][: step + 1], theirs["steps"], strict=False):
+    for trace, repeat in zip(first, second, strict=True):
+        for a, b in zip(trace["steps"][: step + 1], repeat["steps"], strict=False):
             pairs = [(a["norm"], b["norm"])]
-            for slot, other in zip(a["slots"], b["slots"], strict=True):
-                if any(slot[key] != other[key] for key in ("data", "seeded", "drawn")):
+            for slot, peer in zip(a["slots"], b["slots"], strict=True):
+                if any(slot[key] != peer[key] for key in ("data", "seeded", "drawn")):
                     return False
-                pairs += [(slot[key], other[key]) for key in ("loss", "scaled") if slot[key] is not None]
+                pairs += [(slot[key], peer[key]) for key in ("loss", "scaled") if slot[key] is not None]
             if not all(tolerance.close(a["step"], *pair) for pair in pairs):
                 return False
-        if step >= len(mine["steps"]) and mine.get("evaluation") != theirs.get("evaluation"):
+        if step >= len(trace["steps"]) and trace.get("evaluation") != repeat.get("evaluation"):
             return False
     return True
 
 
-def _moved(reference: dict[str, Any], disturbed: dict[str, Any]) -> tuple[float, ...]:
-    """For each step, the gradient's relative move; () if gradients are hidden."""
-    found: list[float] = []
-    for step, other in zip(reference["steps"], disturbed["steps"], strict=False):
+def _relative_moves(reference: dict[str, Any], disturbed: dict[str, Any]) -> tuple[float, ...]:
+    """Return the gradient's relative move in each step; () if an engine hides its gradients."""
+    moves: list[float] = []
+    for step, disturbed_step in zip(reference["steps"], disturbed["steps"], strict=False):
         square = step.get("gradient", {}).get("square", 0.0)
-        apart = other.get("gradient", {}).get("apart", math.nan)
-        found.append(apart / math.sqrt(square) if square else math.nan)
-    return tuple(found) if found and all(map(math.isfinite, found)) else ()
+        distance = disturbed_step.get("gradient", {}).get("apart", math.nan)
+        moves.append(distance / math.sqrt(square) if square else math.nan)
+    return tuple(moves) if moves and all(map(math.isfinite, moves)) else ()
 
 
-def _idle(combinations: list[Combination], config: Config) -> list[str]:
-    """A note if ranks have no micro-batch in a step: this proves little about them."""
+def _idle_note(combinations: list[Combination], config: Config) -> list[str]:
+    """Note that ranks without a micro-batch prove little."""
     parts = config.micro_batches
-    without = [one for one in combinations if one.world_size > parts]
+    without = [combination for combination in combinations if combination.world_size > parts]
     if not without:
         return []
     return [
-        f"a step has {_counted(parts)}, so in {', '.join(map(str, without))} ranks stand by without data, "
-        "which proves little of them: give a smaller --micro-batch-size, or a larger --batch-size"
+        f"a step has {_count_text(parts)}, so some ranks of {', '.join(map(str, without))} have no data, which proves "
+        "little about them: lower --micro-batch-size, or raise --batch-size"
     ]
 
 
-def unproved_by(reference: dict[str, Any], *, skips: bool) -> str:
+def nonfinite_values(reference: dict[str, Any], *, skips: bool) -> str:
     """Describe losses and gradients of the single process that are not finite, so they prove nothing.
 
     Where both runs have NaN nothing was compared. A weight that is not finite shows in the next loss.
@@ -481,55 +486,55 @@ def _not_finite(step: dict[str, Any]) -> str:
     return "" if math.isfinite(step["norm"]) else "gradient's norm"
 
 
-def _failed(one: Combination, error: RankFailed | None) -> TableRow:
-    reason = str(error) if error else "a rank left no trace"
-    return TableRow(one, "unavailable" if error and error.usage else "failed", reason=reason)
+def _failed_row(combination: Combination, error: RankFailed | None) -> TableRow:
+    reason = str(error) if error else "a rank wrote no trace"
+    return TableRow(combination, "unavailable" if error and error.usage else "failed", reason=reason)
 
 
-def _counted(parts: int) -> str:
+def _count_text(parts: int) -> str:
     return "1 micro-batch" if parts == 1 else f"{parts} micro-batches"
 
 
 def _title(request: VerifyRequest) -> str:
     config = request.config
-    how = "every bit" if config.exact else "within the error of another order of summation (docs/verify.md)"
+    how = "bit for bit" if config.exact else "within the rounding error of another summation order (docs/verify.md)"
     return (
-        f"{request.steps} steps of {config.batch_size} samples in {_counted(config.micro_batches)}, "
+        f"{request.steps} steps of {config.batch_size} samples in {_count_text(config.micro_batches)}, "
         f"{config.precision}, compared with a single process: {how}"
     )
 
 
-def _explained(found: Difference, spec: RunSpec, executor: Executor) -> str:
-    """Explain a difference between two runs of the single process: the task is not deterministic.
+def _explain(difference: Difference, spec: RunSpec, executor: Executor) -> str:
+    """Explain a difference between two runs of the single process: the task is nondeterministic.
 
-    Two more processes record every operation of the step in which the runs differ. If the data differ already, or the
-    state after the resume, that is the answer.
+    Two more processes record every operation of the first step that differs, unless its data or its state after the
+    resume differ already.
     """
-    head = f"the task is not deterministic in one process, so nothing else can be compared: step {found.step}"
+    head = f"the task is nondeterministic in a single process, so nothing else can be compared: step {difference.step}"
     states = ("data", "optimizer state", "weights", "initial weights")
-    if found.stage in states or found.step >= spec.request.steps:  # or in the evaluation after the last one
-        return f"{head}, {found.stage}, {found.where}: {found.text}"
+    if difference.stage in states or difference.step >= spec.request.steps:  # or in the evaluation after the last one
+        return f"{head}, {difference.stage}, {difference.where}: {difference.text}"
     try:
         for name in ("one", "other"):
-            executor.log_operations(spec, found.step, name)
+            executor.log_operations(spec, difference.step, name)
     except RankFailed as error:
-        return f"{head}, {found.stage}, {found.where}; the operation could not be found: {error}"
-    one, other = (json.loads((spec.folder / f"{name}.json").read_text("utf-8")) for name in ("one", "other"))
-    difference = first_unequal(one, other)
-    if difference is None:
-        return f"{head}, {found.stage}, {found.where}; two more runs agreed in all {len(one)} operations of it"
-    place, (module, operation, _), (_, instead, _) = difference
+        return f"{head}, {difference.stage}, {difference.where}; the search for the operation failed: {error}"
+    first, second = (json.loads((spec.folder / f"{name}.json").read_text("utf-8")) for name in ("one", "other"))
+    mismatch = first_unequal(first, second)
+    if mismatch is None:
+        return f"{head}, {difference.stage}, {difference.where}; two more runs agreed in all {len(first)} operations"
+    place, (module, operation, _), (_, instead, _) = mismatch
     where = f"in {module}" if module else "in the loss or its gradient"
     if operation != instead:
         return f"{head}: operation {place} is {operation} in one run and {instead} in another, {where}"
-    return f"{head}: the first operation that differs is {operation} (number {place} of the step), {where}"
+    return f"{head}: the first different operation is {operation} (number {place} of the step), {where}"
 
 
-_OF_THE_MACHINE = ("device", "timeout", "save_dir", "task")  # flags that apply with --against
+_MACHINE_FLAGS = ("device", "timeout", "save_dir", "task")  # flags that apply with --against
 
 
 def run(own: argparse.Namespace) -> int:
-    """Run the verification that the parsed flags `own` request, print its table and return 0.
+    """Run the verification of the parsed flags `own`, print its table and return 0.
 
     `commands/verify.py` parses the flags.
 
@@ -543,11 +548,15 @@ def run(own: argparse.Namespace) -> int:
         config, _ = importlib.import_module("lockstep.adapters.lightning.convert").configured(values)
     _check_out(own.out)
     if kind_of(config.task) == OWN:
-        load_task(config.task)  # load it here first: an error is one line, not a failed rank's
-    given = certificate.read(Path(own.against)) if own.against else None
-    asked = _repeated(own, config, given) if given else _request(own, config, precision=values.get("precision", ""))
-    with _removing():
-        table = prove(asked, given)
+        load_task(config.task)  # load it here first, so that an error is one line instead of a failed rank
+    content = certificate.read(Path(own.against)) if own.against else None
+    request = (
+        _repeat_request(own, config, content)
+        if content
+        else _request(own, config, precision=values.get("precision", ""))
+    )
+    with _remove_on_sigterm():
+        table = prove(request, content)
     if _is_main():
         print(table, flush=True)
         if own.out and table.certificate:
@@ -556,10 +565,10 @@ def run(own: argparse.Namespace) -> int:
     if not table.ok:
         wrong = [str(row.combination) for row in table.rows if not row.ok and row.verdict != "unavailable"]
         different = table.difference or any(row.verdict in ("different", "failed") for row in table.rows)
-        what = "not the same training" if different else "not proved to be the same training"
+        summary = "not the same training" if different else "not proved to be the same training"
         if table.difference and table.difference.stage == "determinism":
-            what = "two runs of the same differ, so nothing else was compared"
-        problem = DifferenceError(f"{what}: {', '.join(wrong) or 'the certificate'}; see the table")
+            summary = "two runs of the single process differ, so nothing else was compared"
+        problem = DifferenceError(f"{summary}: {', '.join(wrong) or 'the certificate'}; see the table")
         problem.relayed = not _is_main()
         raise problem
     return 0
@@ -572,20 +581,19 @@ def _check_out(out: str) -> None:
         ConfigError: it cannot.
     """
     if out and _is_main() and (Path(out).is_dir() or not Path(out).parent.is_dir()):
-        raise ConfigError(f"--out {out}: give a file in a folder that exists")
+        raise ConfigError(f"--out {out} must be a file in an existing folder")
 
 
 def _is_main() -> bool:
-    """Whether this process prints and writes: under torchrun only rank 0 does."""
+    """Whether this process prints and writes; under torchrun only rank 0 does."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager
-def _removing() -> Iterator[None]:
-    """Context manager in which SIGTERM ends the processes and removes the files, as Ctrl-C does.
+def _remove_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM, which `timeout` and schedulers send, end the processes and remove the files like Ctrl-C.
 
-    `timeout` and schedulers send SIGTERM. In a torchrun job rank 0 has the files; it notices the end of the others
-    where it waits for them.
+    In a torchrun job rank 0 has the files; it notices that other ranks ended when it waits for them.
     """
     if not _is_main() or threading.current_thread() is not threading.main_thread():
         yield
@@ -602,8 +610,8 @@ def _removing() -> Iterator[None]:
 
 
 def _request(own: argparse.Namespace, config: Config, **changes: Any) -> VerifyRequest:
-    """The request that the flags make, but for `changes`."""
-    asked = {
+    """Build the request of the flags, with `changes` applied."""
+    fields = {
         "engines": own.engines,
         "world_sizes": own.world_sizes,
         "steps": own.steps,
@@ -614,23 +622,23 @@ def _request(own: argparse.Namespace, config: Config, **changes: Any) -> VerifyR
         "skip_unavailable": own.skip_unavailable,
         "scratch": own.scratch,
     }
-    return VerifyRequest(dataclasses.replace(config, compile=False), **asked | changes)
+    return VerifyRequest(dataclasses.replace(config, compile=False), **fields | changes)
 
 
-def _repeated(own: argparse.Namespace, config: Config, given: dict[str, Any]) -> VerifyRequest:
-    """The request that repeats a certificate's.
+def _repeat_request(own: argparse.Namespace, config: Config, content: dict[str, Any]) -> VerifyRequest:
+    """Build the request that repeats a certificate's.
 
     Raises:
         ConfigError: a flag that would be ignored.
     """
     flags = cli.flat(Config())
-    mine = [key for key in ("engines", "world_sizes", "steps", "resume_at") if key in own.named]
-    mine += [key for key, value in cli.flat(config).items() if value != flags[key] and key not in _OF_THE_MACHINE]
-    if mine:
-        shown = ", ".join(f"--{key.replace('_', '-')}" for key in mine)
-        raise ConfigError(f"--against repeats what its certificate says: leave out {shown}")
-    proved: Config = certificate.config_of(given)
-    here = {key: getattr(config, key) for key in _OF_THE_MACHINE} | {"task": config.task or proved.task}
-    proved = dataclasses.replace(proved, **here)
-    same = {key: given[key] for key in ("engines", "world_sizes", "steps", "resume_at", "compile")}
+    conflicts = [key for key in ("engines", "world_sizes", "steps", "resume_at") if key in own.named]
+    conflicts += [key for key, value in cli.flat(config).items() if value != flags[key] and key not in _MACHINE_FLAGS]
+    if conflicts:
+        flags_text = ", ".join(f"--{key.replace('_', '-')}" for key in conflicts)
+        raise ConfigError(f"--against takes {flags_text} from the certificate; drop these flags")
+    proved: Config = certificate.config_of(content)
+    machine = {key: getattr(config, key) for key in _MACHINE_FLAGS} | {"task": config.task or proved.task}
+    proved = dataclasses.replace(proved, **machine)
+    same = {key: content[key] for key in ("engines", "world_sizes", "steps", "resume_at", "compile")}
     return _request(own, proved, **same, precision=proved.precision)

@@ -1,4 +1,4 @@
-"""Run one combination on one rank: the product's own parts and loop, recorded.
+"""Run one combination on one rank with the real parts and loop, and record it.
 
     run_rank(world, say, specs)       in each of N processes; a trace of each run goes to disk
 
@@ -47,8 +47,8 @@ def run_rank(world: World, say: Callable[..., None], specs: Sequence[RunSpec]) -
     """Run the specs in order, and write this rank's trace of each."""
     (specs[0].folder / "traces").mkdir(exist_ok=True)
     for spec in specs:
-        with _eager_numbers(spec):
-            trace = _traced(world, say, spec)
+        with _eager_random_numbers(spec):
+            trace = _trace(world, say, spec)
         path = _path(spec.folder, spec.key, world.rank)
         write_whole(path, json.dumps(trace), lasting=False)  # a trace is complete, or the run failed
         say()
@@ -65,9 +65,9 @@ def read_trace(folder: Path, key: str, ranks: int) -> list[dict[str, Any]] | Non
 def log_operations(world: World, say: Callable[..., None], spec: RunSpec, step: int, name: str) -> None:
     """Write every operation of `step`, in order, to `folder/name.json`.
 
-    It locates the cause if a task is not deterministic.
+    It locates the cause if a task is nondeterministic.
     """
-    built = _assembled(spec, world, FaultContext(world, spec.request.config, 0, 0), name)
+    built = _build(spec, world, FaultContext(world, spec.request.config, 0, 0), name)
     step_loader = built.batches.from_step(0)
     training = _training(built, built.engine, step_loader, step_loader, _seed(built))
     for _ in range(step):
@@ -83,11 +83,8 @@ def _path(folder: Path, key: str, rank: int) -> Path:
 
 
 @contextlib.contextmanager
-def _eager_numbers(spec: RunSpec) -> Iterator[None]:
-    """Context manager in which compiled code draws the random numbers of eager code.
-
-    It applies if a compiled run is compared with an eager one.
-    """
+def _eager_random_numbers(spec: RunSpec) -> Iterator[None]:
+    """Make compiled code draw the random numbers of eager code, if this run is compared with an eager one."""
     if not spec.combination.compiled or spec.reference != "reference":
         yield
         return
@@ -96,15 +93,15 @@ def _eager_numbers(spec: RunSpec) -> Iterator[None]:
     torch.compiler.reset()  # runs compared with compiled ones are compiled normally
 
 
-def _traced(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, Any]:
-    """The trace of this rank."""
+def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, Any]:
+    """Run one spec and return this rank's trace."""
     request, fault = spec.request, spec.fault
     ends = [spec.resume, request.steps] if spec.resume else [request.steps]
     trace: dict[str, Any] = {"rank": world.rank, "steps": [], "resumed": ends[:-1]}
     before: dict[str, Any] | None = None
     for begin, end in zip([0, *ends], ends, strict=False):
         context = FaultContext(world, request.config, request.fault_step, begin)
-        built = _assembled(spec, world, context, spec.key)
+        built = _build(spec, world, context, spec.key)
         if built.source:
             tensors = built.tensors()
             checkpoint.load(built.source, tensors, world)  # collective
@@ -121,7 +118,7 @@ def _traced(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, 
             one_update=built.task.own_steps is None,
         )
         with contextlib.closing(context.step_loader):
-            _take_steps(built, recorder, spec, context, end, say)
+            _run_steps(built, recorder, spec, context, end, say)
         before = recorder.ended
         trace["steps"] += recorder.steps
         trace.setdefault("coarsest", recorder.dtypes.name)
@@ -131,25 +128,25 @@ def _traced(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, 
             checkpoint.save(built.folder.path, end, built.tensors(), state, world, engine=spec.combination.engine)
         elif built.evaluation:
             sets = {name: fault.evaluation(batches, context) for name, batches in built.evaluation.items()}
-            found = evaluate_all(built.engine, built.task, sets, world, step=end, seed=built.config.seed)
-            trace["evaluation"] = {"step": end, "loss": found.loss, "items": found.items, "metrics": found.metrics}
+            result = evaluate_all(built.engine, built.task, sets, world, step=end, seed=built.config.seed)
+            trace["evaluation"] = {"step": end, "loss": result.loss, "items": result.items, "metrics": result.metrics}
         del built, context, recorder
         gc.collect()  # free engines before the next is made or the groups are left
     return trace
 
 
-def _take_steps(
+def _run_steps(
     built: Built, recorder: StepRecorder, spec: RunSpec, context: FaultContext, end: int, say: Callable[..., None]
 ) -> None:
-    """Take and record the steps up to `end`."""
+    """Run and record the steps up to `end`."""
     assert context.step_loader is not None
     seed = recorder.seeding(spec.fault.seed(_seed(built), context))
     engine = spec.fault.outside(recorder.engine, context)
     if spec.disturbed:
         engine = Disturbed(engine)
-    given: Any = reversed_steps(context.step_loader) if spec.disturbed else context.step_loader
+    batches: Any = reversed_steps(context.step_loader) if spec.disturbed else context.step_loader
     with recorder.hooked():
-        for record in _training(built, engine, context.step_loader, recorder.watch(given), seed):
+        for record in _training(built, engine, context.step_loader, recorder.watch(batches), seed):
             recorder.close(record)
             say()
             if record.step + 1 == end:
@@ -158,7 +155,7 @@ def _take_steps(
 
 
 def _training(built: Built, engine: Engine, step_loader: StepLoader, watched: Any, seed: Seed) -> Iterator[StepRecord]:
-    """Start the product's loop over `watched`, as `training/` does."""
+    """Start the real loop over `watched`, as `training/` does."""
     each, step_plan = items_of_a_sample(built.task), built.run_plan.step_plan
     exchange = StepExchange(
         built.world, step_loader.items, (lambda step: each * step_plan.samples(step)) if each else None
@@ -181,16 +178,16 @@ def _seed(built: Built) -> Seed:
     return seeder(built.config.seed, "micro", built.world.device)
 
 
-def _assembled(spec: RunSpec, world: World, context: FaultContext, name: str) -> Built:
-    """Build the parts of the run in its own folder, apart from the user's files."""
-    given, engine = spec.request.config, spec.combination.engine
+def _build(spec: RunSpec, world: World, context: FaultContext, name: str) -> Built:
+    """Build the parts of the run in a folder of its own, away from the user's files."""
+    base, engine = spec.request.config, spec.combination.engine
     config = dataclasses.replace(
-        given,
+        base,
         engine=engine,
         compile=spec.combination.compiled,
-        engine_options=options_for(engine, given.engine_options),  # the rest is for other engines
-        shares=shares_for(engine, world.size, given.shares),
-        guards=dataclasses.replace(given.guards, audit=0.0),  # everything is compared here anyway, with every engine
+        engine_options=options_for(engine, base.engine_options),  # drop those of other engines
+        shares=shares_for(engine, world.size, base.shares),
+        guards=dataclasses.replace(base.guards, audit=0.0),  # this run is compared in full anyway
         experiment_name=name,
         save_dir=str(spec.folder / "runs"),
     )
@@ -200,7 +197,7 @@ def _assembled(spec: RunSpec, world: World, context: FaultContext, name: str) ->
 
 def _task(spec: RunSpec, config: Config) -> Task:
     task = named_task(config, lambda _: None) if spec.request.task is None else spec.request.task
-    # Two steps and one sample: at two ranks and more one of them has a slot that must not count.
+    # Two steps and one sample: from two ranks on, one rank has a slot that must not count.
     return PreparedTask(adapted(task), wide=config.precision == "float64", samples=2 * config.batch_size + 1)
 
 

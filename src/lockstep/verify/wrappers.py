@@ -17,7 +17,7 @@ __all__ = ["Disturbed", "EngineWrapper", "PreparedTask", "TaskWrapper", "reverse
 
 
 class TaskWrapper(Task):
-    """A task that delegates to `inner`; a subclass changes one thing."""
+    """Task that delegates to `inner`; a subclass overrides one method."""
 
     def __init__(self, inner: Task) -> None:
         self.inner = inner
@@ -38,10 +38,10 @@ class TaskWrapper(Task):
 
 
 class PreparedTask(TaskWrapper):
-    """A task in float64 if `wide`, with at most `samples` evaluation samples.
+    """Task in float64 if `wide`, with at most `samples` evaluation samples.
 
-    Its attributes that are tensors or modules, also those in its lists and dicts, are converted in place: class
-    weights, a criterion. The task belongs to this process alone.
+    Tensors and modules in its attributes, lists and dicts (class weights, a criterion) are converted in place: the
+    task belongs to this process alone.
     """
 
     def __init__(self, inner: Task, *, wide: bool, samples: int) -> None:
@@ -51,10 +51,10 @@ class PreparedTask(TaskWrapper):
             _widen(written(inner))
 
     def dataset(self, split: str) -> Any:
-        found = self.inner.dataset(split)
+        data = self.inner.dataset(split)
         if split == "train":
-            return found
-        sets = named_sets(found)
+            return data
+        sets = named_sets(data)
         few = {
             name: each if len(each) <= self._samples else Subset(each, range(self._samples))
             for name, each in sets.items()
@@ -69,13 +69,19 @@ class PreparedTask(TaskWrapper):
 def _widen(task: Any) -> None:
     """Convert a task's own tensors to float64 (complex128)."""
     attributes = getattr(task, "__dict__", {})
-    for held in (attributes, *attributes.values()):
-        places = held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
+    for container in (attributes, *attributes.values()):
+        places = (
+            container.items()
+            if isinstance(container, dict)
+            else enumerate(container)
+            if isinstance(container, list)
+            else ()
+        )
         for key, value in list(places):
             if isinstance(value, nn.Module):
                 value.double()
             elif isinstance(value, Tensor):
-                held[key] = _in_float64(value.detach()).requires_grad_(value.requires_grad)
+                container[key] = _in_float64(value.detach()).requires_grad_(value.requires_grad)
 
 
 def _in_float64(value: Any) -> Any:
@@ -93,7 +99,7 @@ def _in_float64(value: Any) -> Any:
 
 
 class EngineWrapper:
-    """An engine that delegates to `inner`; a subclass changes one thing."""
+    """Engine that delegates to `inner`; a subclass overrides one method."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner, self.model = inner, inner.model
@@ -124,9 +130,9 @@ class EngineWrapper:
 
 
 class Disturbed(EngineWrapper):
-    """The same training with differently rounded sums: some gradient elements move by their last bit.
+    """Engine that changes some gradient elements by their last bit, as another summation order would.
 
-    It is for steps of one or two micro-batches, where their order, which `reversed_steps` reverses, changes nothing.
+    It serves steps of one or two micro-batches, where `reversed_steps` does not change any sum.
     """
 
     def __init__(self, inner: Engine) -> None:
@@ -147,12 +153,9 @@ class Disturbed(EngineWrapper):
         return self.inner.step(factor, limit, momentum, evaluate)
 
     def _nudges(self, gradient: Tensor) -> Tensor:
-        """A factor for each element.
-
-        It is 1 plus or minus the spacing of numbers at 1 for a quarter of them, else 1.
-        """
-        drawn = torch.randint(0, 8, gradient.shape, generator=self._generator, dtype=torch.int8)
-        signs = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)
+        """Return a factor per element: 1 +- the spacing of numbers at 1 for a quarter of them, else 1."""
+        choices = torch.randint(0, 8, gradient.shape, generator=self._generator, dtype=torch.int8)
+        signs = (choices == 0).to(torch.int8) - (choices == 1).to(torch.int8)
         dtype = gradient.abs().dtype  # a complex number moves along itself
         return 1 + signs.to(gradient.device, dtype) * torch.finfo(dtype).eps
 
