@@ -41,10 +41,10 @@ check: .venv/dev ## ruff (lint and format), mypy (strict), lockstep lint
 	$(BIN)/lockstep lint src packages/lint/src examples
 
 test: .venv/dev .venv/lightning-2.5.6 ## every test that needs no GPU, except the slow ones, two files at a time
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-lint: .venv/dev ## the linter's tests alone
-	$(BIN)/python -m pytest packages/lint/tests -n 2 --dist loadfile
+	$(BIN)/python -m pytest packages/lint/tests -n 2 --dist loadfile --no-loadscope-reorder
 
 test-full: .venv/dev .venv/lightning-2.5.6 ## the slow tests too
 	$(BIN)/python -m pytest -m "not gpu"
@@ -63,7 +63,7 @@ OLDEST := tests/engines tests/transforms tests/launch/test_preloaded.py $(wildca
 	tests/training/test_waits.py tests/training/test_decided_on_device.py tests/test_gpu_runs.py
 
 test-oldest: .venv-oldest/dev ## the tests that depend on torch's version, on the oldest one that is promised (2.11)
-	.venv-oldest/bin/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile $(OLDEST)
+	.venv-oldest/bin/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(OLDEST)
 
 matrix: .venv/dev ## every pair of parts, and a sample of all combinations (MATRIX_SEED, MATRIX_COUNT, MATRIX_CASES)
 	$(BIN)/python -m pytest tests/matrix

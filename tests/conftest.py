@@ -25,13 +25,17 @@ def by_flags(monkeypatch):
     monkeypatch.setattr(SETTINGS, "flags", True)
 
 
-# The files that take longest, which are begun first: at the end one of them would keep one worker busy alone.
+# The files that take longest, which are begun first: at the end one of them would keep one worker busy alone. xdist
+# would begin those with the most tests (`--no-loadscope-reorder` in the Makefile).
 LONGEST = (
-    "trace/test_trace_cases",
     "matrix/test_matrix",
-    "commands/test_command",
+    "chaos/test_chaos",
+    "trace/test_trace_cases",
     "chaos/test_lost_ranks",
-    "run/test_hf_run",
+    "test_examples",
+    "trace/test_trace_command",
+    "transforms/test_graphs",
+    "transforms/test_weight_copies",
 )
 
 
@@ -44,24 +48,26 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Every run ends with a collection, which need not look at all that was imported: a third of a second each."""
-    gc.collect()
-    gc.freeze()
-    _imported[0] = len(sys.modules)
+    _freeze()
     if "torch" in sys.modules:  # two files are tested at a time: threads that wait for each other would take both cores
         sys.modules["torch"].set_num_threads(1)
 
 
-_imported = [0]
-
-
 @pytest.fixture(autouse=True)
 def imported_is_frozen():
-    """The same for what a test imports, such as transformers."""
+    """The same for what a test imports or leaves, such as transformers.
+
+    A run that has more objects than these to visit ends with `gc.unfreeze()`, which gives all modules back to every
+    later collection: a second each.
+    """
     yield
-    if len(sys.modules) > _imported[0] + 200:
-        _imported[0] = len(sys.modules)
-        gc.collect()
-        gc.freeze()
+    if not gc.get_freeze_count() or len(gc.get_objects(generation=2)) > 20_000:
+        _freeze()
+
+
+def _freeze():
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
