@@ -4,7 +4,8 @@
         ...                  # the engines' own code runs: rank 0 of 512, nothing is computed, sent or allocated
 
 Collectives leave their input unchanged. When an engine reads a number (is the norm below the limit?) it gets "yes"; a
-model that does is refused by the recorder. Private parts of torch are used in this file alone.
+model that does is refused by the recorder. `result` caches the results' shapes, which is faster than FakeTensorMode.
+Private parts of torch are used in this file alone.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from lockstep.engines.registry import engine_class
 
 __all__ = [
     "REFUSED",
+    "UNKNOWN",
     "FakeWorld",
     "Unwatched",
     "as_fake",
@@ -47,8 +49,215 @@ __all__ = [
     "fake_world",
     "finite",
     "local",
+    "result",
     "without_modes",
 ]
+
+
+UNKNOWN: Any = object()
+
+_ATEN: Any = torch.ops.aten
+_PLAIN = frozenset(
+    {
+        *(_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.detach.default, _ATEN.t.default, _ATEN.slice.Tensor),
+        *(_ATEN.transpose.int, _ATEN.as_strided.default, _ATEN.unsqueeze.default, _ATEN.expand.default),
+        *(_ATEN.select.int, _ATEN.permute.default),
+    }
+)
+_LIKE = frozenset({_ATEN.zeros_like.default, _ATEN.detach.default})
+_ATTRIBUTES = "_lockstep_attributes"  # of a mode: device -> attributes of its tensors beyond their form
+_PART = "_local_tensor"  # of a DTensor; importing its module takes a second that not every plan needs
+_META = torch.device("meta")
+# Tags of operations whose result does not follow from their arguments' shapes, or is not a new tensor.
+_UNTOLD = {
+    *(torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view),
+    torch.Tag.maybe_aliasing_or_mutating,
+}
+_NUMBERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+# Operations without a result that only write to their arguments.
+_SILENT = ("aten::_foreach_", "aten::_fused_", "fsdp::")
+
+
+class _ResultForm(NamedTuple):
+    """Shape, strides, dtype and device of a new tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Kind(NamedTuple):
+    """An operation's result: none, its first argument changed in place, or new tensors."""
+
+    nothing: bool = False
+    first: bool = False
+    new: bool = False
+
+
+_kinds: dict[Any, _Kind] = {}
+# For every known call: the form or forms of its result; None for one in place.
+_seen: dict[tuple[Any, ...], _ResultForm | tuple[_ResultForm, ...] | None] = {}
+
+
+def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: C901
+    """Return an operation's result by its shapes alone.
+
+    UNKNOWN if it has other than fake tensors, or depends on values. Call it where FakeTensorMode is the next mode.
+    """
+    if func in _LIKE and hasattr(args[0], _PART):
+        return _split_alike(func, args[0], kwargs)
+    if func in _PLAIN:
+        return _plainly(func, args, kwargs)
+    kind = _kinds.get(func)
+    if kind is None:
+        kind = _kinds[func] = _kind_of(func)
+    if not any(kind):
+        return UNKNOWN
+    given = args if not kwargs else (*args, *kwargs, *kwargs.values())
+    if kind.nothing:
+        return None if _all_fake(given) else UNKNOWN
+    key = [func]
+    mode = _known(key, given)
+    if mode is UNKNOWN:
+        return UNKNOWN
+    mode = mode or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if not isinstance(mode, FakeTensorMode):
+        return UNKNOWN
+    known = (*key, torch.get_default_dtype())
+    if known in _seen:
+        form = _seen[known]
+        if form is None:
+            return args[0]
+        with torch._C._DisableTorchDispatch():
+            return _made(mode, form) if isinstance(form, _ResultForm) else tuple([_made(mode, each) for each in form])
+    found = func(*args, **kwargs)
+    if kind.first:
+        if found is args[0]:
+            _seen[known] = None
+    else:
+        form = _form_of(found) if isinstance(found, Tensor) else _forms_of(found)
+        if form is not None:
+            _seen[known] = form
+    return found
+
+
+def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the meta kernel directly, as FakeTensorMode does in the end."""
+    first = args[0]
+    if kwargs or type(first) is not FakeTensor or first.constant is not None:
+        return UNKNOWN
+    mode = first.fake_mode
+    with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        mode.in_kernel_invocation = True
+        try:
+            found = func(*args)
+        finally:
+            mode.in_kernel_invocation = False
+        return _fake(mode, found, first.fake_device)
+
+
+def _split_alike(func: Any, given: Any, kwargs: dict[str, Any]) -> Any:
+    """Return a tensor like a DTensor, from its local part, without computing the sharding again."""
+    if any(value and value is not torch.preserve_format for value in kwargs.values()):
+        return UNKNOWN
+    part = result(func, (given._local_tensor,), kwargs)
+    return UNKNOWN if part is UNKNOWN else type(given)(part, given._spec, requires_grad=False)
+
+
+def _all_fake(nested: Any) -> bool:
+    """Whether all tensors among the arguments are fake, DTensors' parts included."""
+    for each in nested:
+        kind = type(each)
+        if kind is list or kind is tuple:
+            if not _all_fake(each):
+                return False
+        elif kind is not FakeTensor and kind not in _NUMBERS and type(getattr(each, _PART, None)) is not FakeTensor:
+            return False
+    return True
+
+
+def _kind_of(func: Any) -> _Kind:
+    schema, name = func._schema, func.name()
+    if not schema.returns:
+        return _Kind(nothing=name.startswith(_SILENT) and schema.is_mutable)
+    if not name.startswith("aten::") or "lift" in name or _UNTOLD & set(func.tags):
+        return _Kind()
+    given = [each.alias_info for each in schema.returns]
+    if schema.is_mutable:
+        first = schema.arguments[0].alias_info
+        return _Kind(first=bool(first and first.is_write and len(given) == 1 and given[0]))
+    return _Kind(new=not any(given))
+
+
+def _known(key: list[Any], nested: Any) -> Any:
+    """Add everything that determines the result to the key.
+
+    Returns:
+        The mode of the tensors, None without any, UNKNOWN if a tensor is not fake or has a known value.
+    """
+    mode = None
+    for each in nested:
+        kind = type(each)
+        if kind is FakeTensor:
+            if each.constant is not None or each.layout is not torch.strided or each.dtype.is_complex:
+                return UNKNOWN
+            key += (each.shape, each.stride(), each.dtype, each.fake_device)
+            mode = each.fake_mode
+        elif kind in _NUMBERS:
+            key += (kind, each)
+        elif kind is list or kind is tuple:
+            key.append(len(each))
+            found = _known(key, each)
+            if found is UNKNOWN:
+                return UNKNOWN
+            mode = found or mode
+        else:
+            return UNKNOWN
+    return mode
+
+
+def _form_of(found: Any) -> _ResultForm | None:
+    """The form of a tensor; None if it does not describe the tensor completely."""
+    if type(found) is not FakeTensor or found.constant is not None or found.layout is not torch.strided:
+        return None
+    form = _ResultForm(tuple(found.shape), found.stride(), found.dtype, found.fake_device)
+    plain = torch.empty_strided(*form[:2], dtype=form.dtype, device=_META)
+    same = found.untyped_storage().nbytes() == plain.untyped_storage().nbytes() and not found.storage_offset()
+    return form if same else None
+
+
+def _forms_of(found: Any) -> tuple[_ResultForm, ...] | None:
+    if type(found) is not tuple:
+        return None
+    forms = [_form_of(each) for each in found]
+    whole = tuple([each for each in forms if each is not None])
+    apart = len({each.untyped_storage()._cdata for each in found if isinstance(each, Tensor)}) == len(forms)
+    return whole if apart and len(whole) == len(forms) else None
+
+
+def _made(mode: FakeTensorMode, form: _ResultForm) -> FakeTensor:
+    return _fake(mode, torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=_META), form.device)
+
+
+def _fake(mode: FakeTensorMode, plain: Tensor, device: torch.device) -> FakeTensor:
+    """FakeTensor(mode, plain, device), with attributes copied from another one of the mode.
+
+    Setting a dozen attributes one by one takes longer than most operations.
+    """
+    known: dict[torch.device, dict[str, Any]] = vars(mode).setdefault(_ATTRIBUTES, {})
+    if device not in known:
+        known[device] = dict(vars(FakeTensor(mode, torch.empty(0, device=_META), device)))
+    found: FakeTensor = Tensor._make_subclass(
+        FakeTensor, plain, plain.requires_grad, dispatch_device=True, device_for_backend_keys=device
+    )
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(found)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(found)
+    vars(found).update(known[device])
+    return found
 
 
 # Errors of a model that needs values.
