@@ -2,8 +2,8 @@
 
     export(path, Path("model.safetensors"), "safetensors")
 
-The formats are a safetensors file, a torch file, a folder of transformers ("hf"), adapters of peft, and a universal
-checkpoint of DeepSpeed. Each is written under a temporary name, and renamed when it is complete.
+The formats are a safetensors file, a torch file, a folder of transformers ("hf"), and adapters of peft. Each is
+written under a temporary name, and renamed when it is complete.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.checkpoint.files import printable, refusal_error, remove, write_file
-from lockstep.checkpoint.format import CODES, itemsize, read_manifest, read_state, step_of
+from lockstep.checkpoint.format import CODES, itemsize, read_state, step_of
 from lockstep.checkpoint.read import AVERAGE, FullTensors, averages_of, opened
 from lockstep.checkpoint.store import list_steps, newest, path_of
 from lockstep.checkpoint.write import bytes_of
@@ -39,83 +39,6 @@ __all__ = [
     "chosen",
     "export",
 ]
-
-
-# --- DeepSpeed
-
-_VERSION = "0.16.0"  # the oldest DeepSpeed with this form of universal checkpoints
-_GROUPS = 64  # more groups than an optimizer has; empty, so that the reader's groups keep their own settings
-
-
-def _write_universal(tensors: FullTensors, step: int, out: Path) -> None:
-    """Write a universal checkpoint of DeepSpeed to the folder `out`.
-
-    One parameter at a time is in memory, and the whole module once, at the end.
-    """
-    folder = out / f"global_step{step}_universal"
-    (folder / "zero").mkdir(parents=True)
-    (out / "latest_universal").write_text(folder.name, encoding="utf-8")
-    states = _states(tensors)
-    for name, keys in states.items():
-        home = folder / "zero" / name
-        home.mkdir()
-        torch.save({"param": _wide(tensors, f"model/{name}")}, home / "fp32.pt")
-        for key in keys:
-            value = _wide(tensors, f"optimizer/{name}/{key}")
-            torch.save(value if key == "step" else {"param": value}, home / f"{key}.pt")
-    steps = [tensors.read(f"optimizer/{name}/step") for name, keys in states.items() if "step" in keys]
-    settings = {"state": {0: {"step": steps[0].float() if steps else torch.tensor(float(step))}}, "param_groups": [{}]}
-    common = {"ds_version": _VERSION, "param_groups": [{}] * _GROUPS, "optimizer_state_dict": settings}
-    torch.save(common, folder / "zero" / "optimizer_state.pt")
-    _write_module(tensors, step, list(states), folder)
-
-
-def _states(tensors: FullTensors) -> dict[str, list[str]]:
-    """Return {trained parameter: the keys of its optimizer state}."""
-    found: dict[str, list[str]] = {}
-    for full in sorted(tensors.stored):
-        group, _, rest = full.partition("/")
-        if group == "optimizer":
-            name, _, key = rest.rpartition("/")
-            found.setdefault(name, []).append(key)
-    return found
-
-
-def _wide(tensors: FullTensors, name: str) -> torch.Tensor:
-    """Copy to float32, as DeepSpeed keeps what it updates.
-
-    A copy, so that no mapped file is saved with it.
-    """
-    if tensors.stored[name].dtype.startswith("complex"):
-        raise CheckpointError(f"--format deepspeed: '{name}' is complex, and DeepSpeed updates real numbers alone")
-    return tensors.read(name).to(torch.float32, copy=True)
-
-
-def _write_module(tensors: FullTensors, step: int, trained: list[str], folder: Path) -> None:
-    names = [name.removeprefix("model/") for name in tensors.stored if name.startswith("model/")]
-    shapes = {name: torch.Size(tensors.stored[f"model/{name}"].shape) for name in names}
-    counters: dict[str, Any] = {
-        "param_shapes": [{name: shapes[name] for name in trained}],
-        "buffer_names": [],
-        "shared_params": {},
-        "frozen_param_shapes": None,
-        "frozen_param_fragments": None,
-        "optimizer": None,
-        "lr_scheduler": None,
-        "data_sampler": None,
-        "random_ltd": None,
-        "sparse_tensor_module_names": set(),
-        "skipped_steps": 0,
-        "global_steps": step,
-        "global_samples": 0,
-        "dp_world_size": 1,
-        "mp_world_size": 1,
-        "ds_config": {},
-        "ds_version": _VERSION,
-    }
-    torch.save({"module": {}, **counters}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    module = {name: tensors.read(f"model/{name}").clone() for name in names}
-    torch.save({"module": module, **counters}, folder / "mp_rank_00_model_states.pt")
 
 
 # --- transformers and peft
@@ -291,7 +214,6 @@ class ExportSource(NamedTuple):
         path: the checkpoint's folder.
         tensors: its tensors.
         options: the run's config.toml as nested dicts; {} without one.
-        step: of the checkpoint.
         state: everything in it except tensors.
         beside: writes the other files of an `hf` folder: a tokenizer.
     """
@@ -299,7 +221,6 @@ class ExportSource(NamedTuple):
     path: Path
     tensors: FullTensors
     options: dict[str, Any]
-    step: int
     state: dict[str, Any]
     beside: Beside
 
@@ -344,17 +265,15 @@ def export(
     Args:
         path: the checkpoint's folder.
         out: the path to write; must not exist.
-        form: "safetensors", "torch", "hf", "deepspeed", or "peft" for adapters.
+        form: "safetensors", "torch", "hf", or "peft" for adapters.
         weights: replaces the checkpoint's own tensors, by the names it would have: `model/NAME`.
         beside: writes the other files of an `hf` folder.
         ema: export the averaged weights, in their own dtype, with the checkpoint's buffers.
 
     Raises:
         CheckpointError: damaged, without a model, not expressible in the format, or the file system refused.
-        ConfigError: `out` exists, or the format does not support averaged weights.
+        ConfigError: `out` exists.
     """
-    if ema and form == "deepspeed":
-        raise ConfigError("--ema with --format deepspeed: such a checkpoint is one to train on from; leave --ema out")
     if out.exists() or out.is_symlink():
         raise ConfigError(f"OUT {printable(str(out))} is there already and is not written over; choose another name")
     temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
@@ -363,7 +282,7 @@ def export(
             if not any(name.startswith("model/") for name in tensors.stored):
                 raise CheckpointError(f"{printable(path.name)} has no model: nothing to export")
             taken = _averaged(path, tensors) if ema and not weights else tensors
-            source = ExportSource(path, taken, _options_of(path), read_manifest(path).step, read_state(path), beside)
+            source = ExportSource(path, taken, _options_of(path), read_state(path), beside)
             out.parent.mkdir(parents=True, exist_ok=True)
             _FORMATS[form](source, temporary)
         os.rename(temporary, out)
@@ -496,14 +415,9 @@ def _peft(source: ExportSource, out: Path) -> None:
     write_file(out / "adapter_model.safetensors", _safetensors_of(sent, {}))
 
 
-def _deepspeed(source: ExportSource, out: Path) -> None:
-    _write_universal(source.tensors, source.step, out)
-
-
 _FORMATS: dict[str, Callable[[ExportSource, Path], None]] = {
     "safetensors": _safetensors,
     "torch": _torch,
     "hf": _hub,
     "peft": _peft,
-    "deepspeed": _deepspeed,
 }

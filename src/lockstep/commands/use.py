@@ -93,13 +93,13 @@ def _export_parser() -> Parser:
     parser = Parser(prog="lockstep export", description="Writes the weights of a checkpoint in a common format.")
     add = parser.add_argument
     add("run", metavar="RUN", help="a run's folder, or the folder of one checkpoint")
-    add("out", metavar="OUT", help="the file (safetensors, torch) or folder (hf, peft, deepspeed) to make")
-    formats = ["safetensors", "torch", "hf", "peft", "deepspeed"]
+    add("out", metavar="OUT", help="the file (safetensors, torch) or folder (hf, peft) to make")
+    formats = ["safetensors", "torch", "hf", "peft"]
     add("--format", choices=formats, default=formats[0], help="default: %(default)s")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest whole one)")
     group.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation")
-    add("--ema", action="store_true", help="the averaged weights of --optim.ema (not for deepspeed)")
+    add("--ema", action="store_true", help="the averaged weights of --optim.ema")
     add("--merge", action="store_true", help="add adapters to their base, for every format but peft")
     add(
         "--task",
