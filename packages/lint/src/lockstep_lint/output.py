@@ -11,7 +11,7 @@ from lockstep_lint.sarif import log
 __all__ = ["FORMATS", "github", "render", "summary", "text"]
 
 
-def text(findings: list[Finding], lines: dict[str, list[str]]) -> str:
+def text(findings: list[Finding], lines: dict[str, list[str]], prog: str) -> str:
     """Each finding on a line, with the source line under it, and a summary."""
     parts = []
     for finding in folded(findings):
@@ -23,7 +23,7 @@ def text(findings: list[Finding], lines: dict[str, list[str]]) -> str:
     parts.append(summary(findings))
     known = [finding.rule for finding in findings if finding.rule in RULES]
     if known:
-        parts.append(f"why, and what to write instead: lockstep lint --explain {known[0]}")
+        parts.append(f"why, and what to write instead: {prog} --explain {known[0]}")
     return "\n".join(parts)
 
 
@@ -86,10 +86,10 @@ def _escape(value: str, in_property: bool = False) -> str:
 FORMATS = ("text", "json", "github", "sarif")
 
 
-def render(findings: list[Finding], form: str, lines: dict[str, list[str]]) -> str:
-    """The findings in one of FORMATS."""
+def render(findings: list[Finding], form: str, lines: dict[str, list[str]], prog: str = "lockstep lint") -> str:
+    """Format the findings as one of FORMATS; `prog` is the command that explains a rule."""
     if form == "json":
         return json.dumps([finding.as_dict() for finding in findings], indent=2)
     if form == "sarif":
         return json.dumps(log(findings), indent=2)
-    return github(findings) if form == "github" else text(findings, lines)
+    return github(findings) if form == "github" else text(findings, lines, prog)
