@@ -29,7 +29,7 @@ Check = Callable[[View], Iterator[Found]]
 class Rule:
     """One pitfall: how to find it, why it costs, what it looks like and what to write instead.
 
-    `bad` and `good` are whole scripts; the tests run every one of them. `moot` names the packages that do the thing
+    `bad` and `good` are whole scripts, shown on the rule's page; tests/fixtures has more. `moot` names the packages that do the thing
     for the user. `fix` says how safe a correction is: "safe" is what `--fix` does, "unsafe" needs a look, "none" has
     no single right answer. `note` says where it is told, and what near it does not count.
     """
@@ -38,8 +38,8 @@ class Rule:
     name: str
     what: str
     why: str
-    bad: tuple[str, ...]
-    good: tuple[str, ...]
+    bad: str
+    good: str
     severity: Severity
     confidence: Confidence
     check: Check

@@ -83,8 +83,7 @@ RULE = Rule(
         "Each rank computes mean and variance from its own part of the batch. With a small batch a rank the statistics "
         "are noisy, differ between ranks, and the result depends on the number of GPUs."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -98,45 +97,7 @@ def wrap(local_rank):
     model = Net().to(local_rank)
     return DDP(model, device_ids=[local_rank])
 """,
-        """
-import torch
-import torchvision
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def wrap(local_rank):
-    return DDP(torchvision.models.resnet50().to(local_rank), device_ids=[local_rank])
-""",
-        """
-import torch
-import torchvision
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = torchvision.models.resnet18()
-
-class Trainer:
-    def __init__(self, local_rank):
-        self.model = Net().to(local_rank)
-        self.model = DDP(self.model, device_ids=[local_rank])
-""",
-        """
-import argparse
-import timm
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--model", default="resnet50")
-
-def wrap(args, local_rank):
-    return DDP(timm.create_model(args.model).to(local_rank), device_ids=[local_rank])
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 import torchvision
 from torch import nn
@@ -146,60 +107,6 @@ def wrap(local_rank):
     model = nn.SyncBatchNorm.convert_sync_batchnorm(torchvision.models.resnet50()).to(local_rank)
     return DDP(model, device_ids=[local_rank])
 """,
-        """
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU())
-
-def wrap(local_rank):
-    return DDP(Net().to(local_rank), device_ids=[local_rank])
-""",
-        """
-import torch
-import torch.distributed as dist
-import torchvision
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main():
-    dist.init_process_group("gloo")
-    model = DDP(torchvision.models.resnet18())
-    dist.destroy_process_group()
-    return model
-""",
-        """
-import torch
-import torchvision
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def wrap(model, local_rank, batch):
-    if not torch.cuda.is_available():
-        return DDP(torchvision.models.resnet18())
-    return DDP(model.to(local_rank), device_ids=[local_rank])
-""",
-        """
-import timm
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = timm.create_model("vit_base_patch16_224")
-        for layer in self.modules():
-            if isinstance(layer, nn.BatchNorm2d):
-                raise ValueError(layer)
-
-def wrap(local_rank):
-    return DDP(Net().to(local_rank), device_ids=[local_rank])
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.MEDIUM,
     check=check,

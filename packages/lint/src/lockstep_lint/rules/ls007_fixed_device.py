@@ -267,8 +267,7 @@ RULE = Rule(
         "All processes of a machine share one GPU, which runs out of memory while the others idle; NCCL refuses "
         "two ranks on one device."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -279,45 +278,7 @@ def main(model):
     model = DDP(model.to(device))
     dist.destroy_process_group()
 """,
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(model):
-    dist.init_process_group("nccl")
-    model = model.cuda()
-    model = DDP(model)
-    dist.destroy_process_group()
-""",
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(model):
-    dist.init_process_group("nccl")
-    rank = dist.get_rank()
-    torch.cuda.set_device(rank)
-    model = DDP(model.to(rank), device_ids=[rank])
-    dist.destroy_process_group()
-""",
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(model):
-    dist.init_process_group("nccl")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = DDP(model.to(device))
-    names = [None] * dist.get_world_size()
-    dist.all_gather_object(names, "x")
-    dist.destroy_process_group()
-""",
-    ),
-    good=(
-        """
+    good="""
 import os
 import torch
 import torch.distributed as dist
@@ -330,42 +291,6 @@ def main(model):
     model = DDP(model.cuda(), device_ids=[local_rank])
     dist.destroy_process_group()
 """,
-        """
-import torch
-
-def main(model):
-    return model.to(torch.device("cuda:0"))
-""",
-        """
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def worker(index, model):
-    dist.init_process_group("nccl", rank=index, world_size=2)
-    rank = dist.get_rank()
-    torch.cuda.set_device(rank)
-    model = DDP(model.to(rank), device_ids=[rank])
-    dist.destroy_process_group()
-
-def main(model):
-    mp.spawn(worker, nprocs=2, args=(model,))
-""",
-        """
-import os
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(model):
-    dist.init_process_group("nccl")
-    index = dist.get_rank() % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    model = DDP(model.to(index), device_ids=[index])
-    dist.destroy_process_group()
-""",
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

@@ -259,8 +259,7 @@ RULE = Rule(
         "The run cannot be repeated, and without DDP's first broadcast the ranks would start from different weights. "
         "Some want fresh randomness in every run: this is an opinion."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch import nn
 
@@ -275,9 +274,7 @@ def main(loader):
 if __name__ == "__main__":
     main([])
 """,
-    ),
-    good=(
-        """
+    good="""
 import torch
 from torch import nn
 
@@ -293,7 +290,6 @@ def main(loader, seed):
 if __name__ == "__main__":
     main([], 1)
 """,
-    ),
     severity=Severity.INFO,
     confidence=Confidence.MEDIUM,
     check=check,

@@ -47,8 +47,7 @@ RULE = Rule(
         "The exchange is needed once, in the last micro-batch. Eight micro-batches make eight times the traffic, "
         "and across machines most of the step's time."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -61,9 +60,7 @@ def train(model, loader, optimizer, criterion, local_rank, steps):
             optimizer.step()
             optimizer.zero_grad()
 """,
-    ),
-    good=(
-        """
+    good="""
 import contextlib
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -79,22 +76,6 @@ def train(model, loader, optimizer, criterion, local_rank, steps):
             optimizer.step()
             optimizer.zero_grad()
 """,
-        """
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def train(model, batches, optimizer, criterion, local_rank, steps):
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    while True:
-        optimizer.zero_grad()
-        for micro in range(steps):
-            model.require_backward_grad_sync = micro == steps - 1
-            x, y = batches.next()
-            loss = criterion(model(x), y) / steps
-            loss.backward()
-        optimizer.step()
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

@@ -92,119 +92,20 @@ RULE = Rule(
         "layer that never trains. Only models whose forward pass takes different paths need it; and these stop with an "
         "error in the second step, or hang, without it."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 def wrap(model, local_rank):
     return DDP(model.to(local_rank), device_ids=[local_rank], find_unused_parameters=True)
 """,
-        """
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def wrap(model, local_rank):
-    options = {"device_ids": [local_rank], "find_unused_parameters": True}
-    return DDP(model.to(local_rank), **options)
-""",
-        """
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(8, 8)
-        self.extra = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = self.body(x)
-        if torch.rand(1).item() < 0.5:
-            x = self.extra(x)
-        return x
-
-def wrap(local_rank):
-    return DDP(Net().to(local_rank), device_ids=[local_rank])
-""",
-        """
-import random
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            if self.training and random.random() < 0.1:
-                continue
-            x = layer(x)
-        return x
-
-def wrap(local_rank):
-    return DDP(Net().to(local_rank), device_ids=[local_rank])
-""",
-        """
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(8, 8)
-        self.auxiliary = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.body(x)
-
-def wrap(local_rank):
-    return DDP(Net().to(local_rank), device_ids=[local_rank])
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 def wrap(model, local_rank, flag):
     return DDP(model.to(local_rank), device_ids=[local_rank], find_unused_parameters=flag)
 """,
-        """
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-class Net(nn.Module):
-    def __init__(self, wide):
-        super().__init__()
-        self.body = nn.Linear(8, 8)
-        self.frozen = nn.Linear(8, 8)
-        self.frozen.requires_grad_(False)
-        self.act = nn.ReLU()
-        self.head = nn.Linear(8, 2)
-        self.tail = nn.Linear(8, 2)
-        self.wide = nn.Linear(8, 8) if wide else None
-
-    def forward(self, x):
-        x = self.body(x)
-        if self.wide is not None:
-            x = self.wide(x)
-        if torch.rand(1).item() < 0.5:
-            x = self.head(x) + self.tail(x)
-        else:
-            x = self.tail(x) - self.head(x)
-        return x
-
-def wrap(local_rank):
-    return DDP(Net(True).to(local_rank), device_ids=[local_rank])
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

@@ -264,8 +264,7 @@ RULE = Rule(
         "A wrapper's names start with `module.`, so the checkpoint fits no plain model. Files written by all ranks at "
         "once are torn; files read too early are old or half written."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -274,49 +273,7 @@ def main(model, local_rank, rank):
     if rank == 0:
         torch.save(model.state_dict(), "model.pt")
 """,
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(model, local_rank):
-    dist.init_process_group("nccl")
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    torch.save(model.module.state_dict(), "model.pt")
-    dist.destroy_process_group()
-""",
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(model, local_rank, rank):
-    dist.init_process_group("nccl")
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    if rank == 0:
-        torch.save(model.module.state_dict(), "model.pt")
-    model.module.load_state_dict(torch.load("model.pt", map_location="cpu"))
-    dist.destroy_process_group()
-""",
-        """
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(model, prepare, path, rank, local_rank):
-    dist.init_process_group("nccl")
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    if rank == 0:
-        np.save(path, prepare())
-    data = np.load(path)
-    model.module.save_pretrained("model")
-    dist.destroy_process_group()
-    return data
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -330,24 +287,6 @@ def main(model, local_rank, rank):
     model.module.load_state_dict(torch.load("model.pt", map_location="cpu"))
     dist.destroy_process_group()
 """,
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def save(state, path):
-    if dist.get_rank() == 0:
-        torch.save(state, path)
-
-def main(model, local_rank, rank):
-    dist.init_process_group("nccl")
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    plain = model.module
-    save({"model": plain.state_dict()}, "model.pt")
-    torch.save(torch.get_rng_state(), f"rng-{rank}.pt")
-    dist.destroy_process_group()
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

@@ -281,8 +281,7 @@ RULE = Rule(
         "Every step's activations stay in memory for as long as the sum lives: memory grows from step to step "
         "until the run dies."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def train(model, loader, optimizer, criterion):
@@ -295,36 +294,7 @@ def train(model, loader, optimizer, criterion):
         total += loss
     return total / len(loader)
 """,
-        """
-import torch
-
-def train(model, loader, optimizer, criterion):
-    losses = []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss)
-    return losses
-""",
-        """
-import torch
-
-def train(model, loader, optimizer, criterion):
-    total, losses = 0.0, []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total += loss.cpu()
-        losses.append(loss.mean().cpu())
-    return total, losses
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 def train(model, loader, optimizer, criterion):
@@ -337,34 +307,6 @@ def train(model, loader, optimizer, criterion):
         total += loss.detach()
     return total / len(loader)
 """,
-        """
-import torch
-
-def train(model, loader, optimizer, criterion):
-    for x, y in loader:
-        optimizer.zero_grad()
-        total = 0.0
-        for part in (x, y):
-            loss = criterion(model(part), y)
-            total += loss
-        total.backward()
-        optimizer.step()
-""",
-        """
-import torch
-
-def train(model, loader, optimizer, criterion):
-    total, losses = 0.0, []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total += loss.detach().cpu()
-        losses.append(loss.cpu().item())
-    return total, losses
-""",
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

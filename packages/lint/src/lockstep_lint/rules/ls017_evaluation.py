@@ -221,8 +221,7 @@ RULE = Rule(
         "Without eval(), dropout and batch statistics disturb the score, and the validation data leak into the running "
         "statistics. Without no_grad() the graph is built for nothing. In eval mode, training silently loses both."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def evaluate(model, val_loader):
@@ -238,23 +237,7 @@ def main(model, val_loader):
 if __name__ == "__main__":
     main(torch.nn.Linear(4, 2), [])
 """,
-        """
-import torch
-
-def train(model, loader, val_loader, optimizer, criterion, epochs):
-    model.train()
-    for epoch in range(epochs):
-        for x, y in loader:
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            print(sum(criterion(model(x), y) for x, y in val_loader))
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 @torch.no_grad()
@@ -272,7 +255,6 @@ def main(model, val_loader):
 if __name__ == "__main__":
     main(torch.nn.Linear(4, 2), [])
 """,
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

@@ -262,8 +262,7 @@ RULE = Rule(
         "Pinned memory pays off by copying while the GPU computes. A blocking copy waits for it and pays only the"
         " cost of pinning."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch.utils.data import DataLoader
 
@@ -275,9 +274,7 @@ def train(model, data, optimizer, criterion, device):
         criterion(model(x), y).backward()
         optimizer.step()
 """,
-    ),
-    good=(
-        """
+    good="""
 import torch
 from torch.utils.data import DataLoader
 
@@ -289,20 +286,6 @@ def train(model, data, optimizer, criterion, device):
         criterion(model(x), y).backward()
         optimizer.step()
 """,
-        """
-import torch
-from torch.utils.data import DataLoader
-
-def train(model, data, optimizer, criterion):
-    device = torch.device("cpu")
-    loader = DataLoader(data, batch_size=32, num_workers=4, pin_memory=True)
-    for x, y in loader:
-        x, y = x.to(device), y.to(device)
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

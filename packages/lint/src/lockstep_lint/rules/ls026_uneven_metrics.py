@@ -285,8 +285,7 @@ RULE = Rule(
         "is not the mean, and the score changes with the number of GPUs. Without any exchange it is a "
         "part's score."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
@@ -304,29 +303,7 @@ def validate(model, val_loader, criterion, world_size, device):
         loss /= world_size
     model.train()
 """,
-        """
-import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler
-
-@torch.no_grad()
-def validate(model, val_loader, device):
-    model.eval()
-    right, count = torch.zeros((), device=device), 0
-    for x, y in val_loader:
-        right += (model(x.to(device)).argmax(1) == y.to(device)).sum()
-        count += len(x)
-    model.train()
-    return right / count
-
-def main(model, val_data, device):
-    val_sampler = DistributedSampler(val_data, shuffle=False)
-    val_loader = DataLoader(val_data, batch_size=8, num_workers=2, sampler=val_sampler)
-    return validate(model, val_loader, device)
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
@@ -346,30 +323,6 @@ def validate(model, val_loader, criterion, device):
     model.train()
     return total[0] / total[1]
 """,
-        """
-import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler
-
-@torch.no_grad()
-def validate(model, val_loader, device):
-    model.eval()
-    right, count = torch.zeros((), device=device), 0
-    for x, y in val_loader:
-        right += (model(x.to(device)).argmax(1) == y.to(device)).sum()
-        count += len(x)
-    total = torch.tensor([right, count], device=device)
-    dist.all_reduce(total)
-    right, count = total
-    model.train()
-    return right / count
-
-def main(model, val_data, device):
-    val_sampler = DistributedSampler(val_data, shuffle=False)
-    val_loader = DataLoader(val_data, batch_size=8, num_workers=2, sampler=val_sampler)
-    return validate(model, val_loader, device)
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.MEDIUM,
     check=check,

@@ -250,8 +250,7 @@ RULE = Rule(
         "opinion only."
     ),
     why="Eight GPUs write every line eight times, in mixed order, and W&B gets eight runs of which seven are noise.",
-    bad=(
-        """
+    bad="""
 import torch.distributed as dist
 
 def main(loss):
@@ -259,18 +258,7 @@ def main(loss):
     print("loss", loss)
     dist.destroy_process_group()
 """,
-        """
-import torch.distributed as dist
-import wandb
-
-def main(project):
-    dist.init_process_group("nccl")
-    wandb.init(project=project)
-    dist.destroy_process_group()
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch.distributed as dist
 
 def say(*words):
@@ -282,50 +270,6 @@ def main(loss):
     say("loss", loss)
     dist.destroy_process_group()
 """,
-        """
-import torch.multiprocessing as mp
-import torch.distributed as dist
-
-def worker(rank):
-    dist.init_process_group("nccl", rank=rank)
-    dist.destroy_process_group()
-
-def main():
-    print("starting")
-    mp.spawn(worker, nprocs=2)
-""",
-        """
-import torch.distributed as dist
-from helpers.comm import init_distributed_mode
-
-def main(loss, args):
-    init_distributed_mode(args)
-    dist.init_process_group("nccl")
-    print("loss", loss)
-    dist.destroy_process_group()
-""",
-        """
-import torch.distributed as dist
-
-def describe(model):
-    print(model)
-
-class Report:
-    def write(self, score):
-        print("score", score)
-
-def unused(model):
-    print("parameters", model)
-
-def main(model, score, rank, report):
-    dist.init_process_group("nccl")
-    if rank == 0:
-        describe(model)
-    rank == 0 and report.write(score)
-    print("done") if rank == 0 else None
-    dist.destroy_process_group()
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.MEDIUM,
     check=check,

@@ -282,30 +282,19 @@ RULE = Rule(
         "Logs are shared, uploaded and kept. The environment of a training job usually holds the keys of the "
         "tracker, the hub and the cloud."
     ),
-    bad=(
-        """
+    bad="""
 import os
 import torch
 
 print(os.environ)
 """,
-        """
-import logging
-import torch
-
-def login(hf_token):
-    logging.info("token %s", hf_token)
-""",
-    ),
-    good=(
-        """
+    good="""
 import os
 import torch
 
 print(os.environ.get("CUDA_HOME"), sorted(os.environ))
 print(os.environ["CUDA_VISIBLE_DEVICES"])
 """,
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

@@ -319,8 +319,7 @@ RULE = Rule(
         "The host waits until the device has finished all it was given, then the device waits for new work: the "
         "queue runs dry in every step."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def train(model, loader, optimizer, criterion):
@@ -335,22 +334,7 @@ def train(model, loader, optimizer, criterion):
         total += loss.item()
     return total
 """,
-        """
-import torch
-
-def train(model, loader, optimizer, criterion, writer):
-    model.cuda()
-    for i, (x, y) in enumerate(loader):
-        x, y = x.cuda(), y.cuda()
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        writer.add_scalar("loss", loss, i)
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 def train(model, loader, optimizer, criterion):
@@ -366,7 +350,6 @@ def train(model, loader, optimizer, criterion):
         if i % 100 == 0:
             print(total.item())
 """,
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.MEDIUM,
     check=check,

@@ -208,8 +208,7 @@ RULE = Rule(
         "The ranks that go on wait in their next collective for those that have left, until the timeout ends the job. "
         "What one rank decides must be told to all before they act on it."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -230,60 +229,7 @@ def main(model, loader, optimizer, criterion, evaluate, rank, local_rank):
         if stop:
             break
 """,
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(model, loader, optimizer, criterion, rank, local_rank, limit):
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    for i, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
-        loss = criterion(model(x.to(local_rank)), y.to(local_rank))
-        loss.backward()
-        optimizer.step()
-        if rank == 0 and i > limit:
-            break
-""",
-        """
-import torch.distributed as dist
-
-def share(rank, files, value):
-    count = 0
-    if rank == 0:
-        count = len(files)
-    for _ in range(count):
-        dist.all_reduce(value)
-""",
-        """
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler
-
-def main(model, data, optimizer, criterion, device):
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=8, num_workers=2, sampler=sampler)
-    model = DDP(model.to(device), device_ids=[device])
-    best, bad = float("inf"), 0
-    for epoch in range(100):
-        sampler.set_epoch(epoch)
-        total = torch.zeros((), device=device)
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = criterion(model(x.to(device)), y.to(device))
-            loss.backward()
-            optimizer.step()
-            total += loss.detach()
-        if total < best:
-            best, bad = total, 0
-        else:
-            bad += 1
-        if bad >= 5:
-            break
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -302,49 +248,6 @@ def main(model, loader, optimizer, criterion, evaluate, rank, local_rank):
         if stop > 0:
             break
 """,
-        """
-import torch.distributed as dist
-
-def share(rank, files, value):
-    count = [0]
-    if rank == 0:
-        count = [len(files)]
-    dist.broadcast_object_list(count)
-    for _ in range(count[0]):
-        dist.all_reduce(value)
-    for name in files:
-        if rank == 0 and name.endswith("x"):
-            break
-""",
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler
-
-def main(model, data, optimizer, criterion, device):
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=8, num_workers=2, sampler=sampler)
-    model = DDP(model.to(device), device_ids=[device])
-    best, bad = float("inf"), 0
-    for epoch in range(100):
-        sampler.set_epoch(epoch)
-        total = torch.zeros((), device=device)
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = criterion(model(x.to(device)), y.to(device))
-            loss.backward()
-            optimizer.step()
-            total += loss.detach()
-        dist.all_reduce(total)
-        if total < best:
-            best, bad = total, 0
-        else:
-            bad += 1
-        if bad >= 5:
-            break
-""",
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

@@ -68,8 +68,7 @@ RULE = Rule(
         "the time goes into that. Samples are drawn with repeats, a loader that does not shuffle gives its first batch "
         "for ever, and a DistributedSampler the first batch of its epoch."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def train(model, loader, optimizer, criterion, steps):
@@ -79,9 +78,7 @@ def train(model, loader, optimizer, criterion, steps):
         criterion(model(x), y).backward()
         optimizer.step()
 """,
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 def train(model, loader, optimizer, criterion, steps):
@@ -96,20 +93,6 @@ def train(model, loader, optimizer, criterion, steps):
         criterion(model(x), y).backward()
         optimizer.step()
 """,
-        """
-import torch
-
-def train(model, loader, held_out_loader, optimizer, criterion, show):
-    first = next(iter(loader))
-    for step, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-        if step % 100 == 0:
-            show(model, next(iter(held_out_loader)))
-    return first
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,
