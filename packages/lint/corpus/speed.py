@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from lockstep_lint.discover import find_files
+from lockstep_lint.command import find_files
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from rule_examples import all_examples

@@ -3,7 +3,7 @@
 import pytest
 from rule_examples import examples
 
-from lockstep_lint.analysis.prose import bare, uncommented
+from lockstep_lint.analysis.index import bare, uncommented
 from lockstep_lint.config import Config, default_codes
 from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_text

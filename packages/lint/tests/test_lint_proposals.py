@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rule_examples import all_examples, examples
 
-from lockstep_lint.analysis import pins
-from lockstep_lint.analysis.pins import oldest_torch
+from lockstep_lint.analysis import imports
+from lockstep_lint.analysis.imports import oldest_torch
 from lockstep_lint.command import command
-from lockstep_lint.proposals import proposed
+from lockstep_lint.fixes import proposed
 from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_text
 
@@ -38,9 +38,9 @@ def train(model, data, optimizer, criterion, d):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    pins.forget()
+    imports.forget()
     yield
-    pins.forget()
+    imports.forget()
 
 
 def fixed(path):

@@ -4,23 +4,75 @@ import argparse
 import os
 import sys
 import textwrap
+from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
 
+from lockstep_lint.analysis.imports import SKIPPED
 from lockstep_lint.analysis.source import read
 from lockstep_lint.config import Config, ConfigProblem, configure, find_table
-from lockstep_lint.discover import find_files
 from lockstep_lint.docs import page
 from lockstep_lint.finding import Finding
-from lockstep_lint.fixes import FixProblem, fix_files
-from lockstep_lint.migration import FORMATS as MIGRATE_FORMATS
-from lockstep_lint.migration import MigrateProblem, migrate
-from lockstep_lint.output import FORMATS, render, summary
-from lockstep_lint.proposals import diff
+from lockstep_lint.fixes import FixProblem, diff, fix_files
+from lockstep_lint.output import FORMATS as OUTPUT_FORMATS
+from lockstep_lint.output import render, summary
 from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_paths, in_order
 
-__all__ = ["command"]
+__all__ = [
+    "FORMATS",
+    "MigrateProblem",
+    "command",
+    "find_files",
+    "migrate",
+]
+
+
+def find_files(paths: list[str]) -> list[str]:
+    """The Python files and notebooks at and under `paths`, sorted, each once. Raises FileNotFoundError."""
+    found: dict[str, None] = {}
+    for path in paths:
+        if os.path.isdir(path):
+            found.update(dict.fromkeys(_under(path)))
+        elif os.path.exists(path):
+            found[path] = None
+        else:
+            raise FileNotFoundError(path)
+    return sorted(found)
+
+
+def _under(folder: str) -> Iterator[str]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in SKIPPED and not name.startswith(".")]
+        for name in names:
+            if name.endswith((".py", ".ipynb")) and not name.startswith("."):
+                yield str(Path(parent) / name)
+
+
+FORMATS = ("text", "json")
+
+
+class MigrateProblem(Exception):
+    """Refuses `--migrate` for a file or its flags. The message is one line: what, where, and the way out."""
+
+
+def migrate(paths: list[str], form: str) -> int:
+    """Prints which lines of each file become which in lockstep.
+
+    Returns:
+        the exit code: 1 where something would be refused, else 0.
+
+    Raises:
+        MigrateProblem: lockstep is not installed, or it can tell nothing of a file.
+        FileNotFoundError: there is no such path.
+    """
+    found = tuple(entry_points(group="lockstep_lint.migrate", name="migrate"))
+    if not found:
+        raise MigrateProblem("--migrate needs lockstep itself: pip install 'torch-lockstep[lint]'")
+    code: int = found[0].load()(paths, form)
+    return code
+
 
 # A correction may show the next one on its line; a bound for corrections that would show each other for ever.
 MAX_ROUNDS = 20
@@ -60,7 +112,7 @@ def parser(prog: str = "lockstep lint") -> argparse.ArgumentParser:
     flags.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="files and folders (default: here)")
     flags.add_argument("--select", metavar="CODES", help="the rules to run, such as LS004,LS018, or ALL")
     flags.add_argument("--ignore", metavar="CODES", help="rules to leave out")
-    flags.add_argument("--format", choices=FORMATS, default="text", help="how to print findings (default: text)")
+    flags.add_argument("--format", choices=OUTPUT_FORMATS, default="text", help="how to print findings (default: text)")
     flags.add_argument("--fix", action="store_true", help="make the corrections that are safe")
     flags.add_argument("--unsafe-fixes", action="store_true", help="print the next corrections as a diff to read")
     flags.add_argument("--explain", metavar="CODE", help="print what a rule finds, why it matters and what to write")
@@ -72,8 +124,8 @@ def _migrate(args: argparse.Namespace, prog: str) -> int:
     for name in ("select", "ignore", "fix", "unsafe_fixes", "explain"):
         if getattr(args, name):
             raise MigrateProblem(f"--migrate checks nothing and writes nothing: leave out --{name.replace('_', '-')}")
-    if args.format not in MIGRATE_FORMATS:
-        raise MigrateProblem(f"--migrate has --format {' or '.join(MIGRATE_FORMATS)}, not {args.format}")
+    if args.format not in FORMATS:
+        raise MigrateProblem(f"--migrate has --format {' or '.join(FORMATS)}, not {args.format}")
     if args.paths == ["."]:
         raise MigrateProblem(f"--migrate needs the script: {prog} --migrate train.py")
     return migrate(args.paths, args.format)

@@ -29,9 +29,9 @@ Check = Callable[[View], Iterator[Found]]
 class Rule:
     """One pitfall: how to find it, why it costs, what it looks like and what to write instead.
 
-    `bad` and `good` are whole scripts, shown on the rule's page; tests/fixtures has more. `moot` names the packages that do the thing
-    for the user. `fix` says how safe a correction is: "safe" is what `--fix` does, "unsafe" needs a look, "none" has
-    no single right answer. `note` says where it is told, and what near it does not count.
+    `bad` and `good` are whole scripts, shown on the rule's page; tests/fixtures has more. `moot` names the packages
+    that do the thing for the user. `fix` says how safe a correction is: "safe" is what `--fix` does, "unsafe" needs a
+    look, "none" has no single right answer. `note` says where it is told, and what near it does not count.
     """
 
     code: str

@@ -3,11 +3,11 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import above, guards, inside, loops
 from lockstep_lint.analysis.drafts import epoch_set
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.kept import kept
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import constant, dotted, is_none, keyword, last, strings, walk
 from lockstep_lint.analysis.view import View

@@ -4,9 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.accumulation import Accumulation, accumulations, modulo, steps_by
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import loops
+from lockstep_lint.analysis.gradients import Accumulation, accumulations, modulo, steps_by
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import constant, dotted, element_of, has_star, idents, keyword, last, targets, walk
 from lockstep_lint.analysis.view import View

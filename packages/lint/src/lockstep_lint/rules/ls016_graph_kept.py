@@ -4,8 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import guards, inside, loops, withs
-from lockstep_lint.analysis.evaluations import evaluations
-from lockstep_lint.analysis.forwards import is_forward
+from lockstep_lint.analysis.evaluation import evaluations, is_forward, without_graph
 from lockstep_lint.analysis.graphs import (
     added,
     chain,
@@ -13,15 +12,15 @@ from lockstep_lint.analysis.graphs import (
     cuts_graph,
     evaluated,
     expanded,
+    handed_to_keep,
     holds,
     live_at,
     live_names,
+    plainly,
 )
 from lockstep_lint.analysis.index import Bind, Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import constant, dotted, idents, walk
-from lockstep_lint.analysis.sight import without_graph
-from lockstep_lint.analysis.takers import handed_to_keep, plainly
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity

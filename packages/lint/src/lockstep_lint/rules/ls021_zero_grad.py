@@ -3,11 +3,10 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.accumulation import accumulations
-from lockstep_lint.analysis.context import guards, loops
+from lockstep_lint.analysis.context import guards, in_turn, loops
+from lockstep_lint.analysis.gradients import accumulations
 from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.nodes import dotted
-from lockstep_lint.analysis.pace import in_turn
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity

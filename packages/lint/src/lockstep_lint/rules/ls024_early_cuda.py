@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.calls import COLLECTIVES
 from lockstep_lint.analysis.context import apart
-from lockstep_lint.analysis.effects import COLLECTIVES
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import constant, keyword, strings
 from lockstep_lint.analysis.view import View

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.context import above, guards, withs
 from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.nodes import Words, dotted, idents, is_true, keyword, last, strings, walk
-from lockstep_lint.analysis.rankwords import RANK, RANKED
+from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at

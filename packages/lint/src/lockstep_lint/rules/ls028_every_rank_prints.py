@@ -7,23 +7,28 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import Guard, above, guards
 from lockstep_lint.analysis.index import Site
-from lockstep_lint.analysis.levels import kept_back, whose
 from lockstep_lint.analysis.logs import (
+    LOGGERS,
+    MUTING_HUSHES,
+    apart_run,
     by_rank,
     debugs,
     disabled,
     from_logging,
+    kept_back,
     logs_with_rank,
     loguru,
+    muted,
     plain_logging,
+    quietens,
     silent,
     too_late,
+    tracked,
     untracked,
+    whose,
 )
-from lockstep_lint.analysis.muting import HUSHES, muted, quietens
 from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, walk
-from lockstep_lint.analysis.rankwords import RANK
-from lockstep_lint.analysis.trackers import LOGGERS, apart_run, tracked
+from lockstep_lint.analysis.rank_names import RANK
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -80,7 +85,7 @@ class Setting:
         self.view = view
         self.prefixed = logs_with_rank(view)
         self.quiet = any(quietens(view, member) for member in members)
-        self.hidden = tuple(view.hidden_calls(HUSHES))
+        self.hidden = tuple(view.hidden_calls(MUTING_HUSHES))
         set_up = (site for member in members for site in member.sites("basicConfig"))
         self.levelled = (
             bool(self.hidden)

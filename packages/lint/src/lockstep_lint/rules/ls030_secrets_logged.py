@@ -4,9 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.context import guards, inside, loops
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.kept import kept
 from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, last, strings, targets, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.drafts import wrapped
-from lockstep_lint.analysis.exchanges import around, outside, unseen
+from lockstep_lint.analysis.gradients import around, outside, unseen
 from lockstep_lint.analysis.index import Module
-from lockstep_lint.analysis.kept import kept
 from lockstep_lint.analysis.nodes import Words
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View

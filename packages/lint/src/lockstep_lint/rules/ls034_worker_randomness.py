@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.calls import given
 from lockstep_lint.analysis.context import apart, guards
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.literals import default
 from lockstep_lint.analysis.lookups import looked_up
 from lockstep_lint.analysis.nodes import argument, constant, dotted, keyword, last
+from lockstep_lint.analysis.origins import default
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at

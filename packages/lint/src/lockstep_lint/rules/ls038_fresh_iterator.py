@@ -3,10 +3,9 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import inside, loops
+from lockstep_lint.analysis.context import inside, loops, rarely
 from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.nodes import dotted, last
-from lockstep_lint.analysis.pace import rarely
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at

@@ -1,24 +1,159 @@
-"""Which programs run in several processes, and which of their functions those processes run."""
+"""Which programs run in several processes: those that start others, and the functions that each runs."""
 
 import ast
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import Calls, passed
-from lockstep_lint.analysis.context import above, apart, loops
-from lockstep_lint.analysis.fixed import never
+from lockstep_lint.analysis.context import above, apart, guards, loops
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.kept import kept
-from lockstep_lint.analysis.nodes import Words, argument, constant, keyword, last, walk
+from lockstep_lint.analysis.nodes import Words, argument, constant, keyword, last, strings, walk
 
-__all__ = ["STARTS", "Programs"]
+__all__ = [
+    "STARTS",
+    "Programs",
+    "driven",
+    "never",
+]
+
+
+# Calls that start the processes of a program, by the packages that they come from.
+LAUNCHES = {
+    "ray": ("init", "TorchTrainer", "HorovodTrainer", "DistributedTrainableCreator"),
+    "accelerate": ("notebook_launcher", "debug_launcher"),
+    "torch": ("elastic_launch",),
+    "detectron2": ("launch",),
+    "fvcore": ("launch",),
+    "horovod": ("RayExecutor", "ElasticRayExecutor"),
+    "pyspark": ("TorchDistributor",),
+    "submitit": ("AutoExecutor", "SlurmExecutor", "LocalExecutor"),
+}
+# Horovod's own launcher for Spark, whose last name says too little.
+RUNS = {"horovod.spark.run", "horovod.spark.run_elastic"}
+# Calls that run a command, and the commands that start several processes.
+COMMANDS = {"run", "call", "check_call", "check_output", "Popen", "system", "execvp"}
+STARTERS = (
+    "torchrun",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate launch",
+    "deepspeed --",
+    "mpirun",
+    "horovodrun",
+)
+MAX_CALLERS = 20
+MAX_DEPTH = 5
+
+NAMES = tuple({name for names in LAUNCHES.values() for name in names} | COMMANDS | {"remote", "run_elastic"})
+
+
+def driven(calls: Calls, stmt: ast.stmt, scope: Scope, depth: int = 0) -> bool:
+    """Whether a statement runs only in the process that starts the others: it stands where they are started, under no
+    fewer tests, or in a function that is called only there.
+    """
+    if not near(calls, scope.module):
+        return False
+    asked = {(guard.test, guard.when) for guard in guards(stmt, scope.module)}
+    starts = launches(calls, scope.module).get(scope, [])
+    if any(asked.issuperset((guard.test, guard.when) for guard in guards(s.stmt, scope.module)) for s in starts):
+        return True
+    if scope.kind != "function" or depth >= MAX_DEPTH:
+        return False
+    callers = calls.callers(scope)[:MAX_CALLERS]
+    direct = (calls.target(site.call, site.scope) is scope for site in callers)
+    return bool(callers) and all(direct) and all(driven(calls, s.stmt, s.scope, depth + 1) for s in callers)
+
+
+@kept
+def near(calls: Calls, module: Module) -> bool:
+    """Whether any file of a file's programs starts processes so."""
+    return any(launches(calls, member) for member in calls.project.users(module))
+
+
+@kept
+def launches(calls: Calls, module: Module) -> dict[Scope, list[Site]]:
+    """The calls of a file that start processes, by the scopes that make them."""
+    table: dict[Scope, list[Site]] = {}
+    for site in module.sites(*NAMES):
+        if starts_others(calls, site):
+            table.setdefault(site.scope, []).append(site)
+    return table
+
+
+def starts_others(calls: Calls, site: Site) -> bool:
+    """Whether a call starts the processes of a program, or the service that will."""
+    full = calls.names.qualify(site.call.func, site.scope)
+    if full in RUNS or site.name in LAUNCHES.get(full.partition(".")[0], ()):
+        return True
+    if site.name == "remote":
+        made = calls.names.definition(site.receiver, site.scope)
+        return made is not None and any(last(item) == "remote" for item in made.decorators)
+    if site.name not in COMMANDS or full.partition(".")[0] not in ("subprocess", "os"):
+        return False
+    return any(starter in " ".join(command(calls, site)) for starter in STARTERS)
+
+
+def command(calls: Calls, site: Site) -> list[str]:
+    """The words of the command that a call runs, as far as they are written out."""
+    given = site.call.args[0] if site.call.args else None
+    if isinstance(given, ast.Name):
+        values = (value for value, _ in calls.values(given.id, site.scope))
+        return [text for value in values for text in strings(value)]
+    return list(strings(given)) if given is not None and last(given) != "argv" else []
+
+
+# What may set an option from outside of the class.
+SETS = ("setattr(", "vars(", "__dict__")
+
+
+def never(calls: Calls, site: Site) -> bool:
+    """Whether options that are written out keep a call from ever being made."""
+    return any(outcome(calls, guard.test, site.scope) is (not guard.when) for guard in guards(site.stmt, site.module))
+
+
+def outcome(calls: Calls, test: ast.expr, scope: Scope) -> bool | None:
+    """How a test comes out, where written options decide it."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = outcome(calls, test.operand, scope)
+        return None if inner is None else not inner
+    if isinstance(test, ast.BoolOp):
+        ends = isinstance(test.op, ast.Or)
+        found = [outcome(calls, value, scope) for value in test.values]
+        return ends if ends in found else None if None in found else not ends
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.NotEq):
+        left, right = written(calls, test.left, scope), constant(test.comparators[0])
+        return None if left is None or right is None else (left == right) is isinstance(test.ops[0], ast.Eq)
+    value = written(calls, test, scope)
+    return None if value is None else bool(value)
+
+
+def written(calls: Calls, node: ast.expr, scope: Scope) -> object:
+    """The literal that an option of an object always is: its class, of this file, is all that gives it one."""
+    module = scope.module
+    if not isinstance(node, ast.Attribute) or any(word in module.text for word in SETS):
+        return None
+    owner = calls.class_of(node.value, scope)
+    if owner is None or owner.module is not module or owner.decorators or any(calls.names.bases_of(owner)):
+        return None
+    own, name = (owner, *owner.defs.values()), node.attr
+    binds = [
+        (place, bind)
+        for place in module.scopes
+        for key, given in place.binds.items()
+        if key.rpartition(".")[2] == name and (place is owner or "." in key)
+        for bind in given
+    ]
+    values = [constant(bind.value) if place in own and not bind.path else None for place, bind in binds]
+    return values[0] if len(values) == 1 else None
+
 
 STARTS = ("init_process_group", "initialize_distributed", "init_distributed")
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
 INITS = ("horovod.torch.init", "smdistributed.modelparallel.torch.init")
 SPAWNS = {"spawn", "start_processes", "Process"}
 SPAWN = "torch.multiprocessing.spawn"
-RUNS = ("horovod.run", "horovod.torch.run", "horovod.spark.run")
+PROGRAMS_RUNS = ("horovod.run", "horovod.torch.run", "horovod.spark.run")
 # What starts processes from a notebook.
 LAUNCHERS = ("TorchTrainer", "TorchDistributor", "notebook_launcher")
 # Those of them that are given the function which the processes run, by their full names.
@@ -167,7 +302,7 @@ class Programs:
         """Whether a call starts its function in the processes of Horovod (`horovod.run(train)`) or of Spark
         (`TorchDistributor(...).run(train)`).
         """
-        if self.calls.names.qualify(site.call.func, site.scope) in RUNS:
+        if self.calls.names.qualify(site.call.func, site.scope) in PROGRAMS_RUNS:
             return True
         made = site.receiver
         if isinstance(made, ast.Name):
