@@ -20,13 +20,7 @@ from lockstep_lint.output import render, summary
 from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_paths, in_order
 
-__all__ = [
-    "FORMATS",
-    "MigrateProblem",
-    "command",
-    "find_files",
-    "migrate",
-]
+__all__ = ["MigrateProblem", "command", "find_files"]
 
 
 def find_files(paths: list[str]) -> list[str]:

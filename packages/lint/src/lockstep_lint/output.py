@@ -12,14 +12,7 @@ from lockstep_lint.docs import page
 from lockstep_lint.finding import Finding, Severity
 from lockstep_lint.rules import RULES
 
-__all__ = [
-    "FORMATS",
-    "github",
-    "log",
-    "render",
-    "summary",
-    "text",
-]
+__all__ = ["FORMATS", "render", "summary"]
 
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -21,14 +21,7 @@ from lockstep_lint.finding import Confidence, Finding, Severity
 from lockstep_lint.rules import RULES
 from lockstep_lint.rules.base import Found, Rule
 
-__all__ = [
-    "PROBLEM",
-    "UNUSED",
-    "Silencer",
-    "check_paths",
-    "check_text",
-    "in_order",
-]
+__all__ = ["check_paths", "check_text", "in_order"]
 
 
 # The code under which a comment that silences nothing is reported.

@@ -15,18 +15,11 @@ from lockstep_lint.analysis.training import LOSSES
 from lockstep_lint.analysis.view import View
 
 __all__ = [
-    "alone",
     "evaluations",
     "foreign",
     "forward_of_phases",
-    "given_held_out",
-    "handed_on",
     "is_forward",
-    "keeps_all",
-    "model_of",
-    "over_rows",
     "phased",
-    "run_by",
     "run_model",
     "shields",
     "without_graph",

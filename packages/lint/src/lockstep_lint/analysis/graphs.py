@@ -22,7 +22,6 @@ __all__ = [
     "cuts_graph",
     "evaluated",
     "expanded",
-    "flows_through",
     "handed_to_keep",
     "holds",
     "live_at",

@@ -12,21 +12,7 @@ from pathlib import Path
 
 from lockstep_lint.analysis.source import MAX_BYTES
 
-__all__ = [
-    "KNOWN",
-    "ROOT_MARKS",
-    "SKIPPED",
-    "Graph",
-    "Importers",
-    "Lines",
-    "Paths",
-    "draw",
-    "lines_of",
-    "oldest_torch",
-    "root_of",
-    "scan",
-    "stem",
-]
+__all__ = ["KNOWN", "SKIPPED", "Graph", "Importers", "Paths", "draw", "oldest_torch"]
 
 
 EXTERNAL = sys.stdlib_module_names | {"torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "sklearn"}

@@ -9,17 +9,7 @@ from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
 from lockstep_lint.analysis.origins import Origins
 
-__all__ = [
-    "EVALUATION",
-    "MODEL",
-    "OPTIMIZER",
-    "SCALER",
-    "TORCH_OPTIMIZERS",
-    "Kinds",
-    "Steps",
-    "divides",
-    "parts",
-]
+__all__ = ["EVALUATION", "MODEL", "OPTIMIZER", "SCALER", "TORCH_OPTIMIZERS", "Kinds", "Steps", "parts"]
 
 
 # The calls in which a rank's part is taken, and how such an expression reads.

@@ -11,18 +11,7 @@ from lockstep_lint.analysis.context import above, guards, loops
 from lockstep_lint.analysis.index import Bind, Scope
 from lockstep_lint.analysis.nodes import constant, dotted, element_of, has_star, last
 
-__all__ = [
-    "SAME",
-    "Entry",
-    "Origin",
-    "Origins",
-    "default",
-    "excluded",
-    "reaching",
-    "returned",
-    "truth",
-    "under",
-]
+__all__ = ["SAME", "Origin", "Origins", "default", "reaching", "returned", "truth", "under"]
 
 
 # The call through which a search came into a function: its arguments are the parameters, not those of other calls.

@@ -10,12 +10,7 @@ from lockstep_lint.analysis.context import above, apart, guards, loops
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import Words, argument, constant, keyword, last, strings, walk
 
-__all__ = [
-    "STARTS",
-    "Programs",
-    "driven",
-    "never",
-]
+__all__ = ["STARTS", "Programs", "driven"]
 
 
 # Calls that start the processes of a program, by the packages that they come from.

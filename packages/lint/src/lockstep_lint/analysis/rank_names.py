@@ -10,12 +10,9 @@ from lockstep_lint.analysis.nodes import Words, constant, dotted, has_star, iden
 
 __all__ = [
     "COUNT",
-    "DEVICE",
-    "FLIPPED",
     "LAUNCHER",
     "MAIN",
     "MAIN_EXACT",
-    "MAIN_NUMBER",
     "MAIN_OF_ARGUMENTS",
     "MULTI",
     "PACKAGES",
@@ -26,12 +23,7 @@ __all__ = [
     "attributes",
     "beside_zero",
     "counts_batches",
-    "first_device",
-    "gives_rank",
     "is_empty",
-    "is_first_of",
-    "is_number_of_device",
-    "says_rank",
 ]
 
 

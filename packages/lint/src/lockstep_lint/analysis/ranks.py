@@ -27,16 +27,7 @@ from lockstep_lint.analysis.rank_names import (
     is_empty,
 )
 
-__all__ = [
-    "RUN",
-    "RankTests",
-    "Ranks",
-    "bare",
-    "in_table",
-    "in_tuple",
-    "main_has_run",
-    "may_be_number",
-]
+__all__ = ["Ranks"]
 
 
 def bare(node: ast.expr) -> ast.expr:

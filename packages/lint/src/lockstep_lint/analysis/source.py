@@ -11,20 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-__all__ = [
-    "FLAGS",
-    "MAX_BYTES",
-    "MAX_NOTEBOOK",
-    "Cell",
-    "Notebook",
-    "Problem",
-    "Source",
-    "cells_of",
-    "parse",
-    "parsed",
-    "place",
-    "read",
-]
+__all__ = ["MAX_BYTES", "Problem", "Source", "cells_of", "parse", "parsed", "place", "read"]
 
 
 # A string's beginning, or a comment.

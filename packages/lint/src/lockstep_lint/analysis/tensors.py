@@ -18,14 +18,12 @@ __all__ = [
     "SYNCS",
     "asks_for_gpu",
     "bare",
-    "is_number",
     "is_read",
     "key",
     "loss_names",
     "made_on_host",
     "moves",
     "on_host",
-    "read",
 ]
 
 

@@ -33,22 +33,7 @@ from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_non
 from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.ranks import Ranks
 
-__all__ = [
-    "LOSSES",
-    "Training",
-    "Trainings",
-    "chooses",
-    "evaluates",
-    "given_by",
-    "held_names",
-    "is_fixed",
-    "is_option",
-    "leaves",
-    "of_a_name",
-    "once",
-    "parts",
-    "sites_in",
-]
+__all__ = ["LOSSES", "Training", "Trainings"]
 
 
 # A flag that says that a run trains.

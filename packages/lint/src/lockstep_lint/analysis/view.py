@@ -19,12 +19,7 @@ from lockstep_lint.analysis.ranks import Ranks
 from lockstep_lint.analysis.tensors import asks_for_gpu
 from lockstep_lint.analysis.training import Training, Trainings
 
-__all__ = [
-    "TRAINS",
-    "Analysis",
-    "View",
-    "Wrappers",
-]
+__all__ = ["TRAINS", "Analysis", "View"]
 
 
 DDP = "DistributedDataParallel"

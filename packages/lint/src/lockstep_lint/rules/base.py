@@ -8,7 +8,7 @@ from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Change, Confidence, Edit, Severity
 
-__all__ = ["Check", "Found", "Rule", "at", "edit"]
+__all__ = ["Found", "Rule", "at", "edit"]
 
 
 @dataclass(frozen=True)

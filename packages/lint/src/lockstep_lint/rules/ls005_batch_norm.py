@@ -14,17 +14,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = [
-    "RULE",
-    "Settings",
-    "attached",
-    "default_names",
-    "has_norm",
-    "live",
-    "passed_down",
-    "ruled_out",
-    "unchosen",
-]
+__all__ = ["RULE"]
 
 
 def default_names(view: View, scope: Scope, flag: str = "") -> Iterator[str]:

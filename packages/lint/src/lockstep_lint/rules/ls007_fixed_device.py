@@ -15,18 +15,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = [
-    "RULE",
-    "after_cuda",
-    "chosen_by_test",
-    "index_of",
-    "is_default",
-    "is_global",
-    "numbered",
-    "placed_before",
-    "plain",
-    "same_for_all",
-]
+__all__ = ["RULE"]
 
 
 # The rank among all processes, as launchers call it.

@@ -14,14 +14,7 @@ from lockstep_lint.analysis.view import DEVICE, TRAINS, View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = [
-    "MADE",
-    "RULE",
-    "drawn_before",
-    "makes_module",
-    "model_at",
-    "model_made",
-]
+__all__ = ["RULE"]
 
 
 LIBRARIES = ("transformers.", "trl.")

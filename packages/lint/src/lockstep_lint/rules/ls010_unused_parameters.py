@@ -11,10 +11,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = [
-    "RULE",
-    "left_out",
-]
+__all__ = ["RULE"]
 
 
 # Layers of torch.nn that have parameters, whatever they are given.

@@ -26,25 +26,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = [
-    "RULE",
-    "SAVES",
-    "by_shards",
-    "guarded_by_type",
-    "handed_path",
-    "is_saved",
-    "knows_shards",
-    "leads_to",
-    "makes_file",
-    "read_by_all",
-    "reads_file",
-    "same_path",
-    "saved_by_main",
-    "stripped",
-    "taken_out",
-    "waits",
-    "written",
-]
+__all__ = ["RULE"]
 
 
 # What gives the path that a call writes or reads.

@@ -23,12 +23,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = [
-    "RULE",
-    "idle_calls",
-    "lasting",
-    "trains_object",
-]
+__all__ = ["RULE"]
 
 
 # How many functions hand the flag on.

@@ -32,24 +32,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at, edit
 
-__all__ = [
-    "RULE",
-    "asked",
-    "comprehension_names",
-    "moved",
-    "moves_device",
-    "never_pins",
-    "no_workers",
-    "own_loader",
-    "pins_memory",
-    "placed",
-    "replaced",
-    "surely_replaced",
-    "taken",
-    "unpacked",
-    "unprepared",
-    "unwrapped",
-]
+__all__ = ["RULE"]
 
 
 # What gives the parts of a batch.

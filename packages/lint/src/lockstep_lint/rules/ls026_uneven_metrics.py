@@ -16,16 +16,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = [
-    "JOINS",
-    "RULE",
-    "by_ranks",
-    "divided_after",
-    "mean_after",
-    "means_given",
-    "serves_both",
-    "shards",
-]
+__all__ = ["RULE"]
 
 
 MAX_CALLERS = 20

@@ -15,11 +15,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = [
-    "RULE",
-    "asked",
-    "on_losses",
-]
+__all__ = ["RULE"]
 
 
 FINITE = {"isnan", "isinf", "isfinite"}

@@ -14,12 +14,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
-__all__ = [
-    "RULE",
-    "Slice",
-    "counts",
-    "made_of",
-]
+__all__ = ["RULE"]
 
 
 # A test that goes back to more names than this decides on everything.
