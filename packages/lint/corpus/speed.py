@@ -17,15 +17,17 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from lockstep_lint.discover import find_files
-from lockstep_lint.rules import RULES
+from lockstep_lint.command import find_files
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from rule_examples import all_examples
 
 LINES = 200
 
 
 def scripts(folder, count):
     """Writes `count` scripts of about LINES lines each."""
-    examples = [text for rule in RULES.values() for text in (*rule.bad, *rule.good)]
+    examples = all_examples("bad", "good")
     for i in range(count):
         home = folder / f"project{i // 100:02d}"
         home.mkdir(exist_ok=True)

@@ -32,6 +32,37 @@ def test_exit_codes(folder, capsys):
     capsys.readouterr()
 
 
+def test_it_calls_itself_as_it_was_called(folder, capsys):
+    for prog in ("lockstep lint", "lockstep-lint"):
+        for argv in (["--help"], ["--nonsense"], ["missing.py"], ["--explain", "LS099"], ["bad.py"]):
+            command(argv, prog)
+            text = "".join(capsys.readouterr())
+            assert prog in text
+            assert ("lockstep-lint" if prog == "lockstep lint" else "lockstep lint") not in text
+    module = [sys.executable, "-m", "lockstep_lint", "missing.py"]
+    run = subprocess.run(module, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    assert run.stderr.startswith("python -m lockstep_lint: error: ")
+
+
+def test_a_refusal_is_one_line(folder, capsys):
+    for argv in (["--nonsense"], ["--format", "xml"], ["--select", "LS999"], ["--explain", "LS099"], ["missing.py"]):
+        assert command(argv) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+
+
+def test_a_folder_without_python_files_is_a_warning(folder, capsys):
+    (folder / "empty").mkdir()
+    assert command(["empty"]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "'empty'" in err
+    assert command(["empty", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
 def test_text(folder, capsys):
     command(["bad.py"])
     out = capsys.readouterr().out.splitlines()

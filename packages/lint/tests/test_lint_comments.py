@@ -1,8 +1,9 @@
 """A word in a comment, a docstring or an idle import silences no rule, and finds nothing either."""
 
 import pytest
+from rule_examples import examples
 
-from lockstep_lint.analysis.prose import bare, uncommented
+from lockstep_lint.analysis.index import bare, uncommented
 from lockstep_lint.config import Config, default_codes
 from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_text
@@ -19,7 +20,7 @@ WORDS = [
 ]
 COMMENT = "".join(f"# {line}\n" for line in WORDS)
 DOCSTRING = '"""' + " ".join(WORDS) + '"""\n'
-BAD = [(code, text) for code, rule in RULES.items() for text in rule.bad]
+BAD = [(code, text) for code in RULES for text in examples(code, "bad")]
 
 
 def found(code, text):
@@ -35,12 +36,12 @@ def test_comments_and_docstrings_say_nothing(code, text):
 
 @pytest.mark.parametrize("rule", list(RULES.values()), ids=list(RULES))
 def test_they_find_nothing_either(rule):
-    for text in rule.good:
+    for text in examples(rule.code, "good"):
         assert found(rule.code, f"{DOCSTRING}{COMMENT}{text}{COMMENT}") == set()
 
 
 def test_an_idle_import_is_no_wrapper():
-    bad = RULES["LS031"].bad[0]
+    bad = RULES["LS031"].bad
     assert found("LS031", "from torch.nn.parallel import DistributedDataParallel as DDP\n" + bad) == {"LS031"}
     assert found("LS031", bad.replace("dist.init", "print('use DDP here') or dist.init", 1)) >= {"LS031"}
 

@@ -1,18 +1,15 @@
 """The examples of every rule are its tests: each bad one is found by this rule alone, each good one by none."""
 
 import pytest
+from rule_examples import examples
 
 from lockstep_lint.config import Config, default_codes
 from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_text
 
 
-def examples(kind):
-    return [
-        pytest.param(code, text, id=f"{code}-{i}")
-        for code, rule in RULES.items()
-        for i, text in enumerate(getattr(rule, kind))
-    ]
+def cases(kind):
+    return [pytest.param(code, text, id=f"{code}-{i}") for code in RULES for i, text in enumerate(examples(code, kind))]
 
 
 def codes(code, text):
@@ -20,12 +17,12 @@ def codes(code, text):
     return {finding.rule for finding in check_text(text, config)}
 
 
-@pytest.mark.parametrize(("code", "text"), examples("bad"))
+@pytest.mark.parametrize(("code", "text"), cases("bad"))
 def test_bad(code, text):
     assert codes(code, text) == {code}
 
 
-@pytest.mark.parametrize(("code", "text"), examples("good"))
+@pytest.mark.parametrize(("code", "text"), cases("good"))
 def test_good(code, text):
     assert codes(code, text) == set()
 

@@ -67,7 +67,7 @@ def test_what_is_not_safe_stays(tmp_path, capsys):
             "fixed nothing: 2 findings, none that --fix can correct\n",
         ),
         (
-            RULES["LS003"].bad[0],
+            RULES["LS003"].bad,
             "fixed nothing: 1 finding, none that --fix can correct; --unsafe-fixes prints corrections to read first\n",
         ),
         ("s = torch.cuda.amp.GradScaler()\nx = torch.load('a')\n", "fixed 1 place\n"),

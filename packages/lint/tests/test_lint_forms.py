@@ -1,9 +1,9 @@
 """The forms in which one pitfall comes, and code of the same form that is right: each is told or silent."""
 
 import pytest
+from rule_examples import examples
 
 from lockstep_lint.config import configure
-from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_paths, check_text
 
 HEAD = """
@@ -267,7 +267,7 @@ def test_an_end_in_a_file_that_is_imported(tmp_path, ends, called):
 
 @pytest.mark.parametrize("code", ["LS003", "LS009", "LS037"])
 def test_a_wrapper_under_a_name_of_its_own(code):
-    bad = next(text for text in RULES[code].bad if "DistributedDataParallel as DDP" in text)
+    bad = next(text for text in examples(code, "bad") if "DistributedDataParallel as DDP" in text)
     renamed = bad.replace("DDP", "Replicated")
     assert {finding.rule for finding in check_text(renamed, configure({}, code, ""))} == {code}
     other = renamed.replace("import DistributedDataParallel as", "import Module as").replace("init_process_group", "x")

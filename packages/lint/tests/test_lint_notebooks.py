@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_lint.analysis.notebooks import cells_of, place, plain
+from lockstep_lint.analysis.source import cells_of, place, plain
 from lockstep_lint.command import command
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_paths

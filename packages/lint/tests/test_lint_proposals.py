@@ -7,15 +7,16 @@ import subprocess
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rule_examples import all_examples, examples
 
-from lockstep_lint.analysis import pins
-from lockstep_lint.analysis.pins import oldest_torch
+from lockstep_lint.analysis import imports
+from lockstep_lint.analysis.imports import oldest_torch
 from lockstep_lint.command import command
-from lockstep_lint.proposals import proposed
+from lockstep_lint.fixes import proposed
 from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_text
 
-BAD = [text for rule in RULES.values() for text in rule.bad]
+BAD = all_examples("bad")
 OLD = """\
 import torch
 from torch.cuda.amp import GradScaler, autocast
@@ -37,9 +38,9 @@ def train(model, data, optimizer, criterion, d):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    pins.forget()
+    imports.forget()
     yield
-    pins.forget()
+    imports.forget()
 
 
 def fixed(path):
@@ -136,7 +137,7 @@ def rules(text):
     ],
 )
 def test_the_proposal_mends_the_finding(code, number, written):
-    text = RULES[code].bad[number]
+    text = examples(code, "bad")[number]
     assert code in rules(text)
     after = unsafe(text)
     assert written in after
@@ -144,17 +145,17 @@ def test_the_proposal_mends_the_finding(code, number, written):
 
 
 def test_a_clip_after_the_step_moves_before_it():
-    text = next(t for t in RULES["LS011"].bad if rules(t) == {"LS011"} and "unscale" not in unsafe(t))
+    text = next(t for t in examples("LS011", "bad") if rules(t) == {"LS011"} and "unscale" not in unsafe(t))
     assert rules(unsafe(text)) == set()
 
 
 def test_the_diff_applies_and_nothing_is_written(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.py"
-    path.write_text(RULES["LS003"].bad[0].lstrip())
+    path.write_text(RULES["LS003"].bad.lstrip())
     assert command(["--unsafe-fixes", "train.py"]) == 1
     out, err = capsys.readouterr()
-    assert path.read_text() == RULES["LS003"].bad[0].lstrip()
+    assert path.read_text() == RULES["LS003"].bad.lstrip()
     assert out.startswith("--- a/train.py\n+++ b/train.py\n")
     assert "LS003" in err
     if shutil.which("git") is not None:

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rule_examples import all_examples
 
 from lockstep_lint.analysis import project
 from lockstep_lint.analysis.index import index
@@ -25,7 +26,7 @@ WORDS = (
     "class return import from as not and or lambda * ** DDP DataLoader backward step zero_grad"
 )
 TOKENS = [*WORDS.split(), "\n    ", "\n"]
-EXAMPLES = [text for rule in RULES.values() for text in (*rule.bad, *rule.good)]
+EXAMPLES = all_examples("bad", "good")
 
 
 def taken(text):
@@ -156,7 +157,7 @@ def test_a_part_is_let_go_without_the_garbage_collector(monkeypatch):
     collects = gc.isenabled()
     gc.disable()
     try:
-        for text in HOSTILE["functions that call each other"], RULES["LS037"].bad[0], RULES["LS005"].bad[0]:
+        for text in HOSTILE["functions that call each other"], RULES["LS037"].bad, RULES["LS005"].bad:
             check_text("import torch\n" + text, ALL)
             assert not made
         assert len(seen) == 3

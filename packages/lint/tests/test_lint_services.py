@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lockstep_lint.command import command, parser
-from lockstep_lint.sarif import LEVELS
+from lockstep_lint.output import LEVELS
 
 ROOT = Path(__file__).parents[3]
 BAD = "import torch\n\nmodel.load(torch.load('cuda.pt'))\n"

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lockstep_lint.analysis.syntax import parsed, requoted
+from lockstep_lint.analysis.source import parsed, requoted
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_paths, check_text
 

@@ -7,12 +7,11 @@ from lockstep_lint.analysis.budget import WORK, TooIntricate
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import argument, constant, dotted, idents, is_true, keyword, last, walk
-from lockstep_lint.analysis.notebooks import place
 from lockstep_lint.analysis.project import Project
-from lockstep_lint.analysis.source import Source, parse, read
+from lockstep_lint.analysis.source import Source, parse, place, read
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import Analysis, View
-from lockstep_lint.migration import MigrateProblem
+from lockstep_lint.command import MigrateProblem
 
 __all__ = [
     "EVALUATION",

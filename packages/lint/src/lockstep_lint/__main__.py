@@ -1,6 +1,7 @@
 """`python -m lockstep_lint ...` and `lockstep-lint ...`: the linter without the rest of lockstep."""
 
 import sys
+from pathlib import Path
 
 from lockstep_lint.command import command
 
@@ -8,11 +9,13 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Runs the linter with the process's arguments, and exits with its code."""
+    """Run the linter with the process's arguments, and exit with its code."""
+    module = Path(sys.argv[0]).name == "__main__.py"
+    prog = "python -m lockstep_lint" if module else "lockstep-lint"
     try:
-        code = command(sys.argv[1:])
+        code = command(sys.argv[1:], prog)
     except KeyboardInterrupt:
-        print("lockstep lint: interrupted", file=sys.stderr)
+        print(f"{prog}: interrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # `lockstep-lint ... | head`
         code = 141

@@ -4,50 +4,109 @@ import argparse
 import os
 import sys
 import textwrap
+from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import NoReturn
 
+from lockstep_lint.analysis.imports import SKIPPED
 from lockstep_lint.analysis.source import read
 from lockstep_lint.config import Config, ConfigProblem, configure, find_table
-from lockstep_lint.discover import find_files
 from lockstep_lint.docs import page
 from lockstep_lint.finding import Finding
-from lockstep_lint.fixes import FixProblem, fix_files
-from lockstep_lint.migration import FORMATS as MIGRATE_FORMATS
-from lockstep_lint.migration import MigrateProblem, migrate
-from lockstep_lint.output import FORMATS, render, summary
-from lockstep_lint.proposals import diff
+from lockstep_lint.fixes import FixProblem, diff, fix_files
+from lockstep_lint.output import FORMATS as OUTPUT_FORMATS
+from lockstep_lint.output import render, summary
 from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_paths, in_order
 
-__all__ = ["command"]
+__all__ = ["MigrateProblem", "command", "find_files"]
+
+
+def find_files(paths: list[str]) -> list[str]:
+    """The Python files and notebooks at and under `paths`, sorted, each once. Raises FileNotFoundError."""
+    found: dict[str, None] = {}
+    for path in paths:
+        if os.path.isdir(path):
+            found.update(dict.fromkeys(_under(path)))
+        elif os.path.exists(path):
+            found[path] = None
+        else:
+            raise FileNotFoundError(path)
+    return sorted(found)
+
+
+def _under(folder: str) -> Iterator[str]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in SKIPPED and not name.startswith(".")]
+        for name in names:
+            if name.endswith((".py", ".ipynb")) and not name.startswith("."):
+                yield str(Path(parent) / name)
+
+
+FORMATS = ("text", "json")
+
+
+class MigrateProblem(Exception):
+    """Refuses `--migrate` for a file or its flags. The message is one line: what, where, and the way out."""
+
+
+def migrate(paths: list[str], form: str) -> int:
+    """Prints which lines of each file become which in lockstep.
+
+    Returns:
+        the exit code: 1 where something would be refused, else 0.
+
+    Raises:
+        MigrateProblem: lockstep is not installed, or it can tell nothing of a file.
+        FileNotFoundError: there is no such path.
+    """
+    found = tuple(entry_points(group="lockstep_lint.migrate", name="migrate"))
+    if not found:
+        raise MigrateProblem("--migrate needs lockstep itself: pip install 'torch-lockstep[lint]'")
+    code: int = found[0].load()(paths, form)
+    return code
+
 
 # A correction may show the next one on its line; a bound for corrections that would show each other for ever.
 MAX_ROUNDS = 20
 
 
-def command(argv: list[str]) -> int:
-    """Runs `lockstep lint` with the arguments after that name, and returns its exit code."""
+def command(argv: list[str], prog: str = "lockstep lint") -> int:
+    """Run the linter with the arguments `argv`, and return its exit code.
+
+    Args:
+        argv: the arguments after the command's name.
+        prog: the name that the command was called by, for usage and messages.
+    """
     try:
-        args = parser().parse_args(argv)
+        args = parser(prog).parse_args(argv)
     except SystemExit as end:  # argparse has printed its line, or the help
         return 2 if end.code else 0
     try:
         if args.migrate:
-            return _migrate(args)
-        return explain(args.explain) if args.explain else check(args)
+            return _migrate(args, prog)
+        return explain(args.explain, prog) if args.explain else check(args, prog)
     except FileNotFoundError as error:
-        return refuse(f"there is no file or folder '{error.args[0]}': name one that exists")
+        return refuse(prog, f"there is no file or folder '{error.args[0]}': name one that exists")
     except (ConfigProblem, FixProblem, MigrateProblem) as problem:
-        return refuse(str(problem))
+        return refuse(prog, str(problem))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    flags = argparse.ArgumentParser(prog="lockstep lint", description="Finds mistakes in PyTorch training scripts.")
+class _Parser(argparse.ArgumentParser):
+    """Reports a bad flag on one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def parser(prog: str = "lockstep lint") -> argparse.ArgumentParser:
+    """Build the parser of the command's flags."""
+    flags = _Parser(prog=prog, description="Finds mistakes in PyTorch training scripts.")
     flags.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="files and folders (default: here)")
     flags.add_argument("--select", metavar="CODES", help="the rules to run, such as LS004,LS018, or ALL")
     flags.add_argument("--ignore", metavar="CODES", help="rules to leave out")
-    flags.add_argument("--format", choices=FORMATS, default="text", help="how to print findings (default: text)")
+    flags.add_argument("--format", choices=OUTPUT_FORMATS, default="text", help="how to print findings (default: text)")
     flags.add_argument("--fix", action="store_true", help="make the corrections that are safe")
     flags.add_argument("--unsafe-fixes", action="store_true", help="print the next corrections as a diff to read")
     flags.add_argument("--explain", metavar="CODE", help="print what a rule finds, why it matters and what to write")
@@ -55,20 +114,25 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def _migrate(args: argparse.Namespace) -> int:
+def _migrate(args: argparse.Namespace, prog: str) -> int:
     for name in ("select", "ignore", "fix", "unsafe_fixes", "explain"):
         if getattr(args, name):
             raise MigrateProblem(f"--migrate checks nothing and writes nothing: leave out --{name.replace('_', '-')}")
-    if args.format not in MIGRATE_FORMATS:
-        raise MigrateProblem(f"--migrate has --format {' or '.join(MIGRATE_FORMATS)}, not {args.format}")
+    if args.format not in FORMATS:
+        raise MigrateProblem(f"--migrate has --format {' or '.join(FORMATS)}, not {args.format}")
     if args.paths == ["."]:
-        raise MigrateProblem("--migrate needs the script: lockstep lint --migrate train.py")
+        raise MigrateProblem(f"--migrate needs the script: {prog} --migrate train.py")
     return migrate(args.paths, args.format)
 
 
-def check(args: argparse.Namespace) -> int:
-    """Checks the paths and prints what was found."""
+def check(args: argparse.Namespace, prog: str) -> int:
+    """Check the paths and print the findings."""
     paths = find_files(args.paths)
+    if not paths:
+        places = ", ".join(f"'{path}'" for path in args.paths)
+        print(f"{prog}: warning: no Python file or notebook under {places}", file=sys.stderr)
+        if args.format == "text":
+            return 0
     groups = settings(args, paths)
     findings = check_all(groups)
     if args.fix:
@@ -77,7 +141,7 @@ def check(args: argparse.Namespace) -> int:
         print(diff(findings), end="")
         print(summary(findings), file=sys.stderr)
         return 1 if findings else 0
-    print(render(findings, args.format, sources(findings)))
+    print(render(findings, args.format, sources(findings), prog))
     return 1 if findings else 0
 
 
@@ -142,16 +206,16 @@ def sources(findings: list[Finding]) -> dict[str, list[str]]:
     return lines
 
 
-def explain(code: str) -> int:
-    """Prints a rule's page."""
+def explain(code: str, prog: str) -> int:
+    """Print a rule's page."""
     rule = RULES.get(code.upper())
     if rule is None:
-        return refuse(f"--explain: there is no rule '{code}': use a code from {min(RULES)} to {max(RULES)}")
+        return refuse(prog, f"--explain: there is no rule '{code}': use a code from {min(RULES)} to {max(RULES)}")
     print(textwrap.dedent(page(rule)).rstrip())
     return 0
 
 
-def refuse(message: str) -> int:
-    """Says in one line why nothing was checked."""
-    print(f"lockstep lint: error: {message}", file=sys.stderr)
+def refuse(prog: str, message: str) -> int:
+    """Print in one line why nothing was checked, and return the exit code."""
+    print(f"{prog}: error: {message}", file=sys.stderr)
     return 2

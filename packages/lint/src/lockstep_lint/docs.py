@@ -24,8 +24,8 @@ def page(rule: Rule) -> str:
         f"**Severity** {rule.severity.value}, **confidence** {rule.confidence.value}, {state}.",
         f"## Why\n\n{rule.why}",
         *([f"## Where it is told\n\n{rule.note}"] if rule.note else []),
-        *(f"## Found\n\n```python\n{example.strip()}\n```" for example in rule.bad[:1]),
-        *(f"## Right\n\n```python\n{example.strip()}\n```" for example in rule.good[:1]),
+        f"## Found\n\n```python\n{rule.bad.strip()}\n```",
+        f"## Right\n\n```python\n{rule.good.strip()}\n```",
         f"## Fix\n\n{rule.remedy}. {FIXES[rule.fix]}" if rule.remedy else f"## Fix\n\n{FIXES[rule.fix]}",
     ]
     if rule.moot:

@@ -1,16 +1,68 @@
-"""Makes the safe corrections. The only file that needs libcst, which keeps the rest of a file as it was."""
+"""Make the safe corrections (with libcst, only here), and print the others as a diff to read."""
 
 import ast
+import difflib
 import importlib
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from lockstep_lint.analysis.pins import oldest_torch
-from lockstep_lint.analysis.syntax import parsed
-from lockstep_lint.finding import Edit, Finding
+from lockstep_lint.analysis.imports import oldest_torch
+from lockstep_lint.analysis.source import parsed
+from lockstep_lint.finding import Change, Edit, Finding
 
-__all__ = ["FixProblem", "fix_files", "fix_text"]
+__all__ = [
+    "FixProblem",
+    "diff",
+    "fix_files",
+    "fix_text",
+    "proposed",
+]
+
+
+def diff(findings: list[Finding]) -> str:
+    """A unified diff of all that the findings propose, for `git apply` or `patch` once it has been read."""
+    parts: list[str] = []
+    for path in sorted({finding.path for finding in findings if finding.proposal and finding.path.endswith(".py")}):
+        try:
+            before = Path(path).read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        after = proposed(before, [finding.proposal for finding in findings if finding.path == path])
+        name = Path(path).as_posix()
+        parts += difflib.unified_diff(
+            before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
+        )
+    return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
+
+
+def proposed(text: str, proposals: list[tuple[Change, ...]]) -> str:
+    """The text with the proposals made that fit beside each other and leave it parsing."""
+    lines = text.split("\n")
+    taken: set[int] = set()
+    chosen: list[Change] = []
+    for proposal in proposals:
+        places = {line for change in proposal for line in range(change.start, change.start + max(change.count, 1))}
+        if proposal and not places & taken and _parses(made(lines, [*chosen, *proposal])):
+            taken |= places
+            chosen += proposal
+    return "\n".join(made(lines, chosen))
+
+
+def made(lines: list[str], changes: list[Change]) -> list[str]:
+    """The lines with the changes made, the last first."""
+    found = list(lines)
+    for change in sorted(dict.fromkeys(changes), key=lambda change: -change.start):
+        found[change.start - 1 : change.start - 1 + change.count] = change.lines
+    return found
+
+
+def _parses(lines: list[str]) -> bool:
+    try:
+        parsed("\n".join(lines))
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return True
 
 
 class FixProblem(Exception):

@@ -1,17 +1,85 @@
-"""Findings as text for a person, JSON or SARIF for a program, or annotations for GitHub."""
+"""Findings as text for a person, as JSON or SARIF 2.1.0, or as annotations for GitHub."""
 
 import json
+import os
 from collections import Counter
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from urllib.parse import quote
 
+from lockstep_lint.docs import page
 from lockstep_lint.finding import Finding, Severity
 from lockstep_lint.rules import RULES
-from lockstep_lint.sarif import log
 
-__all__ = ["FORMATS", "github", "render", "summary", "text"]
+__all__ = ["FORMATS", "render", "summary"]
 
 
-def text(findings: list[Finding], lines: dict[str, list[str]]) -> str:
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
+# What is reported beside the rules' findings.
+OTHERS = {"LS000": "a file that was not checked", "LS900": "a comment that silences nothing"}
+
+
+def log(findings: list[Finding]) -> dict[str, object]:
+    """The SARIF log of one run: the rules that found something, and each finding with its place."""
+    codes = sorted({finding.rule for finding in findings})
+    driver = {"name": "lockstep lint", "version": _version(), "rules": [_rule(code) for code in codes]}
+    return {
+        "$schema": SCHEMA,
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {"driver": driver},
+                "columnKind": "unicodeCodePoints",
+                "results": [_result(finding, codes.index(finding.rule)) for finding in findings],
+            }
+        ],
+    }
+
+
+def _version() -> str:
+    try:
+        return version("lockstep-lint")
+    except PackageNotFoundError:  # run from a checkout
+        return "0"
+
+
+def _rule(code: str) -> dict[str, object]:
+    rule = RULES.get(code)
+    if rule is None:
+        return {"id": code, "shortDescription": {"text": OTHERS.get(code, code)}}
+    return {
+        "id": code,
+        "name": rule.name,
+        "shortDescription": {"text": rule.what},
+        "fullDescription": {"text": rule.why},
+        "help": {"text": rule.remedy, "markdown": page(rule)},
+        "defaultConfiguration": {"level": LEVELS[rule.severity]},
+        "properties": {"precision": rule.confidence.value},
+    }
+
+
+def _result(finding: Finding, index: int) -> dict[str, object]:
+    text = f"cell {finding.cell}, line {finding.line}: {finding.message}" if finding.cell else finding.message
+    region = {"startLine": 1} if finding.cell else {"startLine": finding.line, "startColumn": finding.column}
+    place = {"artifactLocation": {"uri": _uri(finding.path)}, "region": region}
+    return {
+        "ruleId": finding.rule,
+        "ruleIndex": index,
+        "level": LEVELS[finding.severity],
+        "message": {"text": text},
+        "locations": [{"physicalLocation": place}],
+    }
+
+
+def _uri(path: str) -> str:
+    """A path as a URI: relative to the present folder where it is below it, as services match it to a checkout."""
+    relative = os.path.relpath(path)
+    return Path(path).resolve().as_uri() if relative.startswith("..") else quote(Path(relative).as_posix())
+
+
+def text(findings: list[Finding], lines: dict[str, list[str]], prog: str) -> str:
     """Each finding on a line, with the source line under it, and a summary."""
     parts = []
     for finding in folded(findings):
@@ -23,7 +91,7 @@ def text(findings: list[Finding], lines: dict[str, list[str]]) -> str:
     parts.append(summary(findings))
     known = [finding.rule for finding in findings if finding.rule in RULES]
     if known:
-        parts.append(f"why, and what to write instead: lockstep lint --explain {known[0]}")
+        parts.append(f"why, and what to write instead: {prog} --explain {known[0]}")
     return "\n".join(parts)
 
 
@@ -86,10 +154,10 @@ def _escape(value: str, in_property: bool = False) -> str:
 FORMATS = ("text", "json", "github", "sarif")
 
 
-def render(findings: list[Finding], form: str, lines: dict[str, list[str]]) -> str:
-    """The findings in one of FORMATS."""
+def render(findings: list[Finding], form: str, lines: dict[str, list[str]], prog: str = "lockstep lint") -> str:
+    """Format the findings as one of FORMATS; `prog` is the command that explains a rule."""
     if form == "json":
         return json.dumps([finding.as_dict() for finding in findings], indent=2)
     if form == "sarif":
         return json.dumps(log(findings), indent=2)
-    return github(findings) if form == "github" else text(findings, lines)
+    return github(findings) if form == "github" else text(findings, lines, prog)

@@ -1,6 +1,33 @@
-"""How much work a file may cost: the bound that keeps a hostile or generated file from holding up the rest."""
+"""How much work a file may cost, and the answers that are cached for one run."""
 
-__all__ = ["WORK", "TooIntricate"]
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+__all__ = [
+    "WORK",
+    "TooIntricate",
+    "forget",
+    "kept",
+]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+_CACHES: list[Any] = []
+
+
+def kept(function: F) -> F:
+    """Remembers a function's answers, for the same arguments, until `forget`."""
+    cached = functools.cache(function)
+    _CACHES.append(cached)
+    return cast(F, cached)
+
+
+def forget() -> None:
+    """Drops all answers that are kept, and with them the files that they are about."""
+    for cached in _CACHES:
+        cached.cache_clear()
+
 
 # Steps up a syntax tree, calls looked at, values followed: about 2 s of them. Training scripts use a hundredth.
 LIMIT = 1_000_000

@@ -1,13 +1,13 @@
-"""What surrounds a statement: its loops, the tests that guard it, the `with` blocks and `try`s that it stands in."""
+"""What surrounds a statement: its loops, guards, `with` blocks and `try`s, and how often a guard lets it run."""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lockstep_lint.analysis.budget import WORK
-from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.kept import kept
-from lockstep_lint.analysis.nodes import walk
+from lockstep_lint.analysis.budget import WORK, kept
+from lockstep_lint.analysis.index import Bind, Module, Scope, Site
+from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, targets, walk
 
 __all__ = [
     "Guard",
@@ -15,13 +15,25 @@ __all__ = [
     "above",
     "apart",
     "choices",
+    "each_update",
+    "every_so_often",
+    "far_apart",
+    "first_time",
     "following",
     "guards",
+    "in_most_turns",
+    "in_turn",
     "inside",
     "loops",
+    "meant",
+    "never",
+    "now_and_then",
     "parted",
+    "rarely",
+    "turned_off",
     "withs",
 ]
+
 
 Loop = ast.For | ast.AsyncFor | ast.While
 # An `elif` chain is a tower of statements; nothing that matters stands higher than this.
@@ -158,3 +170,250 @@ def _home(stmt: ast.stmt, module: Module) -> Scope | None:
         table = {top: scope for scope in module.scopes for top in getattr(scope.node, "body", [])}
         module.__dict__["homes"] = table
     return table.get(stmt)
+
+
+# What counts the turns of a loop.
+TURN = Words(r"^(i|j|it|ii|idx|n)$|step|iter|batch_?(idx|i|id|num)$|epoch", re.IGNORECASE)
+# How many batches make one step of the optimizer.
+ACCUMULATES = Words(r"accum", re.IGNORECASE)
+# How far apart the turns are in which something is done.
+APART = re.compile(r"freq|interval|every", re.IGNORECASE)
+# A critic or a generator may be trained in fewer turns, but in more than one of so many.
+FAR = 10
+# What somebody turns on to look at a run.
+LOOKS = re.compile(r"debug|verbose|dry_run|profil", re.IGNORECASE)
+# What a point in time is called.
+TIME = Words(r"(^|_)(time|clock|tic|toc)(_|$)|perf_counter|monotonic", re.IGNORECASE)
+# How often an agent acts at random, and what draws a number for that.
+EPSILON = Words(r"(^|_)eps(ilon)?(_|$)|explor", re.IGNORECASE)
+DRAWS = ("random", "rand", "uniform", "random_sample", "item")
+# What is there now and then only: something is wrong, an episode ends, or it was put aside for later.
+SELDOM = Words(
+    r"nan|inf|finite|err|fail|bad|wrong|valid|over|done|term|trunc|skip|miss|new|best|buf|queue|memory|replay|log|"
+    r"pend|hist|window|metric|acc|cache|save|loss|reward|episode|todo|test|eval",
+    re.IGNORECASE,
+)
+# They ask for it by themselves.
+ASKS = ("every", "should_log", "is_last_step")
+
+
+def never(guard: Guard) -> bool:
+    """Whether a statement stands where no run comes (`if False:`)."""
+    return isinstance(guard.test, ast.Constant) and bool(guard.test.value) is not guard.when
+
+
+def turned_off(stmt: ast.stmt, scope: Scope) -> bool:
+    """Whether a statement stands in an arm that no run takes, as its test is written out or named before
+    (`regularize = False`).
+    """
+    return any(
+        isinstance(node, ast.If) and outcome(meant(node.test, scope)) is (place != "body")
+        for node, place in above(stmt, scope.module)
+    )
+
+
+def outcome(test: ast.expr) -> bool | None:
+    """How a test of literals comes out; None where something else decides."""
+    if isinstance(test, ast.Constant):
+        return bool(test.value)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = outcome(test.operand)
+        return None if inner is None else not inner
+    if isinstance(test, ast.BoolOp):
+        found, ends = {outcome(value) for value in test.values}, isinstance(test.op, ast.Or)
+        return ends if ends in found else not ends if found == {not ends} else None
+    return None
+
+
+def first_time(guard: Guard, scope: Scope) -> bool:
+    """Whether a test asks whether a name is still None, which its arm sets (`if mask is None: mask = make()`), where no
+    turn of the loop around makes it None again.
+    """
+    test = guard.test
+    if not isinstance(test, ast.Compare) or not isinstance(guard.stmt, ast.If) or not is_none(test.comparators[0]):
+        return False
+    name, arm = dotted(test.left), guard.stmt.body if guard.when else guard.stmt.orelse
+    if name is None or isinstance(test.ops[0], ast.Is | ast.Eq) is not guard.when:
+        return False
+    around = next(iter(loops(guard.stmt, scope.module)), None)
+    given = [bind for bind in scope.binds.get(name, []) if bind.value is not None and is_none(bind.value)]
+    if any(around is None or inside(bind.stmt, around, scope.module) for bind in given):
+        return False
+    bound = (target for stmt in arm if isinstance(stmt, ast.Assign) for target in stmt.targets)
+    return any(key == name for target in bound for key, _ in targets(target))
+
+
+def every_so_often(test: ast.expr) -> bool:
+    """Whether a test asks for every n-th step."""
+    for node in walk(test):
+        if turns_left(node) is not None or (isinstance(node, ast.Call) and last(node) in ASKS):
+            return True
+    return any(APART.search(name) or LOOKS.search(name) for name in idents(test))
+
+
+def elapsed(test: ast.expr) -> bool:
+    """Whether a test asks how long ago something was (`now - last_print_time > 30`)."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Gt | ast.GtE):
+        return False
+    ago = test.left
+    return isinstance(ago, ast.BinOp) and isinstance(ago.op, ast.Sub) and any(map(TIME.search, idents(ago)))
+
+
+def now_and_then(test: ast.expr, when: bool) -> bool:
+    """Whether a test comes out `when` in every n-th step only."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return now_and_then(test.operand, not when)
+    if isinstance(test, ast.BoolOp):
+        found = [now_and_then(value, when) for value in test.values]
+        return all(found) if isinstance(test.op, ast.And) and not when else any(found)
+    divided = in_turn(test)
+    if divided is not None:
+        return divided is when
+    if elapsed(test):
+        return when
+    if not when and not any(APART.search(name) for name in idents(test)):
+        looks = any(LOOKS.search(name) for name in idents(test))
+        return every_so_often(test) and not looks  # `if args.debug: break`
+    return every_so_often(test)
+
+
+@kept
+def rarely(stmt: ast.stmt) -> frozenset[int]:
+    """The parts of a simple statement that run now and then, by a test within it (`print(loss) if i % 9 == 0 else 0`,
+    `i % 9 == 0 and print(loss)`).
+    """
+    found: set[int] = set()
+    for node in walk(stmt) if isinstance(stmt, ast.Expr | ast.Assign | ast.AugAssign | ast.AnnAssign) else ():
+        arms: list[ast.expr] = []
+        if isinstance(node, ast.IfExp):
+            arms += [node.body] if now_and_then(node.test, True) or first_turn(node.test) else []
+            arms += [node.orelse] if now_and_then(node.test, False) else []
+        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
+            first = next(
+                (i for i, value in enumerate(node.values) if now_and_then(value, True) or first_turn(value)),
+                len(node.values),
+            )
+            arms = node.values[first + 1 :]
+        found |= {id(part) for arm in arms for part in walk(arm)}
+    return frozenset(found)
+
+
+def first_turn(test: ast.expr) -> bool:
+    """Whether a test holds in one turn of a loop alone (`i == 0`)."""
+    if not isinstance(test, ast.Compare) or len(test.ops) > 1 or not isinstance(test.ops[0], ast.Eq):
+        return False
+    return isinstance(constant(test.comparators[0]), int) and TURN.search(last(test.left))
+
+
+def in_most_turns(guard: Guard) -> bool:
+    """Whether a statement runs in all turns but one (`if i == 0: ... else: ...`, `if step > 0:`), or in all but every
+    n-th (`if step % n == 0: ... else: ...`).
+    """
+    test, when = guard.test, guard.when
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, when = test.operand, not when
+    if something_there(test, when) or explores(test) is (not when):
+        return True
+    if isinstance(test, ast.BoolOp) and not when:
+        return any(in_turn(value) for value in test.values)  # with the last turn besides, most often
+    if in_turn(test) is not None:
+        return in_turn(test) is not when
+    counts = isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and TURN.search(test.left.id)
+    if not counts or not isinstance(test, ast.Compare) or not isinstance(constant(test.comparators[0]), int):
+        return False
+    return isinstance(test.ops[0], ast.NotEq | ast.Gt) if when else isinstance(test.ops[0], ast.Eq)
+
+
+def explores(test: ast.expr) -> bool | None:
+    """True if a test holds where an agent acts at random (`random.random() < epsilon`), which it does less and less;
+    False if it holds where the network chooses; None if it asks for something else.
+    """
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return None
+    drawn, bound = isinstance(test.left, ast.Call), test.comparators[0]
+    chance, rate = (test.left, bound) if drawn else (bound, test.left)
+    if not isinstance(chance, ast.Call) or last(chance) not in DRAWS or not any(map(EPSILON.search, idents(rate))):
+        return None
+    if not isinstance(test.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+        return None
+    return isinstance(test.ops[0], ast.Lt | ast.LtE) is drawn
+
+
+def something_there(test: ast.expr, when: bool) -> bool:
+    """Whether a test asks that there is anything to compute with (`if mask.any():`, `if len(boxes) > 0:`): a batch
+    brings that most often.
+    """
+    size = test
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and constant(test.comparators[0]) == 0:
+        if not isinstance(test.ops[0], ast.Gt | ast.NotEq if when else ast.Eq | ast.LtE):
+            return False
+        size = test.left
+        asks = isinstance(size, ast.Call) and last(size) in ("len", "sum", "numel", "size", "count_nonzero")
+        asks = asks or (isinstance(size, ast.Subscript) and last(size.value) == "shape")
+    else:
+        asks = when and isinstance(size, ast.Call) and last(size) == "any" and not size.args
+    return asks and not any(map(SELDOM.search, idents(size)))
+
+
+def each_update(guard: Guard) -> bool:
+    """Whether a statement runs once for each step of the optimizer, which an engine makes out of sight
+    (`if step % accumulation_steps == 0:`, with the last step besides).
+    """
+    tests = guard.test.values if isinstance(guard.test, ast.BoolOp) else [guard.test]
+    if isinstance(guard.test, ast.BoolOp) and not isinstance(guard.test.op, ast.Or):
+        return False
+    return any(
+        in_turn(test) is guard.when
+        and any(ACCUMULATES.search(last(by)) for node in walk(test) if (by := turns_left(node)) is not None)
+        for test in tests
+    )
+
+
+def meant(test: ast.expr, scope: Scope) -> ast.expr:
+    """A test by what its names were given before, once, of which turns it holds in (`regularize = i % n == 0`, then
+    `if regularize and rank == 0:`), or whether it holds at all.
+    """
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = meant(test.operand, scope)
+        return test if inner is test.operand else ast.copy_location(ast.UnaryOp(ast.Not(), inner), test)
+    if isinstance(test, ast.BoolOp):
+        values = [meant(value, scope) for value in test.values]
+        return test if values == test.values else ast.copy_location(ast.BoolOp(test.op, values), test)
+    binds = scope.binds.get(test.id, []) if isinstance(test, ast.Name) else []
+    if isinstance(test, ast.Name) and test.id in scope.params and any(kept_by_some(b, test, scope) for b in binds):
+        return test
+    value = binds[0].value if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path else None
+    counts = value is not None and any(turns_left(node) is not None for node in walk(value))
+    return value if value is not None and (counts or isinstance(constant(value), bool)) else test
+
+
+def kept_by_some(bind: Bind, test: ast.expr, scope: Scope) -> bool:
+    """Whether a parameter that is bound anew may still be what the caller gave where a test asks for it."""
+    return bind.stmt.lineno >= test.lineno or any(
+        isinstance(n, ast.If | ast.Try | Loop) for n, _ in above(bind.stmt, scope.module)
+    )
+
+
+def far_apart(test: ast.expr) -> bool:
+    """Whether a test says by a number that it holds in every tenth turn at most."""
+    every = [constant(by) for node in walk(test) if (by := turns_left(node)) is not None]
+    return any(isinstance(n, int) and n >= FAR for n in every)
+
+
+def in_turn(test: ast.expr) -> bool | None:
+    """True if a test holds in every n-th turn (`step % n == 0`), False if in all others (`step % n`, `step % n != 0`),
+    None if it asks for something else.
+    """
+    if turns_left(test) is not None:
+        return False
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.NotEq):
+        return None
+    counts = any(turns_left(side) is not None for side in (test.left, test.comparators[0]))
+    return isinstance(test.ops[0], ast.Eq) if counts else None
+
+
+def turns_left(node: ast.AST) -> ast.expr | None:
+    """What a count of turns is divided by, whose remainder is asked for; the number of a process is none."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mod):
+        return None
+    return node.right if not any("rank" in name for name in idents(node.left)) else None

@@ -2,8 +2,8 @@
 
 import ast
 
-from lockstep_lint.analysis.accumulation import Accumulation
 from lockstep_lint.analysis.context import Loop, loops
+from lockstep_lint.analysis.gradients import Accumulation
 from lockstep_lint.analysis.index import Module, Site
 from lockstep_lint.analysis.nodes import dotted, is_true, keyword, walk
 from lockstep_lint.analysis.training import Training

@@ -3,9 +3,8 @@
 import ast
 import re
 
-from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.calls import COLLECTIVES, passed
 from lockstep_lint.analysis.context import guards
-from lockstep_lint.analysis.effects import COLLECTIVES
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import Words, dotted, idents, is_true, last, walk
 from lockstep_lint.analysis.view import View

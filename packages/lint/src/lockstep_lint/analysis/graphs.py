@@ -4,19 +4,89 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.calls import given as calls_given
 from lockstep_lint.analysis.calls import given as handed_in
-from lockstep_lint.analysis.calls import passed
-from lockstep_lint.analysis.context import Loop, inside
-from lockstep_lint.analysis.effects import turns_off_gradients
-from lockstep_lint.analysis.flows import flows_through
+from lockstep_lint.analysis.calls import passed, turns_off_gradients
+from lockstep_lint.analysis.context import Loop, inside, withs
 from lockstep_lint.analysis.index import Bind, Scope, Site
-from lockstep_lint.analysis.literals import returned
+from lockstep_lint.analysis.names import Names
 from lockstep_lint.analysis.nodes import Words, constant, dotted, element_of, is_true, last, walk
-from lockstep_lint.analysis.origins import reaching
+from lockstep_lint.analysis.origins import reaching, returned
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
 
-__all__ = ["added", "chain", "computes_loss", "cuts_graph", "evaluated", "expanded", "holds", "live_at", "live_names"]
+__all__ = [
+    "added",
+    "chain",
+    "computes_loss",
+    "cuts_graph",
+    "evaluated",
+    "expanded",
+    "handed_to_keep",
+    "holds",
+    "live_at",
+    "live_names",
+    "plainly",
+]
+
+
+# Methods, and functions of torch, that give a tensor of the graph of what they are given.
+SMOOTH = {"sum", "mean", "view", "reshape", "flatten", "permute", "transpose", "contiguous", "float", "double", "clone"}
+SMOOTH |= {"softmax", "sigmoid", "log_softmax", "log", "exp", "pow", "square", "sqrt", "abs", "clamp", "squeeze"}
+SMOOTH |= {"unsqueeze", "mul", "div", "add", "sub", "relu", "tanh", "cpu", "cuda", "to", "norm", "std", "mse_loss"}
+SMOOTH |= {"l1_loss", "cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"}
+# How many names a value is followed back over.
+MAX_NAMES = 8
+
+
+def flows_through(names: Names, function: Scope, given: str) -> bool:
+    """Whether all that a function returns is computed from one of its parameters, and nothing cuts it off."""
+    returned = list(function.returns())
+    return bool(returned) and all(Flow(names, function, given).holds(value, MAX_NAMES) for value in returned)
+
+
+class Flow:
+    """Follows the values of a function back to one of its parameters."""
+
+    def __init__(self, names: Names, function: Scope, given: str) -> None:
+        self.names = names
+        self.function = function
+        self.given = given
+
+    def holds(self, value: ast.AST, left: int, within: str = "") -> bool:
+        """Whether a value still has the graph of the parameter; `within` is the name that it is given to."""
+        if isinstance(value, ast.Name):
+            return self.named(value.id, left, within)
+        if isinstance(value, ast.BinOp):
+            return self.holds(value.left, left, within) or self.holds(value.right, left, within)
+        if isinstance(value, ast.UnaryOp) and not isinstance(value.op, ast.Not):
+            return self.holds(value.operand, left, within)
+        if isinstance(value, ast.Subscript):
+            return self.holds(value.value, left, within)
+        if not isinstance(value, ast.Call) or last(value) not in SMOOTH:
+            return False
+        if self.names.qualify(value.func, self.function).startswith("torch."):
+            return any(self.holds(arg, left, within) for arg in value.args)
+        return isinstance(value.func, ast.Attribute) and self.holds(value.func.value, left, within)
+
+    def named(self, name: str, left: int, within: str) -> bool:
+        """Whether all that a name is given has the graph; its own value on the right of that is what it was before."""
+        binds = [bind for bind in self.function.binds.get(name, []) if bind.how in ("assign", "aug")]
+        if name == within or not binds:
+            return name == self.given
+        if not left or any(bind.path or bind.value is None for bind in binds):
+            return False
+        whole = [bind for bind in binds if bind.how == "assign"]
+        return bool(whole) and all(self.turned(bind.value, name, left, binds) for bind in whole if bind.value)
+
+    def turned(self, value: ast.expr, name: str, left: int, binds: list[Bind]) -> bool:
+        """Whether a value that a name is given has the graph: where it is made of the name itself (`loss = 1 - loss`),
+        the name's other values say so.
+        """
+        if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(value)) and len(binds) > 1:
+            return name != self.given
+        return self.holds(value, left - 1, name)
+
 
 # Calls and attributes after which nothing of the graph is left.
 CUTS = {
@@ -58,7 +128,7 @@ KEEPS = {
 LOSSES = Words(r"criterion|loss|^crit$|cross_entropy|kl_div", re.IGNORECASE)
 OUTPUTS = {"loss", "logits", "last_hidden_state"}
 # How many names a value is followed back over.
-MAX_NAMES = 3
+GRAPHS_MAX_NAMES = 3
 
 
 def live_names(view: View, training: Training) -> set[str]:
@@ -106,7 +176,7 @@ def gives_arrays(view: View, bind: Bind, forward: Site) -> bool:
     if function is None or function.kind != "function":
         return False
     given = [part for each in returned(function, (forward.call, forward.scope)) for part in element_of(each, bind.path)]
-    return bool(given) and all(is_array(view, part, function, MAX_NAMES) for part in given)
+    return bool(given) and all(is_array(view, part, function, GRAPHS_MAX_NAMES) for part in given)
 
 
 def is_array(view: View, value: ast.expr, scope: Scope, names: int) -> bool:
@@ -337,3 +407,64 @@ def cuts_graph(context: ast.expr) -> bool:
     return last(context) == "inference_mode" and not (
         isinstance(context, ast.Call) and any(not is_true(value) for value in context.args)
     )
+
+
+# Where more is done with what is kept than adding it up: it may be differentiated, or thrown away.
+MAX_STMTS = 15
+
+
+def handed_to_keep(view: View, site: Site, live: set[str], outs: set[str]) -> str | None:
+    """The name that still has its graph and that a call hands to a method which keeps it (`metric.add(output, y)`)."""
+    method = view.calls.target(site.call, site.scope)
+    if method is None or method.owner is None or dotted(site.receiver) in (None, "self"):
+        return None
+    for name in taken(method):
+        value = calls_given(site.call, method, name)
+        if value is not None and (holds(value, live) or plainly(value, outs)):
+            return chain(value) or "loss"
+    return None
+
+
+def plainly(value: ast.expr, names: set[str]) -> bool:
+    """Whether a value is one of the names as it stands, or computed from one, and not a part of it."""
+    if isinstance(value, ast.BinOp):
+        return plainly(value.left, names) or plainly(value.right, names)
+    return chain(value) in names
+
+
+def taken(method: Scope) -> Iterator[str]:
+    """The parameters that a method adds, uncut, to a sum or a list of its object."""
+    if len(method.stmts) > MAX_STMTS or any(map(turns_off_gradients, method.decorators)):
+        return
+    for name in method.params:
+        if name == "self" or any(bind.how == "assign" for bind in method.binds.get(name, [])):
+            continue
+        if sums_up(method, name) or lists_up(method, name):
+            yield name
+
+
+def sums_up(method: Scope, name: str) -> bool:
+    """Whether a method adds a parameter to an attribute that it does not set otherwise."""
+    return any(
+        key.startswith("self.") and all(map(added, binds)) and any(holds(b.value, {name}) for b in binds if b.value)
+        for key, binds in method.binds.items()
+    )
+
+
+def lists_up(method: Scope, name: str) -> bool:
+    """Whether a method appends a parameter to a list of its object, which it sets nowhere else."""
+    for site in method.named("append"):
+        held = dotted(site.receiver) or ""
+        if not held.startswith("self.") or held in method.binds or len(site.call.args) != 1:
+            continue
+        shielded = any(map(turns_off_gradients, withs(site.stmt, site.module)))
+        if chain(site.call.args[0]) == name and plain_list(method, held) and not shielded:
+            return True
+    return False
+
+
+def plain_list(method: Scope, key: str) -> bool:
+    """Whether an attribute is only ever set to an empty list, by the methods of its object."""
+    homes = method.owner.defs.values() if method.owner is not None else ()
+    values = [bind.value for home in homes for bind in home.binds.get(key, [])]
+    return bool(values) and all(isinstance(value, ast.List) and not value.elts for value in values)

@@ -5,13 +5,15 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep_lint.analysis.source import MAX_BYTES
 
-__all__ = ["KNOWN", "ROOT_MARKS", "SKIPPED", "Lines", "Paths", "lines_of", "root_of", "scan", "stem"]
+__all__ = ["KNOWN", "SKIPPED", "Graph", "Importers", "Paths", "draw", "oldest_torch"]
+
 
 EXTERNAL = sys.stdlib_module_names | {"torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "sklearn"}
 EXTERNAL |= {"matplotlib", "transformers", "accelerate", "deepspeed", "lightning", "pytorch_lightning", "wandb", "tqdm"}
@@ -265,3 +267,164 @@ def mentioned(text: str) -> Iterator[tuple[str, int]]:
         yield module, level
         for name in NAME.findall(names):
             yield (f"{module}.{name}" if module else name), level
+
+
+Importers = dict[str, tuple[str, ...]]
+
+
+class Graph:
+    """For each file of a project (real paths), the files of the project that seem to import it.
+
+    A project is searched when it is first asked about, its answers are its own: they depend on what lies there, not on
+    which files are checked, nor on which projects were searched before.
+    """
+
+    def __init__(
+        self, projects: dict[str, Importers] | None = None, added: dict[str, tuple[str, ...]] | None = None
+    ) -> None:
+        self.projects = {} if projects is None else projects
+        self.added = {} if added is None else added
+        self.paths = Paths(self.places)
+        self.files = functools.cache(scan)
+        self.lines = functools.cache(lines_of)
+
+    def importers(self, path: str) -> tuple[str, ...]:
+        """The files that seem to import the one at the real path `path`, sorted."""
+        return self.project(self.paths.root(os.path.dirname(path))).get(path, ())
+
+    def project(self, root: str) -> Importers:
+        """For each file of one project, those of its files that seem to import it."""
+        if root not in self.projects:
+            self.projects[root] = self.search(root)
+        return self.projects[root]
+
+    def search(self, root: str) -> Importers:
+        files = self.files(root)
+        stems = {stem(path) for path in files}
+        found: dict[str, set[str]] = {}
+        for path in files:
+            for target in self.imported(path, stems):
+                if target != path and self.paths.root(os.path.dirname(target)) == root:
+                    found.setdefault(target, set()).add(path)
+        return {target: tuple(sorted(sources)) for target, sources in found.items()}
+
+    def imported(self, path: str, stems: set[str]) -> set[str]:
+        """The real paths of the project files that a file's import lines mean."""
+        folder = os.path.dirname(path)
+        named = (one for one in self.lines(path).mentioned if one[0].rpartition(".")[2] in stems)
+        found = (self.paths.where(folder, name, level) for name, level in named)
+        return {self.paths.real(target) for target in found if target is not None}
+
+    def places(self, root: str) -> tuple[str, ...]:
+        """The folders that the programs of a project add to those where Python looks."""
+        if root not in self.added:
+            found = (place for path in self.files(root) for place in self.lines(path).places(path, root))
+            self.added[root] = tuple(dict.fromkeys(found))
+        return self.added[root]
+
+    def together(self, paths: list[str]) -> list[list[str]]:
+        """The paths in groups that imports connect, as far as is known, in the order of their first members."""
+        parent: dict[str, str] = {}
+
+        def top(name: str) -> str:
+            while parent.setdefault(name, name) != name:
+                parent[name] = parent[parent[name]]
+                name = parent[name]
+            return name
+
+        for importers in self.projects.values():
+            for target, sources in importers.items():
+                for source in sources:
+                    parent[top(source)] = top(target)
+        groups: dict[str, list[str]] = {}
+        for path in paths:
+            groups.setdefault(top(os.path.realpath(path)), []).append(path)
+        return list(groups.values())
+
+
+def draw(paths: Iterable[str]) -> Graph:
+    """The graph, with the projects that the paths belong to searched."""
+    graph = Graph()
+    for root in dict.fromkeys(
+        root_of(folder) for folder in dict.fromkeys(os.path.dirname(path) or "." for path in paths)
+    ):
+        graph.project(root)
+    graph.lines.cache_clear()
+    return graph
+
+
+Version = tuple[int, int]
+FILES = ("pyproject.toml", "setup.cfg", "environment.yml", "environment.yaml", "conda.yml", "conda.yaml", "setup.py")
+LINE = re.compile(
+    r"""^[\s\-"'\[]*(?:[\w.-]+::)?(?:py)?torch(?:\[[\w,\s-]*\])?\s*(?P<rules>[(]?\s*(?:[<>=!~^]=?|===?)[^#;"'\n\]]*)""",
+    re.MULTILINE,
+)
+RULE = re.compile(r"(===?|=|>=|~=|\^|>|<=|<)\s*v?(\d+)(?:\.(\d+))?")
+
+
+def oldest_torch(path: str) -> Version | None:
+    """The lowest version of torch that the project of a file allows, from the file's folder up; None without a pin."""
+    folder = os.path.dirname(os.path.abspath(path))
+    return _pinned(folder, root_of(folder))
+
+
+@functools.lru_cache(maxsize=4096)
+def _pinned(folder: str, root: str) -> Version | None:
+    for place in (Path(folder), *Path(folder).parents):
+        found = [version for text in _texts(place) for version in _versions(text)]
+        if found:
+            return min(found)
+        if str(place) == root:
+            return None
+    return None
+
+
+def forget() -> None:
+    """Drops what was read: files may have changed since."""
+    _pinned.cache_clear()
+
+
+def _texts(folder: Path) -> Iterator[str]:
+    """The texts of a folder's requirement files."""
+    paths = [folder / name for name in FILES]
+    for pattern in ("requirements*.txt", "requirements/*.txt"):
+        paths += sorted(folder.glob(pattern))
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        except OSError:
+            continue
+        yield (
+            "\n".join(_listed(text)) if path.name == "pyproject.toml" else text.replace(", ", ",").replace(",'", "\n'")
+        )
+
+
+def _listed(text: str) -> Iterator[str]:
+    """The requirements of a pyproject.toml, one a line."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return
+    project = data.get("project", {})
+    for group in (project.get("dependencies"), *_values(project.get("optional-dependencies"))):
+        yield from (item for item in group or [] if isinstance(item, str))
+    poetry = data.get("tool", {}).get("poetry", {})
+    for name, wanted in (poetry.get("dependencies") or {}).items():
+        text = wanted.get("version", "") if isinstance(wanted, dict) else wanted
+        if name == "torch" and isinstance(text, str):
+            yield f"torch{text}" if text[:1] in "<>=~^!" else f"torch=={text}"
+
+
+def _values(table: object) -> list[list[object]]:
+    return [group for group in table.values() if isinstance(group, list)] if isinstance(table, dict) else []
+
+
+def _versions(text: str) -> Iterator[Version]:
+    """The lowest version of each requirement of torch in a text; an upper bound alone counts as itself."""
+    for match in LINE.finditer(text):
+        rules = [(how, (int(major), int(minor or 0))) for how, major, minor in RULE.findall(match["rules"])]
+        lowest = [version for how, version in rules if how not in ("<", "<=")]
+        if lowest:
+            yield max(lowest)
+        elif rules:
+            yield min(version for _, version in rules)

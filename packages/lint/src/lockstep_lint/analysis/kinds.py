@@ -2,13 +2,62 @@
 
 import ast
 import re
+from collections.abc import Iterator
 
-from lockstep_lint.analysis.index import Scope
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
 from lockstep_lint.analysis.origins import Origins
-from lockstep_lint.analysis.parts import divides
 
-__all__ = ["EVALUATION", "MODEL", "OPTIMIZER", "SCALER", "TORCH_OPTIMIZERS", "Kinds"]
+__all__ = ["EVALUATION", "MODEL", "OPTIMIZER", "SCALER", "TORCH_OPTIMIZERS", "Kinds", "Steps", "parts"]
+
+
+# The calls in which a rank's part is taken, and how such an expression reads.
+CALLS = ("split", "chunk", "tensor_split", "array_split", "arange", "range", "shard", "split_dataset_by_node", "slice")
+# Those of DGL, which know the rank themselves.
+SPLITS = ("node_split", "edge_split")
+RANK = r"[\w.]*(?:rank|get_rank\(\))"
+COUNT = r"[\w.]*(?:world_size|num_replicas|nprocs|n_gpus|ngpus|get_world_size\(\))"
+SLICE = rf"\[\s*{RANK}\s*::"
+PART = re.compile(
+    rf"(?:split|chunk)\([^\n]*\)\[{RANK}\]"
+    rf"|{SLICE}|\brange\({RANK}, [^\n]*{COUNT}\)|\barange\({RANK}, [^\n]*{COUNT}"
+    rf"|\.slice\({RANK}, [^\n]*{COUNT}\)|\.shard\([^\n]*{RANK}|\bsplit_dataset_by_node\("
+    r"|\bdistributed\.(?:node|edge)_split\("
+)
+SHARD = re.compile(rf"\bshard_id={RANK}")
+
+
+def divides(node: ast.AST) -> bool:
+    """Whether an expression or a statement takes a rank's own part of something (`data[rank::world_size]`)."""
+    return PART.search(ast.unparse(node)) is not None
+
+
+@kept
+def parts(module: Module) -> tuple[str, ...]:
+    """The statements of a file that take a rank's own part of something, as text."""
+    return tuple(dict.fromkeys(_parts(module)))
+
+
+def _parts(module: Module) -> Iterator[str]:
+    yield from (text for site in module.sites(*SPLITS) if PART.search(text := ast.unparse(site.stmt)))
+    if "rank" not in module.text:
+        return
+    for site in module.sites(*CALLS):
+        stmt = site.stmt
+        if not isinstance(stmt, ast.If | ast.For | ast.While | ast.With | ast.Try) and any(
+            "rank" in line or "split_dataset" in line for line in module.lines[stmt.lineno - 1 : stmt.end_lineno]
+        ):
+            text = ast.unparse(site.stmt)
+            if PART.search(text):
+                yield text
+    if "shard_id" in module.text:
+        texts = (ast.unparse(site.stmt) for site in module.sites() if keyword(site.call, "shard_id") is not None)
+        yield from (text for text in texts if SHARD.search(text))
+    for found in re.finditer(SLICE, module.text):
+        start = module.text.rfind("\n", 0, found.start()) + 1
+        yield module.text[start : found.end()]
+
 
 OPTIMIZER = Words(r"optim|^opt$|^opt_|_opt$|_opt_", re.IGNORECASE)
 SCHEDULER = Words(r"sched|^lr_?warm|warmup", re.IGNORECASE)
@@ -182,3 +231,80 @@ def within(node: ast.expr) -> ast.expr | None:
     if not isinstance(node, ast.Call):
         return None
     return node.args[0] if node.args else keyword(node, "iterable")
+
+
+# Also that of the optimizer that sets its own rate, as the tutorials of the Transformer have it.
+STEPS = ("step", "step_and_update_lr")
+HELPERS = (ast.Name, ast.Attribute)
+
+
+class Steps:
+    """Recognises the calls of a training step."""
+
+    def __init__(self, kinds: Kinds) -> None:
+        self.kinds = kinds
+        self.known: dict[ast.Call, bool] = {}
+
+    def steps_optimizer(self, site: Site) -> bool:
+        """Whether a call is `optimizer.step()` or `scaler.step(optimizer)`."""
+        found = self.known.get(site.call)
+        if found is None:
+            found = self.known[site.call] = self._steps_optimizer(site)
+        return found
+
+    def _steps_optimizer(self, site: Site) -> bool:
+        if self.helps(site):
+            return True
+        if site.name not in STEPS or site.receiver is None:
+            return False
+        if self.kinds.is_scaler(site.receiver, site.scope):
+            return bool(site.call.args)
+        return self.kinds.is_optimizer(site.receiver, site.scope)
+
+    def steps_scheduler(self, site: Site) -> bool:
+        """Whether a call is `scheduler.step(...)`."""
+        return site.name == "step" and site.receiver is not None and self.kinds.is_scheduler(site.receiver, site.scope)
+
+    def stepped(self, site: Site) -> str:
+        """The name of the optimizer that a step is for."""
+        if self.helps(site):
+            return dotted(argument(site.call, 1, "optimizer")) or ""
+        if site.receiver is not None and self.kinds.is_scaler(site.receiver, site.scope) and site.call.args:
+            return dotted(site.call.args[0]) or ""
+        return dotted(site.receiver) or ""
+
+    def backwards(self, site: Site) -> bool:
+        """Whether a call computes gradients (`loss.backward()`, `accelerator.backward(loss)`)."""
+        named = site.name in ("backward", "manual_backward") and site.receiver is not None
+        return named or self.helps(site) or self.steps_on(site)
+
+    def steps_on(self, site: Site) -> bool:
+        """Whether a call hands a loss to an optimizer's step, which computes the gradients itself."""
+        loss = site.call.args[0] if site.name == "step" and len(site.call.args) == 1 else None
+        if not isinstance(loss, ast.Name) or not loss.id.lower().endswith("loss") or not self.steps_optimizer(site):
+            return False
+        return self.kinds.names.definition(loss, site.scope) is None  # a closure
+
+    def helps(self, site: Site) -> bool:
+        """Whether a call hands loss and optimizer to a scaler's helper, which runs backward and step where that cannot
+        be seen (`loss_scaler(loss, optimizer, ...)`, as timm's and MAE's do).
+        """
+        if not SCALER.search(site.name) or not isinstance(site.call.func, HELPERS):
+            return False
+        loss, optimizer = argument(site.call, 0, "loss"), argument(site.call, 1, "optimizer")
+        if loss is None or optimizer is None or self.kinds.origins.calls.target(site.call, site.scope) is not None:
+            return False
+        return self.kinds.is_optimizer(optimizer, site.scope)
+
+    def loss_of(self, site: Site) -> ast.expr | None:
+        """The loss that a backward call starts from, without a scaler's `scale(...)`."""
+        receiver = site.receiver
+        if self.helps(site):
+            return argument(site.call, 0, "loss")
+        if site.name == "step":
+            return site.call.args[0]
+        if isinstance(receiver, ast.Call) and last(receiver) == "scale" and receiver.args:
+            return receiver.args[0]
+        if site.call.args and not isinstance(receiver, ast.Call) and "loss" not in last(receiver).lower():
+            return site.call.args[0]
+        return receiver

@@ -1,28 +1,39 @@
-"""How a program sets up logging: alike on all ranks, by the rank, by loguru or Hydra, turned off on some."""
+"""How a program sets up logging and trackers, and turns the output of other ranks off."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.calls import Calls, passed
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Bind, Imported, Module, Scope, Site
-from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
-from lockstep_lint.analysis.ranknumbers import attributes
+from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, has_star, is_none, keyword, last, walk
+from lockstep_lint.analysis.rank_names import attributes
 from lockstep_lint.analysis.view import View
 
 __all__ = [
+    "LOGGERS",
+    "MUTING_HUSHES",
+    "apart_run",
     "by_rank",
     "debugs",
     "disabled",
     "from_logging",
+    "kept_back",
     "logs_with_rank",
     "loguru",
+    "muted",
     "plain_logging",
+    "quietens",
     "silent",
     "too_late",
+    "tracked",
     "untracked",
+    "whose",
 ]
+
 
 # The calls with which a function sets up logging.
 SETS_UP = {"basicConfig", "setLevel", "addHandler", "addFilter", "disable", "StreamHandler", "FileHandler", "Formatter"}
@@ -286,3 +297,243 @@ def chosen_by_rank(view: View, value: ast.expr, scope: Scope) -> bool:
         given = list(view.calls.values(value.id, scope))
     parts = [(node, home) for each, home in given for node in walk(each) if isinstance(node, ast.IfExp)]
     return any(view.ranks.tests.test(node.test, home) for node, home in parts)
+
+
+LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "WARN": 30, "ERROR": 40, "CRITICAL": 50, "FATAL": 50}
+# What the root logger writes as long as nobody sets its level.
+DEFAULT = LEVELS["WARNING"]
+ROOT = "root"
+# The words of a program that sets levels in other ways than by basicConfig and setLevel, or logs with another package.
+OTHERWISE = ("dictConfig", "fileConfig", "coloredlogs", "logging.root", ".level =", "absl", "LOGLEVEL")
+
+
+def kept_back(view: View, site: Site) -> bool:
+    """Whether no rank writes a line of a logger, as the programs set a level above its own on all ranks."""
+    members = view.project.family(view.module)
+    if any(word in member.text for member in members for word in OTHERWISE):
+        return False
+    sets = [(s, whose(view, s)) for member in members for s in member.sites("setLevel")]
+    asked = whose(view, site)
+    own = [s for s, names in sets if names & asked]
+    least = LEVELS[site.name.upper()]
+    if not asked or any(level(view, s) <= least for s, names in sets if s not in own and not elsewhere(names)):
+        return False
+    if ROOT not in asked and own:
+        return min(level(view, s) for s in own) > least
+    if any(s.module is site.module and s.scope.kind == "module" and level(view, s) > least for s in own):
+        return True  # the file's own word, whatever others of its programs say
+    root = [s for s, names in sets if ROOT in names]
+    root += [s for member in members for s in member.sites("basicConfig") if not too_late(view, s)]
+    later = [s for s in root if s.scope.kind == "function"]  # what is set on import comes first
+    levels = [level(view, s) for s in later or root]
+    if any(map(by_hydra, members)) and not later:
+        levels.append(LEVELS["INFO"])
+    return min(levels, default=DEFAULT) > least
+
+
+def whose(view: View, site: Site) -> frozenset[str]:
+    """The loggers that a method may be of, by what `getLogger` is given; none for what comes from elsewhere."""
+    if dotted(site.receiver) == "logging":
+        return frozenset({ROOT})
+    made = view.origins.calls_of(site.receiver, site.scope)
+    return frozenset(called(call, home.module.path) for call, home, full in made if full == "logging.getLogger")
+
+
+def called(call: ast.Call, path: str) -> str:
+    """The name of a logger: as it is written out, or as a file calls it."""
+    given = argument(call, 0, "name")
+    if given is None or is_none(given):
+        return ROOT
+    return str(constant(given) or f"{path}:{ast.unparse(given)}")
+
+
+def elsewhere(names: frozenset[str]) -> bool:
+    """Whether loggers are files' own, whose levels are no other file's (`getLogger(__name__)`), or the root."""
+    own = (name.endswith(".py:__name__") and not name.endswith("__init__.py:__name__") for name in names - {ROOT})
+    return bool(names) and all(own)
+
+
+def level(view: View, site: Site) -> int:
+    """The level that a call sets on every rank; 0 where it is not written out, or depends on the rank."""
+    value = argument(site.call, 0, "level") if site.name == "setLevel" else keyword(site.call, "level")
+    if value is None:
+        return DEFAULT if site.name == "basicConfig" and not has_star(site.call) else 0
+    if view.ranks.side(site.stmt, site.scope):
+        return 0
+    number = constant(value)
+    if isinstance(number, int):
+        return number
+    return LEVELS.get(str(number) if number is not None else last(value), 0)
+
+
+# The words of a program that replaces print.
+REPLACED = re.compile(r"builtin_print|builtins\.print|__builtin__|\bsetup_for_distributed\b|disable_print")
+BUILTINS = re.compile(r"builtins?_*\.print$")
+# A program that turns all ranks but one quiet has taken care.
+QUIET = ("sys.stdout = open", "devnull", "suppress_output")
+# A function of such a name in a file that is not here may turn `print` off.
+MUTING_HUSHES = Words(
+    r"dist(ributed)?(_mode|_env)?$|^(init|setup|prepare)_(ddp|dist|print|env)|quiet|_print"
+    r"|print_(?!arg|conf|opt|model|net|param|info|stat|time|result|metric|loss|summary|trainable)",
+    re.IGNORECASE,
+)
+# What a block's own output, or that of another program, is sent away with.
+LENDS = ("redirect_stdout", "redirect_stderr", "Popen", "run", "call", "check_call", "check_output")
+MUTING_MAX_CALLERS = 40
+
+Places = dict[Scope, list[int]]
+
+
+def muted(view: View, site: Site, hidden: tuple[Site, ...]) -> bool:
+    """Whether a call may come after what replaces `print` in the file's programs, or a `hidden` call."""
+    if not hidden and not any(map(replaces, view.project.family(view.module))):
+        return False
+    table = places(view.calls, view.module, hidden)
+    return table is None or (bool(table) and later(view.calls, site.scope, site.line, table, 0))
+
+
+@kept
+def replaces(module: Module) -> bool:
+    """Whether a file has the words of a program that replaces `print`."""
+    return (
+        any(word in module.text for word in ("print", "builtin", "setup_for"))
+        and REPLACED.search(module.text) is not None
+    )
+
+
+def later(calls: Calls, scope: Scope, line: int, table: Places, depth: int) -> bool:
+    """Whether a line of a scope is reached after one of the places; what no program that comes there is seen to run
+    may be.
+    """
+    if any(place < line for place in table.get(scope, ())):
+        return True
+    callers = calls.callers(scope)[:MUTING_MAX_CALLERS] if scope.kind == "function" else []
+    if not callers or depth > 5:
+        return scope not in table
+    return any(later(calls, site.scope, site.line, table, depth + 1) for site in callers)
+
+
+@kept
+def places(calls: Calls, module: Module, hidden: tuple[Site, ...]) -> Places | None:
+    """The lines of each function of a file's programs that replace `print`, or call what does, if any program comes
+    there; None if what replaces it is not to be found.
+    """
+    members = calls.project.family(module)
+    table: Places = {}
+    for scope, line in (place for member in members for place in replaced(member)):
+        table.setdefault(scope, []).append(line)
+    queue = [scope for scope in table if scope.kind == "function"]
+    if any(not calls.callers(scope) and named(scope, members) for scope in queue) or not (table or hidden):
+        return None
+    for site in hidden:
+        table.setdefault(site.scope, []).append(site.line)
+        queue += [site.scope] if site.scope.kind == "function" else []
+    seen = set(queue)
+    while queue:
+        for site in calls.callers(queue.pop()):
+            table.setdefault(site.scope, []).append(site.line)
+            if site.scope.kind == "function" and site.scope not in seen:
+                seen.add(site.scope)
+                queue.append(site.scope)
+    starts = (s for s in table if s.kind != "function" or not calls.callers(s))
+    if any(s.kind != "function" or s.name == "main" or named(s, members) for s in starts):
+        return table
+    return {} if any(member.is_script for member in calls.project.users(module)) else None  # a library's programs
+
+
+def named(function: Scope, members: tuple[Module, ...]) -> bool:
+    """Whether more than its definition names a function."""
+    return sum(member.words[function.name] for member in members) > 1
+
+
+def replaced(module: Module) -> Iterator[tuple[Scope, int]]:
+    """The lines of a file that give `print` another meaning everywhere."""
+    for scope in module.scopes if "builtin" in module.text else ():
+        for key, binds in scope.binds.items():
+            if BUILTINS.search(key):
+                yield from ((scope, bind.stmt.lineno) for bind in binds)
+        for site in scope.named("setattr"):
+            if [constant(value) for value in site.call.args[1:2]] == ["print"]:
+                yield scope, site.line
+
+
+def quietens(view: View, module: Module) -> bool:
+    """Whether a file sends output to nowhere, other than in functions that all ranks call alike, or that of the other
+    ranks to anywhere else.
+    """
+    scopes = module.scopes if "sys.stdout" in module.text else ()
+    if any(view.ranks.side(bind.stmt, s) == -1 for s in scopes for bind in s.binds.get("sys.stdout", ())):
+        return True
+    if not any(word in module.text for word in QUIET):
+        return False
+    inside = [s for s in module.scopes if s.kind == "function" and any(view.effects.mentioned_in(s, w) for w in QUIET)]
+    return not inside or not all(map(functools.partial(for_all, view), inside))
+
+
+def for_all(view: View, function: Scope) -> bool:
+    """Whether a function says nothing of ranks, nor do the calls of it; or sends away only what runs in its block."""
+    if any(view.ranks.side(stmt, function) for stmt in function.stmts):
+        return False
+    if "sys.stdout" not in function.binds and any(map(function.named, LENDS)):
+        return True
+    callers = view.calls.callers(function)
+    kept_to_some = (view.ranks.main_only(site.stmt, site.scope) or view.ranks.chosen(site) for site in callers)
+    return bool(callers) and not any(kept_to_some)
+
+
+TRACKERS_MAX_CALLERS = 8
+LOGGERS = {
+    "wandb.init",
+    "wandb.log",
+    "wandb.watch",
+    "swanlab.init",
+    "swanlab.log",
+    "mlflow.log_metric",
+    "mlflow.start_run",
+}
+LOGGERS |= {"mlflow.log_metrics", "mlflow.log_param", "mlflow.log_params", "comet_ml.Experiment", "comet_ml.start"}
+LOGGERS |= {"neptune.init_run", "neptune.init", "aim.Run", "clearml.Task.init", "trackio.init", "trackio.log"}
+# The methods of a run of W&B that feed it.
+RUNS = ("log", "watch")
+
+
+def tracked(view: View, site: Site) -> str:
+    """The full name of what a call calls; that of a tracker also where a function is given its module, or imports it
+    where it is needed (`wandb = None`, then `if args.wandb: import wandb`), and for the methods of a W&B run.
+    """
+    full, name = view.full(site), dotted(site.call.func) or ""
+    if full or not name:
+        return full
+    if name in LOGGERS:
+        head = name.partition(".")[0]
+        binds = site.scope.binds.get(head, [])
+        none = bool(binds) and all(bind.value is not None and is_none(bind.value) for bind in binds)
+        known = (none and head in site.module.imports) or (head in site.scope.params and not binds)
+        if known and not any(by_one(view, *each) for each in holders(view, site, head)):
+            return name
+    if site.name in RUNS and view.project.says(view.module, "wandb.init"):
+        made = view.origins.calls_of(site.receiver, site.scope)
+        runs = [s for call, home, known in made if known == "wandb.init" for s in home.named("init") if s.call is call]
+        kept = all(view.ranks.main_only(s.stmt, s.scope) or view.ranks.chosen(s) for s in runs)
+        return "" if kept or any(map(apart_run, runs)) else f"wandb.{site.name}"
+    return ""
+
+
+def holders(view: View, site: Site, head: str) -> Iterator[tuple[str, Scope]]:
+    """The names for a tracker's module, where a call reads it and where its function is given it."""
+    yield head, site.scope
+    for caller in view.calls.callers(site.scope)[:TRACKERS_MAX_CALLERS] if head in site.scope.params else ():
+        yield dotted(passed(caller, site.scope, head)) or "", caller.scope
+
+
+def by_one(view: View, name: str, scope: Scope) -> bool:
+    """Whether a function imports a tracker on one rank alone: it is None on the others."""
+    stmts = (stmt for stmt in scope.stmts if isinstance(stmt, ast.Import | ast.ImportFrom))
+    return any(
+        (alias.asname or alias.name) == name and view.ranks.side(stmt, scope) for stmt in stmts for alias in stmt.names
+    )
+
+
+def apart_run(site: Site) -> bool:
+    """Whether a tracker's run is one of a group, as W&B says to where each rank has a run."""
+    return keyword(site.call, "group") is not None

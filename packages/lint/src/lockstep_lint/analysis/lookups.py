@@ -3,8 +3,8 @@
 import ast
 import os
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import Module, Scope
-from lockstep_lint.analysis.kept import kept
 from lockstep_lint.analysis.nodes import constant, dotted, last, strings
 from lockstep_lint.analysis.view import View
 

@@ -4,10 +4,9 @@ import os
 from collections.abc import Iterable
 from pathlib import PurePath
 
-from lockstep_lint.analysis.importers import Graph
-from lockstep_lint.analysis.imports import EXTERNAL, KNOWN, Paths
+from lockstep_lint.analysis.budget import forget, kept
+from lockstep_lint.analysis.imports import EXTERNAL, KNOWN, Graph, Paths
 from lockstep_lint.analysis.index import Module, index
-from lockstep_lint.analysis.kept import forget, kept
 from lockstep_lint.analysis.source import Source, read
 
 __all__ = ["Project", "unit_test"]

@@ -1,15 +1,185 @@
-"""Reads and parses one file, whatever is in it: the result is a tree or one line that says why there is none."""
+"""Read and parse one file or notebook: a tree, or one line that says why there is none."""
 
 import ast
 import io
+import json
+import re
+import sys
 import tokenize
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lockstep_lint.analysis.notebooks import FLAGS, Cell, cells_of
-from lockstep_lint.analysis.syntax import parsed
+__all__ = ["MAX_BYTES", "Problem", "Source", "cells_of", "parse", "parsed", "place", "read"]
 
-__all__ = ["MAX_BYTES", "MAX_NOTEBOOK", "Problem", "Source", "parse", "read"]
+
+# A string's beginning, or a comment.
+BEGINS = re.compile(r"#[^\n]*|(?<![\w\"'])([A-Za-z]{0,2})(\"\"\"|'''|\"|')")
+OTHER = {'"': "'", "'": '"'}
+MAX_DEPTH = 8
+ASYNC = re.compile(r"(?<=[(,\s])async(?=\s*=[^=])")
+# A name as long as `async`, so that nothing moves.
+NO_KEYWORD = "asynq"
+
+
+def parsed(text: str, flags: int = ast.PyCF_ONLY_AST) -> ast.Module:
+    """The tree of a text, which SyntaxWarnings do not keep from parsing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about somebody's escape sequences
+        try:
+            return _tree(text, flags)
+        except SyntaxError as error:
+            if ASYNC.search(text):
+                return renamed(_tree(ASYNC.sub(NO_KEYWORD, text), flags))
+            if sys.version_info >= (3, 12) or "f-string" not in str(error.msg):
+                raise
+            older = requoted(text)
+            if older == text:
+                raise
+            return _tree(older, flags)
+
+
+def _tree(text: str, flags: int) -> ast.Module:
+    tree: ast.Module = compile(text, "file", "exec", flags, dont_inherit=True)
+    return tree
+
+
+def renamed(tree: ast.Module) -> ast.Module:
+    """The tree, with what was `async` as the argument that it is now."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == NO_KEYWORD:
+            node.arg = "non_blocking"
+    return tree
+
+
+def requoted(text: str) -> str:
+    """The text with other quotes for the strings within f-strings that have the f-string's own; as long as before."""
+    chars = list(text)
+    at = 0
+    while (match := BEGINS.search(text, at)) is not None:
+        at = match.end() if match[2] is None else after_string(text, match, chars, "", 0)
+    return "".join(chars)
+
+
+def after_string(text: str, begin: re.Match[str], chars: list[str], outer: str, depth: int) -> int:
+    """Where a string ends that begins there; `outer`: the quotes of the f-strings around it."""
+    quotes = begin[2]
+    formatted = "f" in begin[1].lower() and depth < MAX_DEPTH
+    at, first = begin.end(), begin.start(2)
+    while at < len(text) and not text.startswith(quotes, at):
+        if text[at] == "\\" or (formatted and text.startswith("{{", at)):
+            at += 2
+        elif formatted and text[at] == "{":
+            at = after_field(text, at + 1, chars, outer + quotes[0], depth + 1)
+        else:
+            at += 1
+    inside = text[first + len(quotes) : at]
+    free = OTHER[quotes[0]]
+    if quotes in outer and free not in outer and len(quotes) == 1 and free not in inside and "\\" not in inside:
+        chars[first : first + 1] = chars[at : at + 1] = [free]
+    return at + len(quotes)
+
+
+def after_field(text: str, at: int, chars: list[str], outer: str, depth: int) -> int:
+    """Where a replacement field ends whose expression begins there."""
+    open_ = 1
+    while at < len(text) and open_:
+        begin = BEGINS.match(text, at) if text[at].isalpha() or text[at] in "\"'" else None
+        if begin is not None and begin[2] is not None:
+            at = after_string(text, begin, chars, outer, depth)
+            continue
+        open_ += {"{": 1, "}": -1}.get(text[at], 0)
+        at += 1
+    return at
+
+
+# Cell magics whose cell is Python all the same.
+PYTHON = ("time", "timeit", "capture", "prun", "debug", "python", "python3")
+MAGIC = re.compile(r"^(?P<space>\s*)(?:[%!?]|(?P<target>[\w.,\s*()\[\]]+?=)\s*[%!](?!=))")
+FLAGS = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One code cell: its number among all cells (from 1), and where its first line stands in the joined text."""
+
+    number: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Notebook:
+    """The joined code, its cells, and the cells that do not parse, each with the line and the reason."""
+
+    text: str
+    cells: tuple[Cell, ...]
+    broken: tuple[tuple[int, str], ...]
+
+
+def cells_of(data: bytes) -> Notebook:
+    """The code of a notebook's file. Raises ValueError for what is no notebook."""
+    lines: list[str] = []
+    cells: list[Cell] = []
+    broken: list[tuple[int, str]] = []
+    for number, source in _code(data):
+        cells.append(Cell(number, len(lines) + 1))
+        text = plain(source)
+        try:
+            parsed(text, FLAGS)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            broken.append((len(lines) + (getattr(error, "lineno", 1) or 1), str(getattr(error, "msg", error))))
+            text = "\n" * text.count("\n")
+        lines += text.split("\n")
+    return Notebook("\n".join(lines) + "\n", tuple(cells), tuple(broken))
+
+
+def _code(data: bytes) -> Iterator[tuple[int, str]]:
+    """The sources of the code cells, with their numbers."""
+    try:
+        book = json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    cells = book.get("cells") if isinstance(book, dict) else None
+    if not isinstance(cells, list):
+        raise ValueError("no cells")
+    for number, cell in enumerate(cells, 1):
+        source = cell.get("source", "") if isinstance(cell, dict) and cell.get("cell_type") == "code" else None
+        if isinstance(source, list):
+            source = "".join(item for item in source if isinstance(item, str))
+        if isinstance(source, str):
+            yield number, source.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def plain(source: str) -> str:
+    """A cell without magics, shell commands and questions; every line stays where it is."""
+    lines = source.split("\n")
+    first = next((line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")), "")
+    if first.startswith("%%") and (first[2:].split() or [""])[0] not in PYTHON:
+        return "\n" * source.count("\n")
+    try:
+        parsed(source, FLAGS)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        goes_on = False
+        for i, line in enumerate(lines):
+            match = MAGIC.match(line)
+            if goes_on or match is not None or (line.rstrip().endswith("?") and "#" not in line):
+                goes_on = line.rstrip().endswith("\\")
+                space = match["space"] if match is not None else ""
+                target = match["target"] if match is not None else None
+                lines[i] = f"{target} None" if target else f"{space}pass"
+    return "\n".join(lines)
+
+
+def place(cells: tuple[Cell, ...], line: int) -> tuple[int, int]:
+    """The cell of a line of the joined text, and the line in that cell."""
+    found = cells[0] if cells else Cell(1, 1)
+    for cell in cells:
+        if cell.start > line:
+            break
+        found = cell
+    return found.number, line - found.start + 1
+
 
 # Larger files are generated data, not training code; parsing one would cost more than the 2 s that a file may take.
 MAX_BYTES = 300_000

@@ -6,31 +6,170 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
-from lockstep_lint.analysis.arms import chooses, evaluates, given_by, leaves, once, sites_in
-from lockstep_lint.analysis.context import Guard, Loop, above, following, guards, inside, loops
-from lockstep_lint.analysis.effects import Effects
-from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.kept import kept
-from lockstep_lint.analysis.kinds import EVALUATION, SCALER
-from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, walk
-from lockstep_lint.analysis.pace import (
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.calls import Effects
+from lockstep_lint.analysis.context import (
+    Guard,
+    Loop,
+    above,
     each_update,
     every_so_often,
     far_apart,
     first_time,
+    following,
+    guards,
     in_most_turns,
     in_turn,
+    inside,
+    loops,
     meant,
     never,
     now_and_then,
     turned_off,
 )
+from lockstep_lint.analysis.index import Module, Scope, Site
+from lockstep_lint.analysis.kinds import EVALUATION, MODEL, SCALER, Steps
+from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, walk
 from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.ranks import Ranks
-from lockstep_lint.analysis.settled import held_names, is_fixed, is_option, of_a_name, parts
-from lockstep_lint.analysis.steps import Steps
 
 __all__ = ["LOSSES", "Training", "Trainings"]
+
+
+# A flag that says that a run trains.
+TRAINS = Words(r"^(is_)?train(ing)?$")
+# What names a part of the data or of the training.
+NAMED = Words(r"val|test|eval|train|phase|split|stage|subset|infer|predict", re.IGNORECASE)
+
+
+def leaves(guard: Guard, stmt: ast.stmt) -> bool:
+    """Whether a test ends the turn, in the other case: before a statement, or in the arm beside it (`if not boxes:
+    continue`, then `else: ...`).
+    """
+    if guard.stmt.lineno <= stmt.lineno and (guard.stmt.end_lineno or 0) < stmt.lineno:
+        return True
+    ends = isinstance(guard.stmt, ast.If) and isinstance(guard.stmt.body[-1], ast.Continue | ast.Break | ast.Raise)
+    return ends and not guard.when
+
+
+def once(caller: Site) -> bool:
+    """Whether a call runs once, as far as can be seen: in a script's own lines, its `main`, or a unit test."""
+    return caller.scope.kind != "function" or caller.scope.name == "main" or unit_test(caller.module)
+
+
+def given_by(function: Scope) -> bool:
+    """Whether a function is what the one around it gives back (`def make(model): def step(x): ... return step`)."""
+    maker = function.parent
+    if maker is None or maker.kind != "function":
+        return False
+    return any(dotted(value) == function.name for value in maker.returns())
+
+
+def chooses(test: ast.Compare, scope: Scope) -> bool:
+    """Whether a parameter that nothing changes is compared with the name of a way to compute (`kind == "focal"`)."""
+    name = dotted(test.left)
+    words = (name or "", str(constant(test.comparators[0])))
+    return name in scope.params and name not in scope.binds and not any(map(NAMED.search, words))
+
+
+def sites_in(arm: list[ast.stmt], scope: Scope) -> list[Site]:
+    """The calls in some statements of a function."""
+    start, end = arm[0].lineno, arm[-1].end_lineno or arm[-1].lineno
+    return [site for site in scope.sites if start <= site.stmt.lineno <= end]
+
+
+def evaluates(guard: Guard) -> bool:
+    """Whether a statement stands in the arm where a flag like `is_train` does not hold, or where there is no
+    optimizer.
+    """
+    test, when = guard.test, guard.when
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, when = test.operand, not when
+    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and when else [test]
+    for part in parts:
+        if isinstance(part, ast.Compare) and is_none(part.comparators[0]) and "optim" in last(part.left):
+            return isinstance(part.ops[0], ast.Is | ast.Eq) is when
+    return not when and TRAINS.search(last(test) if isinstance(test, ast.Name | ast.Attribute) else "")
+
+
+# Where a program keeps its options, and what is no option though it is kept there.
+OPTIONS = Words(r"(^|_)(args|opts?|params|cfg|conf|config|hparams|FLAGS)$")
+COUNTS = Words(r"step|epoch|(?<![wc]r)(?<!lim)iter|count|current|best|batch_idx", re.IGNORECASE)
+
+
+def parts(test: ast.expr) -> Iterator[ast.expr]:
+    """What a test compares and joins, without literals."""
+    stack = [test]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.BoolOp):
+            stack.extend(node.values)
+        elif isinstance(node, ast.UnaryOp):
+            stack.append(node.operand)
+        elif isinstance(node, ast.Compare):
+            stack.extend((node.left, *node.comparators))
+        elif not isinstance(node, ast.Constant):
+            yield node
+
+
+def of_a_name(node: ast.AST) -> bool:
+    """Whether a part of a test asks whether a value is there, or what a key is called (`"loss" in key`)."""
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+        return isinstance(constant(node.left), str)
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def held_names(test: ast.expr) -> Iterator[str]:
+    """The names in a test, without those of flags that must not hold (`not validating`)."""
+    off = {
+        id(node)
+        for part in walk(test)
+        if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not)
+        for node in walk(part.operand)
+    }
+    yield from (name for node in walk(test) if id(node) not in off for name in _own(node))
+
+
+def _own(node: ast.AST) -> Iterator[str]:
+    """The name that a node itself is."""
+    name = getattr(node, "id", getattr(node, "attr", None))
+    if isinstance(name, str):
+        yield name
+
+
+def is_option(node: ast.expr) -> bool:
+    """Whether an expression is an option of the command line or of a configuration, the same in every step."""
+    if isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
+        return any(map(OPTIONS.search, idents(node.value))) and not COUNTS.search(str(constant(node.slice)))
+    if not isinstance(node, ast.Attribute) or COUNTS.search(node.attr):
+        return False
+    return any(map(OPTIONS.search, (dotted(node.value) or "").split(".")))
+
+
+def is_fixed(node: ast.expr, scope: Scope, within: ast.stmt | None) -> bool:
+    """Whether a name is bound before the loop and the loops around that, an attribute by its object's `__init__`
+    alone, or an attribute says how a model is built (`model.n_classes == 1`).
+    """
+    key = dotted(node)
+    if key is None:
+        return False
+    if key.startswith("self.") and key.count(".") == 1 and scope.owner is not None:
+        methods = [method for method in scope.owner.defs.values() if key in method.binds]
+        return [method.name for method in methods] == ["__init__"]
+    if isinstance(node, ast.Attribute):
+        return MODEL.search(last(node.value)) and not COUNTS.search(node.attr)
+    if COUNTS.search(key):
+        return False
+    binds = scope.binds.get(key, [])
+    if key in scope.params or binds:
+        if within is None or any(bind.how != "assign" for bind in binds):
+            return False
+        once = len(binds) + (key in scope.params) == 1
+        start = within if once else min((within, *loops(within, scope.module)), key=lambda loop: loop.lineno)
+        return all(bind.stmt.lineno < start.lineno for bind in binds)
+    top = scope.module.top.binds.get(key, [])
+    return len(top) == 1 and top[0].how == "assign"
+
 
 # A test that holds in every step or in none: it says nothing about how often.
 STEADY = re.compile(

@@ -8,7 +8,7 @@ from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Change, Confidence, Edit, Severity
 
-__all__ = ["Check", "Found", "Rule", "at", "edit"]
+__all__ = ["Found", "Rule", "at", "edit"]
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ Check = Callable[[View], Iterator[Found]]
 class Rule:
     """One pitfall: how to find it, why it costs, what it looks like and what to write instead.
 
-    `bad` and `good` are whole scripts; the tests run every one of them. `moot` names the packages that do the thing
-    for the user. `fix` says how safe a correction is: "safe" is what `--fix` does, "unsafe" needs a look, "none" has
-    no single right answer. `note` says where it is told, and what near it does not count.
+    `bad` and `good` are whole scripts, shown on the rule's page; tests/fixtures has more. `moot` names the packages
+    that do the thing for the user. `fix` says how safe a correction is: "safe" is what `--fix` does, "unsafe" needs a
+    look, "none" has no single right answer. `note` says where it is told, and what near it does not count.
     """
 
     code: str
     name: str
     what: str
     why: str
-    bad: tuple[str, ...]
-    good: tuple[str, ...]
+    bad: str
+    good: str
     severity: Severity
     confidence: Confidence
     check: Check

@@ -91,41 +91,19 @@ RULE = Rule(
         "step and the first GPU holds all outputs. DistributedDataParallel is two to three times as fast on eight "
         "GPUs, also on one machine."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch import nn
 
 model = nn.DataParallel(nn.Linear(4, 2)).cuda()
 """,
-        """
-import torch.nn.parallel as parallel
-
-def forward(model, batch):
-    return parallel.data_parallel(model, batch)
-""",
-        """
-import pytorch_lightning as pl
-
-def fit(module, loader):
-    pl.Trainer(devices=2, strategy="dp").fit(module, loader)
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 def wrap(model, local_rank):
     return DistributedDataParallel(model.to(local_rank), device_ids=[local_rank])
 """,
-        """
-import torch
-
-def plain(model):
-    return model.module if isinstance(model, torch.nn.DataParallel) else model
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

@@ -152,8 +152,7 @@ RULE = Rule(
         "DDP registers the parameters that it is given. Moving the model afterwards leaves its buckets and hooks with "
         "other tensors: the run stops with a device mismatch, or trains parameters that are never exchanged."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -164,25 +163,7 @@ def wrap(local_rank):
     model = model.to(local_rank)
     return model
 """,
-        """
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 2)
-
-def wrap(local_rank):
-    model = Net()
-    model.encoder = model.encoder.to(local_rank)
-    return DDP(model, device_ids=[local_rank])
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -191,27 +172,6 @@ def wrap(local_rank):
     model = nn.Linear(4, 2).to(local_rank)
     return DDP(model, device_ids=[local_rank])
 """,
-        """
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def wrap(model, local_rank):
-    return DDP(model, device_ids=[local_rank]).to(local_rank)
-
-def main(local_rank, net):
-    wrap(net.to(local_rank), local_rank)
-""",
-        """
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def wrap(local_rank):
-    with torch.device(f"cuda:{local_rank}"):
-        model = nn.Linear(4, 2)
-    return DDP(model, device_ids=[local_rank])
-""",
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

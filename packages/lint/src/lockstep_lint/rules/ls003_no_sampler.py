@@ -167,8 +167,7 @@ RULE = Rule(
         "Each rank sees the whole dataset instead of its share: an epoch costs as much as on one GPU, and with equal "
         "seeds all ranks compute the same gradients. Beside a sampler, shuffle=True is an error."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -189,70 +188,7 @@ def main(local_rank, model, optimizer, criterion):
             optimizer.step()
     dist.destroy_process_group()
 """,
-        """
-from torch.utils.data import DataLoader, RandomSampler
-
-def loader(dataset):
-    return DataLoader(dataset, batch_size=8, shuffle=True, sampler=RandomSampler(dataset))
-""",
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
-from torchvision.datasets import CIFAR10
-
-class Trainer:
-    def __init__(self, model, local_rank):
-        self.model = DDP(model.to(local_rank), device_ids=[local_rank])
-        self.local_rank = local_rank
-
-    def train_dataloader(self):
-        return DataLoader(CIFAR10("data"), batch_size=32, shuffle=True)
-
-    @property
-    def other(self):
-        return self.train_dataloader()
-
-    def fit(self, optimizer, criterion):
-        for images, labels in self.train_dataloader():
-            images, labels = images.to(self.local_rank), labels.to(self.local_rank)
-            optimizer.zero_grad()
-            criterion(self.model(images), labels).backward()
-            optimizer.step()
-
-def main(local_rank, model, optimizer, criterion):
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(local_rank)
-    Trainer(model, local_rank).fit(optimizer, criterion)
-    dist.destroy_process_group()
-""",
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
-from torchvision.datasets import CIFAR10
-
-def make():
-    return {"train": DataLoader(CIFAR10("data"), shuffle=True), "val": DataLoader(CIFAR10("data", train=False))}
-
-def main(local_rank, model, optimizer, criterion):
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(local_rank)
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    loaders = make()
-    for epoch in range(10):
-        for images, labels in loaders["train"]:
-            images, labels = images.to(local_rank), labels.to(local_rank)
-            optimizer.zero_grad()
-            criterion(model(images), labels).backward()
-            optimizer.step()
-    dist.destroy_process_group()
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -276,37 +212,6 @@ def main(local_rank, model, optimizer, criterion):
             optimizer.step()
     dist.destroy_process_group()
 """,
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler
-from torchvision.datasets import CIFAR10
-
-def make_loader(training):
-    if training:
-        data = CIFAR10("data")
-        return DataLoader(data, batch_size=32, sampler=DistributedSampler(data))
-    return DataLoader(CIFAR10("data", train=False), batch_size=32)
-
-def main(local_rank, model, optimizer, criterion):
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(local_rank)
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    batches = make_loader(True)
-    held_out = make_loader(training=False)
-    for epoch in range(10):
-        batches.sampler.set_epoch(epoch)
-        for images, labels in batches:
-            images, labels = images.to(local_rank), labels.to(local_rank)
-            optimizer.zero_grad()
-            loss = criterion(model(images), labels)
-            loss.backward()
-            optimizer.step()
-    dist.destroy_process_group()
-    return held_out
-""",
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

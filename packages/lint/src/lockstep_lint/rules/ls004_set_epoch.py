@@ -3,11 +3,11 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import above, guards, inside, loops
 from lockstep_lint.analysis.drafts import epoch_set
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.kept import kept
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import constant, dotted, is_none, keyword, last, strings, walk
 from lockstep_lint.analysis.view import View
@@ -221,8 +221,7 @@ RULE = Rule(
         "The sampler's order depends on its seed and epoch alone: without set_epoch every epoch has the same "
         "order and the same division among ranks."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -236,57 +235,7 @@ def train(model, data, optimizer, device):
             loss.backward()
             optimizer.step()
 """,
-        """
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
-
-def train(model, data, optimizer, device):
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
-    for epoch in range(10):
-        sampler.set_epoch(0)
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
-            loss.backward()
-            optimizer.step()
-""",
-        """
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
-
-def train(model, data, optimizer, device, start_epoch):
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
-    for epoch in range(start_epoch, 10):
-        sampler.set_epoch(start_epoch)
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
-            loss.backward()
-            optimizer.step()
-""",
-        """
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
-
-def one_epoch(model, sampler, loader, optimizer, epoch):
-    sampler.set_epoch(epoch)
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-
-def train(model, data, optimizer):
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
-    for epoch in range(10):
-        one_epoch(model, sampler, loader, optimizer, 0)
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -301,42 +250,6 @@ def train(model, data, optimizer, device):
             loss.backward()
             optimizer.step()
 """,
-        """
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
-
-def one_epoch(model, sampler, loader, optimizer, epoch):
-    sampler.set_epoch(epoch)
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-
-def train(model, data, optimizer):
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
-    for epoch in range(10):
-        one_epoch(model, sampler, loader, optimizer, epoch)
-""",
-        """
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
-
-def train(model, data, optimizer, steps):
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
-    epoch, step = 0, 0
-    while step < steps:
-        sampler.set_epoch(epoch)
-        for x, y in loader:
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-            step += 1
-        epoch += 1
-""",
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

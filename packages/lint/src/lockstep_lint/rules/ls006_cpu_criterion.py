@@ -130,8 +130,7 @@ RULE = Rule(
         "The first step stops with 'Expected all tensors to be on the same device'; if it is in the evaluation, "
         "only after the first epoch."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch import nn
 
@@ -145,18 +144,7 @@ def train(model, loader, optimizer):
         loss.backward()
         optimizer.step()
 """,
-        """
-import torch
-from torch import nn
-
-def make(model):
-    weights = torch.tensor([1.0, 3.0])
-    criterion = nn.CrossEntropyLoss(weight=weights)
-    return model.cuda(), criterion
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 from torch import nn
 
@@ -170,7 +158,6 @@ def train(model, loader, optimizer, device):
         loss.backward()
         optimizer.step()
 """,
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

@@ -4,19 +4,279 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import guards, inside, loops
-from lockstep_lint.analysis.drawn import drawn_before
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.context import guards, inside, loops, withs
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.kept import kept
-from lockstep_lint.analysis.kinds import EVALUATION, OPTIMIZER, TORCH_OPTIMIZERS
+from lockstep_lint.analysis.kinds import EVALUATION, MODEL, OPTIMIZER, TORCH_OPTIMIZERS
 from lockstep_lint.analysis.lookups import chosen_files
-from lockstep_lint.analysis.making import makes_module, model_at, model_made
-from lockstep_lint.analysis.nodes import Words, keyword, last, strings
+from lockstep_lint.analysis.nodes import Words, argument, idents, keyword, last, strings
 from lockstep_lint.analysis.view import DEVICE, TRAINS, View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
+
+
+LIBRARIES = ("transformers.", "trl.")
+# A model of transformers that is made, not loaded, by what its class is called.
+MADE = re.compile(r"^transformers\.(.*\.)?\w+(Model|LMHead\w*|For[A-Z]\w+)$")
+# A head for classes, which a model that was trained on plain text or pictures does not have.
+HEADS = re.compile(
+    r"^transformers\.(.*\.)?\w+For(\w*Classification|MultipleChoice|SemanticSegmentation)\.from_pretrained$"
+)
+CLASSES = ("num_labels", "id2label", "ignore_mismatched_sizes")
+# What the layers are called that checkpoints of transformers have, and where a project's own are.
+PUBLIC = re.compile(
+    r"\.(lm_head|cls|predictions?|pooler|shared|h|wte|wpe|proj_out|qa_outputs|score|\w*embed\w*|\w*norm\w*|ln_\w+"
+    r"|(\w*_)?(layers?|blocks|encoder|decoder|model|transformer|backbone)|\w*(tower|projector)\w*)$"
+)
+SAVED = re.compile(
+    r"checkpoint|ckpt|output|(?<![a-z])saved?(?![a-z])|resume|finetuned|fine_tuned|(?<!pre)trained(?!_model_name)"
+    r"|(?<![a-z])best(?![a-z])|\./|\.\./"
+)
+# Layers that have no weights.
+EMPTY = re.compile(r"Loss|Dropout|Identity|Flatten|Pool|Softmax|ReLU|GELU|SiLU|Tanh|Sigmoid|Softplus|Module$")
+
+
+def drawn_before(view: View, alone: bool) -> Iterator[Site]:
+    """The Trainers of a file, or of the program that it is (`alone`), whose model has weights that were drawn before:
+    each as the place in the file that draws them, or that makes the Trainer.
+    """
+    if not any("Trainer" in member.text for member in view.project.closure(view.module)):
+        return
+    for member in view.project.closure(view.module) if alone else (view.module,):
+        for site in trainers(view, member):
+            for call, home in makers(view, argument(site.call, 0, "model"), site.scope, 0):
+                if draws(view, call, home):
+                    found = next((s for s in home.sites if s.call is call), site)
+                    yield from [place for place in (found, site) if place.module is view.module][:1]
+
+
+def makers(view: View, model: ast.expr | None, scope: Scope, depth: int) -> Iterator[tuple[ast.Call, Scope]]:
+    """The calls that a model comes from, and those that a call of somebody else's is given its model by."""
+    for call, home, _ in view.origins.calls_of(model, scope):
+        yield call, home
+        inner = call.args[0] if call.args else keyword(call, "model")
+        if depth < 3 and view.kinds.is_model(inner, home) and not draws(view, call, home):
+            yield from makers(view, inner, home, depth + 1)
+
+
+def trainers(view: View, module: Module) -> Iterator[Site]:
+    """The calls of a file that make a Trainer of a library, or of a class that derives from one, out of a model."""
+    for name, sites in module.by_name.items():
+        if name.endswith("Trainer"):
+            yield from (site for site in sites if of_library(view, site) and keyword(site.call, "model_init") is None)
+
+
+def of_library(view: View, site: Site) -> bool:
+    """Whether a call makes a Trainer that seeds by itself."""
+    owner = view.names.definition(site.call.func, site.scope)
+    names = view.names.bases_of(owner) if owner is not None and owner.kind == "class" else (view.full(site),)
+    return any(name.startswith(LIBRARIES) and name.endswith("Trainer") for name in names)
+
+
+def draws(view: View, call: ast.Call, scope: Scope) -> bool:
+    """Whether a call makes a model with weights that are drawn: adapters, a head for classes, or all of them."""
+    owner = view.names.definition(call.func, scope)
+    if owner is not None:
+        return owner.kind == "class" and has_layers(view, owner)
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained":
+        owner = view.names.definition(call.func.value, scope)
+        if owner is not None and owner.kind == "class":
+            return adds_head(view, owner) and not saved(view, call, scope)
+    full = view.names.qualify(call.func, scope)
+    if full.startswith("peft.") and full.endswith(".get_peft_model"):
+        return True
+    if MADE.search(full) or (full.startswith("transformers.") and full.endswith(".from_config")):
+        return not on_meta(call, scope)
+    return HEADS.search(full) is not None and names_classes(view, call, scope)
+
+
+def adds_head(view: View, owner: Scope) -> bool:
+    """Whether a class that derives from a model of transformers gives itself layers that no public checkpoint of that
+    model has weights for.
+    """
+    start = owner.defs.get("__init__")
+    if start is None or not any(map(MADE.search, view.names.bases_of(owner))):
+        return False
+    return any(
+        (is_layer(view, site) or of_own(view, site))
+        and any(bind.key.startswith("self.") and not PUBLIC.search(bind.key) for bind in start.bound(site.stmt))
+        for site in start.sites
+    )
+
+
+def of_own(view: View, site: Site) -> bool:
+    """Whether a call makes a module of the project's own that has layers, and is nothing of transformers."""
+    owner = view.names.definition(site.call.func, site.scope)
+    if owner is None or owner.kind != "class" or any(n.startswith("transformers.") for n in view.names.bases_of(owner)):
+        return False
+    return has_layers(view, owner)
+
+
+def saved(view: View, call: ast.Call, scope: Scope) -> bool:
+    """Whether a call may load, by the name of its place, what a program of the project has saved."""
+    place = argument(call, 0, "pretrained_model_name_or_path")
+    if place is None:
+        return True  # it is handed on with others (`from_pretrained(*args)`)
+    found = [origin.node for origin in view.origins.of(place, scope)]
+    return any(map(SAVED.search, (word for node in found for word in (*idents(node), *strings(node)))))
+
+
+def names_classes(view: View, call: ast.Call, scope: Scope) -> bool:
+    """Whether the classes of a head are given, to the call or to its configuration."""
+    config = [made for made, _, _ in view.origins.calls_of(keyword(call, "config"), scope)]
+    return any(keyword(made, name) is not None for made in (call, *config) for name in CLASSES)
+
+
+def has_layers(view: View, owner: Scope) -> bool:
+    """Whether the constructor of a project's class makes layers, or what transformers makes of a configuration."""
+    classes = (owner, *view.names.parents(owner))
+    if any(name.startswith("transformers.") and not name.endswith("Mixin") for name in view.names.bases_of(owner)):
+        return any(MADE.search(name) for name in view.names.bases_of(owner))
+    makers = [current.defs["__init__"] for current in classes if "__init__" in current.defs]
+    return view.kinds.is_module_class(owner) and any(is_layer(view, site) for maker in makers for site in maker.sites)
+
+
+def is_layer(view: View, site: Site) -> bool:
+    """Whether a call makes a layer with weights."""
+    full = view.full(site)
+    return full.startswith("torch.nn.") and site.name[:1].isupper() and not EMPTY.search(site.name)
+
+
+def on_meta(call: ast.Call, scope: Scope) -> bool:
+    """Whether a model is made without memory for its weights, to be loaded later."""
+    site = next((s for s in scope.sites if s.call is call), None)
+    around = withs(site.stmt, scope.module) if site is not None else ()
+    return any("init_empty_weights" in idents(item) or "meta" in strings(item) for item in around)
+
+
+# What says how a model is made is none.
+SETTINGS = Words(r"conf|cfg|arg|param|opt|name|dir|path|type|kind|ckpt|output|pred|loss|grad", re.IGNORECASE)
+BUILDS = Words(r"^(get|build|make|create|init|setup)_|^(build|make|create)$")
+# A function that makes one, by its name, whatever is bound to what it gives.
+GIVES = Words(r"^((get|build|make|create|init(iali[sz]e)?|setup|new|load|define|construct)_|new$)", re.IGNORECASE)
+# What feeds or scores a model, whatever it is bound to (`training_generator = DataLoader(data)`).
+BESIDE = Words(r"Loader$|Dataset$|DataModule$|Processor$|Tokenizer(Fast)?$|(?i:loss|criterion)")
+# Libraries whose models hold no weights of torch, and what draws numbers.
+ELSEWHERE = re.compile(
+    r"^(sentencepiece|tokenizers|sklearn|gensim|spacy|fasttext|xgboost|lightgbm|catboost|tensorflow|keras|hmmlearn"
+    r"|openai|anthropic|google|pickle|joblib|numpy|scipy|pandas|statsmodels|mujoco|gym|gymnasium|onnxruntime|cv2)\."
+    r"|^torch\.Generator$"
+)
+# They make a model, whatever it is called (`resnet = torchvision.models.resnet18()`).
+MODEL_LIBRARIES = ("torchvision.models", "timm.")
+KNOWN = ("torchvision.models.", "timm.create_model", "segmentation_models_pytorch.create_model")
+# What looks a class up.
+MODEL_CLASSES = Words(r"class|getattr|locate|import|registry", re.IGNORECASE)
+# What only tells of such models, their weights or their names.
+ASKS = Words(r"^(list|is)_|^get_(?!model$)|weights", re.IGNORECASE)
+
+
+def model_made(view: View, module: Module) -> Site | None:
+    """The first place of a file that makes a model."""
+    made = next((site for site in module.sites() if model_at(view, site)), None)
+    if made is not None:
+        return made
+    wrapped = [site for _, site in view.wrappers.made(module)]
+    other = [site for site in module.sites() if view.full(site).startswith(KNOWN) and not ASKS.search(site.name)]
+    return min((*wrapped, *module.sites("get_model", "build_model"), *other), key=lambda site: site.line, default=None)
+
+
+def model_at(view: View, site: Site) -> bool:
+    """Whether a call makes what its statement binds, and that is a model, not a layer of one."""
+    owner = site.scope.owner
+    if owner is not None and owner.kind == "class" and "torch.nn.Module" in view.names.bases_of(owner):
+        return False
+    binds = [] if BESIDE.search(site.name) or ELSEWHERE.search(view.full(site)) else site.scope.bound(site.stmt)
+    if not any(bind.value is not None and covers(bind.value, site) for bind in binds):
+        return False
+    keys = [bind.key.split(".")[-1] for bind in binds]
+    named = any(MODEL.search(key) and not SETTINGS.search(key) for key in keys)
+    return (named and makes(view, site)) or makes_module(view, site) or by_function(view, site)
+
+
+def covers(value: ast.expr, site: Site) -> bool:
+    """Whether the call is the assigned value or what it is made from."""
+    return value.lineno <= site.line <= (value.end_lineno or value.lineno)
+
+
+def makes_module(view: View, site: Site) -> bool:
+    """Whether a call makes a module of a visible class, also of one that derives from a model of transformers."""
+    owner = view.names.definition(site.call.func, site.scope)
+    if owner is None or owner.kind != "class":
+        return False
+    return view.kinds.is_module_class(owner) or any(map(MADE.search, view.names.bases_of(owner)))
+
+
+def by_function(view: View, site: Site) -> bool:
+    """Whether a call runs a function that makes a model, as its name says, and gives it back (`new_model(options)`)."""
+    function = view.names.definition(site.call.func, site.scope) if GIVES.search(site.name) else None
+    return function is not None and function.kind == "function" and gives_model(view, function)
+
+
+def makes(view: View, site: Site) -> bool:
+    """Whether a call makes a module rather than moving or wrapping one."""
+    if view.wrappers.wrapper(site) or site.name in (
+        "to",
+        "cuda",
+        "compile",
+        "load",
+        "prepare",
+        "state_dict",
+        "parameters",
+        "module",
+    ):
+        return False
+    owner = view.names.definition(site.call.func, site.scope)
+    if owner is not None:
+        return (
+            (owner.kind == "class" and view.kinds.is_module_class(owner))
+            or "model" in site.name
+            or "net" in site.name
+            or (owner.kind == "class" and foreign(view, owner) and "model" in site.name.lower())
+            or (owner.kind == "function" and (BUILDS.search(site.name) or gives_model(view, owner)))
+        )
+    if isinstance(site.call.func, ast.Call | ast.Subscript):
+        return True  # of a class that is looked up: `getattr(models, name)()`, `MODELS[name]()`
+    full = view.full(site)
+    if full.startswith(MODEL_LIBRARIES) and ASKS.search(site.name):
+        return False
+    if full.startswith("torch.nn.") and site.name[:1].isupper():
+        return True
+    return (
+        full.startswith((*MODEL_LIBRARIES, "transformers."))
+        or site.name[:1].isupper()
+        or "model" in site.name
+        or site.name == "instantiate"  # of what a configuration says
+    )
+
+
+def gives_model(view: View, function: Scope) -> bool:
+    """Whether a function makes and gives back a module of a visible class, or of one that it looks up
+    (`kind = get_class(name); return kind(**options)`), in a program that steps an optimizer.
+    """
+    members = view.project.closure(view.module)
+    if not any(view.steps.steps_optimizer(s) for member in members for s in member.sites("step")):
+        return False  # tries a model out
+    if view.trainings.trains(function.sites):
+        return False  # what it trains is told where it is made
+    for value in function.returns():
+        for call, home, _ in view.origins.calls_of(value, function):
+            made = view.names.definition(call.func, home)
+            if home is function and made is not None and made.kind == "class" and view.kinds.is_module_class(made):
+                return True
+        kind = value.func if isinstance(value, ast.Call) else None
+        found = function.binds.get(kind.id, []) if isinstance(kind, ast.Name) else []
+        if found and all(isinstance(bind.value, ast.Call) and MODEL_CLASSES.search(last(bind.value)) for bind in found):
+            return True
+    return False
+
+
+def foreign(view: View, owner: Scope) -> bool:
+    """Whether a class derives from one that cannot be seen."""
+    return len(list(view.names.bases_of(owner))) > len(list(view.names.parents(owner)))
+
 
 # What has all weights drawn on the GPU that are drawn after it.
 ON_GPU = ("set_default_device", "set_default_tensor_type")
@@ -259,8 +519,7 @@ RULE = Rule(
         "The run cannot be repeated, and without DDP's first broadcast the ranks would start from different weights. "
         "Some want fresh randomness in every run: this is an opinion."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch import nn
 
@@ -275,9 +534,7 @@ def main(loader):
 if __name__ == "__main__":
     main([])
 """,
-    ),
-    good=(
-        """
+    good="""
 import torch
 from torch import nn
 
@@ -293,7 +550,6 @@ def main(loader, seed):
 if __name__ == "__main__":
     main([], 1)
 """,
-    ),
     severity=Severity.INFO,
     confidence=Confidence.MEDIUM,
     check=check,

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.accumulation import accumulations
 from lockstep_lint.analysis.drafts import synced_last
-from lockstep_lint.analysis.exchanges import outside
+from lockstep_lint.analysis.gradients import accumulations, outside
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -47,8 +46,7 @@ RULE = Rule(
         "The exchange is needed once, in the last micro-batch. Eight micro-batches make eight times the traffic, "
         "and across machines most of the step's time."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -61,9 +59,7 @@ def train(model, loader, optimizer, criterion, local_rank, steps):
             optimizer.step()
             optimizer.zero_grad()
 """,
-    ),
-    good=(
-        """
+    good="""
 import contextlib
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -79,22 +75,6 @@ def train(model, loader, optimizer, criterion, local_rank, steps):
             optimizer.step()
             optimizer.zero_grad()
 """,
-        """
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def train(model, batches, optimizer, criterion, local_rank, steps):
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    while True:
-        optimizer.zero_grad()
-        for micro in range(steps):
-            model.require_backward_grad_sync = micro == steps - 1
-            x, y = batches.next()
-            loss = criterion(model(x), y) / steps
-            loss.backward()
-        optimizer.step()
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

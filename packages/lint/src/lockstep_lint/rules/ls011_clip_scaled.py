@@ -113,8 +113,7 @@ RULE = Rule(
         "A scaler multiplies the loss, and so the gradients, by up to 65536: a clip at norm 1 then shrinks nearly "
         "everything to nothing. A clip after the step has no effect at all."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def step(model, optimizer, scaler, loss):
@@ -124,18 +123,7 @@ def step(model, optimizer, scaler, loss):
     scaler.step(optimizer)
     scaler.update()
 """,
-        """
-import torch
-
-def step(model, optimizer, loss):
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 def step(model, optimizer, scaler, loss):
@@ -146,21 +134,6 @@ def step(model, optimizer, scaler, loss):
     scaler.step(optimizer)
     scaler.update()
 """,
-        """
-import torch
-
-def step(model, optimizer, scaler, loss, amp):
-    optimizer.zero_grad()
-    if amp:
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-""",
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

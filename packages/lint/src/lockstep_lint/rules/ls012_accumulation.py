@@ -4,9 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.accumulation import Accumulation, accumulations, modulo, steps_by
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import loops
+from lockstep_lint.analysis.gradients import Accumulation, accumulations, modulo, steps_by
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import constant, dotted, element_of, has_star, idents, keyword, last, targets, walk
 from lockstep_lint.analysis.view import View
@@ -265,8 +265,7 @@ RULE = Rule(
         "An undivided loss makes the gradient n times too large. `i % n == 0` steps on one micro-batch first and is "
         "off by one ever after. Leftovers are lost, or leak into the next epoch's first step."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def train(model, loader, optimizer, criterion, n):
@@ -277,31 +276,7 @@ def train(model, loader, optimizer, criterion, n):
             optimizer.step()
             optimizer.zero_grad()
 """,
-        """
-import torch
-
-def train(model, loader, optimizer, criterion, n):
-    for i, (x, y) in enumerate(loader):
-        loss = criterion(model(x), y) / n
-        loss.backward()
-        if i % n == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-""",
-        """
-import torch
-
-def train(model, loader, optimizer, criterion, n):
-    for i, (x, y) in enumerate(loader):
-        loss = criterion(model(x), y) / n
-        loss.backward()
-        if (i + 1) % n == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 def train(model, loader, optimizer, criterion, n):
@@ -312,20 +287,6 @@ def train(model, loader, optimizer, criterion, n):
             optimizer.step()
             optimizer.zero_grad()
 """,
-        """
-import torch
-
-def train(model, loader, g_optimizer, d_optimizer, n):
-    for i, x in enumerate(loader):
-        d_optimizer.zero_grad()
-        model.d_loss(x).backward()
-        d_optimizer.step()
-        if i % n == 0:
-            g_optimizer.zero_grad()
-            model.g_loss(x).backward()
-            g_optimizer.step()
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.MEDIUM,
     check=check,

@@ -294,8 +294,7 @@ RULE = Rule(
         "OneCycleLR stepped once an epoch stays in its warm-up for the whole run; a cosine with T_max in epochs, "
         "stepped in every batch, goes up and down many times an epoch. Stepped first, it skips its first rate."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -308,35 +307,7 @@ def train(model, loader, optimizer, criterion, epochs):
             optimizer.step()
         scheduler.step()
 """,
-        """
-import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR
-
-def train(model, loader, optimizer, criterion, epochs):
-    scheduler = CosineAnnealingLR(optimizer, T_max=epochs)
-    for epoch in range(epochs):
-        for x, y in loader:
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            optimizer.step()
-            scheduler.step()
-""",
-        """
-import torch
-from torch.optim.lr_scheduler import StepLR
-
-def train(model, loader, optimizer, criterion, epochs):
-    scheduler = StepLR(optimizer, step_size=30)
-    for epoch in range(epochs):
-        scheduler.step()
-        for x, y in loader:
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            optimizer.step()
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -349,33 +320,6 @@ def train(model, loader, optimizer, criterion, epochs):
             optimizer.step()
             scheduler.step()
 """,
-        """
-import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR
-
-def train(model, loader, optimizer, criterion, epochs):
-    scheduler = CosineAnnealingLR(optimizer, T_max=epochs)
-    for epoch in range(epochs):
-        for x, y in loader:
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            optimizer.step()
-        scheduler.step()
-""",
-        """
-import torch
-from torch.optim.lr_scheduler import StepLR
-
-def train(model, loader, optimizer, criterion, epochs):
-    scheduler = StepLR(optimizer, step_size=30)
-    for epoch in range(epochs):
-        scheduler.step(epoch)
-        for x, y in loader:
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            optimizer.step()
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

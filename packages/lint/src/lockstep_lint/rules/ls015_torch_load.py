@@ -33,30 +33,20 @@ RULE = Rule(
         "Without map_location all ranks restore onto the GPU that the file was saved from, usually GPU 0, and a "
         "machine without it fails. With weights_only=False a checkpoint is a program that runs when it is loaded."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def resume(model, path):
     model.load_state_dict(torch.load(path))
     model.cuda()
 """,
-        """
-import torch
-
-def resume(model, path):
-    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=False))
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 def resume(model, path):
     model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     model.cuda()
 """,
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

@@ -4,8 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import guards, inside, loops, withs
-from lockstep_lint.analysis.evaluations import evaluations
-from lockstep_lint.analysis.forwards import is_forward
+from lockstep_lint.analysis.evaluation import evaluations, is_forward, without_graph
 from lockstep_lint.analysis.graphs import (
     added,
     chain,
@@ -13,15 +12,15 @@ from lockstep_lint.analysis.graphs import (
     cuts_graph,
     evaluated,
     expanded,
+    handed_to_keep,
     holds,
     live_at,
     live_names,
+    plainly,
 )
 from lockstep_lint.analysis.index import Bind, Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import constant, dotted, idents, walk
-from lockstep_lint.analysis.sight import without_graph
-from lockstep_lint.analysis.takers import handed_to_keep, plainly
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
@@ -281,8 +280,7 @@ RULE = Rule(
         "Every step's activations stay in memory for as long as the sum lives: memory grows from step to step "
         "until the run dies."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def train(model, loader, optimizer, criterion):
@@ -295,36 +293,7 @@ def train(model, loader, optimizer, criterion):
         total += loss
     return total / len(loader)
 """,
-        """
-import torch
-
-def train(model, loader, optimizer, criterion):
-    losses = []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss)
-    return losses
-""",
-        """
-import torch
-
-def train(model, loader, optimizer, criterion):
-    total, losses = 0.0, []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total += loss.cpu()
-        losses.append(loss.mean().cpu())
-    return total, losses
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 def train(model, loader, optimizer, criterion):
@@ -337,34 +306,6 @@ def train(model, loader, optimizer, criterion):
         total += loss.detach()
     return total / len(loader)
 """,
-        """
-import torch
-
-def train(model, loader, optimizer, criterion):
-    for x, y in loader:
-        optimizer.zero_grad()
-        total = 0.0
-        for part in (x, y):
-            loss = criterion(model(part), y)
-            total += loss
-        total.backward()
-        optimizer.step()
-""",
-        """
-import torch
-
-def train(model, loader, optimizer, criterion):
-    total, losses = 0.0, []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total += loss.detach().cpu()
-        losses.append(loss.cpu().item())
-    return total, losses
-""",
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

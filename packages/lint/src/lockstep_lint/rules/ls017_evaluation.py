@@ -3,21 +3,171 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import Loop, above, guards
-from lockstep_lint.analysis.evaluations import evaluations
-from lockstep_lint.analysis.forwards import is_forward, run_model, shields
-from lockstep_lint.analysis.idle import idle_calls
+from lockstep_lint.analysis.evaluation import (
+    evaluations,
+    foreign,
+    forward_of_phases,
+    is_forward,
+    run_model,
+    shields,
+    without_graph,
+)
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.modes import lasting
-from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, last, walk
-from lockstep_lint.analysis.phases import forward_of_phases
-from lockstep_lint.analysis.sight import foreign, without_graph
+from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_true, last, walk
+from lockstep_lint.analysis.origins import default, truth
+from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
+
+
+# How many functions hand the flag on.
+MAX_HANDS = 3
+
+
+def idle_calls(view: View, backward: Site) -> Iterator[Site]:
+    """The calls for which a test before a backward comes out so that it is not made (`optimizer=None`), nor another."""
+    function = backward.scope
+    others = [site for site in function.sites if view.steps.backwards(site)]
+    for name in tested(backward):
+        for call, value in values(view, function, name, 0):
+            if not any(made(site, name, value) for site in others):
+                yield call
+
+
+def tested(backward: Site) -> set[str]:
+    """The parameters that decide alone whether a backward is made."""
+    function = backward.scope
+    found = (
+        {name for name in idents(guard.test) if name in function.params}
+        for guard in guards(backward.stmt, backward.module)
+    )
+    return {names.pop() for names in found if len(names) == 1} - function.binds.keys()
+
+
+def made(backward: Site, name: str, value: ast.Constant) -> bool:
+    """Whether a backward is made for a value of a parameter, as far as is known."""
+    call = ast.Call(ast.Name(backward.scope.name), [], [ast.keyword(name, value)])
+    entry = (call, backward.scope)
+    return all(
+        truth(guard.test, backward.scope, entry) is not (not guard.when)
+        for guard in guards(backward.stmt, backward.module)
+    )
+
+
+def values(view: View, function: Scope, name: str, depth: int) -> Iterator[tuple[Site, ast.Constant]]:
+    """The calls of a function with the literals that they give for a parameter, or the calls that hand it on."""
+    for site in view.calls.callers(function) if depth <= MAX_HANDS else ():
+        value = passed(site, function, name) or default(function, name, site.call)
+        if isinstance(value, ast.Constant):
+            yield site, value
+        elif isinstance(value, ast.Name) and value.id in site.scope.params and value.id not in site.scope.binds:
+            yield from values(view, site.scope, value.id, depth + 1)
+
+
+# A copy of the model, or another one, which stays in eval mode rightly.
+OTHERS = Words(r"teacher|(?<![a-z])ema|(^|_)(ref|old|target|frozen|pretrained|best|final|test|eval)(_|$)")
+
+
+def lasting(view: View, sites: list[Site], training: Training) -> Iterator[Site]:
+    """The calls in a loop that switch the trained model to eval mode, in which it still is when it trains next."""
+    ordered = sorted(sites, key=lambda site: (site.line, site.call.col_offset))
+    switches = [place for place, site in enumerate(ordered) if evals_model(view, site, training)]
+    trains = [place for place, site in enumerate(ordered) if view.trainings.trains([site])] if switches else []
+    if not trains:
+        return
+    back = [place for place, site in enumerate(ordered) if switches_back(view, site)]
+    if len(trains) > 1 and back:  # of two calls of what trains, one may only evaluate (`run(train=False)`)
+        return
+    for switch in switches:
+        until = min(after(place, switch, len(ordered)) for place in trains)
+        if not any(after(place, switch, len(ordered)) <= until for place in back):
+            yield ordered[switch]
+
+
+def after(place: int, start: int, turn: int) -> int:
+    """How far a place comes after another in a loop, in whose next turn what stands before it comes."""
+    return (place - start) % turn
+
+
+def switches_back(view: View, site: Site) -> bool:
+    """Whether a call switches a model to train mode, itself or below."""
+
+    def switches(found: Site) -> bool:
+        return found.name == "train" and found.receiver is not None and not trains_object(view, found)
+
+    return view.effects.find([site], switches) is not None
+
+
+def trains_object(view: View, site: Site) -> bool:
+    """Whether `x.train(...)` is a method of the project rather than nn.Module's."""
+    return view.calls.target(site.call, site.scope) is not None and not (
+        not site.call.args or is_true(site.call.args[0])
+    )
+
+
+def evals_model(view: View, site: Site, training: Training) -> bool:
+    """Whether a call switches the trained model to eval mode, itself or below."""
+    if site.name == "eval":
+        return site.receiver is not None and trained(view, site.receiver, site.scope, training)
+    return any(
+        trained(view, given_for(s, f, site), site.scope, training)
+        for f in view.calls.runs(site)
+        if EVALUATION.search(f.name) or of_same_object(view, f, training)
+        for s in f.named("eval")
+    )
+
+
+def of_same_object(view: View, function: Scope, training: Training) -> bool:
+    """Whether a function that trains nothing is no method, or one of the object that trains: what another object calls
+    its model is another model (a metric's, say).
+    """
+    if function.name == "__init__" or view.trainings.trains(function.sites):
+        return False
+    return function.owner is None or function.owner in (training.scope.owner, training.backward.scope.owner)
+
+
+def given_for(site: Site, function: Scope, call: Site) -> ast.expr | None:
+    """What a method is called on: the caller's argument where that is a parameter, nothing where it is made there."""
+    name = dotted(site.receiver)
+    if name in function.params:
+        return passed(call, function, name)
+    return None if name in function.binds else site.receiver
+
+
+# What the model is called under its wrapper.
+INNER = Words(r"^(raw|unwrapped|bare)_(model|net)$|^(model|net|network)_(without|wo|no)_(ddp|dp|parallel)$")
+
+
+def trained(view: View, node: ast.expr | None, scope: Scope, training: Training) -> bool:
+    """Whether a value is the trained model, by its name or because the training switches it to train mode."""
+    if last(node) in ("model", "net", "network", "ddp_model", "self") or INNER.search(last(node)):
+        return True
+    if node is None:
+        return False
+    modes = (s for s in training.scope.named("train") if s.receiver is not None and not trains_object(view, s))
+    names = {dotted(node), unwrapped(node, scope)}
+    return any(dotted(s.receiver) in names for s in modes) or (
+        not OTHERS.search(last(node)) and called(unwrapped(node, scope), training)
+    )
+
+
+def unwrapped(node: ast.expr, scope: Scope) -> str | None:
+    """The name of the wrapped model that a name is given the inside of (`raw_model = engine.module`)."""
+    given = [bind.value for bind in scope.binds.get(dotted(node) or "", [])]
+    made = {dotted(value.value) for value in given if isinstance(value, ast.Attribute) and value.attr == "module"}
+    return made.pop() if len(made) == 1 else None
+
+
+def called(name: str | None, training: Training) -> bool:
+    """Whether the training calls a model of a name."""
+    return name is not None and any(dotted(site.call.func) == name for site in training.scope.sites)
+
 
 TRAINS = Words(r"^(is_)?train$|^training$")
 
@@ -221,8 +371,7 @@ RULE = Rule(
         "Without eval(), dropout and batch statistics disturb the score, and the validation data leak into the running "
         "statistics. Without no_grad() the graph is built for nothing. In eval mode, training silently loses both."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def evaluate(model, val_loader):
@@ -238,23 +387,7 @@ def main(model, val_loader):
 if __name__ == "__main__":
     main(torch.nn.Linear(4, 2), [])
 """,
-        """
-import torch
-
-def train(model, loader, val_loader, optimizer, criterion, epochs):
-    model.train()
-    for epoch in range(epochs):
-        for x, y in loader:
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            print(sum(criterion(model(x), y) for x, y in val_loader))
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 @torch.no_grad()
@@ -272,7 +405,6 @@ def main(model, val_loader):
 if __name__ == "__main__":
     main(torch.nn.Linear(4, 2), [])
 """,
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

@@ -176,8 +176,7 @@ RULE = Rule(
         "A collective ends when all ranks are in it. If one stays away, the others wait until the timeout, by "
         "default half an hour, and the job dies."
     ),
-    bad=(
-        """
+    bad="""
 import torch.distributed as dist
 
 def log(loss, rank):
@@ -185,41 +184,7 @@ def log(loss, rank):
         dist.all_reduce(loss)
         print(loss)
 """,
-        """
-import torch.distributed as dist
-
-def mean(value):
-    dist.all_reduce(value)
-    return value / dist.get_world_size()
-
-def log(loss):
-    if dist.get_rank() != 0:
-        return
-    print(mean(loss))
-""",
-        """
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def wrap(model, rank, local_rank):
-    model = model.to(local_rank)
-    if rank == 0:
-        model = DDP(model, device_ids=[local_rank])
-    return model
-""",
-        """
-import deepspeed
-import torch
-
-def main(options, rank):
-    model = torch.nn.Linear(8, 8)
-    engine, *_ = deepspeed.initialize(model=model, args=options)
-    if rank == 0:
-        engine.save_checkpoint("out")
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch.distributed as dist
 
 def log(loss, rank):
@@ -227,29 +192,6 @@ def log(loss, rank):
     if rank == 0:
         print(loss)
 """,
-        """
-import contextlib
-import torch.distributed as dist
-
-@contextlib.contextmanager
-def first(rank):
-    if rank != 0:
-        dist.barrier()
-    yield
-    if rank == 0:
-        dist.barrier()
-""",
-        """
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def wrap(model, rank, local_rank):
-    model = model.to(local_rank)
-    if local_rank != -1:
-        model = DDP(model, device_ids=[local_rank])
-    return model
-""",
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

@@ -78,8 +78,7 @@ RULE = Rule(
         "NCCL's threads and sockets are torn down in any order at exit: hangs, warnings, and leaked GPU memory; "
         "torch warns of it at every exit."
     ),
-    bad=(
-        """
+    bad="""
 import torch.distributed as dist
 
 def main():
@@ -88,20 +87,7 @@ def main():
 if __name__ == "__main__":
     main()
 """,
-        """
-import torch.distributed as dist
-from helpers.meters import AverageMeter
-
-def main():
-    dist.init_process_group("nccl")
-    return AverageMeter()
-
-if __name__ == "__main__":
-    main()
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch.distributed as dist
 
 def main():
@@ -111,18 +97,6 @@ def main():
 if __name__ == "__main__":
     main()
 """,
-        """
-import torch.distributed as dist
-from helpers.comm import cleanup
-
-def main():
-    dist.init_process_group("nccl")
-    cleanup()
-
-if __name__ == "__main__":
-    main()
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

@@ -269,16 +269,13 @@ RULE = Rule(
         "Shrinking biases, norm scales and embeddings regularises nothing and can hurt; most recipes for "
         "transformers leave them out. Others train well without: this is an opinion."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def make(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 """,
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 def make(model):
@@ -287,7 +284,6 @@ def make(model):
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-3)
 """,
-    ),
     severity=Severity.INFO,
     confidence=Confidence.MEDIUM,
     check=check,

@@ -3,11 +3,10 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.accumulation import accumulations
-from lockstep_lint.analysis.context import guards, loops
+from lockstep_lint.analysis.context import guards, in_turn, loops
+from lockstep_lint.analysis.gradients import accumulations
 from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.nodes import dotted
-from lockstep_lint.analysis.pace import in_turn
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
@@ -124,8 +123,7 @@ RULE = Rule(
         "Uncleared gradients add up over all steps and training diverges; cleared at the wrong moment, the step "
         "or the accumulation does nothing."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def train(model, loader, optimizer, criterion):
@@ -134,54 +132,7 @@ def train(model, loader, optimizer, criterion):
         loss.backward()
         optimizer.step()
 """,
-        """
-import torch
-
-def train(model, loader, optimizer, criterion):
-    for x, y in loader:
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.zero_grad()
-        optimizer.step()
-""",
-        """
-import torch
-
-def train(model, loader, optimizer, criterion, n):
-    for i, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
-        loss = criterion(model(x), y) / n
-        loss.backward()
-        if (i + 1) % n == 0 or i + 1 == len(loader):
-            optimizer.step()
-""",
-        """
-import torch
-from helpers.amp import NativeScaler
-
-def train(model, loader, optimizer, criterion):
-    loss_scaler = NativeScaler()
-    for x, y in loader:
-        loss = criterion(model(x), y)
-        loss_scaler(loss, optimizer, parameters=model.parameters())
-""",
-        """
-import torch
-
-class Scaler:
-    def __call__(self, loss, optimizer):
-        loss.backward()
-        optimizer.step()
-
-def train(model, loader, optimizer, criterion):
-    loss_scaler = Scaler()
-    for x, y in loader:
-        loss = criterion(model(x), y)
-        loss_scaler(loss, optimizer)
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 def train(model, loader, optimizer, criterion):
@@ -192,30 +143,6 @@ def train(model, loader, optimizer, criterion):
         loss.backward()
         optimizer.step()
 """,
-        """
-import torch
-
-def train(loader, d_optimizer, g_optimizer, model):
-    for x in loader:
-        g_optimizer.zero_grad()
-        model.g_loss(x).backward()
-        g_optimizer.step()
-        d_optimizer.zero_grad()
-        model.d_loss(x).backward()
-        d_optimizer.step()
-""",
-        """
-import torch
-from helpers.amp import NativeScaler
-
-def train(model, loader, optimizer, criterion):
-    loss_scaler = NativeScaler()
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss_scaler(loss, optimizer, parameters=model.parameters())
-""",
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

@@ -178,39 +178,12 @@ RULE = Rule(
         "Float16 gradients below 6e-8 become zero unless the loss is scaled; bfloat16 needs no scaling, and the scaler "
         "only skips steps. torch.cuda.amp warns at every use and will go."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 scaler = torch.cuda.amp.GradScaler()
 """,
-        """
-import torch
-
-def train(model, loader, optimizer, criterion):
-    scaler = torch.amp.GradScaler("cuda")
-    for x, y in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = criterion(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-""",
-        """
-import torch
-
-def train(model, loader, optimizer, criterion):
-    for x, y in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 def train(model, loader, optimizer, criterion):
@@ -223,20 +196,6 @@ def train(model, loader, optimizer, criterion):
         scaler.step(optimizer)
         scaler.update()
 """,
-        """
-import torch
-
-def train(model, loader, optimizer, criterion, dtype):
-    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-    for x, y in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=dtype):
-            loss = criterion(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.calls import COLLECTIVES
 from lockstep_lint.analysis.context import apart
-from lockstep_lint.analysis.effects import COLLECTIVES
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import constant, keyword, strings
 from lockstep_lint.analysis.view import View
@@ -105,8 +105,7 @@ RULE = Rule(
         "Every process opens a context on GPU 0, which costs memory there and makes NCCL hang or refuse; DDP and "
         "collectives without a group stop the run."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 import torch.distributed as dist
 
@@ -117,18 +116,7 @@ def main(model, local_rank):
     dist.destroy_process_group()
     return model
 """,
-        """
-import torch.distributed as dist
-
-def main():
-    rank = dist.get_rank()
-    dist.init_process_group("gloo")
-    dist.destroy_process_group()
-    return rank
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 import torch.distributed as dist
 
@@ -140,7 +128,6 @@ def main(model, local_rank):
     dist.destroy_process_group()
     return model
 """,
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.context import above, guards, withs
 from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.nodes import Words, dotted, idents, is_true, keyword, last, strings, walk
-from lockstep_lint.analysis.rankwords import RANK, RANKED
+from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -261,8 +261,7 @@ RULE = Rule(
         "The processes write the same files at the same time: some read a half-written archive and fail, or train"
         " on broken data."
     ),
-    bad=(
-        """
+    bad="""
 import torch.distributed as dist
 from torchvision.datasets import MNIST
 
@@ -272,25 +271,7 @@ def main():
     dist.destroy_process_group()
     return data
 """,
-        """
-import os
-import shutil
-import torch.distributed as dist
-from torchvision.datasets import MNIST
-
-def main(rank, folder):
-    dist.init_process_group("nccl")
-    shutil.rmtree(folder)
-    os.makedirs(folder)
-    if rank == 0:
-        MNIST("data", download=True)
-    data = MNIST("data")
-    dist.destroy_process_group()
-    return data
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch.distributed as dist
 from torchvision.datasets import MNIST
 
@@ -303,33 +284,6 @@ def main(rank):
     dist.destroy_process_group()
     return data
 """,
-        """
-import torch.multiprocessing as mp
-import torch.distributed as dist
-from torchvision.datasets import MNIST
-
-def worker(rank):
-    dist.init_process_group("nccl", rank=rank)
-    data = MNIST("data")
-    dist.destroy_process_group()
-
-def main():
-    MNIST("data", download=True)
-    mp.spawn(worker, nprocs=2)
-""",
-        """
-import os
-import torch.distributed as dist
-
-def main(rank, folder):
-    dist.init_process_group("nccl")
-    os.makedirs(folder, exist_ok=True)
-    os.makedirs(f"{folder}/{rank}")
-    if rank == 0 and not os.path.exists("logs"):
-        os.makedirs("logs")
-    dist.destroy_process_group()
-""",
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

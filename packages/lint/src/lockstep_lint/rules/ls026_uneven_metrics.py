@@ -5,20 +5,156 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import passed
-from lockstep_lint.analysis.context import inside, loops
-from lockstep_lint.analysis.heldout import serves_both, shards
-from lockstep_lint.analysis.hosts import MADE
+from lockstep_lint.analysis.context import Guard, guards, inside, loops
+from lockstep_lint.analysis.evaluation import phased
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.means import JOINS, by_ranks, divided_after, mean_after, means_given
+from lockstep_lint.analysis.kinds import EVALUATION, parts
 from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, walk
-from lockstep_lint.analysis.parts import parts
-from lockstep_lint.analysis.phases import phased
+from lockstep_lint.analysis.rank_names import COUNT
+from lockstep_lint.analysis.tensors import MADE
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
+
+
+MAX_CALLERS = 20
+
+
+def shards(site: Site) -> bool:
+    """Whether a sampler says that it divides held-out data."""
+    text = ast.unparse(site.stmt)
+    if constant(keyword(site.call, "shuffle")) is False and any(map(apart, guards(site.stmt, site.module))):
+        return True
+    return any(EVALUATION.search(name) for name in idents(site.stmt)) or "val" in text or "test" in text
+
+
+def apart(guard: Guard) -> bool:
+    """Whether a test leaves the other arm to the training (`if mode == "train": ... else: ...`)."""
+    test = guard.test
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq):
+        return not guard.when and constant(test.comparators[0]) == "train"
+    return not guard.when and last(test) in ("train", "is_train", "training", "is_training")
+
+
+def serves_both(view: View, site: Site) -> bool:
+    """Whether the function that makes a sampler makes those of the training and of held-out data alike: its callers
+    say whether it shuffles, and one asks for held-out data in order, or it shuffles where `split == "train"`.
+    """
+    asked = keyword(site.call, "shuffle")
+    if isinstance(asked, ast.Compare) and constant(asked.comparators[0]) == "train":
+        return True
+    flag = dotted(asked)
+    return flag in site.scope.params and asked_in_order(view, site.scope, flag, 0)
+
+
+def asked_in_order(view: View, function: Scope, flag: str, depth: int) -> bool:
+    """Whether a caller gives a function False under a name, for held-out data by what the statement says."""
+    for caller in view.calls.callers(function)[:MAX_CALLERS]:
+        value = passed(caller, function, flag)
+        if constant(value) is False and any(map(EVALUATION.search, idents(caller.stmt))):
+            return True
+        name = dotted(value)
+        if {True, False} <= {constant(bind.value) for bind in caller.scope.binds.get(name or "", [])}:
+            return True  # `if is_train: shuffle = True ... else: shuffle = False`
+        if depth < 2 and name in caller.scope.params and asked_in_order(view, caller.scope, name, depth + 1):
+            return True
+    return False
+
+
+# What makes one list of the ranks' lists.
+JOINS = {"cat", "concat", "concatenate", "extend", "chain", "from_iterable"}
+# Functions that take the mean, of a list or of a list of dictionaries.
+MEAN = Words(r"^(mean|fmean)$|^_?(dict|dicts|metrics)_(mean|average|avg)$|^_?(mean|average|avg)_(of_)?(dict|metric)s?$")
+BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.If, ast.With, ast.Try)
+
+
+def mean_after(site: Site) -> bool:
+    """Whether the list into which the ranks' values are gathered is averaged as it is."""
+    name = dotted(site.call.args[0]) if site.call.args else None
+    after = [stmt for stmt in site.scope.stmts if stmt.lineno > site.line and not isinstance(stmt, BLOCKS)]
+    names = {name} if name is not None else set()
+    for stmt in after:
+        if any(means(node, each) for each in names for node in walk(stmt)):
+            return True
+        stacked = isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Call) and last(stmt.value) == "stack"
+        if stacked and names & set(idents(stmt)):
+            names |= {bind.key for bind in site.scope.bound(stmt)}
+    return False
+
+
+def means_given(site: Site) -> bool:
+    """Whether the list of the ranks' values that a call gives is averaged as it is (`sum(losses) / len(losses)`)."""
+    names = {bind.key for bind in site.scope.bound(site.stmt) if bind.value is site.call}
+    after = [stmt for stmt in site.scope.stmts if stmt.lineno > site.line and not isinstance(stmt, BLOCKS)]
+    return any(means(node, name) for stmt in after[:3] for name in names for node in walk(stmt))
+
+
+def means(node: ast.AST, name: str) -> bool:
+    """Whether an expression is the mean of a list (`sum(parts) / world_size`, `torch.stack(parts).mean()`)."""
+    if isinstance(node, ast.Call) and MEAN.search(last(node)):
+        joined = any(isinstance(part, ast.Call) and last(part) in JOINS for part in walk(node))
+        return name in {*idents(node)} and not joined
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and last(node.left) == "sum":
+        return name in {*idents(node.left)} and (is_count(node.right) or name in {*idents(node.right)})
+    return False
+
+
+def by_ranks(stmt: ast.stmt, function: Scope) -> bool:
+    """Whether a statement divides by the number of ranks."""
+    if isinstance(stmt, ast.AugAssign) and isinstance(stmt.op, ast.Div):
+        return is_count(stmt.value)
+    return any(
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and is_count(node.right) for node in walk(stmt)
+    )
+
+
+def is_count(node: ast.expr) -> bool:
+    """Whether a value is the number of ranks."""
+    return last(node) == "gpus" or any(COUNT.search(name) for name in idents(node))
+
+
+def divided_after(site: Site) -> bool:
+    """Whether the reduced value itself is divided by the number of ranks, on the way in or later in the function."""
+    first = site.call.args[0] if site.call.args else None
+    if isinstance(first, ast.Call) and last(first) in ("div", "div_") and first.args and is_count(first.args[0]):
+        return True
+    name = dotted(first)
+    names = {name} if name is not None else set()
+    for stmt in site.scope.stmts if names else ():
+        if stmt.lineno < site.line:
+            continue
+        call = stmt.value if isinstance(stmt, ast.Expr) else None
+        if isinstance(call, ast.Call) and last(call) == "div_" and names & set(idents(call.func)):
+            return bool(call.args) and is_count(call.args[0])
+        if divides(stmt, names):
+            return True
+        if isinstance(stmt, ast.Assign) and taken_out(stmt.value) in names:
+            names |= {bind.key for bind in site.scope.bound(stmt)}
+    return False
+
+
+def divides(stmt: ast.stmt, names: set[str]) -> bool:
+    """Whether a statement divides one of the names by the number of ranks."""
+    if isinstance(stmt, ast.AugAssign):
+        return dotted(stmt.target) in names and isinstance(stmt.op, ast.Div) and is_count(stmt.value)
+    if not isinstance(stmt, ast.Assign | ast.Return | ast.Expr):
+        return False
+    quotients = (node for node in walk(stmt) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div))
+    return any(names & set(idents(node.left)) and is_count(node.right) for node in quotients)
+
+
+def taken_out(value: ast.expr) -> str | None:
+    """The name of the tensor whose parts a value is (`loss, right = sums[:2].tolist()`)."""
+    while True:
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and not value.args:
+            value = value.func.value
+        elif isinstance(value, ast.Subscript):
+            value = value.value
+        else:
+            return dotted(value)
+
 
 # Whatever may bring the values of several ranks together.
 EXCHANGE = Words(
@@ -30,7 +166,6 @@ SCORE = Words(r"loss|acc(?!el|um)|top_?\d|prec|correct|(?<!para)meter|iou(?!s)|(
 
 # What says that a statement is about held-out data, as text (`create_pipeline(valdir, is_training=False)`).
 HELD = re.compile(r"(?<![a-z])(val(?!u)|test|eval)", re.IGNORECASE)
-MAX_CALLERS = 20
 # What works on one rank alone, though its name sounds like an exchange (`torch.cuda.synchronize`, `torch.gather`).
 ALONE = Words(
     r"^torch\.(?!distributed)|^(warnings|gc|numpy|scipy|sklearn|pandas|collections|itertools|statistics|nltk|sacrebleu)\."
@@ -285,8 +420,7 @@ RULE = Rule(
         "is not the mean, and the score changes with the number of GPUs. Without any exchange it is a "
         "part's score."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
@@ -304,29 +438,7 @@ def validate(model, val_loader, criterion, world_size, device):
         loss /= world_size
     model.train()
 """,
-        """
-import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler
-
-@torch.no_grad()
-def validate(model, val_loader, device):
-    model.eval()
-    right, count = torch.zeros((), device=device), 0
-    for x, y in val_loader:
-        right += (model(x.to(device)).argmax(1) == y.to(device)).sum()
-        count += len(x)
-    model.train()
-    return right / count
-
-def main(model, val_data, device):
-    val_sampler = DistributedSampler(val_data, shuffle=False)
-    val_loader = DataLoader(val_data, batch_size=8, num_workers=2, sampler=val_sampler)
-    return validate(model, val_loader, device)
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
@@ -346,30 +458,6 @@ def validate(model, val_loader, criterion, device):
     model.train()
     return total[0] / total[1]
 """,
-        """
-import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler
-
-@torch.no_grad()
-def validate(model, val_loader, device):
-    model.eval()
-    right, count = torch.zeros((), device=device), 0
-    for x, y in val_loader:
-        right += (model(x.to(device)).argmax(1) == y.to(device)).sum()
-        count += len(x)
-    total = torch.tensor([right, count], device=device)
-    dist.all_reduce(total)
-    right, count = total
-    model.train()
-    return right / count
-
-def main(model, val_data, device):
-    val_sampler = DistributedSampler(val_data, shuffle=False)
-    val_loader = DataLoader(val_data, batch_size=8, num_workers=2, sampler=val_sampler)
-    return validate(model, val_loader, device)
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.MEDIUM,
     check=check,

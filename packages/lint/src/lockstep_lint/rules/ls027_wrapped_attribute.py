@@ -249,8 +249,7 @@ RULE = Rule(
         "The wrapper passes on only the forward pass: the run stops with an AttributeError, often only when "
         "several GPUs are used, or at the first evaluation."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -258,21 +257,7 @@ def main(model, local_rank):
     model = DDP(model.to(local_rank), device_ids=[local_rank])
     return model.generate("hello")
 """,
-        """
-import torch
-from accelerate import Accelerator
-
-def main(model, optimizer, loader):
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x in loader:
-        accelerator.backward(model.loss(x))
-        optimizer.step()
-        optimizer.zero_grad()
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -282,17 +267,6 @@ def main(model, local_rank):
         model.train()
     return model.module.generate("hello")
 """,
-        """
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(model, local_rank, distributed):
-    if distributed:
-        model = DDP(model.to(local_rank), device_ids=[local_rank])
-        model = model.module
-    return model.generate("hello")
-""",
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

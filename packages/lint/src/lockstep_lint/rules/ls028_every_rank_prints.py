@@ -7,23 +7,28 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import Guard, above, guards
 from lockstep_lint.analysis.index import Site
-from lockstep_lint.analysis.levels import kept_back, whose
 from lockstep_lint.analysis.logs import (
+    LOGGERS,
+    MUTING_HUSHES,
+    apart_run,
     by_rank,
     debugs,
     disabled,
     from_logging,
+    kept_back,
     logs_with_rank,
     loguru,
+    muted,
     plain_logging,
+    quietens,
     silent,
     too_late,
+    tracked,
     untracked,
+    whose,
 )
-from lockstep_lint.analysis.muting import HUSHES, muted, quietens
 from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, walk
-from lockstep_lint.analysis.rankwords import RANK
-from lockstep_lint.analysis.trackers import LOGGERS, apart_run, tracked
+from lockstep_lint.analysis.rank_names import RANK
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -80,7 +85,7 @@ class Setting:
         self.view = view
         self.prefixed = logs_with_rank(view)
         self.quiet = any(quietens(view, member) for member in members)
-        self.hidden = tuple(view.hidden_calls(HUSHES))
+        self.hidden = tuple(view.hidden_calls(MUTING_HUSHES))
         set_up = (site for member in members for site in member.sites("basicConfig"))
         self.levelled = (
             bool(self.hidden)
@@ -250,8 +255,7 @@ RULE = Rule(
         "opinion only."
     ),
     why="Eight GPUs write every line eight times, in mixed order, and W&B gets eight runs of which seven are noise.",
-    bad=(
-        """
+    bad="""
 import torch.distributed as dist
 
 def main(loss):
@@ -259,18 +263,7 @@ def main(loss):
     print("loss", loss)
     dist.destroy_process_group()
 """,
-        """
-import torch.distributed as dist
-import wandb
-
-def main(project):
-    dist.init_process_group("nccl")
-    wandb.init(project=project)
-    dist.destroy_process_group()
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch.distributed as dist
 
 def say(*words):
@@ -282,50 +275,6 @@ def main(loss):
     say("loss", loss)
     dist.destroy_process_group()
 """,
-        """
-import torch.multiprocessing as mp
-import torch.distributed as dist
-
-def worker(rank):
-    dist.init_process_group("nccl", rank=rank)
-    dist.destroy_process_group()
-
-def main():
-    print("starting")
-    mp.spawn(worker, nprocs=2)
-""",
-        """
-import torch.distributed as dist
-from helpers.comm import init_distributed_mode
-
-def main(loss, args):
-    init_distributed_mode(args)
-    dist.init_process_group("nccl")
-    print("loss", loss)
-    dist.destroy_process_group()
-""",
-        """
-import torch.distributed as dist
-
-def describe(model):
-    print(model)
-
-class Report:
-    def write(self, score):
-        print("score", score)
-
-def unused(model):
-    print("parameters", model)
-
-def main(model, score, rank, report):
-    dist.init_process_group("nccl")
-    if rank == 0:
-        describe(model)
-    rank == 0 and report.write(score)
-    print("done") if rank == 0 else None
-    dist.destroy_process_group()
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.MEDIUM,
     check=check,

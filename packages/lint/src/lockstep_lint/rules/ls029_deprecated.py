@@ -130,28 +130,14 @@ RULE = Rule(
         "They are unmaintained or warn today and will go: torchrun, fully_shard, sdpa_kernel, torch.amp and DDP "
         "do the same, and get the fixes."
     ),
-    bad=(
-        """
+    bad="""
 import argparse
 import torch
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int)
 """,
-        """
-import torch
-from apex import amp
-""",
-        """
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-def wrap(model):
-    return FSDP(model)
-""",
-    ),
-    good=(
-        """
+    good="""
 import os
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -161,20 +147,6 @@ local_rank = int(os.environ["LOCAL_RANK"])
 def wrap(model):
     return fully_shard(model)
 """,
-        """
-import argparse
-import torch
-import torch.multiprocessing as mp
-
-def worker(index, args):
-    torch.cuda.set_device(index)
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=0)
-    mp.spawn(worker, nprocs=2, args=(parser.parse_args(),))
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

@@ -4,9 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.context import guards, inside, loops
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.kept import kept
 from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, last, strings, targets, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
@@ -282,30 +282,19 @@ RULE = Rule(
         "Logs are shared, uploaded and kept. The environment of a training job usually holds the keys of the "
         "tracker, the hub and the cloud."
     ),
-    bad=(
-        """
+    bad="""
 import os
 import torch
 
 print(os.environ)
 """,
-        """
-import logging
-import torch
-
-def login(hf_token):
-    logging.info("token %s", hf_token)
-""",
-    ),
-    good=(
-        """
+    good="""
 import os
 import torch
 
 print(os.environ.get("CUDA_HOME"), sorted(os.environ))
 print(os.environ["CUDA_VISIBLE_DEVICES"])
 """,
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.drafts import wrapped
-from lockstep_lint.analysis.exchanges import around, outside, unseen
+from lockstep_lint.analysis.gradients import around, outside, unseen
 from lockstep_lint.analysis.index import Module
-from lockstep_lint.analysis.kept import kept
 from lockstep_lint.analysis.nodes import Words
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
@@ -121,8 +121,7 @@ RULE = Rule(
         "Each rank trains a model of its own on its share of the data, and the one that is saved has seen a "
         "fraction of it."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 import torch.distributed as dist
 
@@ -135,39 +134,7 @@ def main(model, loader, optimizer, criterion, local_rank):
         optimizer.step()
     dist.destroy_process_group()
 """,
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(flow, loader, optimizer, local_rank):
-    dist.init_process_group("nccl")
-    flow = DDP(flow.to(local_rank), device_ids=[local_rank])
-    for x in loader:
-        optimizer.zero_grad()
-        loss = -flow.module.log_prob(x.to(local_rank)).mean()
-        loss.backward()
-        optimizer.step()
-    dist.destroy_process_group()
-""",
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP  # the model should be wrapped in DDP
-
-def main(model, loader, optimizer, criterion, local_rank):
-    'Trains with DDP.'
-    dist.init_process_group("nccl")
-    model = model.to(local_rank)
-    for x, y in loader:
-        optimizer.zero_grad()
-        criterion(model(x.to(local_rank)), y.to(local_rank)).backward()
-        optimizer.step()
-    dist.destroy_process_group()
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -181,21 +148,6 @@ def main(model, loader, optimizer, criterion, local_rank):
         optimizer.step()
     dist.destroy_process_group()
 """,
-        """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as Native
-
-def main(model, loader, optimizer, criterion, local_rank):
-    dist.init_process_group("nccl")
-    model = Native(model.to(local_rank), device_ids=[local_rank])
-    for x, y in loader:
-        optimizer.zero_grad()
-        criterion(model(x.to(local_rank)), y.to(local_rank)).backward()
-        optimizer.step()
-    dist.destroy_process_group()
-""",
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.MEDIUM,
     check=check,

@@ -34,8 +34,7 @@ RULE = Rule(
         "After a resume all ranks continue with rank 0's random numbers, or with fresh ones: dropout and "
         "augmentation repeat across ranks and the run is not the one that was stopped."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 import torch.distributed as dist
 
@@ -45,9 +44,7 @@ def main(rank):
         torch.save({"rng": torch.get_rng_state()}, "state.pt")
     dist.destroy_process_group()
 """,
-    ),
-    good=(
-        """
+    good="""
 import torch
 import torch.distributed as dist
 
@@ -59,7 +56,6 @@ def main(rank, world_size):
         torch.save({"rng": states}, "state.pt")
     dist.destroy_process_group()
 """,
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

@@ -51,8 +51,7 @@ RULE = Rule(
         "Reading it gathers the shards from all ranks: alone, the rank waits for ever, or it saves a fraction of "
         "the parameters."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 import torch.distributed.checkpoint.state_dict as dcs
 from torch.distributed.fsdp import fully_shard
@@ -62,18 +61,7 @@ def save(model, rank):
     if rank == 0:
         torch.save(dcs.get_model_state_dict(model), "model.pt")
 """,
-        """
-import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
-
-def save(model, rank):
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam)
-    if rank == 0:
-        torch.save(optimizer.state_dict(), "optimizer.pt")
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 import torch.distributed.checkpoint.state_dict as dcs
 from torch.distributed.fsdp import fully_shard
@@ -84,7 +72,6 @@ def save(model, rank):
     if rank == 0:
         torch.save(state, "model.pt")
 """,
-    ),
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,

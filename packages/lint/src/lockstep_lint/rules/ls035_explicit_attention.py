@@ -224,8 +224,7 @@ RULE = Rule(
         " runs a fused kernel: a fraction of the memory, several times as fast. With a mask of its own it cannot take "
         "flash attention, which is_causal=True allows."
     ),
-    bad=(
-        """
+    bad="""
 import math
 import torch
 
@@ -234,57 +233,13 @@ def attend(q, k, v):
     weights = torch.softmax(scores, dim=-1)
     return weights @ v
 """,
-        """
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-class Attention(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.register_buffer("mask", torch.tril(torch.ones(size, size)).view(1, 1, size, size))
-
-    def forward(self, q, k, v):
-        t = q.size(2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[:, :, :t, :t] == 1)
-""",
-        """
-import torch
-import torch.nn.functional as F
-
-def attend(q, k, v):
-    mask = torch.full((q.size(2), q.size(2)), float("-inf")).triu(1)
-    return F.scaled_dot_product_attention(q, k, v, mask)
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 import torch.nn.functional as F
 
 def attend(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 """,
-        """
-import math
-import torch
-
-def attend(q, k, v):
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
-    weights = torch.softmax(scores, dim=-1)
-    return weights @ v, weights
-""",
-        """
-import torch
-import torch.nn.functional as F
-
-def attend(q, k, v, padding, start):
-    causal = torch.ones(q.size(2), q.size(2)).tril().bool()
-    F.scaled_dot_product_attention(q, k, v, attn_mask=causal & padding)
-    F.scaled_dot_product_attention(q, k, v, attn_mask=causal[start : start + 1])
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.MEDIUM,
     check=check,

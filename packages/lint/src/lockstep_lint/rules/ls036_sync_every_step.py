@@ -3,23 +3,83 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.asked import asked, on_losses
-from lockstep_lint.analysis.context import Loop, loops, withs
-from lockstep_lint.analysis.devices import on_device
-from lockstep_lint.analysis.effects import turns_off_gradients
-from lockstep_lint.analysis.hosts import made_on_host, on_host
+from lockstep_lint.analysis.calls import given, turns_off_gradients
+from lockstep_lint.analysis.context import Loop, every_so_often, loops, rarely, withs
+from lockstep_lint.analysis.devices import from_loader, looped, on_device
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.losses import LOSS, READS, SYNCS, bare, loss_names
-from lockstep_lint.analysis.nodes import argument, base, constant, dotted, idents, last, targets, walk
-from lockstep_lint.analysis.pace import every_so_often, rarely
+from lockstep_lint.analysis.nodes import argument, base, constant, dotted, idents, is_none, last, targets, walk
 from lockstep_lint.analysis.project import unit_test
+from lockstep_lint.analysis.tensors import LOSS, READS, SYNCS, bare, is_read, key, loss_names, made_on_host, on_host
 from lockstep_lint.analysis.training import LOSSES, Training
-from lockstep_lint.analysis.unmoved import from_loader, looped
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
+
+
+FINITE = {"isnan", "isinf", "isfinite"}
+TORCHS = {f"torch.{name}" for name in FINITE}
+
+
+def asked(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool:
+    """Whether a part of a test needs a loss's number."""
+    if isinstance(node, ast.Compare):
+        plain = not any(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops)
+        sides = (node.left, *node.comparators)
+        plain = plain and not any(isinstance(constant(each), str | bool) or is_none(each) for each in sides)
+        if plain and on_device(view, node, scope):
+            return True
+        values = [node.left, *node.comparators] if plain else []
+    elif isinstance(node, ast.Call) and last(node) in ("any", "all") and isinstance(node.func, ast.Attribute):
+        if on_device(view, node, scope):
+            return True
+        asks = node.func.value  # `assert not torch.isnan(flow).any()`
+        return isinstance(asks, ast.Call) and asks_tensor(view, asks, scope)
+    elif isinstance(node, ast.Call) and last(node) in FINITE:
+        if asks_tensor(view, node, scope):
+            return True
+        values = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+    else:
+        return asks_given(view, node, scope, losses) if isinstance(node, ast.Call) else False
+    finite = isinstance(node, ast.Call)
+    return any(on_losses(view, v, scope, losses) or (finite and on_device(view, v, scope)) for v in values)
+
+
+def asks_tensor(view: View, call: ast.Call, scope: Scope) -> bool:
+    """Whether a call asks of a tensor whether it is finite, in torch's words (`torch.isnan(loss)`, `loss.isnan()`): not
+    of what a loader gives, or of what is known to be on the CPU.
+    """
+    value = next(iter(call.args), None)
+    if view.names.qualify(call.func, scope) not in TORCHS:
+        method = last(call) in FINITE and isinstance(call.func, ast.Attribute) and not (call.args or call.keywords)
+        value = call.func.value if method else None  # type: ignore[attr-defined]
+    if value is None or on_host(view.origins, value, scope, 1):
+        return False
+    binds = view.origins.binds(dotted(base(value)) or "", scope, call.lineno)
+    return not any(bind.how == "for" for bind, _ in binds)
+
+
+def asks_given(view: View, call: ast.Call, scope: Scope, losses: set[str]) -> bool:
+    """Whether a function of the project asks of the loss that it is given whether it is finite (`if is_bad(loss):`)."""
+    function = view.calls.target(call, scope)
+    if function is None or function.kind != "function":
+        return False
+    for value in (node for each in function.returns() for node in walk(each)):
+        if isinstance(value, ast.Call) and last(value) in FINITE and value.args:
+            name = dotted(value.args[0])
+            handed = given(call, function, name) if name in function.params else None
+            if handed is not None and (on_losses(view, handed, scope, losses) or on_device(view, handed, scope)):
+                return True
+    return False
+
+
+def on_losses(view: View, node: ast.AST, scope: Scope, losses: set[str]) -> bool:
+    """Whether a name stands for a loss that was not read before (`loss = loss.item()`)."""
+    name = key(node)
+    binds = view.origins.binds(name, scope, getattr(node, "lineno", 0)) if name in losses else []
+    return name in losses and not any(is_read(view.calls, bind, home) for bind, home in binds)
+
 
 # They make a text or a number of what they are given, at once.
 SHOWS = {"add_scalar", "add_scalars", "set_postfix", "set_postfix_str", "set_description", "info", "warning", "write"}
@@ -319,8 +379,7 @@ RULE = Rule(
         "The host waits until the device has finished all it was given, then the device waits for new work: the "
         "queue runs dry in every step."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def train(model, loader, optimizer, criterion):
@@ -335,22 +394,7 @@ def train(model, loader, optimizer, criterion):
         total += loss.item()
     return total
 """,
-        """
-import torch
-
-def train(model, loader, optimizer, criterion, writer):
-    model.cuda()
-    for i, (x, y) in enumerate(loader):
-        x, y = x.cuda(), y.cuda()
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        writer.add_scalar("loss", loss, i)
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 def train(model, loader, optimizer, criterion):
@@ -366,7 +410,6 @@ def train(model, loader, optimizer, criterion):
         if i % 100 == 0:
             print(total.item())
 """,
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.MEDIUM,
     check=check,

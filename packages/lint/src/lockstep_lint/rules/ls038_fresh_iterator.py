@@ -3,10 +3,9 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import inside, loops
+from lockstep_lint.analysis.context import inside, loops, rarely
 from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.nodes import dotted, last
-from lockstep_lint.analysis.pace import rarely
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -68,8 +67,7 @@ RULE = Rule(
         "the time goes into that. Samples are drawn with repeats, a loader that does not shuffle gives its first batch "
         "for ever, and a DistributedSampler the first batch of its epoch."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def train(model, loader, optimizer, criterion, steps):
@@ -79,9 +77,7 @@ def train(model, loader, optimizer, criterion, steps):
         criterion(model(x), y).backward()
         optimizer.step()
 """,
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 def train(model, loader, optimizer, criterion, steps):
@@ -96,20 +92,6 @@ def train(model, loader, optimizer, criterion, steps):
         criterion(model(x), y).backward()
         optimizer.step()
 """,
-        """
-import torch
-
-def train(model, loader, held_out_loader, optimizer, criterion, show):
-    first = next(iter(loader))
-    for step, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-        if step % 100 == 0:
-            show(model, next(iter(held_out_loader)))
-    return first
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

@@ -73,31 +73,14 @@ RULE = Rule(
         "torch's own variables are called TORCH_NCCL_... since 2.2; the old names warn and will go. A variable that "
         "nothing reads changes nothing: a timeout is an argument of init_process_group."
     ),
-    bad=(
-        """
+    bad="""
 import os
 import torch.distributed as dist
 
 os.environ["NCCL_BLOCKING_WAIT"] = "1"
 os.environ.setdefault("NCCL_ASYNC_ERROR_HANDLING", "1")
 """,
-        """
-import os
-import torch.distributed as dist
-
-os.environ.update({"NCCL_TIMEOUT": "3600"})
-""",
-        """
-import subprocess
-import torch
-
-def launch(command):
-    env = {"NCCL_ASYNC_ERROR_HANDLING": "1"}
-    subprocess.run(command, env=env, check=True)
-""",
-    ),
-    good=(
-        """
+    good="""
 import os
 from datetime import timedelta
 import torch.distributed as dist
@@ -109,12 +92,6 @@ os.environ["NCCL_SOCKET_IFNAME"] = "eth0"
 def start():
     dist.init_process_group("nccl", timeout=timedelta(minutes=60))
 """,
-        """
-import torch.distributed as dist
-
-RENAMED = {"NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT"}
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.HIGH,
     check=check,

@@ -115,8 +115,7 @@ RULE = Rule(
         "Fine-tuning with layer-wise decay keeps the first layers, which hold what is general, nearly still and lets "
         "the last ones learn. The other way round, the general layers are overwritten and the last ones hardly train."
     ),
-    bad=(
-        """
+    bad="""
 import torch
 
 def groups(model, base_lr, decay=0.9):
@@ -125,19 +124,7 @@ def groups(model, base_lr, decay=0.9):
         found.append({"params": layer.parameters(), "lr": base_lr * decay**i})
     return torch.optim.SGD(found, lr=base_lr)
 """,
-        """
-import torch
-
-def groups(model, lr, layer_decay):
-    found = []
-    for layer in model.blocks:
-        found.append({"params": layer.parameters(), "lr": lr})
-        lr *= layer_decay
-    return torch.optim.SGD(found, lr=lr)
-""",
-    ),
-    good=(
-        """
+    good="""
 import torch
 
 def groups(model, base_lr, decay=0.9):
@@ -146,17 +133,6 @@ def groups(model, base_lr, decay=0.9):
         found.append({"params": layer.parameters(), "lr": base_lr * decay ** (count - 1 - i)})
     return torch.optim.SGD(found, lr=base_lr)
 """,
-        """
-import torch
-
-def groups(model, lr, layer_decay):
-    found = []
-    for layer in reversed(model.blocks):
-        found.append({"params": layer.parameters(), "lr": lr})
-        lr *= layer_decay
-    return torch.optim.SGD(found, lr=lr)
-""",
-    ),
     severity=Severity.WARNING,
     confidence=Confidence.MEDIUM,
     check=check,

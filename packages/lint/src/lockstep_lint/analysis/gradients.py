@@ -1,0 +1,439 @@
+"""Gradient accumulation, and whether what a loop trains takes part in DDP's exchange."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.context import Guard, above, guards, loops, parted
+from lockstep_lint.analysis.context import apart as context_apart
+from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, mentions, walk
+from lockstep_lint.analysis.training import Training
+from lockstep_lint.analysis.view import View
+
+__all__ = [
+    "Accumulation",
+    "accumulations",
+    "around",
+    "modulo",
+    "outside",
+    "steps_by",
+    "unseen",
+]
+
+
+# What the parts of a batch are called.
+PARTS = ("micro", "accum", "chunk")
+# What cuts a batch.
+CUTS = ("split", "chunk", "tensor_split")
+MAX_BACKWARDS = 6
+MAX_CALLERS = 6
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """A training loop that steps every n-th turn (`guard` is that test), or after an inner loop (`guard` is None)."""
+
+    training: Training
+    step: Site
+    guard: Guard | None
+
+
+@kept
+def accumulations(view: View) -> tuple[Accumulation, ...]:
+    """The accumulating loops of a file, and the functions that an Engine of ignite runs in every step."""
+    return tuple(_accumulations(view))
+
+
+def _accumulations(view: View) -> Iterator[Accumulation]:
+    engines = (training for training in view.trainings.engines(view.module) if training.module is view.module)
+    for training in (*view.training, *engines):
+        if training.micro is not None:
+            step = next(
+                (s for s in view.trainings.body(training.loop, training.scope) if view.steps.steps_optimizer(s)), None
+            )
+            if step is not None and is_micro(view, training):
+                yield Accumulation(training, step, None)
+            continue
+        found = guarded_step(view, training) or stepped_after(view, training)
+        if found is not None:
+            yield found
+
+
+def stepped_after(view: View, training: Training) -> Accumulation | None:
+    """A loop over the parts of a batch that makes up a function, with the step after it, there or where the function is
+    called: the loop over batches is in another function.
+    """
+    whole = replace(training, micro=training.loop)
+    if not is_micro(view, whole) or view.trainings.steps_in(training.loop, training.scope):
+        return None
+    if not repeated(view, training.scope):
+        return None  # one step is no training
+    end = training.loop.end_lineno or training.loop.lineno
+    after = [s for s in training.scope.sites if s.line > end and not loops(s.stmt, s.module)]
+    for caller in view.calls.callers(training.scope)[:MAX_CALLERS]:
+        after += [
+            s
+            for s in caller.scope.sites
+            if s.line > caller.line and loops(s.stmt, s.module) == loops(caller.stmt, caller.module)
+        ]
+    step = next((s for s in after if view.steps.steps_optimizer(s)), None)
+    return Accumulation(whole, step, None) if step is not None and not loops(training.loop, training.module) else None
+
+
+def repeated(view: View, function: Scope) -> bool:
+    """Whether a function is called in a loop, itself or by what calls it."""
+    queue = [function]
+    for _ in range(3):
+        callers = [site for scope in queue for site in view.calls.callers(scope)[:MAX_CALLERS]]
+        if any(loops(site.stmt, site.module) for site in callers):
+            return True
+        queue = [site.scope for site in callers]
+    return False
+
+
+def is_micro(view: View, training: Training) -> bool:
+    """Whether an inner loop with a backward runs over parts of a batch (not over samples, tasks or models)."""
+    loop = training.micro
+    if not isinstance(loop, ast.For):
+        return False
+    if isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Name) and loop.iter.func.id == "range":
+        if len(loop.iter.args) == 1 and is_one(view, loop.iter.args[0], training.scope):
+            return False
+        text = ast.unparse(loop).lower()
+        return any(word in text for word in ("accum", "micro", "grad_acc"))
+    if any(isinstance(node, ast.Call) and last(node) in CUTS and not is_text(node) for node in walk(loop.iter)):
+        return True
+    return any(word in name.lower() for name in idents(loop.iter) for word in PARTS)
+
+
+def is_text(call: ast.Call) -> bool:
+    """Whether a call divides a text."""
+    return not call.args or isinstance(constant(call.args[0]), str)
+
+
+def guarded_step(view: View, training: Training) -> Accumulation | None:
+    """A step that runs in every n-th turn only, while backward runs in each: of all turns, or of those on one side of
+    a test that asks whether to accumulate.
+    """
+    scope = training.backward.scope
+    within = training.loop if scope is training.scope else None
+    inside = view.trainings.body(training.loop, training.scope) if scope is training.scope else scope.sites
+    sites = [s for s in inside if s.scope is scope]
+    for backward in [s for s in sites if view.steps.backwards(s)][:MAX_BACKWARDS]:
+        same = [s for s in sites if not context_apart(s, backward)]
+        rare = [g for g in guards(backward.stmt, scope.module, within) if periodic(view, g, scope)]
+        if any(not divides(view, g, sites) for g in rare):
+            continue
+        outside = [s for s in sites if not parted(s, rare[-1].stmt)] if rare else same
+        steps = [s for s in outside if steps_by(view, s)]
+        tests = [
+            next((g for g in guards(s.stmt, scope.module, within) if periodic(view, g, scope)), None)
+            or (told_when(view, s) if view.steps.helps(s) else None)
+            for s in steps
+        ]
+        if tests and tests[0] is not None and all(tests):
+            pairs = [(s, g) for s, g in zip(steps, tests, strict=True) if g is not None]
+            shared = [(s, g) for s, g in pairs if not has_own(view, g, backward, sites)]
+            step, test = (shared or pairs)[0]
+            return Accumulation(replace(training, backward=backward), step, test)
+    return None
+
+
+def has_own(view: View, guard: Guard, backward: Site, sites: list[Site]) -> bool:
+    """Whether the arm of a test computes gradients of its own, beside those of a backward that stands outside: its step
+    is for them (`if step % 50 == 0: actor_loss.backward(); actor_optimizer.step()`).
+    """
+    arm = "body" if guard.when else "orelse"
+    held = [s for s in sites if any(node is guard.stmt and place == arm for node, place in above(s.stmt, s.module))]
+    return backward not in held and any(map(view.steps.backwards, held))
+
+
+def told_when(view: View, site: Site) -> Guard | None:
+    """The test by which a scaler's helper is told whether to step (`update_grad=(i + 1) % n == 0`)."""
+    tests = (part.value for part in site.call.keywords if rarely(view, part.value, site.scope))
+    return next((Guard(test, True, site.stmt) for test in tests), None)
+
+
+def rarely(view: View, test: ast.expr, scope: Scope) -> bool:
+    """Whether a test asks for the remainder of a count, by another number than 1."""
+    found = modulo(test, scope)
+    return found is not None and not is_one(view, found[0].right, scope)
+
+
+def is_one(view: View, count: ast.expr, scope: Scope) -> bool:
+    """Whether a number of micro-batches certainly is 1, so that nothing is accumulated (`accum_steps = 1`): no option
+    of another object, which is there to be changed.
+    """
+    option = isinstance(count, ast.Attribute) and last(count.value) != "self"
+    return not option and all(constant(origin.node) == 1 for origin in view.origins.of(count, scope))
+
+
+def steps_by(view: View, site: Site) -> bool:
+    """Whether a call steps the optimizer, itself or by a function of the project that does that and no backward."""
+    if view.steps.steps_optimizer(site):
+        return True
+    if not view.effects.does(site, {"step"}) or view.effects.does(site, {"backward", "manual_backward"}):
+        return False
+    return any(view.steps.steps_optimizer(s) for function in view.calls.runs(site) for s in function.sites)
+
+
+def divides(view: View, guard: Guard, sites: list[Site]) -> bool:
+    """Whether both arms of a test compute gradients and only one of them steps (`model.no_sync()` in the other)."""
+    if not isinstance(guard.stmt, ast.If):
+        return False
+    arms = [
+        [s for s in sites if any(node is guard.stmt and place == arm for node, place in above(s.stmt, s.module))]
+        for arm in ("body", "orelse")
+    ]
+    steps = [any(steps_by(view, s) for s in arm) for arm in arms]
+    return all(any(map(view.steps.backwards, arm)) for arm in arms) and sorted(steps) == [False, True]
+
+
+def periodic(view: View, guard: Guard, scope: Scope) -> bool:
+    """Whether a test holds in every n-th turn; a name that was given such a test counts, here or by every caller."""
+    if modulo(guard.test, scope) is not None:
+        return rarely(view, guard.test, scope)
+    if handed(view, guard.test, scope):
+        return True
+    counts = any("accum" in name and "loss" not in name for name in idents(guard.test))
+    return counts and not asks_whether(guard.test)  # an `accum_loss` is asked whether it is finite
+
+
+def handed(view: View, test: ast.expr, scope: Scope) -> bool:
+    """Whether a test is of a parameter for which the callers pass what holds in every n-th turn."""
+    if not isinstance(test, ast.Name) or test.id not in scope.params or test.id in scope.binds:
+        return False
+    given = [(passed(site, scope, test.id), site.scope) for site in view.calls.callers(scope)]
+    return any(value is not None and rarely(view, value, home) for value, home in given)
+
+
+def asks_whether(test: ast.expr) -> bool:
+    """Whether a test asks if anything is accumulated at all (`steps > 1`), the same in every turn."""
+    return isinstance(test, ast.Compare) and len(test.ops) == 1 and constant(test.comparators[0]) == 1
+
+
+def modulo(test: ast.expr, scope: Scope) -> tuple[ast.BinOp, ast.expr] | None:
+    """The `a % b` in a test, with the test itself or with what a name in it was given."""
+    found = _remainder(test)
+    if found is not None:
+        return found, test
+    for node in without_order(test):
+        for bind in scope.binds.get(dotted(node) or "", []):
+            if bind.value is not None and bind.stmt.lineno < test.lineno and bind.how == "assign":
+                found = _remainder(bind.value)
+                if found is not None:
+                    return found, bind.value
+    return None
+
+
+def without_order(test: ast.expr) -> Iterator[ast.AST]:
+    """The parts of a test, without what it only compares by size (`step < resume_step`)."""
+    operands = test.values if isinstance(test, ast.BoolOp) else [test]
+    for operand in operands:
+        if not (isinstance(operand, ast.Compare) and isinstance(operand.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)):
+            yield from walk(operand)
+
+
+def _remainder(value: ast.expr) -> ast.BinOp | None:
+    for node in walk(value):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
+            return None if isinstance(node.left, ast.JoinedStr) else node
+    return None
+
+
+PARAMETERS = ("parameters", "named_parameters")
+EXCHANGED = {"ddp", "fsdp"}
+MAX_VALUES = 80
+MAX_ROUNDS = 3
+ANY = Words("")
+# What is read from a wrapped model without running it.
+STATE = {"state_dict", "load_state_dict", "parameters", "named_parameters", "train", "eval", "modules", "children"}
+STATE |= {"zero_grad", "buffers", "named_modules", "requires_grad_", "no_sync", "to", "named_children", "apply"}
+
+
+def outside(view: View, training: Training) -> bool:
+    """Whether all that a loop trains certainly stands outside of the wrappers of its programs, which hold other models
+    (a teacher's, whose student is not wrapped).
+    """
+    wraps = [
+        site
+        for member in view.project.family(view.module)
+        for kind, site in view.wrappers.made(member)
+        if kind in EXCHANGED
+    ]
+    models = list(trained(view, training)) if wraps else []
+    return bool(models) and all(apart(model, scope, wrap) for model, scope in models for wrap in wraps)
+
+
+def unseen(view: View, training: Training) -> bool:
+    """Whether what a loop trains is handed to something out of sight, which may wrap it or exchange its gradients."""
+    strangers = list(view.hidden_calls(ANY))
+    return any(is_handed(model, scope, site) for model, scope in trained(view, training) for site in strangers)
+
+
+def is_handed(model: ast.expr, scope: Scope, site: Site) -> bool:
+    """Whether a call of a model's own function is given the model, by itself or in something else."""
+    values = (*site.call.args, *(item.value for item in site.call.keywords))
+    return site.scope is scope and any(mentions(value, dotted(model) or "") for value in values)
+
+
+def trained(view: View, training: Training) -> Iterator[tuple[ast.expr, Scope]]:
+    """The models whose parameters the optimizers of a loop are given; none where one of them is out of sight."""
+    found: list[tuple[ast.expr, Scope]] = []
+    steps = filter(view.steps.steps_optimizer, view.trainings.body(training.loop, training.scope))
+    for step in steps:
+        scaled = step.receiver is not None and view.kinds.is_scaler(step.receiver, step.scope)
+        optimizer = step.call.args[0] if scaled and step.call.args else step.receiver
+        for origin in view.origins.of(optimizer, step.scope):
+            models = list(optimized(origin.call, origin.scope)) if origin.call is not None else []
+            if not models:
+                return
+            found += [(model, origin.scope) for model in models]
+    yield from found
+
+
+def optimized(call: ast.Call, scope: Scope) -> Iterator[ast.expr]:
+    """The models whose parameters a call is given, through the names of its function (`AdamW(groups)`)."""
+    queue: list[ast.expr] = [*call.args, *(item.value for item in call.keywords)]
+    seen: set[str] = set()
+    count = 0
+    while queue and count < MAX_VALUES:
+        count += 1
+        for node in walk(queue.pop()):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PARAMETERS:
+                yield node.func.value
+            elif isinstance(node, ast.Name) and node.id not in seen:
+                seen.add(node.id)
+                queue += [bind.value for bind in scope.binds.get(node.id, []) if bind.value is not None]
+
+
+def apart(model: ast.expr, scope: Scope, wrap: Site) -> bool:
+    """Whether a model certainly is not the one that a call of the same function wraps: neither is made of the other, or
+    is a part of something else.
+    """
+    inner = wrap.call.args[0] if wrap.call.args else keyword(wrap.call, "module")
+    ours, theirs = dotted(model), dotted(inner)
+    if inner is None or ours is None or (theirs is None and not isinstance(inner, ast.Call)):
+        return False
+    names = {theirs or "", *(bind.key for bind in wrap.scope.bound(wrap.stmt))} - {""}
+    if scope is not wrap.scope or not names or not all(map(plain, (ours, *names))) or mentions(inner, ours):
+        return False
+    if not all(isinstance(bind.value, ast.Call) for key in (ours, *names) for bind in scope.binds.get(key, [])):
+        return False
+    if ours not in scope.binds or ours in derived(names, scope):
+        return False
+    holders = {f"{key}." for key in derived({ours}, scope)}  # `teacher.student = student` makes the teacher hold it
+    return not any(holder.startswith(f"{name}.") for holder in holders for name in names)
+
+
+def derived(names: set[str], scope: Scope) -> set[str]:
+    """Some names of a function, with those whose values are made of them (`net = torch.compile(model)`)."""
+    found = set(names)
+    for _ in range(MAX_ROUNDS):
+        more = {
+            key
+            for key, binds in scope.binds.items()
+            if key not in found
+            and any(mentions(bind.value, name) for bind in binds if bind.value is not None for name in found)
+        }
+        if not more:
+            break
+        found |= more
+    return found
+
+
+def plain(key: str) -> bool:
+    """Whether a name stands for a whole object, here or in the method's own (`model`, `self.model`)."""
+    return "." not in key or (key.startswith("self.") and key.count(".") == 1)
+
+
+def around(view: View, training: Training) -> Site | None:
+    """The call by which each step of a loop runs the model inside DDP's wrapper for its loss (`model.module.loss(x)`),
+    where none runs the wrapper, or may do that out of sight.
+    """
+    if ".module" not in training.module.text:
+        return None
+    found: Site | None = None
+    for site in view.trainings.each_step(training):
+        func = site.call.func
+        if in_wrapper(view, func, site.scope) or forwarded(view, func, site.scope) or holds(view, site):
+            return None
+        if inside(view, func, site.scope):
+            found = found or (site if in_loss(view, site, training) else None)
+        elif view.calls.target(site.call, site.scope) is None and is_given(view, site.call, site.scope):
+            return None
+    return found
+
+
+def in_loss(view: View, site: Site, training: Training) -> bool:
+    """Whether a call makes the loss of a step, or what that is made of in the same function."""
+    loss, scope = view.steps.loss_of(training.backward), training.backward.scope
+    queue, seen = [loss] if loss is not None else [], set[str]()
+    while queue and site.scope is scope:
+        for node in walk(queue.pop()):
+            if node is site.call:
+                return True
+            if isinstance(node, ast.Name) and node.id not in seen:
+                seen.add(node.id)
+                queue += [bind.value for bind in scope.binds.get(node.id, []) if bind.value is not None]
+    return False
+
+
+def holds(view: View, site: Site) -> bool:
+    """Whether a call is one of an object that was given a wrapped model (`diffusion = Diffusion(model)`)."""
+    func = site.call.func
+    holders = [func, func.value] if isinstance(func, ast.Attribute) else [func]
+    return any(
+        is_given(view, made, home)
+        for holder in holders
+        if dotted(holder) is not None
+        for made, home, _ in view.origins.calls_of(holder, site.scope)
+        if not view.wrappers.of_call(made, home)
+    )
+
+
+def is_given(view: View, call: ast.Call, scope: Scope) -> bool:
+    """Whether a call is given a wrapped model, by itself or in something else (`step([model], x)`), or picks what it
+    calls out of that (`[model][0](x)`): not what is in the wrapper, nor what is only read from it.
+    """
+    queue: list[ast.AST] = [*call.args, *(item.value for item in call.keywords)]
+    if dotted(call.func) is None:
+        queue.append(call.func)
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.Name | ast.Attribute) and in_wrapper(view, node, scope):
+            return True
+        read = (
+            isinstance(node, ast.Attribute) and node.attr in (*STATE, "module") and in_wrapper(view, node.value, scope)
+        )
+        queue.extend(() if read else ast.iter_child_nodes(node))
+    return False
+
+
+def in_wrapper(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether a name may hold a wrapped model."""
+    return dotted(node) is not None and any(True for _ in view.wrappers.wrapped(node, scope))
+
+
+def forwarded(view: View, func: ast.expr, scope: Scope) -> bool:
+    """Whether a call runs the wrapper's own forward by its name, or asks the wrapper for something unknown."""
+    return (
+        isinstance(func, ast.Attribute)
+        and func.attr not in STATE
+        and func.attr != "module"
+        and in_wrapper(view, func.value, scope)
+    )
+
+
+def inside(view: View, func: ast.expr, scope: Scope) -> bool:
+    """Whether a call runs the model inside a DDP wrapper, by itself or by a method."""
+    parts = [func, func.value] if isinstance(func, ast.Attribute) and func.attr not in STATE else [func]
+    return any(
+        isinstance(part, ast.Attribute)
+        and part.attr == "module"
+        and {kind for kind, _, _ in view.wrappers.wrapped(part.value, scope)} == {"ddp"}
+        for part in parts
+    )

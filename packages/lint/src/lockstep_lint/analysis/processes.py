@@ -1,0 +1,525 @@
+"""Which programs run in several processes: those that start others, and the functions that each runs."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.calls import Calls, passed
+from lockstep_lint.analysis.context import above, apart, guards, loops
+from lockstep_lint.analysis.index import Module, Scope, Site
+from lockstep_lint.analysis.nodes import Words, argument, constant, keyword, last, strings, walk
+
+__all__ = ["STARTS", "Programs", "driven"]
+
+
+# Calls that start the processes of a program, by the packages that they come from.
+LAUNCHES = {
+    "ray": ("init", "TorchTrainer", "HorovodTrainer", "DistributedTrainableCreator"),
+    "accelerate": ("notebook_launcher", "debug_launcher"),
+    "torch": ("elastic_launch",),
+    "detectron2": ("launch",),
+    "fvcore": ("launch",),
+    "horovod": ("RayExecutor", "ElasticRayExecutor"),
+    "pyspark": ("TorchDistributor",),
+    "submitit": ("AutoExecutor", "SlurmExecutor", "LocalExecutor"),
+}
+# Horovod's own launcher for Spark, whose last name says too little.
+RUNS = {"horovod.spark.run", "horovod.spark.run_elastic"}
+# Calls that run a command, and the commands that start several processes.
+COMMANDS = {"run", "call", "check_call", "check_output", "Popen", "system", "execvp"}
+STARTERS = (
+    "torchrun",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate launch",
+    "deepspeed --",
+    "mpirun",
+    "horovodrun",
+)
+MAX_CALLERS = 20
+MAX_DEPTH = 5
+
+NAMES = tuple({name for names in LAUNCHES.values() for name in names} | COMMANDS | {"remote", "run_elastic"})
+
+
+def driven(calls: Calls, stmt: ast.stmt, scope: Scope, depth: int = 0) -> bool:
+    """Whether a statement runs only in the process that starts the others: it stands where they are started, under no
+    fewer tests, or in a function that is called only there.
+    """
+    if not near(calls, scope.module):
+        return False
+    asked = {(guard.test, guard.when) for guard in guards(stmt, scope.module)}
+    starts = launches(calls, scope.module).get(scope, [])
+    if any(asked.issuperset((guard.test, guard.when) for guard in guards(s.stmt, scope.module)) for s in starts):
+        return True
+    if scope.kind != "function" or depth >= MAX_DEPTH:
+        return False
+    callers = calls.callers(scope)[:MAX_CALLERS]
+    direct = (calls.target(site.call, site.scope) is scope for site in callers)
+    return bool(callers) and all(direct) and all(driven(calls, s.stmt, s.scope, depth + 1) for s in callers)
+
+
+@kept
+def near(calls: Calls, module: Module) -> bool:
+    """Whether any file of a file's programs starts processes so."""
+    return any(launches(calls, member) for member in calls.project.users(module))
+
+
+@kept
+def launches(calls: Calls, module: Module) -> dict[Scope, list[Site]]:
+    """The calls of a file that start processes, by the scopes that make them."""
+    table: dict[Scope, list[Site]] = {}
+    for site in module.sites(*NAMES):
+        if starts_others(calls, site):
+            table.setdefault(site.scope, []).append(site)
+    return table
+
+
+def starts_others(calls: Calls, site: Site) -> bool:
+    """Whether a call starts the processes of a program, or the service that will."""
+    full = calls.names.qualify(site.call.func, site.scope)
+    if full in RUNS or site.name in LAUNCHES.get(full.partition(".")[0], ()):
+        return True
+    if site.name == "remote":
+        made = calls.names.definition(site.receiver, site.scope)
+        return made is not None and any(last(item) == "remote" for item in made.decorators)
+    if site.name not in COMMANDS or full.partition(".")[0] not in ("subprocess", "os"):
+        return False
+    return any(starter in " ".join(command(calls, site)) for starter in STARTERS)
+
+
+def command(calls: Calls, site: Site) -> list[str]:
+    """The words of the command that a call runs, as far as they are written out."""
+    given = site.call.args[0] if site.call.args else None
+    if isinstance(given, ast.Name):
+        values = (value for value, _ in calls.values(given.id, site.scope))
+        return [text for value in values for text in strings(value)]
+    return list(strings(given)) if given is not None and last(given) != "argv" else []
+
+
+# What may set an option from outside of the class.
+SETS = ("setattr(", "vars(", "__dict__")
+
+
+def never(calls: Calls, site: Site) -> bool:
+    """Whether options that are written out keep a call from ever being made."""
+    return any(outcome(calls, guard.test, site.scope) is (not guard.when) for guard in guards(site.stmt, site.module))
+
+
+def outcome(calls: Calls, test: ast.expr, scope: Scope) -> bool | None:
+    """How a test comes out, where written options decide it."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = outcome(calls, test.operand, scope)
+        return None if inner is None else not inner
+    if isinstance(test, ast.BoolOp):
+        ends = isinstance(test.op, ast.Or)
+        found = [outcome(calls, value, scope) for value in test.values]
+        return ends if ends in found else None if None in found else not ends
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.NotEq):
+        left, right = written(calls, test.left, scope), constant(test.comparators[0])
+        return None if left is None or right is None else (left == right) is isinstance(test.ops[0], ast.Eq)
+    value = written(calls, test, scope)
+    return None if value is None else bool(value)
+
+
+def written(calls: Calls, node: ast.expr, scope: Scope) -> object:
+    """The literal that an option of an object always is: its class, of this file, is all that gives it one."""
+    module = scope.module
+    if not isinstance(node, ast.Attribute) or any(word in module.text for word in SETS):
+        return None
+    owner = calls.class_of(node.value, scope)
+    if owner is None or owner.module is not module or owner.decorators or any(calls.names.bases_of(owner)):
+        return None
+    own, name = (owner, *owner.defs.values()), node.attr
+    binds = [
+        (place, bind)
+        for place in module.scopes
+        for key, given in place.binds.items()
+        if key.rpartition(".")[2] == name and (place is owner or "." in key)
+        for bind in given
+    ]
+    values = [constant(bind.value) if place in own and not bind.path else None for place, bind in binds]
+    return values[0] if len(values) == 1 else None
+
+
+STARTS = ("init_process_group", "initialize_distributed", "init_distributed")
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
+INITS = ("horovod.torch.init", "smdistributed.modelparallel.torch.init")
+SPAWNS = {"spawn", "start_processes", "Process"}
+SPAWN = "torch.multiprocessing.spawn"
+PROGRAMS_RUNS = ("horovod.run", "horovod.torch.run", "horovod.spark.run")
+# What starts processes from a notebook.
+LAUNCHERS = ("TorchTrainer", "TorchDistributor", "notebook_launcher")
+# Those of them that are given the function which the processes run, by their full names.
+FUNCTION_LAUNCHERS = (
+    "ray.train.torch.TorchTrainer",
+    "accelerate.notebook_launcher",
+    "accelerate.launchers.notebook_launcher",
+)
+# Lightning's Fabric, which takes all devices of the machine unless it is told how many.
+FABRICS = ("lightning.Fabric", "lightning.fabric.Fabric", "lightning_fabric.Fabric")
+# A program that asks its launcher for its place is started several times, whoever makes the group (a Trainer, say).
+LAUNCHED = re.compile(
+    r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|environ\[\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']\s*\](?!\s*=[^=])"""
+    r"|\n@(?:[\w.]+\.)?record\n"  # of torch.distributed.elastic
+)
+# How a script of the Trainer of transformers asks the arguments that it parses for the place of its process: it keeps
+# or compares it. What the examples of transformers log of it, every script has that was copied from one.
+TOLD_BY_TRAINER = re.compile(
+    r"args?\.local_rank\s*(==|<|>|(not )?in\b|!=\s*0)"
+    r"|=\s*\w*args?\.(local_rank|(local_)?process_index|world_size)\b(?!\s*!=)"
+)
+# How a file asks for the place of its process, which whoever asks has started.
+ASKS = Words(r"^is_((local|world|global)_)?(main|master|root|rank_?zero)(_process|_worker|_rank)?$|^get_world_size$")
+# A question that comes after one whether there is a group says nothing of how the program is started; nor does a file
+# that gives the programs which it starts their places.
+AFTER = re.compile(r"is_initialized\(\)\s*and\s+(int\()?(os\.)?$")
+GIVES = re.compile(r"""["']LOCAL_RANK["']\s*(:|\]\s*=(?!=))""")
+
+
+class Programs:
+    """Answers what is known of the processes that a file's programs run in."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+        self.project = calls.project
+
+    @kept
+    def direct(self, module: Module) -> bool:
+        """Whether a file starts a process group, wraps a model for several processes, or asks which one it is."""
+        if launched(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
+            return True
+        if any(map(self.launches, module.sites("Fabric", *LAUNCHERS))):
+            return True
+        told = map(told_place, module.sites("TrainingArguments", "Seq2SeqTrainingArguments"))
+        if (any(told) or asks_trainer(module)) and not module.path.endswith(".ipynb"):
+            return True
+        if not any(word in module.text for word in (*STARTS, *WRAPPERS)):
+            starts = any(package in module.text for package in ("horovod", "smdistributed"))
+            return starts and any(self.initiates(site) for site in module.sites("init"))
+        made = filter(for_several, module.sites(*STARTS))
+        return any(not never(self.calls, s) for s in made) or any(self.wraps(s) for s in module.sites())
+
+    def initiates(self, site: Site) -> bool:
+        """Whether a call starts Horovod, or SageMaker's model parallelism."""
+        return self.calls.names.qualify(site.call.func, site.scope) in INITS
+
+    def launches(self, site: Site) -> bool:
+        """Whether a call has several processes run a function, or a script as Fabric does: not one by its own words."""
+        full = self.calls.names.qualify(site.call.func, site.scope)
+        if full in FABRICS:
+            devices, nodes = argument(site.call, 2, "devices"), argument(site.call, 3, "num_nodes")
+            one = says_one(devices) and (nodes is None or says_one(nodes))
+            host = constant(argument(site.call, 0, "accelerator")) == "cpu"
+            return not one and not host and not site.module.path.endswith(".ipynb")
+        if full not in FUNCTION_LAUNCHERS:
+            return False
+        return not says_one(argument(site.call, 2, "num_processes")) and not self.one_worker(site)
+
+    def one_worker(self, site: Site) -> bool:
+        """Whether a trainer of Ray is told to use one worker (`ScalingConfig(num_workers=1)`)."""
+        config = keyword(site.call, "scaling_config")
+        if isinstance(config, ast.Name):
+            binds = site.scope.binds.get(config.id, [])
+            config = binds[0].value if len(binds) == 1 and not binds[0].path else None
+        made = isinstance(config, ast.Call) and last(config) == "ScalingConfig"
+        return made and isinstance(config, ast.Call) and says_one(argument(config, 1, "num_workers"))
+
+    def deepspeed(self, site: Site) -> bool:
+        """Whether a call hands the model to DeepSpeed."""
+        return self.calls.names.qualify(site.call.func, site.scope) == "deepspeed.initialize"
+
+    @kept
+    def accelerated(self, module: Module) -> bool:
+        """Whether a script makes an Accelerator, of which `accelerate launch` starts several."""
+        if "Accelerator" not in module.text or module.path.endswith(".ipynb"):
+            return False
+        names = self.calls.names
+        return any(names.qualify(s.call.func, s.scope) == "accelerate.Accelerator" for s in module.sites("Accelerator"))
+
+    @kept
+    def started(self, module: Module) -> bool:
+        """Whether a file calls a function of another that starts the process group (`setup_ddp()`)."""
+        return any(
+            function.module is not module and self.makes_group(function)
+            for site in module.sites()
+            for function in self.calls.runs(site)
+        )
+
+    @kept
+    def asks(self, module: Module) -> bool:
+        """Whether a file asks an object for the place of its process (`backend.is_master_process()`)."""
+        return any(s.receiver is not None and ASKS.search(s.name) for s in module.sites())
+
+    def wraps(self, site: Site) -> bool:
+        """Whether a call wraps a model for several processes."""
+        full = self.calls.names.qualify(site.call.func, site.scope) or site.name
+        return full.endswith(WRAPPERS)
+
+    @kept
+    def distributed(self, module: Module) -> bool:
+        """Whether a program that the file is part of runs in several processes; a notebook is one process, unless it
+        starts others itself.
+        """
+        if module.path.endswith(".ipynb") and not any(True for _ in module.sites(*STARTS, *SPAWNS, *LAUNCHERS)):
+            return False
+        return any(self.direct(member) for member in self.project.family(module))
+
+    @kept
+    def spawned(self, module: Module) -> frozenset[Scope] | None:
+        """The functions that run in spawned processes, or None if the program is started by a launcher."""
+        starts = [
+            function
+            for member in self.project.family(module)
+            for site in (
+                *member.sites(*SPAWNS),
+                *filter(self.spreads, member.sites("run")),
+                *(s for s in member.sites(*LAUNCHERS) if self.launches(s)),
+            )
+            if not self.idle(site.scope)
+            for function in (*self.calls.runs(site), *self.handed(site))
+        ]
+        return frozenset(self.reach(starts, self.methods(module))) if starts else None
+
+    @kept
+    def again(self, module: Module) -> bool:
+        """Whether each process that the programs spawn imports a file anew, and so runs what stands outside functions:
+        `torch.multiprocessing.spawn` starts a new Python, which imports the script as well.
+        """
+        for member in self.project.users(module) if any("spawn" in m.text for m in self.project.users(module)) else ():
+            for site in member.sites("spawn"):
+                if self.calls.names.qualify(site.call.func, site.scope) == SPAWN and any(self.calls.runs(site)):
+                    return True
+        return False
+
+    def spreads(self, site: Site) -> bool:
+        """Whether a call starts its function in the processes of Horovod (`horovod.run(train)`) or of Spark
+        (`TorchDistributor(...).run(train)`).
+        """
+        if self.calls.names.qualify(site.call.func, site.scope) in PROGRAMS_RUNS:
+            return True
+        made = site.receiver
+        if isinstance(made, ast.Name):
+            made = next((value for value, _ in self.calls.values(made.id, site.scope)), None)
+        return last(made) == "TorchDistributor"
+
+    def handed(self, site: Site) -> Iterator[Scope]:
+        """The functions that the callers of a launcher hand on to `spawn` (`def launch(worker): mp.spawn(worker)`), or
+        to what it starts (`mp.spawn(each, args=(worker,))`).
+        """
+        rest = keyword(site.call, "args") or next(iter(site.call.args[1:2]), None)
+        more = rest.elts if isinstance(rest, ast.Tuple | ast.List) else []
+        for value in (*site.call.args[:1], keyword(site.call, "fn"), keyword(site.call, "target"), *more):
+            if isinstance(value, ast.Name) and value.id in site.scope.params and value.id not in site.scope.binds:
+                for caller in self.calls.callers(site.scope):
+                    found = self.calls.names.definition(passed(caller, site.scope, value.id), caller.scope)
+                    if found is not None and found.kind == "function":
+                        yield found
+
+    @kept
+    def idle(self, scope: Scope) -> bool:
+        """Whether nothing in sight ever runs a function: no call but by such another, no mention of its name, no start
+        of its own.
+        """
+        return self._idle(scope, 0)
+
+    def _idle(self, scope: Scope, depth: int) -> bool:
+        name = scope.name
+        if scope.kind != "function" or name == "main" or name.startswith("__") or scope.decorators:
+            return False
+        if name.startswith("on_") and scope.owner is not None and any(self.calls.names.bases_of(scope.owner)):
+            return False  # a hook, which what drives the class calls
+        if depth and (
+            name.startswith("test") or (scope.owner is not None and any(self.calls.names.bases_of(scope.owner)))
+        ):
+            return False  # what runs it may be elsewhere
+        callers = self.calls.callers(scope)
+        if len(callers) > 3 or depth > 3 or (not callers and self.calls.by_base(scope)):
+            return False
+        if sum(member.words[name] for member in self.project.users(scope.module)) != 1 + len(callers):
+            return False
+        if self.makes_group(scope):
+            return False
+        return all(site.scope is not scope and self._idle(site.scope, depth + 1) for site in callers)
+
+    @kept
+    def methods(self, module: Module) -> dict[str, list[Scope]]:
+        """The methods of all classes of a file's programs, by their names."""
+        table: dict[str, list[Scope]] = {}
+        for member in self.project.family(module):
+            for scope in member.scopes:
+                for method in scope.defs.values() if scope.kind == "class" else ():
+                    table.setdefault(method.name, []).append(method)
+        return table
+
+    @kept
+    def beside(self, module: Module) -> frozenset[Scope]:
+        """The functions of a process that is started once, beside the ranks (`Process(target=watch)`)."""
+        sites = [site for member in self.project.family(module) for site in member.sites(*SPAWNS)]
+        once: list[Scope] = []
+        often: list[Scope] = []
+        for site in sites:
+            (once if site.name == "Process" and not _repeated(site) else often).extend(self.calls.runs(site))
+        lone = [function for function in once if once.count(function) == 1 and function not in often]
+        if not lone:
+            return frozenset()
+        rest = [function for function in (*once, *often) if function not in lone]
+        started = frozenset(self.reach(rest)) if rest else frozenset()
+        ranks = {f for f in self.reach(lone) if any(f.named(name) for name in STARTS)}
+        return frozenset() if ranks else frozenset(self.reach(lone)) - started
+
+    def reach(self, starts: list[Scope], methods: dict[str, list[Scope]] | None = None) -> Iterator[Scope]:
+        """The functions that run when one of `starts` does; with `methods` also those that objects of an unknown class
+        may have.
+        """
+        seen = set(starts)
+        queue = list(starts)
+        while queue:
+            current = queue.pop()
+            yield current
+            below = [f for site in current.sites for f in self.calls.runs(site)] + list(current.defs.values())
+            for site in current.sites if methods else ():
+                if methods and site.receiver is not None and self.calls.target(site.call, site.scope) is None:
+                    below += methods.get(site.name, ())
+            for function in below:
+                if function not in seen:
+                    seen.add(function)
+                    queue.append(function)
+
+    @kept
+    def makes_group(self, function: Scope) -> bool:
+        """Whether a function starts the process group, itself or by what it calls."""
+        names = (*STARTS, "init_device_mesh")  # which starts one where there is none
+        return any(any(map(for_several, below.named(name))) for below in self.reach([function]) for name in names)
+
+    @kept
+    def apart(self, function: Scope) -> bool:
+        """Whether a function runs only on the other side of a test than what starts the process group
+        (`if mode == "ddp": run_ddp() else: run()`).
+        """
+        return function.kind == "function" and self._apart(function, 0)
+
+    def _apart(self, function: Scope, depth: int) -> bool:
+        callers = self.calls.callers(function) if depth < 5 else []
+        if not callers or (not depth and self.makes_group(function)):
+            return False
+        rest = [site for site in callers if not (site.scope.kind == "module" and not self.parallel(site.scope))]
+        return bool(rest) and all(  # what is left is not its own file, run by itself in one process
+            self.beyond(site) or (site.scope.kind == "function" and self._apart(site.scope, depth + 1)) for site in rest
+        )
+
+    def beyond(self, site: Site) -> bool:
+        """Whether a call stands in another arm of a test than each call of its function that starts the group."""
+        if not any(isinstance(node, ast.If) for node, _ in above(site.stmt, site.module)):
+            return False
+        starts = [
+            other
+            for other in site.scope.sites
+            if other.name in STARTS or any(self.makes_group(function) for function in self.calls.runs(other))
+        ]
+        return bool(starts) and all(apart(site, other) for other in starts)
+
+    @kept
+    def involved(self, scope: Scope) -> bool:
+        """Whether a function belongs to the part of a program that runs distributed: its file, or its callers' file."""
+        if self.elsewhere(scope):
+            return False
+        seen, queue = {scope}, [scope]
+        while queue and len(seen) < 60:
+            current = queue.pop()
+            if self.direct(current.module) or self.started(current.module) or self.asks(current.module):
+                return True
+            for site in self.calls.callers(current) or self.calls.by_base(current) or self.makers(current):
+                if site.scope not in seen:
+                    seen.add(site.scope)
+                    queue.append(site.scope)
+        return False
+
+    def makers(self, method: Scope) -> list[Site]:
+        """The calls that make objects which have a method, where only calls of its name may run it: one of several
+        trainers, which an option names.
+        """
+        owner = method.owner if method.kind == "function" and not method.decorators else None
+        if owner is None or not any(map(on_object, self.named_so(method))):
+            return []
+        names = self.calls.names
+        init = names.member(owner, "__init__")
+        sites = self.calls.callers(init) if init is not None else []
+        return [site for site in sites if names.definition(site.call.func, site.scope) is owner]
+
+    def named_so(self, method: Scope) -> Iterator[Site]:
+        """The calls in the programs of a method's file that have its name."""
+        return (site for member in self.project.family(method.module) for site in member.sites(method.name))
+
+    @kept
+    def elsewhere(self, scope: Scope) -> bool:
+        """Whether all programs that run a function of this file are other files, which run one process each."""
+        tops, seen, queue = set(), {scope}, [scope]
+        while queue and len(seen) < 60:
+            current = queue.pop()
+            callers = {site.scope for site in self.calls.callers(current)} if current.kind == "function" else set()
+            if current.kind == "module":
+                tops.add(current)
+            elif not callers:
+                return False
+            queue += callers - seen
+            seen |= callers
+        return bool(tops) and not any(top.module is scope.module or self.parallel(top) for top in tops)
+
+    @kept
+    def parallel(self, top: Scope) -> bool:
+        """Whether what a file runs when it is started starts a process group or wraps a model for several processes."""
+        if self.direct(top.module) or self.asks(top.module):
+            return True
+        below = list(self.reach([top]))
+        found = (site for scope in below for name in (*STARTS, *WRAPPERS) for site in scope.named(name))
+        engines = ((self.deepspeed, "initialize"), (self.initiates, "init"))
+        return any(map(for_several, found)) or any(
+            ask(site) for ask, name in engines for scope in below for site in scope.named(name)
+        )
+
+
+def says_one(count: ast.expr | None) -> bool:
+    """Whether a number of processes, or a list of devices, certainly is one (`1`, `"1"`, `[0]`)."""
+    if isinstance(count, ast.List | ast.Tuple):
+        return len(count.elts) == 1 and not isinstance(count.elts[0], ast.Starred)
+    return constant(count) in (1, "1")
+
+
+def on_object(site: Site) -> bool:
+    """Whether a call is of a method of another object than the one that makes the call."""
+    return isinstance(site.receiver, ast.Name | ast.Attribute) and last(site.receiver) not in ("self", "cls")
+
+
+def launched(text: str) -> bool:
+    """Whether a file asks its launcher for the place of its process, and is no launcher itself that starts programs."""
+    if "subprocess" in text and "env=" in text and GIVES.search(text):
+        return False
+    return any(not AFTER.search(text[: found.start()][-80:]) for found in LAUNCHED.finditer(text))
+
+
+def asks_trainer(module: Module) -> bool:
+    """Whether a script parses the arguments of a Trainer of transformers and asks them for the place of the process."""
+    if "HfArgumentParser" not in module.text or not any(site.name.endswith("Trainer") for site in module.sites()):
+        return False
+    return any(module.sites("HfArgumentParser")) and TOLD_BY_TRAINER.search(module.text) is not None
+
+
+def for_several(site: Site) -> bool:
+    """Whether the start of a process group may be one of several processes."""
+    return constant(keyword(site.call, "world_size")) != 1
+
+
+def told_place(site: Site) -> bool:
+    """Whether the arguments of a Trainer of transformers are given the place of the process, or DeepSpeed's file."""
+    given = (keyword(site.call, name) for name in ("local_rank", "deepspeed"))
+    told = any(value is not None and not isinstance(value, ast.Constant | ast.UnaryOp) for value in given)
+    file = constant(keyword(site.call, "deepspeed"))
+    return told or (isinstance(file, str) and bool(file))
+
+
+def _repeated(site: Site) -> bool:
+    """Whether a call stands in a loop or a comprehension."""
+    around = any(isinstance(node, ast.ListComp | ast.GeneratorExp | ast.SetComp) for node in walk(site.stmt))
+    return around or bool(loops(site.stmt, site.module))

@@ -1,0 +1,298 @@
+"""How ranks and their numbers are called, and what a comparison of a rank comes to."""
+
+import ast
+import re
+
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.calls import Calls, passed
+from lockstep_lint.analysis.index import Bind, Module, Scope
+from lockstep_lint.analysis.nodes import Words, constant, dotted, has_star, idents, last, strings
+
+__all__ = [
+    "COUNT",
+    "LAUNCHER",
+    "MAIN",
+    "MAIN_EXACT",
+    "MAIN_OF_ARGUMENTS",
+    "MULTI",
+    "PACKAGES",
+    "RANK",
+    "RANKED",
+    "SINGLE",
+    "RankNumbers",
+    "attributes",
+    "beside_zero",
+    "counts_batches",
+    "is_empty",
+]
+
+
+RANK = Words(
+    r"(^|_)((?<!lora_)(?<!low_)(?<!num_)(?<!per_)(local|global|world|my|node|dist|proc)?ranks?|"
+    r"(?<!single_)(?<!multi_)(?<!use_)(?<!no_)(?<!n_)(?<!num_)(?<!per_)gpu|gpu_id|gpuid|gpu_?(?:index|idx)|proc_id|procid|process_index|process_idx|"
+    r"proc_idx|device_id|rank_?id|process_id|node_id|current_device|ordinal)$",
+    re.IGNORECASE,
+)
+# The rank anywhere in the name of a place: not that of a matrix, nor what ranks something.
+RANKED = r"(?<!lora_)(?<!low_)(?<!re)rank(?!ing|er|net)"
+MAIN = Words(
+    r"is_?((local|world|global)_)?(main|master|primary|rank_?0|rank_?zero|root|chief|leader|coordinator)|is_?global_zero|^is_(local|world)_process_zero$|"
+    r"^master_?proc",
+    re.IGNORECASE,
+)
+DEVICE = Words(r"^(local_|my_)?(device|dev)(_num|_number|_index|_idx)?$")
+# What the number of the main rank is called.
+MAIN_NUMBER = Words(
+    r"^_?(main|master|root|chief|leader|primary|writer|zero|sav(e|ing)|log(ging)?)_?(rank|gpu|process|proc|device|id)$|^root$",
+    re.IGNORECASE,
+)
+# What a launcher of several processes puts into the environment.
+LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
+MAIN_EXACT = {
+    "main_process",
+    "master",
+    "primary",
+    "rank0",
+    "rank_0",
+    "rank_zero",
+    "on_master",
+    "log_master",
+    "is_logger",
+    "is_log",
+}
+# What asks whether this torch has processes at all.
+PACKAGES = ("dist.is_available", "distributed.is_available")
+# Attributes of transformers' training arguments that hold on the main process alone.
+MAIN_OF_ARGUMENTS = ("args.should_save", "args.should_log")
+MULTI = Words(
+    r"^(use_|is_|in_|args_|enable_)?(ddp|dist|distributed|distribution|multi_?gpu|fsdp|parallel|multiprocessing_distributed|distributed_run)(_run|_mode|_train|_training)?$",
+    re.IGNORECASE,
+)
+SINGLE = Words(
+    r"^(use_|is_)?single_?(gpu|process|device|node_gpu)$|^(no|disable)_?(ddp|dist|distributed)$", re.IGNORECASE
+)
+COUNT = Words(
+    r"(world_?size|n_?gpus?|num_?gpus?|nprocs|n_?procs|ngpus_per_node|device_count|num_replicas|get_world_size|num_processes)$",
+    re.IGNORECASE,
+)
+# What a comparison is with its sides changed (`0 < rank`).
+FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.Gt,
+    ast.LtE: ast.GtE,
+    ast.Gt: ast.Lt,
+    ast.GtE: ast.LtE,
+}
+
+
+def beside_zero(op: ast.cmpop, value: object) -> int:
+    """1 if a comparison of a rank holds for every rank (`rank >= 0`), -1 if for none (`rank < 0`), else 0."""
+    if (isinstance(op, ast.GtE) and value == 0) or (isinstance(op, ast.Gt) and value == -1):
+        return 1
+    return -1 if (isinstance(op, ast.Lt) and value == 0) or (isinstance(op, ast.LtE) and value == -1) else 0
+
+
+def says_rank(node: ast.AST | None) -> bool:
+    """Whether an expression is a rank by the names and words in it."""
+    if node is None:
+        return False
+    table = isinstance(node, ast.Subscript) and dotted(node.value) is not None
+    if table or (isinstance(node, ast.Call) and last(node) in ("int", "str", "getenv", "get", "getattr")):
+        return any(RANK.search(text) for text in strings(node)) or any(map(RANK.search, idents(node)))
+    return RANK.search(last(node))
+
+
+def is_number_of_device(node: ast.expr, other: ast.expr) -> bool:
+    """Whether what a process calls its device is compared with a number (`if device == 0:`), so that it is its rank."""
+    return DEVICE.search(last(node)) and type(constant(other)) is int
+
+
+def gives_rank(node: ast.expr) -> bool:
+    """Whether an expression asks the process group or the environment for the rank, or is a name for it."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        return gives_rank(node.left)
+    if isinstance(node, ast.IfExp):  # `get_rank() if is_initialized() else 0`
+        arms = [arm for arm in (node.body, node.orelse) if constant(arm) not in (0, -1)]
+        return bool(arms) and all(map(gives_rank, arms))
+    if isinstance(node, ast.Name | ast.Attribute):
+        return "rank" in last(node).lower() and says_rank(node)
+    return isinstance(node, ast.Call | ast.Subscript) and says_rank(node)
+
+
+def first_device(node: ast.expr, other: ast.expr) -> bool:
+    """Whether a device is compared with the first GPU (`device == "cuda:0"`, `device.index == 0`)."""
+    if isinstance(node, ast.Attribute) and node.attr == "index":
+        return "device" in last(node.value) and constant(other) == 0
+    named = isinstance(other, ast.Call) and last(other) == "device" and len(other.args) == 1
+    return constant(other.args[0] if named and isinstance(other, ast.Call) else other) == "cuda:0"
+
+
+def is_first_of(node: ast.expr) -> bool:
+    """Whether a rank is compared with the first of some (`gpu == args.gpus[0]`)."""
+    return isinstance(node, ast.Subscript) and constant(node.slice) == 0
+
+
+def is_empty(node: ast.AST) -> bool:
+    """Whether an expression is the literal None or False."""
+    return isinstance(node, ast.Constant) and (node.value is None or node.value is False)
+
+
+def counts_batches(node: ast.expr) -> bool:
+    """Whether a test compares with the length of something, as the last batch of a loop is told."""
+    return isinstance(node, ast.Compare) and any(
+        isinstance(item, ast.Call) and last(item) == "len" for item in (node.left, *node.comparators)
+    )
+
+
+MAX_CALLERS = 20
+# How many names and parameters a rank is followed through.
+MAX_NAMES = 3
+# What starts processes, and gives each its number as the first argument.
+NUMBERED = {"spawn", "start_processes"}
+
+
+class RankNumbers:
+    """Follows the ranks of a program through names, parameters, objects and functions."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    def is_rank(self, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
+        """Whether an expression is a rank by its name (`args.local_rank`, `dist.get_rank()`,
+        `int(os.environ["RANK"])`), or a name for such a one or for the number of a spawned process.
+        """
+        if isinstance(node, ast.BinOp):
+            return self.is_rank(node.left, scope, depth)
+        if isinstance(node, ast.NamedExpr):
+            return self.is_rank(node.value, scope, depth)
+        if says_rank(node):
+            return not self.left_out(node, scope)
+        if isinstance(node, ast.Call):
+            return self.returns_rank(node, scope, depth)
+        key = dotted(node)
+        if not isinstance(node, ast.Name | ast.Attribute) or key is None:
+            return False
+        values = list(self.calls.values(key, scope))
+        if not values and "." in key:  # `config.device = int(os.environ["LOCAL_RANK"])`, where the object is made
+            values = [(bind.value, home) for bind, home in self.set_elsewhere(key, scope) if bind.value is not None]
+        values = [(value, home) for value, home in values if constant(value) != 0]  # what it is in one process
+        if values and all(self.stands_for(value, home, depth) for value, home in values):
+            return True
+        return self.numbered(key, scope) or self.filled(key, scope, depth)
+
+    def returns_rank(self, call: ast.Call, scope: Scope, depth: int) -> bool:
+        """Whether a call runs a function of the project that gives the rank, or 0 where there is one process."""
+        function = self.calls.target(call, scope) if depth < MAX_NAMES else None
+        values = [v for v in function.returns() if constant(v) != 0] if function is not None else []
+        return bool(values) and all(gives_rank(v) or self.is_rank(v, function, depth + 1) for v in values if function)
+
+    def stands_for(self, value: ast.expr, home: Scope, depth: int) -> bool:
+        """Whether a value that a name is given asks for the rank, or is another name for it."""
+        again = isinstance(value, ast.Name | ast.Attribute) and depth < MAX_NAMES
+        asked = gives_rank(value) or (isinstance(value, ast.Call) and self.returns_rank(value, home, depth))
+        return asked or (again and self.is_rank(value, home, depth + 1))
+
+    def filled(self, key: str, scope: Scope, depth: int) -> bool:
+        """Whether a name is a parameter that every call in sight fills with the rank (`train(device=local_rank)`)."""
+        if key not in scope.params or key in scope.binds or depth >= MAX_NAMES:
+            return False
+        callers = self.calls.callers(scope)[:MAX_CALLERS]
+        given = [(passed(site, scope, key), site.scope) for site in callers]
+        return bool(given) and all(value is not None and self.is_rank(value, home, depth + 1) for value, home in given)
+
+    def left_out(self, node: ast.AST, scope: Scope) -> bool:
+        """Whether a name is a parameter that no call in sight fills, so that it is its default on every rank
+        (`def make_logger(name, rank=0)`).
+        """
+        if not isinstance(node, ast.Name) or node.id not in scope.params or node.id in scope.binds:
+            return False
+        callers = self.calls.callers(scope)[:MAX_CALLERS]
+        return bool(callers) and all(
+            self.calls.target(site.call, site.scope) is scope
+            and not has_star(site.call)
+            and passed(site, scope, node.id) is None
+            for site in callers
+        )
+
+    def numbered(self, key: str, scope: Scope) -> bool:
+        """Whether a name is the first parameter of a function that `spawn` starts, which is the process's number."""
+        first = [name for name in scope.params if name != "self"][:1]
+        if first != [key] or key in scope.binds:
+            return False
+        callers = self.calls.callers(scope)[:MAX_CALLERS]
+        return bool(callers) and all(site.name in NUMBERED for site in callers)
+
+    def bound(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
+        """The bindings of a name in the nearest scope that has some, those of `self.x` in all methods of its class."""
+        if key.startswith("self.") and scope.owner is not None:
+            return [(bind, method) for method in scope.owner.defs.values() for bind in method.binds.get(key, [])]
+        current: Scope | None = scope
+        while current is not None:
+            if key in current.params:
+                return []
+            if key in current.binds:
+                return [(bind, current) for bind in current.binds[key]]
+            current = current.parent
+        return []
+
+    def set_elsewhere(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
+        """The bindings of an attribute of any object in the programs, where the scope is handed the object."""
+        root, _, name = key.rpartition(".")
+        if not root or root in ("self", "cls") or root.split(".")[0] in scope.module.imports:
+            return []
+        members = self.calls.project.family(scope.module)
+        return [found for member in members for found in attributes(member).get(name, ())]
+
+    def compare(self, node: ast.Compare, scope: Scope) -> int:
+        """1 if a comparison holds on the main rank only, -1 if on the others only, else 0."""
+        left, op, right = node.left, node.ops[0], node.comparators[0]
+        if (first_device(left, right) or first_device(right, left)) and not self.all_first(left, scope):
+            return {ast.Eq: 1, ast.NotEq: -1}.get(type(op), 0)
+        if not self.is_rank(left, scope) and not is_number_of_device(left, right):
+            left, right, op = right, left, FLIPPED.get(type(op), type(op))()
+        if not self.is_rank(left, scope) and not is_number_of_device(left, right):
+            return 0
+        value = constant(right)
+        if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.Tuple | ast.List | ast.Set):
+            return 1 if isinstance(op, ast.In) else -1
+        main = value in (0, "0") or self.main_number(right, scope)
+        if isinstance(op, ast.Eq | ast.Is):
+            return 1 if main or is_first_of(right) else 0
+        if isinstance(op, ast.NotEq | ast.IsNot | ast.Gt):
+            return -1 if main else 0
+        # No rank is below 0: that asks whether the processes have numbers at all.
+        if isinstance(op, ast.LtE | ast.Lt):
+            return 1 if value == 1 or (value == 0 and isinstance(op, ast.LtE)) else 0
+        return -1 if isinstance(op, ast.GtE) and value == 1 else 0
+
+    def all_first(self, node: ast.expr, scope: Scope) -> bool:
+        """Whether what is in sight gives the first GPU to all processes (`device = "cuda:0" if cuda else "cpu"`)."""
+        key = dotted(node)
+        values = self.calls.values(key, scope) if key is not None else ()
+        return any(text.startswith("cuda:0") for value, _ in values for text in strings(value))
+
+    def main_number(self, node: ast.expr, scope: Scope) -> bool:
+        """Whether an expression is a name for the number of the main rank (`ROOT = 0`, `args.master_rank`)."""
+        key = dotted(node)
+        if key is None:
+            return False
+        values = [value for value, _ in self.calls.values(key, scope)]
+        return all(constant(value) == 0 for value in values) if values else MAIN_NUMBER.search(last(node))
+
+    def one_rank(self, node: ast.Compare, scope: Scope) -> bool:
+        """Whether a test holds on one rank that is not the first (`rank == 1`, `rank == world_size - 1`)."""
+        left, right = node.left, node.comparators[0]
+        if not isinstance(node.ops[0], ast.Eq) or not self.is_rank(left, scope) or isinstance(left, ast.BinOp):
+            return False
+        value = constant(right)
+        return (isinstance(value, int) and value > 0) or any(COUNT.search(name) for name in idents(right))
+
+
+@kept
+def attributes(module: Module) -> dict[str, list[tuple[Bind, Scope]]]:
+    """What a file gives to attributes, by their last names."""
+    table: dict[str, list[tuple[Bind, Scope]]] = {}
+    for scope in module.scopes:
+        for key, binds in scope.binds.items():
+            if "." in key:
+                table.setdefault(key.rpartition(".")[2], []).extend((bind, scope) for bind in binds)
+    return table
