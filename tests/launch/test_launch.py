@@ -127,6 +127,7 @@ def test_nodes_meet_at_the_master(capsys):
         (["--nproc-per-node", "2", "train"], "`--` is missing before `train`"),
         (["--", "generate"], "behind `--` stands 'generate'"),
         (["--", "train", "--lrr", "1"], "unknown flag --lrr"),
+        (["--", "train", "--hf-script", "script.py"], "--hf-args"),
         (["--nproc", "2", "--", "train"], "unknown flag --nproc: did you mean --nproc-per-node?"),
         (
             ["--lr", "2", "--", "train"],
