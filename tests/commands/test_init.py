@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refuses
 from shell import environment
 
 import lockstep
@@ -74,18 +75,17 @@ def test_an_empty_folder_is_taken_and_no_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     assert cli.dispatch(["init", "empty"]) == 0
-    for argv, line in (
-        (["empty"], "init empty: config.toml, task.py, test_task.py would be overwritten; give a new folder"),
-        (["."], "init .: the folder is not empty, it has empty; give a new one"),
-        (["empty/task.py"], "init empty/task.py: Not a directory"),
-        (["empty/task.py/x"], "init empty/task.py/x: Not a directory"),
+    for argv, *words in (
+        (["empty"], "init empty", "config.toml, task.py, test_task.py", "overwritten"),
+        (["."], "init .", "not empty", "empty; give a new one"),
+        (["empty/task.py"], "init empty/task.py", "Not a directory"),
+        (["empty/task.py/x"], "init empty/task.py/x", "Not a directory"),
     ):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        with pytest.raises(ConfigError) as caught:
+        with refuses(ConfigError, *words):
             cli.dispatch(["init", *argv])
-        assert str(caught.value) == line
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     for name in "abcdef":
         (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match="it has a, b, c and 4 more; give a new one"):
+    with pytest.raises(ConfigError, match="a, b, c and 4 more; give a new one"):
         cli.dispatch(["init", "."])

@@ -255,8 +255,8 @@ def test_foreign_folders_are_one_line(tmp_path):
     made(tmp_path / "r", records(5))
     for argv, line in (
         ([str(tmp_path / "empty")], "is no run's folder: it has none of config.toml"),
-        ([str(tmp_path / "file")], "is no folder; give a run's"),
-        ([str(tmp_path / "r"), str(tmp_path / "r")], "--output FILE says where"),
+        ([str(tmp_path / "file")], "file is not a folder"),
+        ([str(tmp_path / "r"), str(tmp_path / "r")], "--output FILE"),
         ([str(tmp_path / "r"), "-o", str(tmp_path / "no" / "page.html")], "--output .*page.html: No such file"),
         ([*[str(tmp_path / "r")] * 9, "-o", str(tmp_path / "p.html")], "9 runs are too many for one page"),
     ):

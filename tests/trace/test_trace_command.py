@@ -138,7 +138,7 @@ def test_a_process_without_torch_costs_nothing_and_keeps_its_own_sitecustomize(t
     assert done.returncode == 5
     assert done.stdout.splitlines()[-2:] == ["mine", "[]"]
     assert done.stderr.splitlines()[1] == "lockstep trace: the command ended with exit code 5"
-    assert "nothing was recorded, so" in done.stderr
+    assert "nothing was recorded" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -157,12 +157,12 @@ def test_signals_go_on_to_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["-o", "{}/new"], "nothing stands behind `--`"),
-        (["-o", "{}/new", "--"], "nothing stands behind `--`"),
-        (["-o", "{}/new", "--", "train.py"], "no program 'train.py'; give one behind `--`: python train.py"),
+        (["-o", "{}/new"], "no command after `--`"),
+        (["-o", "{}/new", "--"], "no command after `--`"),
+        (["-o", "{}/new", "--", "train.py"], "'train.py'.*`--`: python train.py"),
         (["-o", "{}", "--", "true"], "is not empty: give a new folder"),
         (["-o", "{}/there", "--", "true"], "Not a directory|File exists"),
-        (["-o", "{}/new", "--steps", "5", "--", "true"], "--steps '5': give the first step"),
+        (["-o", "{}/new", "--steps", "5", "--", "true"], "--steps '5'"),
         (["-o", "{}/new", "--steps", "5:2", "--", "true"], "--steps '5:2'"),
         (["-o", "{}/new", "--max-mb", "0", "--", "true"], "--max-mb is 0: it must be a number above 0"),
         (["-o", "{}/new", "--max-mb", "nan", "--", "true"], "--max-mb is nan: it must be a number above 0"),

@@ -1,1 +1,1 @@
-"""What each command's flags are, read before torch is loaded: a wrong flag is answered at once."""
+"""Parse the flags of each command before torch is imported, so that a wrong flag fails at once."""

@@ -1,4 +1,4 @@
-"""`lockstep checkpoint list | inspect | verify | prune RUN`: the flags; `checkpoint/command.py` does the work.
+"""Parse the flags of `lockstep checkpoint`; `checkpoint/command.py` does the work.
 
 lockstep checkpoint list outputs/first          a table: step, epoch, size, written, engine, world, whole
 lockstep checkpoint list outputs/first --json   the same as one JSON list, for scripts
@@ -18,29 +18,29 @@ __all__ = ["command"]
 
 
 def command(argv: list[str]) -> int:
-    """Runs `lockstep checkpoint` with the arguments `argv` and returns its exit code: 0, or 3 for damage found.
+    """Run `lockstep checkpoint` and return its exit code: 0, or 3 for damage.
 
     Raises:
         CheckpointError: there is no such run or no such checkpoint.
-        ConfigError: a flag that does not exist or does not hold, or a run that goes on, which `prune` leaves alone.
+        ConfigError: an unknown flag, an invalid value, or `prune` of a run that is still running.
     """
     try:
-        given = _parser().read(argv)
+        args = _parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    if given.action == "prune":
-        return _prune(given)
+    if args.action == "prune":
+        return _prune(args)
     run = importlib.import_module("lockstep.checkpoint.command").run  # loads torch
-    asked = {"tensors": getattr(given, "tensors", False), "as_json": getattr(given, "json", False)}
-    code: int = run(given.action, given.run, given.step, **asked)
+    options = {"tensors": getattr(args, "tensors", False), "as_json": getattr(args, "json", False)}
+    code: int = run(args.action, args.run, args.step, **options)
     return code
 
 
-def _prune(given: argparse.Namespace) -> int:
-    if given.keep < 1:
-        raise ConfigError(f"--keep is {given.keep}: it must be at least 1; to remove all, delete the run's folder")
+def _prune(args: argparse.Namespace) -> int:
+    if args.keep < 1:
+        raise ConfigError(f"--keep is {args.keep}: it must be at least 1; to remove all, delete the run's folder")
     prune = importlib.import_module("lockstep.training.prune").prune  # loads torch
-    prune(Path(given.run), given.keep, best=given.keep_best, dry_run=given.dry_run, as_json=given.json)
+    prune(Path(args.run), args.keep, best=args.keep_best, dry_run=args.dry_run, as_json=args.json)
     return 0
 
 
@@ -48,9 +48,12 @@ def _parser() -> Parser:
     parser = Parser(prog="lockstep checkpoint", description="List, inspect, verify or prune the checkpoints of a run.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="list | inspect | verify | prune")
     for name, text in (
-        ("list", "a table of the checkpoints: step, epoch, size, written, engine, world size, whole or not"),
-        ("inspect", "what is in one checkpoint, with its fingerprint; the newest whole one by default"),
-        ("verify", "check every file of every checkpoint; exit code 3 when something is damaged"),
+        (
+            "list",
+            "print a table of the checkpoints: step, epoch, size, time written, engine, world size, complete or not",
+        ),
+        ("inspect", "print the contents and fingerprint of one checkpoint (default: the newest complete one)"),
+        ("verify", "check every file of every checkpoint; exit code 3 if one is damaged"),
     ):
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument("run", metavar="RUN", help="a run's folder, or the folder of one checkpoint")
@@ -59,14 +62,16 @@ def _parser() -> Parser:
             action.add_argument("--tensors", action="store_true", help="list every tensor")
         if name == "list":
             action.add_argument("--json", action="store_true", help="print one JSON list, with numbers as numbers")
-    text = "remove all but the newest whole checkpoints and the best; not while the run goes on"
+    text = "remove all but the newest complete checkpoints and the best; refused while the run is running"
     action = actions.add_parser("prune", help=text, description=text)
     action.add_argument("run", metavar="RUN", help="a run's folder")
-    action.add_argument("--keep", type=int, required=True, metavar="N", help="newest whole checkpoints to keep, from 1")
-    text = "keep that of the best evaluation too (default: yes)"
-    action.add_argument("--keep-best", action=argparse.BooleanOptionalAction, default=True, help=text)
-    action.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
     action.add_argument(
-        "--json", action="store_true", help="print what is removed as one JSON list: step, bytes, removed"
+        "--keep", type=int, required=True, metavar="N", help="number of newest complete checkpoints to keep, at least 1"
+    )
+    text = "also keep the checkpoint of the best evaluation (default: yes)"
+    action.add_argument("--keep-best", action=argparse.BooleanOptionalAction, default=True, help=text)
+    action.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
+    action.add_argument(
+        "--json", action="store_true", help="print the removed checkpoints as one JSON list: step, bytes, removed"
     )
     return parser

@@ -1,7 +1,7 @@
-"""`lockstep runs [DIR] [--json]`: the flags; `training/runs.py` does the work, without torch.
+"""Parse the flags of `lockstep runs`, `report` and `goodput`.
 
 lockstep runs                       a table of the runs in outputs/
-lockstep runs outputs/sweep         of another folder
+lockstep runs outputs/sweep         the runs in another folder
 lockstep runs --json                the same as one JSON list, for scripts
 """
 
@@ -20,21 +20,21 @@ __all__ = [
 
 
 def goodput_command(argv: list[str]) -> int:
-    """Runs `lockstep goodput` with the arguments `argv` and returns its exit code.
+    """Run `lockstep goodput` and return its exit code.
 
     Raises:
-        ConfigError: a flag that does not exist, or a folder that holds no run's timeline.
+        ConfigError: an unknown flag, or a folder without a run's timeline.
     """
     try:
-        given = _goodput_parser().read(argv)
+        args = _goodput_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    importlib.import_module("lockstep.report.goodput").show(Path(given.run), as_json=given.json)
+    importlib.import_module("lockstep.report.goodput").show(Path(args.run), as_json=args.json)
     return 0
 
 
 def _goodput_parser() -> Parser:
-    text = "Says where the wall time of a run went, over all its starts: the parts add up to 100%."
+    text = "Report where the wall time of a run went, over all its restarts; the parts add up to 100%."
     parser = Parser(prog="lockstep goodput", description=text)
     parser.add_argument("run", metavar="RUN", help="a run's folder: SAVE_DIR/EXPERIMENT_NAME")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in seconds")
@@ -42,23 +42,23 @@ def _goodput_parser() -> Parser:
 
 
 def report_command(argv: list[str]) -> int:
-    """Runs `lockstep report` with the arguments `argv` and returns its exit code.
+    """Run `lockstep report` and return its exit code.
 
     Raises:
-        ConfigError: a flag that does not exist, no run's folder, or a page that cannot be written.
+        ConfigError: an unknown flag, not a run's folder, or a page that cannot be written.
     """
     try:
-        given = _report_parser().read(argv)
+        args = _report_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    folders = [Path(run).expanduser() for run in given.run]
+    folders = [Path(run).expanduser() for run in args.run]
     missing = next((folder for folder in folders if not folder.is_dir()), None)
     if missing is not None:
-        where = printable(str(missing))
-        raise ConfigError(f"{where} is no folder; give a run's: SAVE_DIR/EXPERIMENT_NAME")
-    if len(folders) > 1 and not given.output:
-        raise ConfigError("--output FILE says where the page about several runs is to be written")
-    path = Path(given.output).expanduser() if given.output else folders[0] / "report.html"
+        name = printable(str(missing))
+        raise ConfigError(f"{name} is not a folder; give a run's folder: SAVE_DIR/EXPERIMENT_NAME")
+    if len(folders) > 1 and not args.output:
+        raise ConfigError("several runs need --output FILE, the page to write")
+    path = Path(args.output).expanduser() if args.output else folders[0] / "report.html"
     page = importlib.import_module("lockstep.report.page")  # loads torch, for the fingerprints
     try:
         page.write(folders, path)
@@ -69,32 +69,30 @@ def report_command(argv: list[str]) -> int:
 
 
 def _report_parser() -> Parser:
-    text = (
-        "Writes one page of HTML about a run: curves, time, guards, proof, settings. Several runs: beside each other."
-    )
+    text = "Write an HTML page about a run: curves, time, guards, proof, settings. Several runs are shown side by side."
     parser = Parser(prog="lockstep report", description=text)
     parser.add_argument("run", metavar="RUN", nargs="+", help="a run's folder: SAVE_DIR/EXPERIMENT_NAME")
-    text = "the page (default: RUN/report.html; needed for several runs)"
+    text = "file to write (default: RUN/report.html; required for several runs)"
     parser.add_argument("-o", "--output", default="", metavar="FILE", help=text)
     return parser
 
 
 def runs_command(argv: list[str]) -> int:
-    """Runs `lockstep runs` with the arguments `argv` and returns its exit code.
+    """Run `lockstep runs` and return its exit code.
 
     Raises:
-        ConfigError: a flag that does not exist, or no such folder.
+        ConfigError: an unknown flag, or no such folder.
     """
     try:
-        given = _runs_parser().read(argv)
+        args = _runs_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    importlib.import_module("lockstep.training.runs").show(Path(given.folder), as_json=given.json)
+    importlib.import_module("lockstep.training.runs").show(Path(args.folder), as_json=args.json)
     return 0
 
 
 def _runs_parser() -> Parser:
-    parser = Parser(prog="lockstep runs", description="Lists the runs in a folder: how far, how good, how they ended.")
+    parser = Parser(prog="lockstep runs", description="List the runs in a folder: progress, best metric, status.")
     text = "a folder of runs, or one run's folder (default: outputs, as for train --save-dir)"
     parser.add_argument("folder", metavar="DIR", nargs="?", default="outputs", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON list, with numbers as numbers")

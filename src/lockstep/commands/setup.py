@@ -1,4 +1,4 @@
-"""`lockstep lint [PATH ...]`: runs the linter, the distribution `lockstep-lint`, where that is installed."""
+"""Run `lockstep completion`, `lockstep init` and `lockstep lint`."""
 
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -19,24 +19,26 @@ _SHELL_FILES = {"bash": "lockstep.bash", "zsh": "_lockstep"}
 
 
 def completion_command(argv: list[str]) -> int:
-    """Runs `lockstep completion` with the arguments `argv` and returns its exit code.
+    """Run `lockstep completion` and return its exit code.
 
     Raises:
-        ConfigError: another shell, or a checkout that was never installed, which has no such file.
+        ConfigError: an unknown shell, or a checkout that was never installed and has no such file.
     """
     try:
-        given = _completion_parser().read(argv)
+        args = _completion_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    path = _FOLDER / _SHELL_FILES[given.shell]
+    path = _FOLDER / _SHELL_FILES[args.shell]
     if not path.is_file():
-        raise ConfigError(f"there is no {path}: it is made when the package is installed (pip install, also with -e)")
+        raise ConfigError(
+            f"{path} does not exist: it is generated at installation; run pip install (or pip install -e)"
+        )
     print(path.read_text(encoding="utf-8"), end="")
     return 0
 
 
 def _completion_parser() -> Parser:
-    parser = Parser(prog="lockstep completion", description="Prints the completion file of a shell.")
+    parser = Parser(prog="lockstep completion", description="Print the completion script of a shell.")
     parser.add_argument(
         "shell", choices=list(_SHELL_FILES), help='bash: eval "$(lockstep completion bash)"; zsh: in $fpath'
     )
@@ -48,59 +50,56 @@ _FILES = ("task.py", "config.toml", "test_task.py")
 
 
 def init_command(argv: list[str]) -> int:
-    """Runs `lockstep init` with the arguments `argv` and returns its exit code.
+    """Run `lockstep init` and return its exit code.
 
     Raises:
-        ConfigError: the folder has something in it, is no folder, or cannot be written; nothing was written.
+        ConfigError: the path is not an empty folder or cannot be written; nothing was written.
     """
     try:
-        given = _init_parser().read(argv)
+        args = _init_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    folder, shown = Path(given.dir), printable(given.dir)
+    folder, label = Path(args.dir), printable(args.dir)
     texts = {name: (_TEMPLATES / name).read_text(encoding="utf-8") for name in _FILES}
     try:
-        _check_empty(folder, shown)
+        _check_empty(folder, label)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             with (folder / name).open("x", encoding="utf-8") as handle:
                 handle.write(text)
     except OSError as error:
-        raise ConfigError(f"init {shown}: {error.strerror or error}") from None
-    print(f"wrote {', '.join(str(Path(shown) / name) for name in _FILES)}")
-    where = "" if shown == "." else f"cd {shown} && "
-    print(f"  {where}lockstep train --config config.toml\n  {where}pytest")
+        raise ConfigError(f"init {label}: {error.strerror or error}") from None
+    print(f"wrote {', '.join(str(Path(label) / name) for name in _FILES)}")
+    prefix = "" if label == "." else f"cd {label} && "
+    print(f"  {prefix}lockstep train --config config.toml\n  {prefix}pytest")
     return 0
 
 
-def _check_empty(folder: Path, shown: str) -> None:
-    found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    mine = [name for name in found if name in _FILES]
-    if mine:
-        raise ConfigError(f"init {shown}: {', '.join(mine)} would be overwritten; give a new folder")
-    if found:
-        some = printable(", ".join(found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        raise ConfigError(f"init {shown}: the folder is not empty, it has {some}; give a new one")
+def _check_empty(folder: Path, label: str) -> None:
+    existing = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    conflicts = [name for name in existing if name in _FILES]
+    if conflicts:
+        raise ConfigError(f"init {label}: {', '.join(conflicts)} would be overwritten; give a new folder")
+    if existing:
+        some = printable(", ".join(existing[:3])) + (f" and {len(existing) - 3} more" if len(existing) > 3 else "")
+        raise ConfigError(f"init {label}: the folder is not empty, it contains {some}; give a new one")
 
 
 def _init_parser() -> Parser:
-    text = "Makes a folder with a task, a config and a test that run at once, to be changed into your own."
+    text = "Create a folder with a working task, config and test to start from."
     parser = Parser(prog="lockstep init", description=text)
     parser.add_argument("dir", metavar="DIR", help="a new folder, or an empty one")
     return parser
 
 
 def lint_command(argv: list[str]) -> int:
-    """Runs `lockstep lint` with the arguments after that name.
-
-    Returns:
-        its exit code.
+    """Run `lockstep lint`, the distribution `lockstep-lint`, and return its exit code.
 
     Raises:
         UsageError: the linter is not installed.
     """
-    found = tuple(entry_points(group="lockstep.commands", name="lint"))
-    if not found:
+    points = tuple(entry_points(group="lockstep.commands", name="lint"))
+    if not points:
         raise UsageError("lockstep lint needs the package lockstep-lint: pip install 'torch-lockstep[lint]'")
-    code: int = found[0].load()(argv)
+    code: int = points[0].load()(argv)
     return code

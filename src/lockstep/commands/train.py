@@ -1,4 +1,4 @@
-"""`lockstep train`: what can be refused at once is refused before torch is loaded, which takes seconds."""
+"""Parse and check the flags of `lockstep train` before torch is imported, then train."""
 
 import gc
 import importlib
@@ -21,34 +21,34 @@ __all__ = ["asked", "command", "loaded"]
 
 
 def command(argv: list[str]) -> int:
-    """Trains to the end and returns the exit code.
+    """Run `lockstep train` and return its exit code.
 
     Raises:
-        UsageError: what was asked for cannot be done; nothing was written.
+        UsageError: an invalid flag or combination; nothing was written.
         LockstepError: the run failed.
     """
-    if "torch" not in sys.modules:  # later it would come too late: torch, and whoever loaded it, may have begun CUDA
+    if "torch" not in sys.modules:  # not later: once torch is imported, CUDA may be initialised
         os.environ.update(allocator_variables(os.environ))
-    given = vars(_parser(argv).read(argv))
-    told = cli.told(given)
-    cli.build(cli.applied(told))  # what is wrong with it is said at once
+    args = vars(_parser(argv).read(argv))
+    options = cli.told(args)
+    cli.build(cli.applied(options))  # fail on a wrong value before torch is imported
     check_launched(os.environ)
-    script = flags.asked(given, told)
+    script = flags.asked(args, options)
     if script:
-        _check_alone(given)
+        _check_alone(args)
         loaded()
-        return _code(int(importlib.import_module("lockstep.training.hf_script").run_script(script, told)))
-    config, task = asked(told)
-    if given["show_groups"]:
+        return _code(int(importlib.import_module("lockstep.training.hf_script").run_script(script, options)))
+    config, task = asked(options)
+    if args["show_groups"]:
         importlib.import_module("lockstep.training.build").show_groups(config)
         return 0
-    if given["find_lr"]:
+    if args["find_lr"]:
         importlib.import_module("lockstep.training.tuning").show_rates(config)
         return 0
-    if given["find_micro_batch"]:
+    if args["find_micro_batch"]:
         importlib.import_module("lockstep.training.tuning").show_sizes(config)
         return 0
-    if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):  # the one that will claim it
+    if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):  # the rank that will lock the folder
         RunFolder(config.save_dir, config.experiment_name).check_free()
     run = loaded().Run(config, task)
     try:
@@ -59,41 +59,51 @@ def command(argv: list[str]) -> int:
         return _code(run.result.exit_code)
 
 
-def asked(told: Mapping[str, Any]) -> tuple[Config, Any]:
-    """The config that the options `told` ask for, and a LightningModule's task, whose loaders say what they do not.
+def asked(options: Mapping[str, Any]) -> tuple[Config, Any]:
+    """Build the Config of the options, and the task of a LightningModule.
+
+    The module's loaders set what the options leave out.
 
     Raises:
-        ConfigError: an option that does not hold, or a module that is not served.
+        ConfigError: an invalid option, or a module that is not supported.
     """
-    config = cli.build(cli.applied(dict(told)))
+    config = cli.build(cli.applied(dict(options)))
     if not config.task.startswith(LIGHTNING):
         return config, None
-    found: tuple[Config, Any] = importlib.import_module("lockstep.adapters.lightning.convert").configured(dict(told))
-    return found
+    result: tuple[Config, Any] = importlib.import_module("lockstep.adapters.lightning.convert").configured(
+        dict(options)
+    )
+    return result
 
 
 def _parser(argv: Sequence[str] = ()) -> Parser:
     parser = cli.parser_of(list(argv), "lockstep train")
     add = parser.add_argument
-    add("--show-groups", action="store_true", help="print the optimizer's groups, and train nothing")
+    add("--show-groups", action="store_true", help="print the optimizer's parameter groups and exit")
     add(
-        "--find-lr", action="store_true", help="try 100 rates, print the curve of the loss and a rate, and keep nothing"
+        "--find-lr",
+        action="store_true",
+        help="try 100 learning rates, print the loss curve and a suggested rate, and exit",
     )
-    add("--find-micro-batch", action="store_true", help="try sizes of a forward on a CUDA device, and keep nothing")
+    add(
+        "--find-micro-batch",
+        action="store_true",
+        help="find the largest micro-batch that fits on the CUDA device, and exit",
+    )
     return flags.with_flags(parser)
 
 
-def _check_alone(given: Mapping[str, Any]) -> None:
+def _check_alone(args: Mapping[str, Any]) -> None:
     for name in ("show_groups", "find_lr", "find_micro_batch"):
-        if given[name]:
-            raise ConfigError(f"--{name.replace('_', '-')} does not go with --hf-script; leave one out")
+        if args[name]:
+            raise ConfigError(f"--{name.replace('_', '-')} cannot be used with --hf-script; remove one")
 
 
 def loaded() -> Any:
-    """Import lockstep.training.run, and what the first optimizer imports.
+    """Import lockstep.training.run, and the modules that the first optimizer imports.
 
-    Without collections, which find no garbage among half a million objects that stay: a sixth of the time, and later
-    collections leave them out.
+    Garbage collection is off meanwhile: it finds nothing among half a million live objects and takes a sixth of the
+    time. `gc.freeze` keeps later collections from scanning them.
     """
     gc.disable()
     try:
@@ -105,8 +115,8 @@ def loaded() -> Any:
 
 
 def _code(code: int) -> int:
-    """Under torchrun a run that saved itself ends with 0, or it would be started again or called failed.
+    """Return 0 under torchrun, which would restart a run that saved and exited, or report it as failed.
 
-    What it ended with stands in its folder; `lockstep launch` hears of it, and returns it.
+    The run's folder has the real exit code; `lockstep launch` receives and returns it.
     """
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code
