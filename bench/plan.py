@@ -36,6 +36,7 @@ from lockstep.diagnose.plan.subject import subject_of
 from lockstep.engines.registry import engine
 from lockstep.files import bytes_text
 from lockstep.loop import loss_of
+from lockstep.run_state import RunState
 from lockstep.training.build_engine import model_of, optimizer_of
 
 LLAMA = {
@@ -188,7 +189,7 @@ def measured(world, wanted):
         gc.collect()
         with Settled() as held:
             task = subject.at(0)
-            trained = model_of(config, task, world, {}, lambda line: None)
+            trained = model_of(config, task, world, RunState(), lambda line: None)
             made = engine(
                 config.engine,
                 trained,

@@ -16,6 +16,7 @@ from lockstep.config.sections import Checkpoint
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, PeerError, StorageError
 from lockstep.files import retry_io
+from lockstep.run_state import Selection
 from lockstep.training.run_dir import RunFolder
 
 LOOKS = ("stat", "lstat", "listdir")
@@ -157,4 +158,4 @@ def test_an_evaluation_that_cannot_be_noted_is_one_line_with_its_step_and_file(t
 
     monkeypatch.setattr("lockstep.training.run_dir.write_whole", full)
     with pytest.raises(LockstepError, match=r"step 4: .*evaluated\.json: No space left"):
-        RunFolder(str(tmp_path), "r").write_evaluated(4, {})
+        RunFolder(str(tmp_path), "r").write_evaluated(4, Selection())

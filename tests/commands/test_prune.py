@@ -13,6 +13,7 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.cli import dispatch
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.run_state import BestEvaluation, Selection
 from lockstep.training.run_dir import RunFolder
 
 
@@ -22,7 +23,7 @@ def folder(tmp_path):
     settings = {"max_steps": 10, "ckpt_freq": 2, "checkpoint": {"keep": 9}, "micro_batch_size": 8}
     result = lockstep.train(config(tmp_path, **settings), Ragged())
     assert checkpoint.list_steps(result.folder) == [2, 4, 6, 8, 10]
-    RunFolder(str(tmp_path), "r").write_evaluated(10, {"best": {"step": 4, "loss": 1.0}})
+    RunFolder(str(tmp_path), "r").write_evaluated(10, Selection(BestEvaluation(4, 1.0)))
     return result.folder
 
 

@@ -1,7 +1,6 @@
 """Runs of micro-batches by what they cost: the best cut there is, and when it changes."""
 
 import itertools
-import json
 import random
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from lockstep.distributed import balance
 from lockstep.distributed.balance import Balancer, ShareReport, cut, loads
 from lockstep.errors import LockstepError
+from lockstep.run_state import RunState
 
 COSTS = st.floats(0.01, 100.0)
 
@@ -187,7 +187,7 @@ def test_a_step_has_the_same_shares_whenever_it_is_asked_for():
 def test_a_resume_begins_with_what_was_decided():
     first = Ranks([0.01, 0.019])
     first.take(30)
-    state = json.loads(json.dumps(first.balancers[0].state))
+    state = RunState(shares=first.balancers[0].state).copy().shares
     again = Ranks([0.01, 0.019], state=state, start=30)
     assert again.slots() == (5, 3)
     assert again.take(60) == []
@@ -200,7 +200,7 @@ def test_a_bound_holds_from_its_step_on():
     balancer.bound([5, 8], 4)
     ranks.take(60)
     assert balancer.at(60).slots == (5, 3)
-    assert balancer.state["most"] == [5, 8]
+    assert balancer.state.most == [5, 8]
     assert Ranks([0.01, 0.04], state=balancer.state).slots() == (5, 3)
 
 

@@ -13,6 +13,7 @@ from lockstep import checkpoint
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 from lockstep.records import EvaluationRecord
+from lockstep.run_state import BestEvaluation, Selection
 from lockstep.training.selection import judged, out_of_patience, shown, stopped_by
 
 SCORES = [0.5, 0.8, 0.7, 0.8, 0.75, 0.9]  # of the evaluations after steps 2, 4, ...
@@ -85,7 +86,7 @@ def test_by_the_loss_alone_it_trains_to_the_end(tmp_path):
 
 def evaluated(values, **changes):
     settings = Config(eval_freq=1, patience=2, **changes)
-    state, best, ended = {"best": None}, [], []
+    state, best, ended = Selection(), [], []
     for step, value in enumerate(values):
         better = judged(settings, state, EvaluationRecord(step, value, 8, {"a": value, "b": -value}))
         best.append(better)
@@ -99,10 +100,10 @@ def test_what_is_better_is_said_by_direction_and_by_how_much():
     assert evaluated(values, best_metric="a:max", min_delta=0.1)[0] == [False, True, False, False, False, True]
     best, _, state = evaluated(values, best_metric="a:min")
     assert best == [False, True, False, False, True, False]
-    assert (state["since_best"], state["best"]["step"], shown(state)) == (1, 4, "a 0.5 after step 4")
+    assert (state.since_best, state.best.step, shown(state.best)) == (1, 4, "a 0.5 after step 4")
     assert judged(Config(), state, EvaluationRecord(9, 7.0, 8, {}))  # judged by something else before
-    assert shown({"best": {"step": 3, "loss": 2.0}}) == "loss 2 after step 3"  # of an earlier version
-    assert shown({"best": None}) == "none that is finite"
+    assert shown(BestEvaluation(3, 2.0)) == "loss 2 after step 3"  # of an earlier version
+    assert shown(None) == "none that is finite"
 
 
 def test_patience_may_go_by_another_metric_than_the_best():
@@ -118,7 +119,7 @@ def test_patience_may_go_by_another_metric_than_the_best():
     assert ended == [False, False, True, False, False]
     settings = Config(eval_freq=1, patience=2, best_metric="a:max")  # a resume without it
     judged(settings, state, EvaluationRecord(5, 2.0, 8, {"a": 2.0}))
-    assert "patience" not in state
+    assert state.patience is None
     assert not out_of_patience(settings, state)
 
 

@@ -22,6 +22,7 @@ from lockstep.data.batches import Origin
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DataError
 from lockstep.optim.schedule import SHAPES
+from lockstep.run_state import Position
 from lockstep.tasks.language_model import CausalLM
 from lockstep.training.build import notify
 from lockstep.training.defaults import KINDS, SGD, described_optimizer, described_step, warm_up, warnings
@@ -221,15 +222,13 @@ def test_where_a_run_stands(changes, origin, places):
     plan = RunPlan(20, Config(batch_size=8, micro_batch_size=2, **changes), origin, 1, 20)
     for done, wanted in places.items():
         found = plan.place(done)
-        assert found.pop("global_step") == done
-        names = ("epoch", "epoch_step", "epoch_progress", "num_batches_remaining", "position")
-        assert found == dict(zip(names, wanted, strict=True))
+        assert found == Position(done, *wanted)
 
 
 def test_a_plan_of_no_steps_stands_at_its_begin():
     plan = RunPlan(20, Config(batch_size=32, micro_batch_size=2, data=Data(drop_last=True)), Origin(0, 0), 1, 20)
     assert plan.step_plan.steps == 0
-    assert {name: plan.place(0)[name] for name in ("epoch", "epoch_progress")} == {"epoch": 0, "epoch_progress": 0.0}
+    assert (plan.place(0).epoch, plan.place(0).epoch_progress) == (0, 0.0)
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 3), st.booleans(), st.booleans())
@@ -252,7 +251,7 @@ def test_where_a_run_ends(samples, batch_size, epochs, drop_last, normed):
     if normed and horizon.config.micro_batch_size > 1:
         assert min(stop - start for start, stop in ends) >= 2
     place = horizon.place(cut.steps)
-    assert (place["num_batches_remaining"], place["position"]) == (0, cut.total)
+    assert (place.num_batches_remaining, place.position) == (0, cut.total)
 
 
 def test_nothing_left_is_refused():

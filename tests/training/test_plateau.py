@@ -17,6 +17,7 @@ from lockstep.config.schema import Config
 from lockstep.errors import ConfigError, ResumeError
 from lockstep.optim.schedule import factor
 from lockstep.records import EvaluationRecord
+from lockstep.run_state import Selection
 from lockstep.training.selection import fallen, judged, looked_at
 
 VALUES = st.lists(st.integers(0, 6) | st.just(math.nan), min_size=1, max_size=40)
@@ -36,7 +37,7 @@ def test_it_decides_as_torch_does(values, patience, delta, way, least, cooldown)
     reference = torch.optim.lr_scheduler.ReduceLROnPlateau(
         held, way, 0.5, patience, delta, threshold_mode="abs", cooldown=cooldown, min_lr=0.25 * floor, eps=0.0
     )
-    state = {"best": None}
+    state = Selection()
     for step, value in enumerate(values):
         better = judged(settings, state, EvaluationRecord(step, 1.0, 1, {"a": float(value)}))
         looked_at(settings, state, better=better)

@@ -28,6 +28,7 @@ from lockstep.logging import Sinks
 from lockstep.logging.jsonl import read
 from lockstep.optim.schedule import factor
 from lockstep.records import StepRecord
+from lockstep.run_state import Position, RunState
 from lockstep.training.recorder import Meter, RunRecorder, memory
 from lockstep.training.run_dir import RunFolder
 
@@ -345,9 +346,9 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
         world=SimpleNamespace(is_main=bool(is_main), device="cpu", size=2),
         engine=SimpleNamespace(model=model),
         task=task,
-        state={"best": None},
+        state=RunState(),
         config=SimpleNamespace(experiment_name="r", report=False, data=SimpleNamespace(workers=2)),
-        run_plan=SimpleNamespace(place=lambda done: {}),
+        run_plan=SimpleNamespace(place=Position),
         folder=SimpleNamespace(
             write_state=lambda state: wrote.append("state"), path=RunFolder("a", "r").path, metrics=0
         ),

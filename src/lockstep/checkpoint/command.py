@@ -18,7 +18,7 @@ from rich.text import Text
 from lockstep.checkpoint.check import StoredTensor, contents, is_marked
 from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.format import itemsize, read_manifest, step_of
-from lockstep.checkpoint.store import fingerprint, list_steps, path_of, read_state, verify
+from lockstep.checkpoint.store import fingerprint, list_steps, path_of, read_run_state, verify
 from lockstep.errors import CheckpointError, DifferenceError
 from lockstep.files import bytes_text
 
@@ -93,7 +93,7 @@ def _list_json(paths: list[Path]) -> int:
         with suppress(CheckpointError):
             manifest = read_manifest(path)
             row |= {"bytes": manifest.size, "written": manifest.written, "engine": manifest.engine}
-            row |= {"world": manifest.world, "epoch": read_state(path).get("epoch")}
+            row |= {"world": manifest.world, "epoch": _epoch_of(path)}
         found.append({"step": step_of(path.name), **row, "whole": not problems, "problems": problems})
     print(json.dumps(found, indent=1))
     return 0
@@ -115,9 +115,16 @@ def _row(path: Path) -> tuple[str, ...]:
 
 def _epoch(path: Path) -> str:
     try:
-        return str(read_state(path).get("epoch", "-"))
+        epoch = _epoch_of(path)
     except CheckpointError:
         return "?"
+    return "-" if epoch is None else str(epoch)
+
+
+def _epoch_of(path: Path) -> int | None:
+    """Return the run's epoch; None for a checkpoint of `lockstep.save_state`, which has none."""
+    place = read_run_state(path).place
+    return place.epoch if place else None
 
 
 def _verify(paths: list[Path]) -> int:
@@ -131,13 +138,13 @@ def _verify(paths: list[Path]) -> int:
 
 def _inspect(paths: list[Path], tensors: bool) -> int:
     path = _newest_whole(paths)
-    manifest, state = read_manifest(path), read_state(path)
+    manifest = read_manifest(path)
     stored = contents(path, manifest)
     model = [each for name, each in stored.items() if name.startswith("model/")]
     rows: dict[str, Any] = {
         "checkpoint": path,
         "step": manifest.step,
-        "epoch": state.get("epoch", "-"),
+        "epoch": _epoch(path),
         "world size": manifest.world,
         "engine": manifest.engine,
         "tensors": len(stored),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.checkpoint.files import printable, refusal_error, remove, write_file
-from lockstep.checkpoint.format import CODES, itemsize, read_state, step_of
+from lockstep.checkpoint.format import CODES, itemsize, read_run_state, step_of
 from lockstep.checkpoint.read import AVERAGE, FullTensors, averages_of, opened
 from lockstep.checkpoint.store import list_steps, newest, path_of
 from lockstep.checkpoint.write import bytes_of
@@ -32,6 +32,7 @@ from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
 from lockstep.models.hf_heads import IMAGES, TEXTS, HubClassifier, HubEncoder
 from lockstep.models.lora import Adapters, exported_name, write_config
+from lockstep.run_state import RunState
 from lockstep.text.cache import default_cache
 
 __all__ = [
@@ -64,7 +65,7 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)", re.ASCII)
 
 
 def _write_hub(
-    options: Mapping[str, Any], state: Mapping[str, Any], shapes: Shapes, folder: Path, classes: Sequence[str] = ()
+    options: Mapping[str, Any], state: RunState, shapes: Shapes, folder: Path, classes: Sequence[str] = ()
 ) -> Renamed:
     """Write `folder`/config.json, and return the mapping of tensor names.
 
@@ -82,7 +83,7 @@ def _write_hub(
         ConfigError: the hub's model is not available any more, or transformers is not installed.
     """
     name = str(options.get("model_name", Config().model_name if options else ""))  # a missing option has its default
-    if {"tokens.weight", "positions.weight"} <= shapes.keys() and ("gpt" in state or name in PRESETS):
+    if {"tokens.weight", "positions.weight"} <= shapes.keys() and (state.gpt or name in PRESETS):
         _write(folder, _gpt2(_heads(name, state, shapes), options, state, shapes))
         return _as_gpt2
     if not name or name.startswith(("builtin:", "timm:")) or all(key in shapes for key in _TOP):
@@ -112,7 +113,7 @@ def _write_hub(
     return lambda plain: (plain, False)
 
 
-def _heads(name: str, state: Mapping[str, Any], shapes: Shapes) -> int:
+def _heads(name: str, state: RunState, shapes: Shapes) -> int:
     """Return the number of heads of a built-in GPT, which no tensor's shape shows.
 
     An older checkpoint does not record it; then it is the preset's, if that fits.
@@ -120,8 +121,8 @@ def _heads(name: str, state: Mapping[str, Any], shapes: Shapes) -> int:
     Raises:
         CheckpointError: the width differs from the preset's.
     """
-    if "gpt" in state:
-        return int(state["gpt"]["heads"])
+    if state.gpt:
+        return int(state.gpt["heads"])
     width = shapes["tokens.weight"][1]
     if PRESETS[name].width != width:
         raise CheckpointError(
@@ -131,9 +132,9 @@ def _heads(name: str, state: Mapping[str, Any], shapes: Shapes) -> int:
     return PRESETS[name].heads
 
 
-def _gpt2(heads: int, options: Mapping[str, Any], state: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+def _gpt2(heads: int, options: Mapping[str, Any], state: RunState, shapes: Shapes) -> dict[str, Any]:
     rows, width = shapes["tokens.weight"]
-    dropout = float(state.get("gpt", options.get("model", {})).get("dropout", 0.0))
+    dropout = float((state.gpt or options.get("model", {})).get("dropout", 0.0))
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -167,9 +168,7 @@ def _write(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_adapters(
-    options: Mapping[str, Any], state: Mapping[str, Any], names: Iterable[str], folder: Path
-) -> dict[str, str]:
+def _write_adapters(options: Mapping[str, Any], state: RunState, names: Iterable[str], folder: Path) -> dict[str, str]:
     """Write `folder`/adapter_config.json, and return each tensor's name there.
 
     Args:
@@ -181,11 +180,9 @@ def _write_adapters(
         CheckpointError: it has no adapters, or has other tensors that the format cannot store.
         ConfigError: peft is not installed.
     """
-    known = state.get("lora")
-    if not known:
+    if not state.lora:
         raise CheckpointError("--format peft: the checkpoint has no adapters, but a whole model; use --format hf")
-    kind = (known["rank"], float(known["alpha"]), known["dropout"], known["targets"], known["turned"])
-    adapters = Adapters(*kind, tuple(known.get("modules_to_save", ())))
+    adapters = Adapters.of(state.lora)
     renamed = {name: exported_name(name, adapters.whole) for name in names}
     beside = next((name for name, new in renamed.items() if not new), None)
     if beside is not None:
@@ -221,7 +218,7 @@ class ExportSource(NamedTuple):
     path: Path
     tensors: FullTensors
     options: dict[str, Any]
-    state: dict[str, Any]
+    state: RunState
     beside: Beside
 
 
@@ -282,7 +279,7 @@ def export(
             if not any(name.startswith("model/") for name in tensors.stored):
                 raise CheckpointError(f"{printable(path.name)} has no model: nothing to export")
             taken = _averaged(path, tensors) if ema and not weights else tensors
-            source = ExportSource(path, taken, _options_of(path), read_state(path), beside)
+            source = ExportSource(path, taken, _options_of(path), read_run_state(path), beside)
             out.parent.mkdir(parents=True, exist_ok=True)
             _FORMATS[form](source, temporary)
         os.rename(temporary, out)

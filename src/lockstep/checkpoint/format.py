@@ -22,6 +22,7 @@ import xxhash
 
 from lockstep.checkpoint.files import parse_json, printable, read_file
 from lockstep.errors import CheckpointError
+from lockstep.run_state import RunState
 
 __all__ = [
     "CODES",
@@ -37,6 +38,7 @@ __all__ = [
     "is_size",
     "itemsize",
     "read_manifest",
+    "read_run_state",
     "read_state",
     "step_name",
     "step_of",
@@ -227,6 +229,15 @@ def _manifest_problem(fields: dict[str, Any]) -> str | None:
 def is_size(value: Any) -> bool:
     """Whether `value` is a possible number of bytes or elements."""
     return type(value) is int and 0 <= value < 1 << 62
+
+
+def read_run_state(path: Path) -> RunState:
+    """Read the state of the run that wrote the checkpoint.
+
+    Raises:
+        CheckpointError: missing, or not a run's.
+    """
+    return RunState.from_json(read_state(path), f"{printable(path.name)}/{STATE}")
 
 
 def read_state(path: Path) -> dict[str, Any]:

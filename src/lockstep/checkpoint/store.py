@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.check import is_marked, verify
 from lockstep.checkpoint.files import printable, refusal_error, remove
-from lockstep.checkpoint.format import read_state, step_name, step_of
+from lockstep.checkpoint.format import read_run_state, read_state, step_name, step_of
 from lockstep.checkpoint.read import fingerprint, fingerprint_of, load
 from lockstep.checkpoint.write import save, write_share
 from lockstep.files import retry_io, sync
@@ -33,6 +33,7 @@ __all__ = [
     "load",
     "newest",
     "path_of",
+    "read_run_state",
     "read_state",
     "retain",
     "save",

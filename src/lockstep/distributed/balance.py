@@ -15,7 +15,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from lockstep.distributed.progress import rank_label
 from lockstep.errors import LockstepError
+from lockstep.run_state import SharesState
 
 __all__ = [
     "Balancer",
@@ -213,13 +214,13 @@ class Balancer:
         ranks: int,
         start: int = 0,
         works: Callable[[int], Sequence[float]] | None = None,
-        state: dict[str, Any] | None = None,
+        state: SharesState | None = None,
         most: Sequence[int] = (),
     ) -> None:
         self._even, self._start, self._works = (1.0,) * micro_batches, start, works
         self.by_length = works is not None
-        before = state or {}
-        costs, bounds = tuple(map(float, before.get("costs", ()))), tuple(map(int, before.get("most", ())))
+        before = state or SharesState()
+        costs, bounds = tuple(map(float, before.costs)), tuple(before.most)
         if len(costs) != ranks:
             costs, bounds = (1.0,) * ranks, ()
         if sum(bounds) < micro_batches:
@@ -254,9 +255,9 @@ class Balancer:
         return self._rules[-1].costs
 
     @property
-    def state(self) -> dict[str, Any]:
-        """The state that a resume needs: numbers for JSON."""
-        return {"costs": list(self.costs), "most": list(self._rules[-1].most)}
+    def state(self) -> SharesState:
+        """The state that a resume needs."""
+        return SharesState(list(self.costs), list(self._rules[-1].most))
 
     def check(self, first: int, stop: int) -> float:
         """Return a checksum of the shares of the steps first .. stop - 1, to compare across ranks."""

@@ -30,9 +30,10 @@ from lockstep.engines.manual import Manual
 from lockstep.engines.model_init import init_context
 from lockstep.engines.moving import Own
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms, check_embeddings, check_optimizer
-from lockstep.engines.wrappers import UNFROZEN, Changes, Copied, Hooked, Remade, TrainedSet
+from lockstep.engines.wrappers import UNFROZEN, Changes, Copied, Hooked, Remade
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
+from lockstep.run_state import TrainedSet
 from lockstep.transforms.batchnorm import recording
 from lockstep.transforms.weight_copies import copies_of
 

@@ -29,6 +29,7 @@ from lockstep.engines.base import Engine, Evaluate, MakeOptimizer, StepResult
 from lockstep.engines.ddp import listed
 from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.hooks import Hooks
+from lockstep.run_state import TrainedSet
 from lockstep.transforms.weight_copies import WeightCopies
 
 __all__ = [
@@ -39,7 +40,6 @@ __all__ = [
     "Make",
     "MakeAgain",
     "Remade",
-    "TrainedSet",
     "set_trained",
 ]
 
@@ -146,20 +146,6 @@ class Make(Protocol):
             wrapper: the former engine's wrapper of the model, to be reused; None: there was none.
             rested: parameters that were trained earlier and have averages.
         """
-
-
-class TrainedSet(NamedTuple):
-    """The parameters that a run trains, by their names in checkpoints.
-
-    Attributes:
-        made: names of those trained when the engine was last built, or earlier; the engine's state covers them.
-        now: names of those that require gradients now.
-        since: name -> the first step that trained it, for those unfrozen during the run.
-    """
-
-    made: list[str]
-    now: list[str]
-    since: dict[str, int]
 
 
 class Changes(NamedTuple):

@@ -7,7 +7,8 @@ if spike.sees(step, norm): ...      # above median + 8 robust deviations, three 
 
 import math
 from collections import deque
-from typing import Any
+
+from lockstep.run_state import SpikeState
 
 __all__ = ["Spike"]
 
@@ -67,25 +68,30 @@ class Spike:
         self._norms.clear()
         self._count, self._usual, self._first = 0, math.inf, step
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain numbers, which JSON stores exactly.
+    def state(self, trained: int) -> SpikeState:
+        """Return the state, in numbers that JSON stores exactly.
 
         Every step before it must have been seen.
-        """
-        limits: list[list[float]] = []
-        for first, limit in self._limits:
-            limits = [*limits, [first, limit]] if math.isfinite(limit) else []
-        known = {"norms": list(self._norms), "count": self._count, "limits": limits}
-        return known if math.isinf(self._usual) else known | {"usual": self._usual}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        Args:
+            trained: hash of the trained set.
+        """
+        limits: list[tuple[int, float]] = []
+        for first, limit in self._limits:
+            limits = [*limits, (first, limit)] if math.isfinite(limit) else []
+        return SpikeState(
+            list(self._norms), self._count, limits, None if math.isinf(self._usual) else self._usual, trained
+        )
+
+    def load(self, state: SpikeState) -> None:
+        """Restore what `state` returned."""
         self._norms.clear()
-        self._norms.extend(state["norms"])
-        self._count = state["count"]
+        self._norms.extend(state.norms)
+        self._count = state.count
         self._limits.clear()
-        self._limits.extend((first, limit) for first, limit in state["limits"])
-        self._usual = state.get("usual", self._limits[-1][1] if self._limits else math.inf)
+        self._limits.extend(state.limits)
+        last = self._limits[-1][1] if self._limits else math.inf
+        self._usual = last if state.usual is None else state.usual
 
     def _lately(self) -> float:
         """Return the median of the last 8 norms."""

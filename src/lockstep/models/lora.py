@@ -18,13 +18,14 @@ from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lockstep.errors import ConfigError
+from lockstep.run_state import AdapterState
 from lockstep.transforms.determinism import keep_fastpath_off
 
 __all__ = [
@@ -61,6 +62,12 @@ class Adapters(NamedTuple):
     targets: list[str] | str
     turned: bool
     whole: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, state: AdapterState) -> Self:
+        """Return the settings that a checkpoint's adapters have."""
+        whole = tuple(state.modules_to_save)
+        return cls(state.rank, float(state.alpha), state.dropout, state.targets, state.turned, whole)
 
 
 class Targets(NamedTuple):

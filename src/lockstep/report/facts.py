@@ -28,6 +28,7 @@ from lockstep.config.task_options import OWN, kind_of
 from lockstep.errors import CheckpointError, ConfigError, StorageError
 from lockstep.report.curves import Curve
 from lockstep.report.goodput import EVALUATION, LOADING, SAVES, TRAINING, Goodput, duration, goodput, waits
+from lockstep.run_state import RunState, Selection
 
 __all__ = [
     "Records",
@@ -267,7 +268,7 @@ class RunFacts:
     name: str
     records: Records
     notes: list[str]
-    state: dict[str, Any] = field(default_factory=dict)
+    state: RunState = field(default_factory=RunState)
     ended: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     config: dict[str, str] = field(default_factory=dict)
@@ -286,7 +287,7 @@ class RunFacts:
     def step(self) -> int:
         """Steps so far, by the newest record, checkpoint or state."""
         curves = [curve.newest[0] for curve in self.records.curves.values() if curve.count > curve.bad]
-        said = [whole(self.state.get("global_step")), whole(self.ended.get("step"))]
+        said = [self.state.global_step, whole(self.ended.get("step"))]
         return max(
             [*curves, *(each for each in said if each is not None), *(each.step for each in self.checkpoints), 0]
         )
@@ -294,9 +295,7 @@ class RunFacts:
     @property
     def steps(self) -> int | None:
         """Planned steps; None if unknown."""
-        plan = self.state.get("plan")
-        planned = whole(plan.get("steps")) if isinstance(plan, dict) else None
-        return planned or whole(_number_of(self.config.get("max_steps"))) or None
+        return whole(self.state.plan.get("steps")) or whole(_number_of(self.config.get("max_steps"))) or None
 
     @property
     def status(self) -> str:
@@ -309,13 +308,8 @@ class RunFacts:
     @property
     def best(self) -> tuple[str, float, int] | None:
         """(metric, value, step) of the best evaluation."""
-        best = self.state.get("best")
-        if not isinstance(best, dict):
-            return None
-        value, step = best.get("value", best.get("loss")), whole(best.get("step"))
-        if not isinstance(value, int | float) or isinstance(value, bool) or step is None:
-            return None
-        return shown(str(best.get("metric", "loss")), 60), float(value), step
+        best = self.state.selection.best
+        return (shown(best.metric, 60), best.judged_value, best.step) if best else None
 
     def verdict(self) -> str:
         """Summarise how it ended, how good it is, and what went wrong."""
@@ -384,10 +378,9 @@ def gather(folder: Path, *, digits: bool = False) -> RunFacts:
     notes: list[str] = []
     records = Records.read(folder / "metrics.jsonl", notes, digits=digits)
     facts = RunFacts(folder, shown(folder.resolve().name, 100), records, notes)
-    facts.state = _small_json(folder / "state.json", notes)
-    evaluated = _small_json(folder / "checkpoints" / "evaluated.json", notes)
-    if isinstance(evaluated.get("best"), dict):
-        facts.state = {**facts.state, "best": evaluated["best"]}
+    facts.state = RunState.from_json(_small_json(folder / "state.json", notes), lenient=True)
+    evaluated = Selection.from_json(_small_json(folder / "checkpoints" / "evaluated.json", notes))
+    facts.state.selection.best = evaluated.best or facts.state.selection.best
     facts.ended = _small_json(folder / "ended.json", notes)
     facts.environment = _small_json(folder / "environment.json", notes)
     _read_config(facts)
@@ -500,8 +493,8 @@ def _count_troubles(facts: RunFacts) -> None:
         count = facts.records.newest(name)
         if count:
             facts.troubles.append((what, f"{count:,.0f}"))
-    for name, what in (("restarts", "restarts after a failure"), ("losses", "ranks lost while the others went on")):
-        count = whole(facts.state.get(name))
+    restarts, losses = facts.state.restarts, facts.state.losses
+    for count, what in ((restarts, "restarts after a failure"), (losses, "ranks lost while the others went on")):
         if count:
             facts.troubles.append((what, f"{count:,}"))
     if facts.spikes:

@@ -257,8 +257,7 @@ def _tested(a: RunFacts, b: RunFacts) -> tuple[Paired | None, str]:
 
 
 def _said(facts: RunFacts, name: str) -> object:
-    plan = facts.state.get("plan")
-    return plan.get(name) if isinstance(plan, dict) else None
+    return facts.state.plan.get(name)
 
 
 LIMIT = 300_000  # bytes
@@ -370,9 +369,8 @@ def _key(facts: RunFacts) -> list[tuple[str, str]]:
     if facts.account:
         found.append(("wall time", duration(facts.account.wall)))
         found.append(("goodput", f"{facts.account.share:.1%}"))
-    world = facts.state.get("world_size")
-    if isinstance(world, int):
-        found.append(("ranks", f"{world:,}"))
+    if facts.state.world_size is not None:
+        found.append(("ranks", f"{facts.state.world_size:,}"))
     return found
 
 

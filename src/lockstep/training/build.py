@@ -39,6 +39,7 @@ from lockstep.errors import UsageError, said
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
 from lockstep.optim.schedule import cycled_momentum, factor
+from lockstep.run_state import RunState, Selection
 from lockstep.task import Order, Task, adapted, has_own
 from lockstep.training import resume
 from lockstep.training.agreement import check_samples, check_shared, datasets_of, guarded, log_ranks
@@ -64,7 +65,7 @@ from lockstep.training.named_task import named_task
 from lockstep.training.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
 from lockstep.training.resume import RunPlan, check_extends, check_longer, check_plan, plan_before, plan_of
 from lockstep.training.run_dir import RunFolder
-from lockstep.training.selection import JUDGED, check_evaluated, fallen, judges
+from lockstep.training.selection import check_evaluated, fallen, judges
 from lockstep.training.sharing import balancer_of, check_cut, sharing_of
 from lockstep.training.task_check import Trial, check_auditable, check_auditable_loss, check_task, recall
 from lockstep.training.trainable import begin_as_made, check_held, left_out, overlay
@@ -91,7 +92,7 @@ class TrainingSet(NamedTuple):
 
 
 def stream_of(
-    config: Config, task: Task, training: TrainingSet, run_plan: RunPlan, world: World, state: dict[str, Any]
+    config: Config, task: Task, training: TrainingSet, run_plan: RunPlan, world: World, state: RunState
 ) -> tuple[Batches, Balancer | None]:
     """Make the training batches, and the balancer of `--shares auto`. Collective."""
     plain, dataset, whole = training
@@ -142,7 +143,7 @@ class Built:
     evaluation: dict[str, Batches]
     plan: dict[str, Any]
     source: Path | None
-    state: dict[str, Any]
+    state: RunState
     loading: list[Any]
     kept: dict[str, Any]
     base: frozenset[str] = frozenset()
@@ -226,7 +227,7 @@ class Built:
     @property
     def start(self) -> int:
         """Number of steps trained before this start."""
-        return int(self.state.get("global_step", 0))
+        return self.state.global_step
 
     @property
     def last(self) -> int:
@@ -249,7 +250,7 @@ class Built:
             power=optim.power,
             period=optim.period,
             gamma=optim.gamma,
-            fallen=fallen(self.state),
+            fallen=fallen(self.state.selection),
         )
         return (lambda step: own_factor(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
 
@@ -294,8 +295,8 @@ def build(
     folder = RunFolder(asked.save_dir, asked.experiment_name)
     if resume:
         check_shared(folder, world)  # collective
-    source, state = _found(folder, world) if resume and not joins else (None, _new_state())
-    state |= _glimpsed(folder) if joins else {}
+    source, state = _found(folder, world) if resume and not joins else (None, RunState())
+    state = _glimpsed(folder) if joins else state
     start = _start_facts(asked, StartFacts(False, 0, checkpoint_facts(state), steps, least), world, given)  # collective
     draft = draft_of(asked, start)
     for line in draft.notices:
@@ -308,7 +309,7 @@ def build(
     config_file = on_all_ranks(world, lambda: read_json(asked.engine_options.config))
     # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
     hold(config_file, lambda name: lookup(asked if name == "max_steps" else resolved.config, name), world.size)
-    state |= resolved.recorded()
+    resolved.record(state)
     check_longer(resolved.config, state, resolved.run_plan.step_plan.steps)
     if not draft.config.micro_batch_size:  # it depended on the model
         check_cut(resolved.config, world, say)
@@ -318,7 +319,7 @@ def build(
     plan = plan_of(resolved.config, resolved.run_plan, task, model, own_task=own_task)
     _check_plan(folder, state, plan, resolved.config, asked, world)
     stream, balancer = stream_of(resolved.config, task, training, resolved.run_plan, world, state)
-    first = min(int(state.get("global_step", 0)), resolved.run_plan.step_plan.steps - 1)
+    first = min(state.global_step, resolved.run_plan.step_plan.steps - 1)
     check_programs(world, task, stream.samples(first, 0))
     notes = check_samples(resolved.config, training.plain, evaluation, world)  # collective
     groups = Groups(gradients=GradientNorms(asked.log_gradients, resolved.config.log_freq))
@@ -333,7 +334,7 @@ def build(
             check_evaluated(resolved.config, check_task(trial, stream, held_out, state))  # collective
         compiles = joins or _compiles(resolved.config, asked, task, model, engine, stream, world)  # collective
     trained = resolved if compiles else resolved.eager()
-    state["compile"] = trained.config.compile
+    state.compile = trained.config.compile
     built = Built(
         trained.config,
         world,
@@ -373,7 +374,7 @@ def _start_facts(asked: Config, facts: StartFacts, world: World, given: Any) -> 
     return dataclasses.replace(facts, largest=largest_micro_batch(draft, world, notify(world)))  # collective
 
 
-def _task_of(draft: Config, given: Any, world: World, state: dict[str, Any]) -> Task:
+def _task_of(draft: Config, given: Any, world: World, state: RunState) -> Task:
     """Make the task, once the settings that it cannot change are checked. Collective."""
     check_auditable(draft, world)
     pin(exact=draft.exact or bool(draft.guards.audit), matmul=draft.matmul_precision, device=world.device)
@@ -383,7 +384,7 @@ def _task_of(draft: Config, given: Any, world: World, state: dict[str, Any]) -> 
     on_all_ranks(world, lambda: check(draft))
     task = on_all_ranks(world, lambda: named_task(draft, notify(world)) if given is None else adapted(given))
     check_auditable_loss(draft, task)
-    if state.get("reduction") != "micro-batch":  # "micro-batch" depends on how a step is cut: detect it again
+    if state.reduction != "micro-batch":  # "micro-batch" depends on how a step is cut: detect it again
         recall(task, state)
     world.check_same("source", dict(task.sources))
     return task
@@ -397,7 +398,7 @@ def _data_of(draft: Config, task: Task, world: World) -> tuple[TrainingSet, dict
 
 
 def _check_plan(
-    folder: RunFolder, state: dict[str, Any], plan: dict[str, Any], config: Config, asked: Config, world: World
+    folder: RunFolder, state: RunState, plan: dict[str, Any], config: Config, asked: Config, world: World
 ) -> None:
     """Compare the plan between the ranks, and with the checkpoint's. Collective."""
     world.check_same("plan", plan)
@@ -429,29 +430,25 @@ def _agreed(config: Config, world: World) -> Config:
     return config
 
 
-def _new_state() -> dict[str, Any]:
-    return {"running_loss": 0.0, "best": None}
-
-
-def _found(folder: RunFolder, world: World) -> tuple[Path | None, dict[str, Any]]:
+def _found(folder: RunFolder, world: World) -> tuple[Path | None, RunState]:
     """Find the newest complete checkpoint and its state; (None, a new run's state) without one. Collective."""
     found = checkpoint.find_resume(folder.path, world, notify(world))
     if found is None:
-        return None, _new_state()
-    source, state = found
+        return None, RunState()
+    source, state = found[0], RunState.from_json(found[1], f"{found[0].name}/state.json")
     overlay(folder, state, world)  # collective
-    if state.get("evaluation_due"):  # the checkpoint was written before its evaluation, which may have finished
-        noted = world.gather(folder.read_evaluated() if world.is_main else {})[0]  # collective
-        if noted.get("step") == state["global_step"]:
-            state |= {name: noted[name] for name in JUDGED if name in noted}
-            del state["evaluation_due"]
+    if state.evaluation_due:  # the checkpoint was written before its evaluation, which may have finished
+        step, selection = folder.read_evaluated() if world.is_main else (-1, Selection())
+        step, noted = world.gather([step, selection.to_json()])[0]  # collective
+        if step == state.global_step:
+            state.selection, state.evaluation_due = Selection.from_json(noted), False
     return source, state
 
 
-def _glimpsed(folder: RunFolder) -> dict[str, Any]:
+def _glimpsed(folder: RunFolder) -> RunState:
     """Read the newest checkpoint's state, which records the plan's start, without its tensors."""
     steps = checkpoint.list_steps(folder.path)
-    return checkpoint.read_state(checkpoint.path_of(folder.path, steps[-1])) if steps else {}
+    return checkpoint.read_run_state(checkpoint.path_of(folder.path, steps[-1])) if steps else RunState()
 
 
 def _own(task: Task) -> dict[str, Tensor]:

@@ -31,17 +31,18 @@ from lockstep.engines.base import NOTHING, Engine
 from lockstep.engines.blocks import find_blocks, repeated_layers
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms
 from lockstep.engines.registry import check_copies, engine, model_init, name_of, undo_step
-from lockstep.engines.wrappers import Changes, TrainedSet
+from lockstep.engines.wrappers import Changes
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.loop import loss_of, seeder
 from lockstep.models.gpt import GPT
 from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import make_optimizer, rules_of
+from lockstep.run_state import RunState, TrainedSet
 from lockstep.seeds import derive
 from lockstep.task import Task, has_own
 from lockstep.training.agreement import align, watch_new_modules
 from lockstep.training.loss_check import as_it_was
-from lockstep.training.trainable import adapt, injected, known_set, left_out
+from lockstep.training.trainable import adapt, injected, left_out
 from lockstep.transforms import Transforms, prepare
 from lockstep.transforms.precision import eager, uncompiled
 
@@ -154,9 +155,7 @@ def _whole_backwards() -> Any:
 Say = Callable[[str], None]
 
 
-def model_of(
-    config: Config, task: Task, world: World, state: dict[str, Any], say: Say, planned: bool = False
-) -> nn.Module:
+def model_of(config: Config, task: Task, world: World, state: RunState, say: Say, planned: bool = False) -> nn.Module:
     """Make the model and prepare it for training. Collective.
 
     Its weights are drawn under a seed of their own, so they are the same on every rank of any world. If the task made
@@ -184,11 +183,11 @@ def model_of(
         model = on_all_ranks(world, make)
     check_initialised(model)
     differed = 0 if planned else align(model, new, world)  # collective
-    if differed and "global_step" not in state:
+    if differed and state.place is None:
         more = f"{differed} tensors differ" if differed > 1 else "a tensor differs"
         say(f"the model was made before the run and {more} between the ranks: all begin with rank 0's values")
     if isinstance(model, GPT):
-        state["gpt"] = dataclasses.asdict(model.config)  # the shapes of its tensors do not give the number of heads
+        state.gpt = dataclasses.asdict(model.config)  # the shapes of its tensors do not give the number of heads
     _check_residual(config, model)
     _fuse(config, model, world.device, planned)
     has_base = injected(config, task, model) if planned else adapt(config, task, model, world, state, say)
@@ -433,7 +432,7 @@ def engine_of(
     groups: Groups,
     stream: Batches,
     say: Callable[[str], None],
-    state: dict[str, Any],
+    state: RunState,
 ) -> Engine:
     """Make the engine around the model. An optimizer in `groups` is reused with its states.
 
@@ -458,7 +457,7 @@ def engine_of(
         return groups.begun(optimizer_of(config, task, held))
 
     def changed(trained: TrainedSet) -> None:
-        state["trained"] = trained._asdict()
+        state.trained = trained
 
     fixed = {name.removeprefix("model/"): _OF_THE_BASE for name in left_out(model, state)}
     return engine(
@@ -479,5 +478,5 @@ def engine_of(
         gradients=groups.gradients,
         penalty=task.penalty if has_own(task, "penalty") else None,
         own=task.state_dict if has_own(task, "state_dict") else None,
-        changes=Changes(again, fixed, known_set(state), int(state.get("global_step", 0)), changed),
+        changes=Changes(again, fixed, state.trained, state.global_step, changed),
     )

@@ -105,8 +105,8 @@ def works(session: Session, built: Built) -> StepComponents:
     )
     exchange.taken = built.start
     session.exchange = exchange
-    sums = state["running_loss"], state.get("running_missed", 0), state.get("running_numbers")
-    meter = Meter(exchange, clock, world.device, *sums)
+    sums = state.running
+    meter = Meter(exchange, clock, world.device, sums.loss, sums.missed, sums.numbers)
     session.timeline.measures(lambda: clock.spent().get("data", 0.0))
     losses = losses_text(session.losses, world.size, session.began_on)
     recorder = RunRecorder(built, meter, session.sinks, exchange, session.timeline, outlives=outlives, losses=losses)
@@ -161,13 +161,13 @@ def saved_and_evaluated(session: Session, built: Built, works: StepComponents, s
     saves = ending or works.recorder.save_due(done)
     late = bool(session.kept or built.task.hooks)  # their state is updated after this step, so the save waits
     if due and built.evaluation:
-        state["evaluation_due"] = True
+        state.evaluation_due = True
     if saves and not late:
         save(works, done)
     cut_short = ending and done < works.last  # a signal must not wait for an evaluation: the next start makes it
-    if "evaluation_due" in state and not cut_short:
+    if state.evaluation_due and not cut_short:
         settle(works)
-        del state["evaluation_due"]
+        state.evaluation_due = False
         with marked("evaluate"):
             step.evaluation = session.evaluation = works.recorder.evaluate(done)
         tell_evaluated(session, built, done)
@@ -316,9 +316,8 @@ def _report(built: Built) -> None:
 
 def note_best(session: Session) -> None:
     built = session.built
-    best = built.state.get("best") if built else None
+    best = built.state.selection.best if built else None
     if built and best:
-        path = checkpoint.path_of(built.folder.path, best["step"])
+        path = checkpoint.path_of(built.folder.path, best.step)
         kept = built.config.checkpoint.mode != "none" or path.is_dir()  # an earlier start wrote it
-        metric, value = best.get("metric", "loss"), best.get("value", best["loss"])
-        session.best = Best(best["step"], best["loss"], str(path) if kept else "", metric, value)
+        session.best = Best(best.step, best.loss, str(path) if kept else "", best.metric, best.judged_value)

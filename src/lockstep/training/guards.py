@@ -200,7 +200,7 @@ class Balancing:
 
     def _keep(self) -> None:
         assert self._balancer is not None
-        self._built.state["shares"] = self._balancer.state
+        self._built.state.shares = self._balancer.state
 
 
 def most_slots(micro_batches: int, now: int, gradients: int, free: int) -> int:
@@ -258,12 +258,12 @@ class RunGuards:
         self._skips = Skips(built.folder.checkpoints / "skips.json", self._config.limit, built.world, built.plan)
         self._first, self._dropped = built.start, frozenset(self._skips.steps)  # read now: a save moves `built.start`
         if self._dropped:  # the checkpoint may have been written before the list
-            built.state["steps_left_out"] = len(self._dropped)
+            built.state.steps_left_out = len(self._dropped)
         self._reader, self._spike = DeferredReader(built.world.device), Spike()
-        self._learnt_with = trained_digest(built.state)  # the parameters whose gradient norms it has learnt
-        if "spike" in built.state:
-            self._spike.load_state_dict(built.state["spike"])
-            self._learnt_with = built.state["spike"].get("trained", self._learnt_with)
+        self._learnt_with = trained_digest(built.state.trained)  # the parameters whose gradient norms it has learnt
+        if learnt := built.state.spike:
+            self._spike.load(learnt)
+            self._learnt_with = self._learnt_with if learnt.trained is None else learnt.trained
         relieved = {"relieved": built.balancer.relieves} if built.balancer else {}
         self._straggler = Straggler(self._config.straggler, **relieved)
         self._fp16 = built.config.precision == "fp16"
@@ -284,7 +284,7 @@ class RunGuards:
         """Return the norm below which the gradient of `step` is applied."""
         if step in self._dropped:
             return -math.inf
-        if self._config.spike != "off" and (trained := trained_digest(self._built.state)) != self._learnt_with:
+        if self._config.spike != "off" and (trained := trained_digest(self._built.state.trained)) != self._learnt_with:
             self._spike.forget(step)
             self._learnt_with = trained
         return self._spike.limit(step) if self._config.spike == "skip" else math.inf
@@ -336,7 +336,7 @@ class RunGuards:
     def keep(self) -> None:
         """Store what the spike guard has learnt in the run's state."""
         if self._config.spike != "off":
-            self._built.state["spike"] = self._spike.state_dict() | {"trained": self._learnt_with}
+            self._built.state.spike = self._spike.state(self._learnt_with)
 
     def _look(self, step: ReadStep) -> None:
         number = step.record.step
@@ -413,7 +413,7 @@ class RunGuards:
                 f"{what}; lower --lr, look at these samples, or leave such steps out: --guards.nonfinite skip"
             )
         self._skips.add(step, what)  # collective
-        self._built.state["steps_left_out"] = len(self._skips.steps)
+        self._built.state.steps_left_out = len(self._skips.steps)
         if self._built.world.is_main:
             _LOG.warning("%s; left out (%d so far)", what, len(self._skips.steps))
         if action == "rollback":

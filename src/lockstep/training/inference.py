@@ -39,6 +39,7 @@ from lockstep.logging.jsonl import plain
 from lockstep.models.hf import HubTokenizer, save_trained
 from lockstep.models.lora import merge
 from lockstep.records import EvaluationRecord
+from lockstep.run_state import RunState
 from lockstep.task import Task, adapted, written
 from lockstep.tasks.columns import check_classes
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
@@ -170,25 +171,23 @@ def _made(path: Path, config: Config, wanted: InferenceRequest, world: World) ->
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
     check_precision(config.precision, world.device)
     found = on_all_ranks(world, lambda: chosen(path, wanted.which))
-    state = on_all_ranks(world, lambda: checkpoint.read_state(found))
+    state = on_all_ranks(world, lambda: checkpoint.read_run_state(found))
     task = on_all_ranks(world, lambda: _task_of(path, config, wanted, state, notify(world)))
     recall(task, state)
-    model = model_of(config, task, world, dict(state), notify(world))
+    model = model_of(config, task, world, dataclasses.replace(state), notify(world))
     without = left_out(model, state)
     on_all_ranks(world, lambda: _filled(found, model, task, without, wanted.ema))
-    return Used(config, world, task, model, int(state.get("global_step", 0)))
+    return Used(config, world, task, model, state.global_step)
 
 
-def _task_of(
-    path: Path, config: Config, wanted: InferenceRequest, state: dict[str, Any], say: Callable[[str], None]
-) -> Task:
+def _task_of(path: Path, config: Config, wanted: InferenceRequest, state: RunState, say: Callable[[str], None]) -> Task:
     """Make the run's task again.
 
     Raises:
         ConfigError: the run was started from Python, and no task is named.
         DataError: its data is missing.
     """
-    trained = state.get("plan", {}).get("task", "")
+    trained = state.plan.get("task", "")
     if wanted.task:
         task = load_task(wanted.task)
     elif config.task or trained in (CausalLM.__qualname__, HubCausalLM.__qualname__):
@@ -198,7 +197,7 @@ def _task_of(
             if kind == "regression":
                 return on_columns_of(sources_of(path), printable(str(path)), asked, say)
             task = named_task(asked, say)
-            check_classes(state.get("plan", {}).get("data", ""), task, str(path))
+            check_classes(state.plan.get("data", ""), task, str(path))
             return task
         task = named_task(config, say)
     else:
@@ -296,8 +295,7 @@ def export_run(asked: ExportRequest, say: Say) -> Path:
         ConfigError: `out` exists already, or format and checkpoint do not fit.
     """
     path = export_chosen(Path(asked.run), _step(asked))
-    state = checkpoint.read_state(path)
-    weights = _weights(asked, path, state)
+    weights = _weights(asked, path, checkpoint.read_run_state(path))
     export(path, Path(asked.out), asked.form, weights=weights, beside=partial(_beside, path, say), ema=asked.ema)
     return path
 
@@ -307,15 +305,15 @@ def _step(asked: ExportRequest) -> int | None:
     if asked.which != "best":
         return None if asked.which == "last" else int(asked.which)
     run = Path(asked.run)
-    best = RunFolder(str(run.parent), run.name).read_evaluated().get("best")
-    if not best:
+    _, selection = RunFolder(str(run.parent), run.name).read_evaluated()
+    if not selection.best:
         raise CheckpointError(f"--best: {printable(asked.run)} has no evaluation that is finite; leave --best out")
-    return int(best["step"])
+    return selection.best.step
 
 
-def _weights(asked: ExportRequest, path: Path, state: dict[str, Any]) -> FullTensors | None:
+def _weights(asked: ExportRequest, path: Path, state: RunState) -> FullTensors | None:
     """Return the tensors to write; None: the checkpoint's own."""
-    adapters = "lora" in state
+    adapters = state.lora is not None
     if asked.merge and not adapters:
         raise ConfigError(f"--merge: {printable(path.name)} holds a whole model, and no adapters; leave --merge out")
     if asked.form == "peft" and asked.merge:
@@ -350,8 +348,8 @@ def _beside(path: Path, say: Say, folder: Path) -> None:
     try:
         wanted = InferenceRequest(str(run))
         config = config_of(run, wanted)
-        state = checkpoint.read_state(path)
-        if kind_of(config.task) != LANGUAGE or state.get("plan", {}).get("task") not in _LANGUAGE:
+        state = checkpoint.read_run_state(path)
+        if kind_of(config.task) != LANGUAGE or state.plan.get("task") not in _LANGUAGE:
             return
         corpus: Any = _task_of(run, config, wanted, state, say).corpus  # type: ignore[attr-defined]
     except LockstepError as error:
@@ -426,9 +424,9 @@ def load(
     if isinstance(which, str) and which not in ("best", "last"):
         raise ConfigError(f"which is '{which}': it must be 'best', 'last', or a step")
     found = chosen(Path(path).expanduser(), which)
-    state = checkpoint.read_state(found)
+    state = checkpoint.read_run_state(found)
     model = adapted(task).model()
-    if "lora" in state:
-        with_adapters(model, state["lora"])
+    if state.lora:
+        with_adapters(model, state.lora)
     fill(found, model.to(device), without=left_out(model, state), ema=ema)
     return model.eval()

@@ -27,6 +27,7 @@ from lockstep.logging import Sinks
 from lockstep.logging.console import Console
 from lockstep.logging.jsonl import JsonLines, read
 from lockstep.logging.trackers import masked, remote_sinks
+from lockstep.run_state import LauncherState, RunState
 from lockstep.tensors import local_of, not_finite
 from lockstep.training import run_dir
 from lockstep.training.build import Built
@@ -48,19 +49,17 @@ __all__ = [
 
 # --- tensors that are not finite
 
-_KEY = "not_finite_at_start"
-
 
 def _note_first(built: Built) -> None:
     """Record which tensors are not finite at the first start. Collective then."""
-    if _KEY not in built.state:
+    if built.state.not_finite_at_start is None:
         model = {f"model/{name}": each for name, each in built.model.state_dict().items() if isinstance(each, Tensor)}
-        built.state[_KEY] = sorted(_gather(model | built.own, built.world))  # collective
+        built.state.not_finite_at_start = sorted(_gather(model | built.own, built.world))  # collective
 
 
-def exempt_names(state: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+def exempt_names(state: RunState, names: Iterable[str]) -> set[str]:
     """Return the names among these whose tensors need not be finite."""
-    return {*state.get(_KEY, ())} | {name for name in names if name.startswith("kept.")}
+    return {*(state.not_finite_at_start or ())} | {name for name in names if name.startswith("kept.")}
 
 
 def not_finite_now(built: Built) -> dict[str, list[int]]:
@@ -122,12 +121,12 @@ def claimed(built: Built) -> None:
         built.folder.claim()
 
 
-def count_restarts(state: dict[str, Any]) -> None:
+def count_restarts(state: RunState) -> None:
     """Update `restarts` of the state: restarts by a launcher after a failure, over all starts."""
     job, now = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    known = state.get("job", {})
-    before = known["restarts_before"] if job and known.get("id") == job else state.get("restarts", 0)
-    state |= {"restarts": before + now, "job": {"id": job, "restarts_before": before}}
+    known = state.job
+    before = known.restarts_before if job and known and known.id == job else state.restarts or 0
+    state.restarts, state.job = before + now, LauncherState(job, before)
 
 
 def open_sinks(built: Built) -> Sinks:
@@ -154,13 +153,13 @@ def _make_sinks(built: Built) -> Sinks:
     folder.forget_trained(built.start)
     folder.write("config.toml", cli.to_toml(config, own_task=built.own_task))
     run_dir.write(folder.environment, run_dir.describe() | {"sources": dict(built.task.sources)})
-    due = built.state.get("evaluation_due")
-    metrics = retry_io(lambda: JsonLines(folder.metrics, built.start, evaluated=not due))
+    evaluated = not built.state.evaluation_due
+    metrics = retry_io(lambda: JsonLines(folder.metrics, built.start, evaluated=evaluated))
     earlier = retry_io(lambda: read(folder.metrics)) if built.start else []
     remote = remote_sinks(config, folder.path, built.start)
     sinks = Sinks([metrics, Console(built.last, built.start, built.task.item_name, earlier), *remote])
     sinks.start(_described(built))
-    sinks.best(brief(built.state))
+    sinks.best(brief(built.state.selection.best))
     return sinks
 
 
@@ -188,7 +187,7 @@ def load_state(built: Built) -> None:
     world = built.world
     if built.source:
         state = built.tensors()
-        if not built.state.get("plan", {}).get("optim.ema"):  # --resume-anyway: the average starts at the weights
+        if not built.state.plan.get("optim.ema"):  # --resume-anyway: the average starts at the weights
             state = without_average(state)
         checkpoint.load(built.source, state, world, verified=True)  # collective
         built.load_state_dict(state)
@@ -201,7 +200,7 @@ def load_state(built: Built) -> None:
 
 def _begin_from(built: Built, path: Path) -> None:
     source, verified = weights_in(path, built.world, _LOG.warning)  # collective
-    theirs = on_all_ranks(built.world, lambda: "lora" in checkpoint.read_state(source))  # collective
+    theirs = on_all_ranks(built.world, lambda: checkpoint.read_run_state(source).lora is not None)  # collective
     if theirs and not built.base:
         raise CheckpointError(
             f"--init-from {path} holds adapters alone: give --lora.rank too, or begin with the folder that `lockstep "

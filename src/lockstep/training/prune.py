@@ -77,10 +77,9 @@ def _best_of(folder: RunFolder, newest: int) -> int:
 
     The folder's record wins over the newest complete checkpoint's.
     """
-    state = checkpoint.read_state(checkpoint.path_of(folder.path, newest))
-    known = folder.read_evaluated().get("best") or state.get("best")
-    step = known.get("step") if isinstance(known, dict) else None
-    return step if isinstance(step, int) else -1
+    _, selection = folder.read_evaluated()
+    best = selection.best or checkpoint.read_run_state(checkpoint.path_of(folder.path, newest)).selection.best
+    return best.step if best else -1
 
 
 def _size(path: Path) -> int:

@@ -8,7 +8,7 @@
 `Meter` collects the steps of a window, whose record is written every `--log-freq` steps.
 """
 
-import json
+import dataclasses
 import logging
 import math
 import resource
@@ -38,11 +38,12 @@ from lockstep.guards.samples import loading_failures
 from lockstep.logging import Sinks
 from lockstep.records import TRAIN, EvaluationRecord, StepRecord, expanded, mean_numbers, merged_sums
 from lockstep.report.goodput import EVALUATION, SAVES, Timeline, waits
+from lockstep.run_state import RunningSums, RunState
 from lockstep.training.build import Built
 from lockstep.training.evaluation import evaluate_all, numbered
 from lockstep.training.open_run import exempt_names, not_finite_now, where_not_finite
 from lockstep.training.run_dir import RunFolder
-from lockstep.training.selection import JUDGED, brief, judged, looked_at, out_of_patience, shown, stopped_by
+from lockstep.training.selection import brief, judged, looked_at, out_of_patience, shown, stopped_by
 from lockstep.training.session import kept
 from lockstep.training.trainable import note
 from lockstep.transforms.precision import eager
@@ -276,14 +277,19 @@ class RunRecorder:
         if built.balancer:
             found["shares"] = ",".join(map(str, built.batches.sharing.at(record.step).slots))
         if built.world.is_main:
-            names = ("global_step", "epoch", "epoch_progress", "num_batches_remaining")
-            self._sinks.arrived({**{k: place[k] for k in names}, "lr": built.lr * record.factor, **found, **bad})
+            position = {
+                "global_step": place.global_step,
+                "epoch": place.epoch,
+                "epoch_progress": place.epoch_progress,
+                "num_batches_remaining": place.num_batches_remaining,
+            }
+            self._sinks.arrived({**position, "lr": built.lr * record.factor, **found, **bad})
 
     def _troubles(self) -> dict[str, float]:
         """Return counts of repaired failures so far, over all ranks; {} if there were none. Collective."""
         counts = [
             *self._exchange.totals(loading_failures(self._built.loading)),
-            float(self._built.state.get("steps_left_out", 0)),
+            float(self._built.state.steps_left_out or 0),
         ]
         return {name: count for name, count in zip(_TROUBLES, counts, strict=True) if count}
 
@@ -312,11 +318,12 @@ class RunRecorder:
             numbers = {f"evaluation/{name}": value for name, value in numbered(found).items()}
             self._sinks.log({"global_step": done, **numbers})
         self._meter.pause(time.perf_counter() - began, "evaluation")
-        self.is_best = judged(built.config, built.state, found)  # the same on every rank, as the record is
-        looked_at(built.config, built.state, better=self.is_best)
+        selection = built.state.selection
+        self.is_best = judged(built.config, selection, found)  # the same on every rank, as the record is
+        looked_at(built.config, selection, better=self.is_best)
         if built.world.is_main:
-            self._sinks.best(brief(built.state))
-            built.folder.write_evaluated(done, {name: built.state[name] for name in JUDGED if name in built.state})
+            self._sinks.best(brief(selection.best))
+            built.folder.write_evaluated(done, selection)
         return found
 
     def prepare(self) -> None:
@@ -351,44 +358,39 @@ class RunRecorder:
 
     def _note(self, done: int) -> None:
         """Update the run's state to `done` steps."""
-        built = self._built
-        self._meter.settle()
-        built.state |= built.run_plan.place(done) | {
-            "running_loss": self._meter.running_loss,
-            "running_missed": self._meter.missed,
-            "running_numbers": self._meter.numbers,
-            "plan": built.plan,
-            "world_size": built.world.size,
-        }
-        note(built.engine, built.state)
+        built, state, meter = self._built, self._built.state, self._meter
+        meter.settle()
+        state.place, state.plan, state.world_size = built.run_plan.place(done), built.plan, built.world.size
+        state.running = RunningSums(meter.running_loss, meter.missed, meter.numbers)
+        note(built.engine, state)
 
     def _begin_save(self, done: int) -> None:
         self._note(done)
         built = self._built
         if built.task.hooks:
             built.task.hooks.saves(kept(built.state), done)
-        state = json.loads(json.dumps(built.state))  # a copy: the thread writes it later
+        state = built.state.copy()  # the thread writes it later
         tensors = built.tensors()
         # A forward may write parameters, buffers, and tensors of the task or the caller; not these.
         resting = {name for name in tensors if name.startswith(("optimizer/", AVERAGE))}
         self.saver.begin(tensors, partial(self._write, done, state), done, resting)  # collective
 
-    def _write(self, done: int, state: dict[str, Any], share: Share, world: World) -> None:
+    def _write(self, done: int, state: RunState, share: Share, world: World) -> None:
         """Write this rank's part of a checkpoint, in the saver's thread with its own group."""
         folder = self._built.folder
         names = exempt_names(state, (piece.name for piece in share.pieces))
         checkpoint.write_share(
-            folder.path, done, share, state, world, engine=self._engine_name, exempt=names
+            folder.path, done, share, state.to_json(), world, engine=self._engine_name, exempt=names
         )  # collective
         if world.is_main:
             self._tidy(state)
 
-    def _tidy(self, state: dict[str, Any]) -> None:
+    def _tidy(self, state: RunState) -> None:
         """Write `state.json`, and remove checkpoints that need not be kept. On rank 0."""
-        folder, keep, best = self._built.folder, self._built.config.checkpoint, state["best"]
+        folder, keep, best = self._built.folder, self._built.config.checkpoint, state.selection.best
         _write_state(folder, state)
         if self._saves:
-            checkpoint.retain(folder.path, last=keep.keep, best=best and best["step"], every=keep.every)
+            checkpoint.retain(folder.path, last=keep.keep, best=best.step if best else None, every=keep.every)
 
     def __enter__(self) -> Self:
         return self
@@ -433,11 +435,11 @@ class RunRecorder:
         self._sinks.close(
             {
                 "experiment": built.config.experiment_name,
-                **built.run_plan.place(self.saved),
+                **dataclasses.asdict(built.run_plan.place(self.saved)),
                 "seconds": time.perf_counter() - self._began,
                 "world_size": built.world.size,
                 "engine": self._engine_name,
-                "best": shown(built.state) if built.state.get("best") else None,
+                "best": shown(best) if (best := built.state.selection.best) else None,
                 "sample": text,
                 "files": {
                     **({"checkpoint": checkpoint.path_of(built.folder.path, self.saved)} if self._saves else {}),
@@ -456,8 +458,9 @@ class RunRecorder:
     def _next(self, code: int) -> str:
         """Return the last line on the screen: what to do next."""
         whole, path = self._built.run_plan.step_plan.steps, self._built.folder.path
-        if self.saved < whole and out_of_patience(self._built.config, self._built.state):
-            why = stopped_by(self._built.config, self._built.state)
+        config, selection = self._built.config, self._built.state.selection
+        if self.saved < whole and out_of_patience(config, selection):
+            why = stopped_by(config, selection)
             return f"stopped early after step {self.saved} of {whole}: {why}"
         if not self._saves and (code or self.saved < whole):
             return f"ended after step {self.saved} of {whole}; nothing was saved (--checkpoint.mode none)"
@@ -487,7 +490,7 @@ def losses_text(losses: Sequence[str], size: int, began_on: int) -> str:
     return f"on {size} of {began_on} ranks: {losses[0]}{more}"
 
 
-def _write_state(folder: RunFolder, state: dict[str, Any]) -> None:
+def _write_state(folder: RunFolder, state: RunState) -> None:
     """Write `state.json`, and only warn on failure.
 
     Users and scripts read it; a resume does not.

@@ -31,6 +31,7 @@ from lockstep.engines.registry import name_of, undo_step
 from lockstep.errors import PeerError, RankLost
 from lockstep.guards.startup import program
 from lockstep.logging.log import open_log
+from lockstep.run_state import RunningSums, RunState
 from lockstep.training.build import Built, build, notify, stream_of
 from lockstep.training.build_engine import engine_of, optimizer_of
 from lockstep.training.evaluation import batches_of
@@ -128,7 +129,7 @@ def regroup(session: Session, built: Built, member: Member) -> None:
         lost += found.lost
         session.losses += found.lost
         session.began_on = session.began_on or built.world.size
-        built.state["losses"] = built.state.get("losses", 0) + len(found.lost)
+        built.state.losses = (built.state.losses or 0) + len(found.lost)
         best = _furthest(found)
         try:
             rank = found.members.index(member.name)
@@ -238,7 +239,8 @@ def _place(session: Session, built: Built, found: Generation, best: str, state: 
         state = _handed_out(state, source, world)
         if optimizer is not None and found.reports[found.members[world.rank]][:2] != furthest[:2]:
             optimizer.state.clear()  # it may hold states of other parameters
-    built.state = world.gather(built.state if world.rank == source else None)[source]  # collective
+    theirs = world.gather(built.state.to_json() if world.rank == source else None)[source]  # collective
+    built.state = RunState.from_json(theirs)
     recall(task, built.state)  # a new process has not detected it
     _stand(session, built, furthest)
     shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)
@@ -246,7 +248,7 @@ def _place(session: Session, built: Built, found: Generation, best: str, state: 
     built.batches, built.balancer = stream_of(config, task, built.training, built.run_plan, world, built.state)
     built.evaluation = batches_of(config, task, built.sets, world)  # collective
     built.loading = [built.loading[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
-    if "trained" in built.state:  # a new process made its optimizer for another set, so all make theirs again
+    if built.state.trained:  # a new process made its optimizer for another set, so all make theirs again
         begin_as_made(built.model, built.state)
         built.groups.renewed(optimizer_of(config, task, built.model))
     parts = (config, task, built.model, world, built.groups, built.batches)
@@ -301,14 +303,12 @@ def _stand(session: Session, built: Built, best: LeaveReport) -> None:
     They are as a checkpoint of that step would have them.
     """
     config, taken, state = built.config, best.taken, built.state
-    state |= built.run_plan.place(taken)
+    state.place = built.run_plan.place(taken)
     # The losses that the lost rank kept for the next record are unknown.
-    state |= {"running_loss": 0.0, "running_missed": taken % config.log_freq, "running_numbers": {}}
+    state.running = RunningSums(missed=taken % config.log_freq)
     whole = built.run_plan.step_plan.steps
     due = taken > 0 and (taken == whole or bool(config.eval_freq and taken % config.eval_freq == 0))
-    state.pop("evaluation_due", None)
-    if due and built.evaluation and best.evaluated != taken:
-        state["evaluation_due"] = True
+    state.evaluation_due = due and bool(built.evaluation) and best.evaluated != taken
     session.global_step, session.evaluated, session.present = taken, best.evaluated, None
     last = taken if taken == built.last else taken - taken % config.ckpt_freq if config.ckpt_freq else 0
     kept = checkpoint.list_steps(built.folder.path) if built.world.is_main else []

@@ -21,6 +21,7 @@ from lockstep.config.fields import in_steps, is_span
 from lockstep.config.schema import SPANS, Config, default_micro_batch_size, is_auto, lookup
 from lockstep.data.batches import START, Origin
 from lockstep.errors import ConfigError, DataError
+from lockstep.run_state import Extension, RunState
 from lockstep.task import Task
 from lockstep.training.defaults import ADAM, FEW, FLOOR, FLOORS, KINDS, LORA, SGD, batchnorms, is_open, warm_up
 from lockstep.training.resume import RunPlan, in_epoch
@@ -57,20 +58,20 @@ class CheckpointFacts:
     plan: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     compiled: bool = False
     origin: Origin = START
-    extension: Mapping[str, Any] | None = None
+    extension: Extension | None = None
 
 
-def checkpoint_facts(state: Mapping[str, Any]) -> CheckpointFacts | None:
+def checkpoint_facts(state: RunState) -> CheckpointFacts | None:
     """Read a checkpoint's facts from its state; None for a new run."""
-    if "global_step" not in state:
+    if state.place is None:
         return None
     return CheckpointFacts(
-        int(state["global_step"]),
-        int(state["position"]),
-        state.get("plan", {}),
-        bool(state.get("compile")),
-        Origin(*state.get("origin", START)),
-        state.get("extended"),
+        state.place.global_step,
+        state.place.position,
+        state.plan,
+        bool(state.compile),
+        Origin(*(state.origin or START)),
+        state.extended,
     )
 
 
@@ -190,25 +191,24 @@ def _known_size(config: Config, facts: StartFacts) -> int:
     return facts.largest
 
 
-def _extension(config: Config, before: CheckpointFacts | None) -> Mapping[str, Any] | None:
+def _extension(config: Config, before: CheckpointFacts | None) -> Extension | None:
     """Return the extension by `--extend-to`, of this start or of an earlier one; None: the plan is as it was."""
     if before is None:
         return None
     known, asked = before.extension, config.extend_to
-    if not asked or (known and known["asked"] == asked):
+    if not asked or (known and known.asked == asked):
         return known
     epochs = int(str(asked).rstrip(" epochs")) if is_span(asked) else 0
-    length = {"max_steps": 0 if epochs else int(asked), "num_epochs": epochs}
-    return {"asked": asked, "at": before.step, "from": before.plan["steps"], **length}
+    return Extension(asked, before.step, before.plan["steps"], 0 if epochs else int(asked), epochs)
 
 
-def _extended(config: Config, before: CheckpointFacts | None, extension: Mapping[str, Any]) -> Config:
+def _extended(config: Config, before: CheckpointFacts | None, extension: Extension) -> Config:
     """Apply an extension to the plan's length. Steps of warm-up stay as they were chosen: they are done."""
-    length = {name: extension[name] for name in ("max_steps", "num_epochs") if extension[name]}
     optim = config.optim
     if before and is_auto(config, "optim.warmup_steps"):
         optim = dataclasses.replace(optim, warmup_steps=before.plan.get("optim.warmup_steps", optim.warmup_steps))
-    return dataclasses.replace(config, **{"max_steps": 0, **length}, optim=optim)
+    epochs = extension.num_epochs or config.num_epochs
+    return dataclasses.replace(config, max_steps=extension.max_steps, num_epochs=epochs, optim=optim)
 
 
 # --- once task and model are made
@@ -224,17 +224,16 @@ class Resolved:
     """
 
     run_plan: RunPlan
-    extension: Mapping[str, Any] | None
+    extension: Extension | None
 
     @property
     def config(self) -> Config:
         """The configuration, without any "auto" that has a default."""
         return self.run_plan.config
 
-    def recorded(self) -> dict[str, Any]:
-        """Return what the run's state records of it: where its division into steps begins, and its extension."""
-        extension = {} if self.extension is None else {"extended": dict(self.extension)}
-        return {"origin": list(self.run_plan.origin), **extension}
+    def record(self, state: RunState) -> None:
+        """Store in the run's state where its division into steps begins, and its extension."""
+        state.origin, state.extended = self.run_plan.origin, self.extension
 
     def eager(self) -> Self:
         """Return the same without compilation, where a trial shows that the model cannot be compiled."""
@@ -263,7 +262,7 @@ def resolve(config: Config, facts: Facts) -> Resolved:
     return Resolved(run_plan, extension)
 
 
-def _origin(config: Config, before: CheckpointFacts | None, extension: Mapping[str, Any] | None) -> Origin:
+def _origin(config: Config, before: CheckpointFacts | None, extension: Extension | None) -> Origin:
     """Return where the current division into steps begins.
 
     With another batch size (--resume-anyway) it begins at the position that was reached: no sample is left out and none

@@ -27,6 +27,7 @@ from lockstep.config.task_options import FIXED
 from lockstep.data.batches import Origin, StepPlan
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
+from lockstep.run_state import Position, RunState
 from lockstep.task import Task, written
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import judged_by
@@ -56,35 +57,35 @@ def check_extends(config: Config, *, resumes: bool) -> None:
         )
 
 
-def plan_before(state: dict[str, Any], now: dict[str, Any]) -> dict[str, Any] | None:
+def plan_before(state: RunState, now: dict[str, Any]) -> dict[str, Any] | None:
     """Return the checkpoint's plan, with the length of its extension, to compare with `now`."""
-    before: dict[str, Any] | None = state.get("plan")
-    if before and before["steps"] == state.get("extended", {}).get("from"):
+    before = state.plan
+    if state.extended and before and before["steps"] == state.extended.before:
         return before | {name: now[name] for name in ("steps", "optim.period")}  # the period may be a share of the plan
-    return before
+    return before or None
 
 
-def check_longer(config: Config, state: dict[str, Any], steps: int) -> None:
+def check_longer(config: Config, state: RunState, steps: int) -> None:
     """Raise ResumeError if an extension does not make the plan longer."""
-    known = state.get("extended")
-    if known and steps <= known["from"]:
+    known = state.extended
+    if known and steps <= known.before:
         raise ResumeError(
-            f"--extend-to {known['asked']} makes a plan of {steps} steps, and the run's has {known['from']}: give more"
+            f"--extend-to {known.asked} makes a plan of {steps} steps, and the run's has {known.before}: give more"
         )
 
 
-def described(state: dict[str, Any], steps: int, rate: float) -> str:
+def described(state: RunState, steps: int, rate: float) -> str:
     """Describe how an extension changes the schedule, at its first step; else "".
 
     Args:
         steps: of the longer plan.
         rate: of the next step.
     """
-    known = state.get("extended")
-    if not known or known["at"] != state["global_step"]:
+    known = state.extended
+    if not known or known.at != state.global_step:
         return ""
     return (
-        f"extended after step {known['at']} from {known['from']} to {steps} steps: the schedule is stretched, as "
+        f"extended after step {known.at} from {known.before} to {steps} steps: the schedule is stretched, as "
         f"if the plan had been so long from the start, and goes on at a rate of {rate:.3g}"
     )
 
@@ -137,7 +138,7 @@ class RunPlan:
                 coming -= coming % last
         return StepPlan(config.batch_size, micro_size, origin.position + coming, origin)
 
-    def place(self, done: int) -> dict[str, Any]:
+    def place(self, done: int) -> Position:
         """Return the run's position after `done` steps.
 
         Epochs are counted in samples, so a step may span two.
@@ -152,14 +153,14 @@ class RunPlan:
         left = self.samples - within
         if not self.config.max_steps:
             left = min(left, self.step_plan.total - position)  # less than the epoch's if its end is dropped
-        return {
-            "global_step": done,
-            "epoch": epoch,
-            "epoch_step": -(-within // size),
-            "epoch_progress": within / self.samples,
-            "num_batches_remaining": -(-left // size),
-            "position": position,
-        }
+        return Position(
+            global_step=done,
+            epoch=epoch,
+            epoch_step=-(-within // size),
+            epoch_progress=within / self.samples,
+            num_batches_remaining=-(-left // size),
+            position=position,
+        )
 
 
 def in_epoch(config: Config, samples: int) -> int:
@@ -403,7 +404,8 @@ def chosen(path: Path, which: str | int) -> Path:
         raise CheckpointError(f"{path}: no checkpoint there; give a run's folder or a checkpoint's")
     if which == "best":
         folder = RunFolder(str(path.parent), path.name)
-        which = (folder.read_evaluated().get("best") or {}).get("step", "last")
+        _, selection = folder.read_evaluated()
+        which = selection.best.step if selection.best else "last"
     step = _last(path, steps) if which == "last" else int(which)
     if step not in steps:
         raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")

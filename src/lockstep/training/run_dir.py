@@ -31,6 +31,7 @@ from typing import Any
 from lockstep.config.secrets import is_secret_name, mask, mask_args, printable
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.files import bytes_text, retry_io, storage_error, write_whole
+from lockstep.run_state import RunState, Selection
 
 __all__ = [
     "RunFolder",
@@ -479,8 +480,8 @@ class RunFolder:
         """Write a small file of the folder atomically. Raises OSError, StorageError."""
         retry_io(lambda: write_whole(self.path / name, text))
 
-    def write_evaluated(self, step: int, judged: dict[str, Any]) -> None:
-        """Record the evaluation after `step`, and what it changed in the run's state.
+    def write_evaluated(self, step: int, selection: Selection) -> None:
+        """Record the evaluation after `step`, and what it decided.
 
         The checkpoint of that step is written before the evaluation.
 
@@ -489,16 +490,17 @@ class RunFolder:
             StorageError: the storage does not answer.
         """
         try:
-            self.write(_EVALUATED, json.dumps({"step": step, **judged}) + "\n")
+            self.write(_EVALUATED, json.dumps({"step": step, **selection.to_json()}) + "\n")
         except OSError as error:
             raise LockstepError(
                 f"step {step}: {self.path / _EVALUATED}: {error.strerror}; make room or check the permissions of "
                 "--save-dir, and start again: it goes on from the newest checkpoint"
             ) from error
 
-    def read_evaluated(self) -> dict[str, Any]:
-        """Read what `write_evaluated` wrote last; {} for nothing."""
-        return self._read(_EVALUATED)
+    def read_evaluated(self) -> tuple[int, Selection]:
+        """Read step and selection that `write_evaluated` wrote last; the step is -1 if there are none."""
+        found = self._read(_EVALUATED)
+        return found.get("step", -1), Selection.from_json(found)
 
     def write_trained(self, changes: dict[str, Any]) -> None:
         """Record, by step, how the loop's body after that step changed the trained set."""
@@ -527,9 +529,9 @@ class RunFolder:
         file = self.path / name
         return file.read_text(encoding="utf-8") if stat.S_ISREG(file.stat().st_mode) else ""
 
-    def write_state(self, state: dict[str, Any]) -> None:
+    def write_state(self, state: RunState) -> None:
         """Write `state.json`, the run's position, for users and scripts.
 
         A resume reads the checkpoint's own state.
         """
-        self.write("state.json", json.dumps(state, indent=1) + "\n")
+        self.write("state.json", json.dumps(state.to_json(), indent=1) + "\n")

@@ -7,11 +7,12 @@ The runs may be another machine's. A folder that is damaged, or not a run's, is 
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import time
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rich.text import Text
 from lockstep.config.secrets import printable
 from lockstep.errors import ConfigError
 from lockstep.logging.jsonl import each, plain, tail
+from lockstep.run_state import RunState
 from lockstep.training.run_dir import RunFolder
 
 __all__ = [
@@ -78,7 +80,7 @@ def show(folder: Path, *, as_json: bool) -> None:
     """
     rows = listed(folder)
     if as_json:
-        found = [{name: plain(value) for name, value in asdict(row).items()} for row in rows]
+        found = [{name: plain(value) for name, value in dataclasses.asdict(row).items()} for row in rows]
         print(json.dumps(found, indent=1, allow_nan=False))
     elif rows:
         _print(rows)
@@ -124,20 +126,20 @@ def _row(path: Path) -> RunRow:
     return row
 
 
-def _state(path: Path, row: RunRow) -> dict[str, Any]:
-    """Read state.json; {} if it is missing or damaged; damage is noted in the row."""
+def _state(path: Path, row: RunRow) -> RunState:
+    """Read state.json as far as possible; damage is noted in the row."""
     file = path / "state.json"
     if not file.exists():
-        return {}
+        return RunState()
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
         if isinstance(found, dict):
-            return found
+            return RunState.from_json(found, lenient=True)
     row.note = "state.json is damaged"
-    return {}
+    return RunState()
 
 
-def _place(row: RunRow, path: Path, state: dict[str, Any]) -> None:
+def _place(row: RunRow, path: Path, state: RunState) -> None:
     """Fill in the run's position, from its newest record or its state."""
     metrics = path / "metrics.jsonl"
     records = tail(metrics)
@@ -147,7 +149,7 @@ def _place(row: RunRow, path: Path, state: dict[str, Any]) -> None:
             row.note = row.note or "metrics.jsonl is damaged"
     losses = [record["running_loss"] for record in records if "running_loss" in record]
     row.last_loss = _number(losses[-1]) if losses else None
-    for place in [*records, state]:
+    for place in [*records, dataclasses.asdict(state.place) if state.place else {}]:
         step = _whole(place.get("global_step"))
         if step is None or (row.step is not None and step < row.step):
             continue
@@ -170,24 +172,21 @@ def _seconds(metrics: Path) -> float | None:
     return found if before else None
 
 
-def _plan(row: RunRow, path: Path, state: dict[str, Any]) -> None:
+def _plan(row: RunRow, path: Path, state: RunState) -> None:
     """Fill in the plan's length, from the configuration or else the newest checkpoint."""
     file = path / "config.toml"
     with contextlib.suppress(OSError, ValueError, RecursionError):
         config = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         row.steps = _whole(config.get("max_steps")) or None
-    plan = state.get("plan")
-    if row.steps is None and isinstance(plan, dict):
-        row.steps = _whole(plan.get("steps"))
+    if row.steps is None:
+        row.steps = _whole(state.plan.get("steps"))
 
 
-def _best(row: RunRow, folder: RunFolder, state: dict[str, Any]) -> None:
-    best = folder.read_evaluated().get("best") or state.get("best")
-    if isinstance(best, dict):
-        row.best_step, row.best_loss = _whole(best.get("step")), _number(best.get("loss"))
-        metric = best.get("metric", "loss")
-        row.best_metric = metric if isinstance(metric, str) else None
-        row.best_value = _number(best.get("value", best.get("loss")))
+def _best(row: RunRow, folder: RunFolder, state: RunState) -> None:
+    _, selection = folder.read_evaluated()
+    if best := selection.best or state.selection.best:
+        row.best_step, row.best_loss = best.step, float(best.loss)
+        row.best_metric, row.best_value = best.metric, float(best.judged_value)
 
 
 def _ended(row: RunRow, folder: RunFolder) -> str:

@@ -1,7 +1,8 @@
 """Judge evaluations: the best one, patience, and the plateau schedule.
 
-    looked_at(config, state, better=True)       # after each evaluation; says in the log where the rate falls
-    fallen(state)                               # how often it has
+    better = judged(config, selection, record)      # after each evaluation; updates the run's Selection
+    looked_at(config, selection, better=better)     # of the plateau schedule: logs when the rate falls
+    fallen(selection)                               # how often it fell
 
 `--optim.schedule plateau` works as torch's ReduceLROnPlateau with an absolute `threshold`: it judges `--best-metric`,
 the threshold is `--min-delta` (0 with `--patience-metric`), and `min_lr` is `--optim.floor`. The counts are part of the
@@ -13,15 +14,15 @@ import difflib
 import logging
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 from lockstep.records import EvaluationRecord
+from lockstep.run_state import BestEvaluation, PatienceCount, PlateauCount, Selection
 from lockstep.training.evaluation import ANY
 
 __all__ = [
-    "JUDGED",
     "Judge",
     "brief",
     "check_evaluated",
@@ -34,9 +35,6 @@ __all__ = [
     "shown",
     "stopped_by",
 ]
-
-
-JUDGED = ("best", "since_best", "patience", "plateau")  # what an evaluation changes in the state
 
 
 class Judge(NamedTuple):
@@ -108,8 +106,8 @@ def _check_known(judge: Judge, metrics: Iterable[str], flag: str = "--best-metri
         raise ConfigError(f"{flag}: the task's evaluation has no '{judge.metric}'; {meant}")
 
 
-def judged(config: Config, state: dict[str, Any], record: EvaluationRecord) -> bool:
-    """Update the best evaluation and the patience counts in `state`.
+def judged(config: Config, selection: Selection, record: EvaluationRecord) -> bool:
+    """Update the best evaluation and the patience counts.
 
     A value that is not finite is never the best. A best by another metric is discarded. `--patience-metric` has its own
     best and its own count.
@@ -117,60 +115,62 @@ def judged(config: Config, state: dict[str, Any], record: EvaluationRecord) -> b
     Returns:
         Whether this evaluation is the best.
     """
-    better, state["best"] = _better(judged_by(config), state.get("best"), record)
-    state["since_best"] = 0 if better else state.get("since_best", 0) + 1
+    better, selection.best = _better(judged_by(config), selection.best, record)
+    selection.since_best = 0 if better else (selection.since_best or 0) + 1
     if waiting := _waiting(config):
-        held = state.get("patience", {"best": None, "since": 0})
-        fresh, best = _better(waiting, held["best"], record)
-        state["patience"] = {"best": best, "since": 0 if fresh else held["since"] + 1}
+        before = selection.patience or PatienceCount()
+        fresh, best = _better(waiting, before.best, record)
+        selection.patience = PatienceCount(best, 0 if fresh else before.since + 1)
     else:
-        state.pop("patience", None)
+        selection.patience = None
     return better
 
 
-def _better(judge: Judge, best: dict[str, Any] | None, record: EvaluationRecord) -> tuple[bool, dict[str, Any] | None]:
+def _better(judge: Judge, best: BestEvaluation | None, record: EvaluationRecord) -> tuple[bool, BestEvaluation | None]:
     """Return whether this evaluation is better than the best so far, and the new best."""
     value = judge.value(record)
-    if best and best.get("metric", "loss") != judge.metric:
+    if best and best.metric != judge.metric:
         best = None
-    before: float | None = best.get("value", best["loss"]) if best else None
+    before = best.judged_value if best else None
     if math.isfinite(value) and (before is None or judge.sign * (value - before) > judge.delta):
-        return True, {"step": record.step, "loss": record.loss, "metric": judge.metric, "value": value}
+        return True, BestEvaluation(record.step, record.loss, judge.metric, value)
     return False, best
 
 
-def out_of_patience(config: Config, state: dict[str, Any]) -> bool:
+def out_of_patience(config: Config, selection: Selection) -> bool:
     """Whether `--patience` evaluations in a row were no better than the best.
 
     With `--patience-metric` it is the best of that metric.
     """
-    since = state.get("patience", {}).get("since", 0) if config.patience_metric else state.get("since_best", 0)
+    if config.patience_metric:
+        since = selection.patience.since if selection.patience else 0
+    else:
+        since = selection.since_best or 0
     return bool(config.patience) and since >= config.patience
 
 
-def stopped_by(config: Config, state: dict[str, Any]) -> str:
+def stopped_by(config: Config, selection: Selection) -> str:
     """Describe why a run ended early: `the best was accuracy 0.93 after step 400`."""
-    told = f"the best was {shown(state)}"
-    return f"{told}, of --patience-metric {shown(state['patience'])}" if config.patience_metric else told
+    line = f"the best was {shown(selection.best)}"
+    if not config.patience_metric:
+        return line
+    return f"{line}, of --patience-metric {shown(selection.patience.best if selection.patience else None)}"
 
 
-def brief(state: dict[str, Any]) -> str:
+def brief(best: BestEvaluation | None) -> str:
     """Describe the best for a progress line: `best accuracy 0.93 at 400`; "" without one."""
-    return "best " + shown(state).replace(" after step ", " at ") if state.get("best") else ""
+    return "best " + shown(best).replace(" after step ", " at ") if best else ""
 
 
-def shown(state: dict[str, Any]) -> str:
+def shown(best: BestEvaluation | None) -> str:
     """Describe the best evaluation: `accuracy 0.93 after step 400`."""
-    best = state.get("best")
-    if not best:
-        return "none that is finite"
-    return f"{best.get('metric', 'loss')} {best.get('value', best['loss']):.4g} after step {best['step']}"
+    return f"{best.metric} {best.judged_value:.4g} after step {best.step}" if best else "none that is finite"
 
 
 _LOG = logging.getLogger("lockstep")
 
 
-def looked_at(config: Config, state: dict[str, Any], *, better: bool) -> None:
+def looked_at(config: Config, selection: Selection, *, better: bool) -> None:
     """Count an evaluation for the plateau schedule, and lower the rate if it is due.
 
     Args:
@@ -178,25 +178,20 @@ def looked_at(config: Config, state: dict[str, Any], *, better: bool) -> None:
     """
     if config.optim.schedule != "plateau":
         return
-    known = _known(state)
-    bad, cooling = 0 if better else known["bad"] + 1, known.get("cooling", 0)
+    before = selection.plateau or PlateauCount()
+    bad, cooling = 0 if better else before.bad + 1, before.cooling
     if cooling:
         bad, cooling = 0, cooling - 1
     falls = bad > config.optim.plateau_patience
     cooling = config.optim.plateau_cooldown if falls else cooling
-    state["plateau"] = {"bad": 0 if falls else bad, "fallen": fallen(state) + falls, "cooling": cooling}
+    selection.plateau = PlateauCount(0 if falls else bad, before.fallen + falls, cooling)
     if falls:
         _LOG.info(
             "the rate falls to %.3g of --lr, unless --optim.floor is above: %d evaluations were no better than %s",
-            *(config.optim.gamma ** fallen(state), bad, shown(state)),
+            *(config.optim.gamma ** fallen(selection), bad, shown(selection.best)),
         )
 
 
-def fallen(state: dict[str, Any]) -> int:
+def fallen(selection: Selection) -> int:
     """Return how often the plateau schedule has lowered the rate."""
-    return int(_known(state)["fallen"])
-
-
-def _known(state: dict[str, Any]) -> dict[str, int]:
-    found: dict[str, int] = state.get("plateau", {"bad": 0, "fallen": 0})
-    return found
+    return selection.plateau.fallen if selection.plateau else 0

@@ -22,6 +22,7 @@ from lockstep.errors import LockstepError
 from lockstep.logging import Sinks
 from lockstep.records import Best, EvaluationRecord, Step
 from lockstep.report.goodput import Timeline
+from lockstep.run_state import RunState
 from lockstep.training.build import Built
 
 __all__ = [
@@ -172,7 +173,8 @@ class HookContext:
         self._session.wants_stop = True
 
 
-def kept(state: dict[str, Any]) -> dict[str, Any]:
+def kept(state: RunState) -> dict[str, Any]:
     """Return the part of a run's state that belongs to its task's hooks."""
-    found: dict[str, Any] = state.setdefault("hooks", {})
-    return found
+    if state.hooks is None:
+        state.hooks = {}
+    return state.hooks

@@ -6,7 +6,6 @@ sharing = sharing_of(config, balancer)                  # None: as many on each 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from lockstep.config.engine_options import ENGINES
 from lockstep.config.fields import AUTO, counts_of
@@ -16,6 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.deepspeed.config import check_batches
 from lockstep.engines.exact import check_servable
 from lockstep.engines.registry import check_shares, check_sharing, name_of
+from lockstep.run_state import RunState
 from lockstep.training.defaults import idle
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def balancer_of(
-    config: Config, world: World, works: Callable[[int], Sequence[float]] | None, state: dict[str, Any]
+    config: Config, world: World, works: Callable[[int], Sequence[float]] | None, state: RunState
 ) -> Balancer | None:
     """Make the balancer of `--shares auto`; None if there is nothing to balance.
 
@@ -41,8 +41,7 @@ def balancer_of(
     # Exact sums take memory that grows with a rank's share: until the free memory is known, at most about twice an
     # equal share.
     most = [min(count, 2 * -(-count // ranks))] * ranks if config.exact else []
-    start = int(state.get("global_step", 0))
-    return Balancer(count, ranks, start, works, state.get("shares"), most)
+    return Balancer(count, ranks, state.global_step, works, state.shares, most)
 
 
 def sharing_of(config: Config, balancer: Balancer | None) -> Sharing | None:

@@ -27,6 +27,7 @@ from lockstep.engines.registry import check_audit, name_of
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import described, loss_of
 from lockstep.passes import unpacked
+from lockstep.run_state import RunState
 from lockstep.task import Task, averages, has_own, looks_at_whole_step, set_found, takes_gradients
 from lockstep.training.evaluation import check_mergeable, is_metric, taken
 from lockstep.training.loss_check import (
@@ -395,9 +396,7 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 # --- all methods
 
 
-def check_task(
-    trial: Trial, training: Batches, evaluation: Mapping[str, Batches], state: dict[str, Any]
-) -> list[str] | None:
+def check_task(trial: Trial, training: Batches, evaluation: Mapping[str, Batches], state: RunState) -> list[str] | None:
     """Try `count`, `loss` or `outputs` and `step_loss`, and the evaluation's methods. Collective.
 
     Args:
@@ -425,7 +424,7 @@ def check_task(
             check_loss(trial, training)  # collective
         on_all_ranks(world, lambda: _rehearse(trial, first))  # collective
         names = _check_metrics(trial, evaluation)  # collective
-    state |= {"reduction": task.reduction, "evaluation_graph": takes_gradients(task)}
+    state.reduction, state.evaluation_graph = task.reduction, takes_gradients(task)
     return names
 
 
@@ -448,10 +447,10 @@ def _rehearse(trial: Trial, first: MicroBatch) -> None:
     trial.engine.rehearse(compute)
 
 
-def recall(task: Task, state: Mapping[str, Any]) -> None:
+def recall(task: Task, state: RunState) -> None:
     """Restore what an earlier trial detected, from the state of a checkpoint."""
-    found = str(state.get("reduction", "")) if task.reduction == "auto" else ""
-    set_found(task, found, bool(state.get("evaluation_graph")))
+    found = state.reduction or "" if task.reduction == "auto" else ""
+    set_found(task, found, bool(state.evaluation_graph))
 
 
 def _first(trial: Trial, training: Batches) -> MicroBatch:

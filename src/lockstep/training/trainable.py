@@ -4,14 +4,14 @@
     train_now(model, state)             # once they are loaded: what is trained now
     note(engine, state)                 # before the state is kept
 
-From the first change on, every checkpoint has `state["trained"]`, see `TrainedSet`. The loop's body may change the set
+From the first change on, every checkpoint has a `run_state.TrainedSet`. The loop's body may change the set
 after its step's checkpoint is begun: `checkpoints/trained.json` records these changes by step.
 """
 
+import dataclasses
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +26,10 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.ddp import listed
 from lockstep.engines.registry import trained_set
-from lockstep.engines.wrappers import TrainedSet, set_trained
+from lockstep.engines.wrappers import set_trained
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
 from lockstep.models.lora import Adapters, base_names, chosen_modules, chosen_targets, inject
+from lockstep.run_state import AdapterState, RunState, TrainedSet
 from lockstep.seeds import derive
 from lockstep.task import Task
 from lockstep.training.resume import fill, weights_in
@@ -40,7 +41,6 @@ __all__ = [
     "begin_as_made",
     "check_held",
     "injected",
-    "known_set",
     "left_out",
     "note",
     "note_body",
@@ -54,21 +54,20 @@ __all__ = [
 # --- adapters
 
 Say = Callable[[str], None]
-_OF_THE_BASE = ("base", "base_from", "modules_to_save")  # entries of the state's "lora" that a new run inherits
 
 
-def left_out(model: nn.Module, state: Mapping[str, Any]) -> frozenset[str]:
+def left_out(model: nn.Module, state: RunState) -> frozenset[str]:
     """Return the names that a checkpoint of adapters leaves out: `model/NAME` of the base."""
-    known = state.get("lora")
-    return frozenset(f"model/{name}" for name in base_names(model, _adapters_of(known).whole)) if known else frozenset()
+    known = state.lora
+    return frozenset(f"model/{name}" for name in base_names(model, known.modules_to_save)) if known else frozenset()
 
 
-def adapt(config: Config, task: Task, model: nn.Module, world: World, state: dict[str, Any], say: Say) -> bool:
+def adapt(config: Config, task: Task, model: nn.Module, world: World, state: RunState, say: Say) -> bool:
     """Load the base's weights and add adapters in place, by --lora.rank. Collective.
 
     Args:
         model: as the task made it. Under `meta_init` only rank 0 has values.
-        state: of the checkpoint to resume from, {} for a new run; its "lora" is filled in.
+        state: of the checkpoint to resume from, or a new one; its `lora` is filled in.
 
     Returns:
         Whether there are adapters.
@@ -77,29 +76,29 @@ def adapt(config: Config, task: Task, model: nn.Module, world: World, state: dic
         ConfigError: nothing to adapt, no trained base, or peft is not installed.
         ResumeError: the checkpoint's adapters are for another base.
     """
-    known = state.get("lora")
+    known = state.lora
     if not config.lora.rank:
         if known:
             raise ResumeError(
-                f"the run holds adapters of rank {known['rank']}: give --lora.rank {known['rank']}, or another "
+                f"the run holds adapters of rank {known.rank}: give --lora.rank {known.rank}, or another "
                 "--experiment-name"
             )
         return False
     first = known or _begun(config, world, say)  # where the base comes from, and perhaps its digest
-    begun = first["base_from"]
-    if not first.get("base"):
+    begun = first.base_from
+    if not first.base:
         _check_trained(config, task, begun, say)
     if begun:
         on_all_ranks(world, lambda: _filled(model, Path(begun)))
     on_all_ranks(world, lambda: _check_halves(config, model))
     found = on_all_ranks(world, lambda: _settled(config, task, model, first))
-    digest = on_all_ranks(world, lambda: _digest(model, found["modules_to_save"]) if world.is_main else "")
-    found |= {"base": world.gather(digest)[0], "base_from": begun}  # collective
-    if first.get("base"):
-        _check_same_base(first, found, ResumeError)
+    digest = on_all_ranks(world, lambda: _digest(model, found.modules_to_save) if world.is_main else "")
+    found = dataclasses.replace(found, base=world.gather(digest)[0], base_from=begun)  # collective
+    if first.base:
+        _check_same_base(first.base, found.base, ResumeError)
     torch.manual_seed(derive(config.seed, "lora"))
-    on_all_ranks(world, lambda: inject(model, _adapters_of(found), getattr(torch, found["dtype"])))
-    state["lora"] = found
+    on_all_ranks(world, lambda: inject(model, Adapters.of(found), getattr(torch, found.dtype)))
+    state.lora = found
     return True
 
 
@@ -114,53 +113,46 @@ def injected(config: Config, task: Task, model: nn.Module) -> bool:
     if not config.lora.rank:
         return False
     _check_halves(config, model)
-    found = _settled(config, task, model, {})
-    inject(model, _adapters_of(found), getattr(torch, found["dtype"]))
+    found = _settled(config, task, model, AdapterState())
+    inject(model, Adapters.of(found), getattr(torch, found.dtype))
     return True
 
 
-def with_adapters(model: nn.Module, known: dict[str, Any]) -> nn.Module:
-    """Load the base and add empty adapters, as a checkpoint's `state["lora"]` describes.
+def with_adapters(model: nn.Module, known: AdapterState) -> nn.Module:
+    """Load the base and add empty adapters, as a checkpoint describes them.
 
     Raises:
         CheckpointError: the base is another one.
     """
-    if known["base_from"]:
-        _filled(model, Path(known["base_from"]))
-    adapters = _adapters_of(known)
-    _check_same_base(known, {"base": _digest(model, adapters.whole)}, CheckpointError)
-    inject(model, adapters, getattr(torch, known["dtype"]))
+    if known.base_from:
+        _filled(model, Path(known.base_from))
+    _check_same_base(known.base, _digest(model, known.modules_to_save), CheckpointError)
+    inject(model, Adapters.of(known), getattr(torch, known.dtype))
     return model
 
 
-def _adapters_of(known: dict[str, Any]) -> Adapters:
-    """Return the adapters' settings from a checkpoint's `state["lora"]`."""
-    kind = (known["rank"], float(known["alpha"]), known["dropout"], known["targets"], known["turned"])
-    return Adapters(*kind, tuple(known.get("modules_to_save", ())))
-
-
-def _check_same_base(known: dict[str, Any], found: dict[str, Any], kind: type[Exception]) -> None:
-    """Raise `kind` if two descriptions of adapters have different bases."""
-    if known["base"] != found["base"]:
+def _check_same_base(known: str, found: str, kind: type[Exception]) -> None:
+    """Raise `kind` if the adapters' base and this model's base have different digests."""
+    if known != found:
         raise kind(
-            f"these are adapters for another base: its weights have the digest {known['base'][:19]}..., and this "
-            f"model's {found['base'][:19]}...; give the model and the revision that they were trained on"
+            f"these are adapters for another base: its weights have the digest {known[:19]}..., and this "
+            f"model's {found[:19]}...; give the model and the revision that they were trained on"
         )
 
 
-def _settled(config: Config, task: Task, model: nn.Module, first: dict[str, Any]) -> dict[str, Any]:
+def _settled(config: Config, task: Task, model: nn.Module, first: AdapterState) -> AdapterState:
     lora, wanted = config.lora, config.lora.modules_to_save or ", ".join(task.untrained())
-    whole = first.get("modules_to_save", []) if first.get("base") else chosen_modules(model, wanted)
+    whole = first.modules_to_save if first.base else chosen_modules(model, wanted)
     targets = chosen_targets(model, lora.targets, whole)
-    return {
-        "rank": lora.rank,
-        "alpha": lora.alpha or 2.0 * lora.rank,
-        "dropout": lora.dropout,
-        "targets": targets.said,
-        "turned": targets.turned,
-        "modules_to_save": whole,
-        "dtype": str(PARAMETERS[config.precision]).removeprefix("torch."),
-    }
+    return AdapterState(
+        rank=lora.rank,
+        alpha=lora.alpha or 2.0 * lora.rank,
+        dropout=lora.dropout,
+        targets=targets.said,
+        turned=targets.turned,
+        modules_to_save=whole,
+        dtype=str(PARAMETERS[config.precision]).removeprefix("torch."),
+    )
 
 
 def _check_halves(config: Config, model: nn.Module) -> None:
@@ -193,17 +185,18 @@ def _check_trained(config: Config, task: Task, begun: str, say: Say) -> None:
     )
 
 
-def _begun(config: Config, world: World, say: Say) -> dict[str, Any]:
+def _begun(config: Config, world: World, say: Say) -> AdapterState:
     """Return where a new run's base comes from. Collective.
 
     It is the checkpoint of --init-from; if that has adapters, their own base. Rank 0 reads, and sends it to all.
     """
     if not config.init_from:
-        return {"base_from": ""}
+        return AdapterState()
     source, _ = weights_in(Path(config.init_from).expanduser(), world, say)  # collective
-    state = on_all_ranks(world, lambda: checkpoint.read_state(source) if world.is_main else {})
-    told = state.get("lora", {"base_from": str(source.resolve())})
-    return dict(world.gather({name: told[name] for name in _OF_THE_BASE if name in told})[0])  # collective
+    state = on_all_ranks(world, lambda: checkpoint.read_run_state(source) if world.is_main else RunState())
+    theirs = state.lora or AdapterState(base_from=str(source.resolve()))
+    base, base_from, whole = world.gather([theirs.base, theirs.base_from, theirs.modules_to_save])[0]  # collective
+    return AdapterState(base, base_from, whole)
 
 
 def _filled(model: nn.Module, source: Path) -> None:
@@ -229,35 +222,24 @@ def _digest(model: nn.Module, whole: Collection[str]) -> str:
 
 # --- trained set
 
-_KEY = "trained"
 
-
-def known_set(state: Mapping[str, Any]) -> TrainedSet | None:
-    """Return the trained set of a run's state; None if it never changed."""
-    found = state.get(_KEY)
-    return TrainedSet(found["made"], found["now"], found["since"]) if found else None
-
-
-def trained_digest(state: Mapping[str, Any]) -> int:
+def trained_digest(trained: TrainedSet | None) -> int:
     """Return a hash of the trained set; 0 if it never changed."""
-    found = state.get(_KEY)
-    return zlib.crc32("\n".join(sorted(found["now"])).encode()) if found else 0
+    return zlib.crc32("\n".join(sorted(trained.now)).encode()) if trained else 0
 
 
-def note(engine: Engine, state: dict[str, Any]) -> None:
+def note(engine: Engine, state: RunState) -> None:
     """Store the current trained set in the state, if it ever changed."""
-    found = trained_set(engine)
-    if found is not None:
-        state[_KEY] = found._asdict()
+    state.trained = trained_set(engine) or state.trained
 
 
-def begin_as_made(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
+def begin_as_made(model: nn.Module, state: RunState) -> list[str]:
     """Make the model train what the checkpoint's engine was made for.
 
     Returns:
         The names of parameters that it would not train by itself.
     """
-    known = known_set(state)
+    known = state.trained
     if known is None:
         return []
     first = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -277,26 +259,25 @@ def check_held(model: nn.Module, optimizer: Optimizer | None, names: Collection[
         )
 
 
-def train_now(model: nn.Module, state: Mapping[str, Any]) -> None:
+def train_now(model: nn.Module, state: RunState) -> None:
     """Make the model train what the run trained when its state was stored."""
-    known = known_set(state)
-    if known is not None:
-        set_trained(model, {*known.now})
+    if state.trained is not None:
+        set_trained(model, {*state.trained.now})
 
 
-def note_body(engine: Engine, state: dict[str, Any], folder: RunFolder, done: int, world: World) -> None:
+def note_body(engine: Engine, state: RunState, folder: RunFolder, done: int, world: World) -> None:
     """Record what the loop's body changed after the checkpoint of `done` steps was begun."""
     found = trained_set(engine)
-    if found is None or found._asdict() == state.get(_KEY):
+    if found is None or found == state.trained:
         return
-    state[_KEY] = found._asdict()
+    state.trained = found
     if world.is_main:
-        folder.write_trained({**folder.read_trained(), str(done): state[_KEY]})
+        folder.write_trained({**folder.read_trained(), str(done): found.to_json()})
 
 
-def overlay(folder: RunFolder, state: dict[str, Any], world: World) -> None:
+def overlay(folder: RunFolder, state: RunState, world: World) -> None:
     """Apply the body's recorded changes to the checkpoint's state. Collective."""
     found = world.gather(folder.read_trained() if world.is_main else {})[0]  # collective
-    changed = found.get(str(state.get("global_step", 0)))
+    changed = found.get(str(state.global_step))
     if changed:
-        state[_KEY] = changed
+        state.trained = TrainedSet.from_json(changed, "trained.json")

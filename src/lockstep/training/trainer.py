@@ -130,8 +130,8 @@ def _nothing_left(built: Built) -> str:
     path, whole = built.folder.path, built.run_plan.step_plan.steps
     if built.start < built.last:
         return (
-            f"{path} stopped early at step {built.start} of {whole}: the best was {shown(built.state)}; a larger "
-            "--patience goes on"
+            f"{path} stopped early at step {built.start} of {whole}: the best was "
+            f"{shown(built.state.selection.best)}; a larger --patience goes on"
         )
     if built.start < whole:
         return (
@@ -226,8 +226,8 @@ def _attempts(session: Session) -> Training:
         elif built.source is None:
             session.note_first(built.own)
         note_best(session)
-        over = built.start >= built.last or out_of_patience(built.config, built.state)
-        if over and not built.state.get("evaluation_due"):
+        over = built.start >= built.last or out_of_patience(built.config, built.state.selection)
+        if over and not built.state.evaluation_due:
             load_state(built)  # collective
             notify(world)(_nothing_left(built))
             session.status = "finished" if built.start >= built.run_plan.step_plan.steps else "stopped"
@@ -263,7 +263,7 @@ def _going_on(session: Session, built: Built) -> Training:
         session.digest, why = digest(built), why_not(built)
         session.member.ready(why, built.config.experiment_name)
         session.member = None if why else session.member
-        session.evaluated = -1 if "evaluation_due" in built.state else built.start
+        session.evaluated = -1 if built.state.evaluation_due else built.start
     if session.member is None:
         yield from _follow(session, built)
         return
@@ -366,14 +366,15 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
         course = HookContext(session, built) if hooks else None  # with its own part of the run's state
         if hooks and course:
             hooks.begins(course, first)
-        if built.state.pop("evaluation_due", False):  # a signal or a kill came before it
+        if built.state.evaluation_due:  # a signal or a kill came before it
+            built.state.evaluation_due = False
             session.evaluation = recorder.evaluate(first)
             tell_evaluated(session, built, first)
             note_best(session)
         if session.save_due:  # the save that was in progress when a rank was lost
             session.save_due = False
             recorder.save(first)
-        over = out_of_patience(built.config, built.state)
+        over = out_of_patience(built.config, built.state.selection)
         timeline.enter(TRAINING)
         trained = steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control)
         profiling.after(first)
@@ -410,7 +411,7 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
                 ongoing.meter.pause(spent)
             if ending:
                 break
-            if step.evaluation and out_of_patience(built.config, built.state):  # the same on every rank
+            if step.evaluation and out_of_patience(built.config, built.state.selection):  # the same on every rank
                 save(ongoing, step.global_step)
                 break
             if session.wants_stop:
@@ -455,4 +456,4 @@ def _note_left(session: Session, built: Built, error: BaseException) -> None:
         left = isinstance(error, GeneratorExit) and session.status != "failed"
         status = "failed" if not left else session.status_when_left if session.status == "running" else session.status
         with suppress(OSError, StorageError):  # the disk may be full, which may be the error itself
-            built.folder.write_end(0 if left else 1, int(built.state.get("global_step", 0)), status)
+            built.folder.write_end(0 if left else 1, built.state.global_step, status)

@@ -33,6 +33,7 @@ from lockstep.files import bytes_text
 from lockstep.logging.console import waiting
 from lockstep.logging.plots import curve, rates_picture
 from lockstep.loop import StepControl, loss_of, seeder, steps
+from lockstep.run_state import RunState
 from lockstep.task import items_of_a_sample
 from lockstep.training.build import Built, build, stream_of
 from lockstep.training.build_engine import kernels_of
@@ -411,7 +412,7 @@ def _tried_here(built: Built, size: int, measure: Measure) -> tuple[tuple[int, f
 def _first_batch(built: Built, size: int) -> MicroBatch:
     config = dataclasses.replace(built.config, micro_batch_size=size)
     run_plan = dataclasses.replace(built.run_plan, config=config)
-    stream, _ = stream_of(config, built.task, built.training, run_plan, built.world, {})
+    stream, _ = stream_of(config, built.task, built.training, run_plan, built.world, RunState())
     with closing(stream.from_step(0)) as step_loader:
         _, micro = next(iter(step_loader))
         first: MicroBatch = micro[0]

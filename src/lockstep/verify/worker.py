@@ -124,8 +124,9 @@ def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, A
         trace.setdefault("coarsest", recorder.dtypes.name)
         trace["micro_batches"] = built.config.micro_batches  # the model may decide them
         if end < request.steps:
-            state = built.state | built.run_plan.place(end) | {"plan": built.plan, "world_size": world.size}
-            checkpoint.save(built.folder.path, end, built.tensors(), state, world, engine=spec.combination.engine)
+            place, engine = built.run_plan.place(end), spec.combination.engine
+            state = dataclasses.replace(built.state, place=place, plan=built.plan, world_size=world.size)
+            checkpoint.save(built.folder.path, end, built.tensors(), state.to_json(), world, engine=engine)
         elif built.evaluation:
             sets = {name: fault.evaluation(batches, context) for name, batches in built.evaluation.items()}
             result = evaluate_all(built.engine, built.task, sets, world, step=end, seed=built.config.seed)

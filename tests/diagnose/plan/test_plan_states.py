@@ -26,6 +26,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.exact import held_at_most
 from lockstep.engines.registry import engine
 from lockstep.errors import ConfigError
+from lockstep.run_state import RunState
 from lockstep.training.build_engine import model_of, optimizer_of
 
 CPU = device_of("cpu")
@@ -81,7 +82,7 @@ def measured(world, config, task, steps=3, load=None):
     settings = {"clip": config.optim.clip, "exact_micro_batches": config.micro_batches if config.exact else 0}
     found = 0
     with Held() as held:
-        model = model_of(config, task, world, {}, lambda line: None)
+        model = model_of(config, task, world, RunState(), lambda line: None)
         made = engine(
             config.engine,
             model,

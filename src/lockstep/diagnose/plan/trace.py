@@ -36,6 +36,7 @@ from lockstep.engines.blocks import find_blocks
 from lockstep.engines.registry import engine, options_for
 from lockstep.errors import LockstepError, UsageError
 from lockstep.loop import loss_of
+from lockstep.run_state import RunState
 from lockstep.task import has_own
 from lockstep.training.build_engine import model_of, optimizer_of
 from lockstep.transforms.batchnorm import recorders
@@ -158,7 +159,7 @@ class _Stage:
         self._apart = _finds_out(config)
         self._counting = config.exact or ENGINES[config.engine].own_gradients
         self._task = subject.at(layers)
-        model = self._model = model_of(config, self._task, world, {}, lambda line: None, planned=True)
+        model = self._model = model_of(config, self._task, world, RunState(), lambda line: None, planned=True)
         named = self._task.blocks(model)
         self._blocks = find_blocks(model).modules if named is None else list(named)
         self._optimizer: Optimizer | None = None

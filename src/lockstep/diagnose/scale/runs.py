@@ -32,6 +32,7 @@ from lockstep.config.schema import Config
 from lockstep.config.secrets import printable
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.logging import jsonl
+from lockstep.run_state import RunState
 
 __all__ = [
     "PROFILE",
@@ -533,10 +534,10 @@ def _read(path: Path) -> _ExistingRun:
     """Read a run's folder. The first record is the run's start, and left out."""
     where = f"--runs: {_named(path)}"
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = RunState.from_json(json.loads((path / "state.json").read_text(encoding="utf-8")), lenient=True)
         config = _flat(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
-        ranks, batch, micro = state["world_size"], config["batch_size"], config["micro_batch_size"]
-        if not all(isinstance(each, int) and each > 0 for each in (ranks, batch, micro)) or batch % micro:
+        ranks, batch, micro = state.world_size, config["batch_size"], config["micro_batch_size"]
+        if not ranks or not all(isinstance(each, int) and each > 0 for each in (ranks, batch, micro)) or batch % micro:
             raise ValueError
         found = windows_of(jsonl.read(path / "metrics.jsonl"), after=0)[1:]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

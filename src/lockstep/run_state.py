@@ -1,0 +1,482 @@
+"""Define the state of a run: everything that a checkpoint stores except tensors.
+
+    state = RunState.from_json(found, "step-00000500/state.json")
+    state.global_step                   # typed fields, not keys
+    json.dumps(state.to_json())         # what a checkpoint's and the run folder's state.json contain
+
+The types of the fields define the format. A field at its `absent` value is not written, None by default. The parts of
+`place`, `running` and `selection` are keys of the outermost object.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import types
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
+
+from lockstep.errors import CheckpointError
+
+__all__ = [
+    "AdapterState",
+    "BestEvaluation",
+    "Extension",
+    "LauncherState",
+    "PatienceCount",
+    "PlateauCount",
+    "Position",
+    "RunState",
+    "RunningSums",
+    "Selection",
+    "SharesState",
+    "SpikeState",
+    "TrainedSet",
+]
+
+_ALWAYS = object()  # no value of a field: it is always written
+_WRITTEN: dict[str, Any] = {"absent": _ALWAYS}
+_FLAT: dict[str, Any] = {"flat": True}
+_LARGEST = 1 << 53  # of an integer that a float holds exactly; sizes and counts are below
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Position of a run in its plan and its data. Epochs are counted in samples.
+
+    Attributes:
+        global_step: steps trained.
+        epoch: full passes over the training data.
+        epoch_step: steps in the current epoch, rounded up.
+        epoch_progress: share of the current epoch that was trained on.
+        num_batches_remaining: steps that the current epoch still takes, rounded up.
+        position: position of the next step's first sample in the endless sample stream.
+    """
+
+    global_step: int = 0
+    epoch: int | None = None
+    epoch_step: int | None = None
+    epoch_progress: float | None = None
+    num_batches_remaining: int | None = None
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningSums:
+    """Sums over the steps since the last training record.
+
+    Attributes:
+        loss: sum of the steps' finite losses.
+        missed: steps without a finite loss.
+        numbers: exact sums of the task's own numbers, by name.
+    """
+
+    loss: float = field(default=0.0, metadata={"key": "running_loss"})
+    missed: int = field(default=0, metadata={"key": "running_missed"})
+    numbers: dict[str, list[float]] = field(default_factory=dict, metadata={"key": "running_numbers"})
+
+
+@dataclass(frozen=True, slots=True)
+class BestEvaluation:
+    """The best evaluation by one metric.
+
+    Attributes:
+        step: after which it was made.
+        loss: its loss.
+        metric: that judged it; before metrics could be chosen, the loss.
+        value: of that metric; None: the loss.
+    """
+
+    step: int
+    loss: float
+    metric: str = "loss"
+    value: float | None = None
+
+    @property
+    def judged_value(self) -> float:
+        """The value of `metric`."""
+        return self.loss if self.value is None else self.value
+
+
+@dataclass(frozen=True, slots=True)
+class PatienceCount:
+    """The evaluations that `--patience-metric` judges.
+
+    Attributes:
+        best: the best of them.
+        since: evaluations since then.
+    """
+
+    best: BestEvaluation | None = field(default=None, metadata=_WRITTEN)
+    since: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlateauCount:
+    """The counts of `--optim.schedule plateau`.
+
+    Attributes:
+        bad: evaluations in a row that were no better than the best.
+        fallen: how often the rate was lowered.
+        cooling: evaluations that do not count yet, after the rate was lowered.
+    """
+
+    bad: int = 0
+    fallen: int = 0
+    cooling: int = 0
+
+
+@dataclass(slots=True)
+class Selection:
+    """What the evaluations so far decided.
+
+    Attributes:
+        best: the best evaluation by `--best-metric`.
+        since_best: evaluations since then; None before the first one.
+        patience: the counts of `--patience-metric`; None without one.
+        plateau: the counts of the plateau schedule; None without one.
+    """
+
+    best: BestEvaluation | None = field(default=None, metadata=_WRITTEN)
+    since_best: int | None = None
+    patience: PatienceCount | None = None
+    plateau: PlateauCount | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the selection as JSON values."""
+        return _encode_fields(self)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        """Read what `to_json` returned; values of another type are left at their defaults."""
+        return _read(cls, found, "", lenient=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSet:
+    """The parameters that a run trains, by their names in checkpoints.
+
+    Attributes:
+        made: names of those trained when the engine was last built, or earlier; the engine's state covers them.
+        now: names of those that require gradients now.
+        since: name -> the first step that trained it, for those unfrozen during the run.
+    """
+
+    made: list[str]
+    now: list[str]
+    since: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the set as JSON values."""
+        return _encode_fields(self)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
+        """Read what `to_json` returned, from the file `where`. Raises CheckpointError if it is something else."""
+        return _read(cls, found, where)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterState:
+    """The adapters of `--lora.rank`, and their base.
+
+    Attributes:
+        base: fingerprint of the base's weights; "" before they were read.
+        base_from: checkpoint that holds the base's weights; "": the task's model has them.
+        modules_to_save: modules that are trained whole.
+        rank, alpha, dropout: of the flags of `--lora`, with `alpha` resolved.
+        targets, turned: see `models.lora.Adapters`.
+        dtype: of the adapters' parameters.
+    """
+
+    base: str = ""
+    base_from: str = ""
+    modules_to_save: list[str] = field(default_factory=list)
+    rank: int = 0
+    alpha: float = 0.0
+    dropout: float = 0.0
+    targets: list[str] | str = ""
+    turned: bool = False
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """An extension of the plan by `--extend-to`.
+
+    Attributes:
+        asked: the flag's value.
+        at: step at which the run was extended.
+        before: steps of the plan before it.
+        max_steps, num_epochs: the new length; one of them is 0.
+    """
+
+    asked: int | str
+    at: int
+    before: int = field(metadata={"key": "from"})
+    max_steps: int
+    num_epochs: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpikeState:
+    """What the spike guard learnt; see `guards.spike.Spike`.
+
+    Attributes:
+        norms: the last gradient norms.
+        count: norms learnt so far.
+        limits: (first step, limit) of the current limit and the next.
+        usual: limit by `norms`, as last estimated; None: infinite, or the last limit's.
+        trained: hash of the trained set that the norms belong to.
+    """
+
+    norms: list[float] = field(default_factory=list)
+    count: int = 0
+    limits: list[tuple[int, float]] = field(default_factory=list)
+    usual: float | None = None
+    trained: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharesState:
+    """What the balancer of `--shares auto` measured.
+
+    Attributes:
+        costs: by rank, its time for a unit of work.
+        most: by rank, its largest number of micro-batches; []: no limit.
+    """
+
+    costs: list[float] = field(default_factory=list)
+    most: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherState:
+    """The launcher's job that the last start belonged to.
+
+    Attributes:
+        id: of the job; "" without a launcher.
+        restarts_before: restarts of the run before this job.
+    """
+
+    id: str
+    restarts_before: int
+
+
+@dataclass(slots=True)
+class RunState:
+    """The state of a run, except tensors.
+
+    Attributes:
+        place: position in the plan; None: nothing was trained.
+        running: sums over the steps since the last training record.
+        selection: what the evaluations so far decided.
+        evaluation_due: the checkpoint was written before its step's evaluation.
+        plan: option -> value; what a resume must find unchanged. {}: nothing was saved.
+        origin: step and sample position from which on steps have their current size.
+        extended: the last extension of the plan.
+        world_size: ranks that wrote the checkpoint.
+        compile: the model is compiled.
+        reduction: the loss is a "sum" or a "mean" over items, or of a whole "micro-batch", as the trial detected.
+        evaluation_graph: an evaluation needs gradients, as the trial detected.
+        gpt: settings of a built-in GPT, as `models.gpt.GPTConfig` has them.
+        lora: adapters and their base; None: a whole model.
+        trained: the trained parameters; None: they never changed.
+        not_finite_at_start: names of the tensors that were not finite when the run began; None: not looked at yet.
+        spike: what the spike guard learnt.
+        shares: what the balancer measured.
+        steps_left_out: steps that a guard left out.
+        losses: ranks lost while the others went on.
+        restarts: restarts by a launcher after a failure.
+        job: the launcher's job that counts restarts.
+        hooks: state of the task's hooks, which own it.
+        others: keys of an older or newer lockstep; stored again as they are.
+    """
+
+    place: Position | None = field(default=None, metadata=_FLAT)
+    running: RunningSums = field(default_factory=RunningSums, metadata=_FLAT)
+    selection: Selection = field(default_factory=Selection, metadata=_FLAT)
+    evaluation_due: bool = field(default=False, metadata={"absent": False})
+    plan: dict[str, Any] = field(default_factory=dict, metadata={"absent": {}})
+    origin: tuple[int, int] | None = None
+    extended: Extension | None = None
+    world_size: int | None = None
+    compile: bool | None = None
+    reduction: str | None = None
+    evaluation_graph: bool | None = None
+    gpt: dict[str, Any] | None = None
+    lora: AdapterState | None = None
+    trained: TrainedSet | None = None
+    not_finite_at_start: list[str] | None = None
+    spike: SpikeState | None = None
+    shares: SharesState | None = None
+    steps_left_out: int | None = None
+    losses: int | None = None
+    restarts: int | None = None
+    job: LauncherState | None = None
+    hooks: dict[str, Any] | None = None
+    others: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def global_step(self) -> int:
+        """Steps trained; 0 for a new run."""
+        return self.place.global_step if self.place else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as JSON values. The hooks' state is not copied."""
+        return _encode_fields(self)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any], where: str = "state.json", *, lenient: bool = False) -> Self:
+        """Read what `to_json` returned.
+
+        Args:
+            found: the JSON object.
+            where: its file, for the error.
+            lenient: leave out values of another type, as a report does with a damaged folder.
+
+        Raises:
+            CheckpointError: a value is of another type.
+        """
+        return _read(cls, found, where, lenient=lenient)
+
+    def copy(self) -> "RunState":
+        """Return a copy that shares nothing. Raises TypeError if the hooks stored something that JSON has not."""
+        return RunState.from_json(json.loads(json.dumps(self.to_json())))
+
+
+# --- JSON
+
+_T = TypeVar("_T")
+_OTHERS = "others"  # the field of a part that keeps unknown keys
+
+
+def _encode_fields(part: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, each in _format_of(part.__class__).items():
+        value = getattr(part, name)
+        if name == _OTHERS:
+            found |= value
+        elif each.flat:
+            found |= _encode_fields(value) if value is not None else {}
+        elif each.absent is _ALWAYS or value != each.absent:
+            found[each.key] = _encode(value)
+    return found
+
+
+def _encode(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _encode_fields(value)
+    if isinstance(value, list | tuple):
+        return [_encode(each) for each in value]
+    return value
+
+
+class _Key(NamedTuple):
+    """The JSON form of a field.
+
+    Attributes:
+        kind: type of the value.
+        flat: the part whose keys belong to the outermost object; else None.
+        absent: the value that is not written.
+        required: the field has no default.
+    """
+
+    key: str
+    kind: Any
+    flat: Any
+    absent: Any
+    required: bool
+
+
+@functools.cache
+def _format_of(part: Hashable) -> dict[str, _Key]:
+    """Return the JSON form of each field of a part."""
+    kinds, found = get_type_hints(part), dict[str, _Key]()
+    for each in dataclasses.fields(part):  # type: ignore[arg-type]
+        kind, said = kinds[each.name], each.metadata
+        flat = (get_args(kind) or (kind,))[0] if said.get("flat") else None  # `Position | None`: Position
+        required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+        found[each.name] = _Key(said.get("key", each.name), kind, flat, said.get("absent"), required)
+    return found
+
+
+class _MismatchError(Exception):
+    """A JSON value is not of its field's type."""
+
+    def __init__(self, key: str, value: Any) -> None:
+        super().__init__(key)
+        self.key, self.value = key, value
+
+
+def _read(part: type[_T], found: Mapping[str, Any], where: str, *, lenient: bool = False) -> _T:
+    rest = dict(found)
+    try:
+        made: _T = part(**_decode_fields(part, rest, lenient=lenient))
+    except _MismatchError as error:
+        raise CheckpointError(
+            f"{where}: '{error.key}' has a value that this lockstep does not read ({type(error.value).__name__}); "
+            "update lockstep, or resume from an older checkpoint"
+        ) from None
+    return made
+
+
+def _decode_fields(part: Any, rest: dict[str, Any], *, lenient: bool = False) -> dict[str, Any]:
+    """Remove a part's keys from `rest`, and return its values by field.
+
+    Raises:
+        _MismatchError: a value is of another type, or missing.
+    """
+    values: dict[str, Any] = {}
+    for name, each in _format_of(part).items():
+        if name == _OTHERS:
+            continue
+        if each.flat:
+            inner = _decode_fields(each.flat, rest, lenient=lenient)
+            values |= {name: each.flat(**inner)} if inner else {}
+        elif each.key in rest:
+            try:
+                values[name] = _decode(each.kind, rest.pop(each.key), each.key)
+            except _MismatchError:
+                if not lenient:
+                    raise
+        elif each.required:
+            raise _MismatchError(each.key, None)
+    if _OTHERS in _format_of(part):
+        values[_OTHERS] = rest
+    return values
+
+
+def _decode(kind: Any, value: Any, key: str) -> Any:
+    """Return the value as a field of this type has it. Raises _MismatchError if it is of another type."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any or (value is None and kind is types.NoneType):
+        return value
+    if origin is types.UnionType:
+        return _decode_union(arguments, value, key)
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return kind(**_decode_fields(kind, dict(value)))  # type: ignore[operator]
+    if origin is dict and isinstance(value, dict):
+        return {name: _decode(arguments[1], each, key) for name, each in value.items()}
+    if origin is list and isinstance(value, list):
+        return [_decode(arguments[0], each, key) for each in value]
+    if origin is tuple and isinstance(value, list) and len(value) == len(arguments):
+        return tuple(_decode(each, one, key) for each, one in zip(arguments, value, strict=True))
+    if _is_plain(kind, value):
+        return value
+    raise _MismatchError(key, value)
+
+
+def _decode_union(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
+    for kind in kinds:
+        with contextlib.suppress(_MismatchError):
+            return _decode(kind, value, key)
+    raise _MismatchError(key, value)
+
+
+def _is_plain(kind: Any, value: Any) -> bool:
+    """Whether a string, a bool or a number is of this type; an integer counts as a float if one can hold it."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return kind in (int, float) and abs(value) < _LARGEST
+    return kind in (str, bool, float) and type(value) is kind
