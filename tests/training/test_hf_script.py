@@ -84,7 +84,7 @@ def as_it_was(monkeypatch):
 def written(folder, text=SCRIPT, **more):
     folder.mkdir(exist_ok=True)
     (folder / "run.py").write_text(text)
-    (folder / "beside.py").write_text(BESIDE.format(tests=str(Path(__file__).parents[1] / "tasks")))
+    (folder / "beside.py").write_text(BESIDE.format(tests=str(Path(__file__).parents[1] / "adapters")))
     given = {"output_dir": str(folder / "out"), "max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 0.01}
     given |= {"logging_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "do_train": True}
     (folder / "args.json").write_text(json.dumps({**given, **more}))
