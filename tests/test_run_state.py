@@ -58,7 +58,9 @@ def test_all_parts_come_back():
 
 @pytest.mark.parametrize("engine", capture.ENGINES)
 def test_what_a_checkpoint_of_the_past_has_is_written_again(engine):
-    for path in (capture.HERE / "checkpoints" / engine).rglob("state.json"):
+    paths = list((capture.HERE / "checkpoints" / engine).rglob("state.json"))
+    assert paths
+    for path in paths:
         found = json.loads(path.read_text())
         state = RunState.from_json(found)
         assert (state.to_json(), state.others) == (found, {})

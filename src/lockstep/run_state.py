@@ -395,10 +395,10 @@ def _format_of(part: Hashable) -> dict[str, _Key]:
     """Return the JSON form of each field of a part."""
     kinds, found = get_type_hints(part), dict[str, _Key]()
     for each in dataclasses.fields(part):  # type: ignore[arg-type]
-        kind, said = kinds[each.name], each.metadata
-        flat = (get_args(kind) or (kind,))[0] if said.get("flat") else None  # `Position | None`: Position
+        kind, metadata = kinds[each.name], each.metadata
+        flat = (get_args(kind) or (kind,))[0] if metadata.get("flat") else None  # `Position | None`: Position
         required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
-        found[each.name] = _Key(said.get("key", each.name), kind, flat, said.get("absent"), required)
+        found[each.name] = _Key(metadata.get("key", each.name), kind, flat, metadata.get("absent"), required)
     return found
 
 
@@ -413,13 +413,13 @@ class _MismatchError(Exception):
 def _read(part: type[_T], found: Mapping[str, Any], where: str, *, lenient: bool = False) -> _T:
     rest = dict(found)
     try:
-        made: _T = part(**_decode_fields(part, rest, lenient=lenient))
+        values: _T = part(**_decode_fields(part, rest, lenient=lenient))
     except _MismatchError as error:
         raise CheckpointError(
             f"{where}: '{error.key}' has a value that this lockstep does not read ({type(error.value).__name__}); "
             "update lockstep, or resume from an older checkpoint"
         ) from None
-    return made
+    return values
 
 
 def _decode_fields(part: Any, rest: dict[str, Any], *, lenient: bool = False) -> dict[str, Any]:

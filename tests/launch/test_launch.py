@@ -26,6 +26,7 @@ from lockstep.launch import job
 from lockstep.launch import workers as leash
 from lockstep.launch.command import command
 from lockstep.launch.job import Job
+from lockstep.run_state import RunState
 from lockstep.training.open_run import count_restarts
 from lockstep.training.run_dir import RunFolder
 
@@ -315,12 +316,12 @@ def test_a_signal_to_the_launcher_stops_restarts(tmp_path):
 
 def test_restarts_add_up_over_all_starts(monkeypatch):
     """`restarts` counts those of this launcher's start and of the ones before, each once."""
-    state = {}
+    state = RunState()
     for job_id, count, total in (("a", 0, 0), ("a", 1, 1), ("a", 3, 3), ("b", 0, 3), ("b", 2, 5), ("", 0, 5)):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job_id)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
         count_restarts(state)
-        assert state["restarts"] == total
+        assert state.restarts == total
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["at once", "after a stop"])

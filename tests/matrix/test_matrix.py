@@ -4,7 +4,7 @@ The covering sets have each pair of two factors' values that a run can have, and
 `make test-full` draws more runs from all:
 
     MATRIX_SEED=7 MATRIX_COUNT=200 make test-full       the seed is printed, and drawn where none is given
-    MATRIX_CASES="ddp-exact-2-mlp-0-nan-skip-fp16-late-none-own-sum" make matrix        these alone
+    MATRIX_CASES="ddp-exact-2-mlp-0-spike-skip-bf16-late-after-default-closure" make matrix        these alone
 """
 
 import itertools

@@ -155,9 +155,9 @@ def note(error: BaseException) -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
-    told_already = isinstance(error, LockstepError) and FOLDER_VARIABLE in os.environ
+    launcher_prints = isinstance(error, LockstepError) and FOLDER_VARIABLE in os.environ
     if _NOTED and _NOTED[0] is error:
-        return told_already
+        return launcher_prints
     ours = isinstance(error, LockstepError)
     bug = f"{error_line(error)}; the traceback is above{f', and in {_LOGS[-1]}' if _LOGS else ''}"
     line = mask(str(error) if ours else bug).replace("\n", " ")
@@ -183,7 +183,7 @@ def note(error: BaseException) -> bool:
     with contextlib.suppress(OSError), open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
         json.dump(content, file)
         _NOTED[:] = [error]
-        return told_already
+        return launcher_prints
     return False
 
 

@@ -297,7 +297,9 @@ def build(
         check_shared(folder, world)  # collective
     source, state = _found(folder, world) if resume and not joins else (None, RunState())
     state = _glimpsed(folder) if joins else state
-    start = _start_facts(asked, StartFacts(False, 0, checkpoint_facts(state), steps, least), world, given)  # collective
+    start = _start_facts(
+        asked, StartFacts(checkpoint=checkpoint_facts(state), steps=steps, least=least), world, given
+    )  # collective
     draft = draft_of(asked, start)
     for line in draft.notices:
         say(line)

@@ -165,7 +165,7 @@ def config_of(path: Path, wanted: InferenceRequest) -> Config:
 
 def _made(path: Path, config: Config, wanted: InferenceRequest, world: World) -> Used:
     """Make the task and the model, and load the weights. Collective."""
-    config, notices = draft_of(config, StartFacts(all_fast(config, world)))  # collective
+    config, notices = draft_of(config, StartFacts(fast=all_fast(config, world)))  # collective
     for line in notices:
         notify(world)(line)
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)

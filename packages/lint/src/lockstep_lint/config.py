@@ -1,4 +1,4 @@
-"""Which rules run where: the defaults, `[tool.lockstep.lint]` of pyproject.toml, and the command's flags."""
+"""Select the rules of each file: defaults, `[tool.lockstep.lint]` of pyproject.toml, flags."""
 
 import fnmatch
 import os

@@ -1,4 +1,4 @@
-"""What the checker reports: one finding a place, as text or as data."""
+"""Define a finding, what the linter reports for one place in a file."""
 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -7,7 +7,7 @@ __all__ = ["Change", "Confidence", "Edit", "Finding", "Severity"]
 
 
 class Severity(StrEnum):
-    """How much a pitfall costs: a wrong or dead run, a worse or slower one, or a matter of taste."""
+    """Severity: a wrong or failing run, a worse or slower one, or a matter of taste."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -15,7 +15,7 @@ class Severity(StrEnum):
 
 
 class Confidence(StrEnum):
-    """How sure a finding is, given what can be seen."""
+    """Confidence in a finding, given the code that is visible."""
 
     HIGH = "high"
     MEDIUM = "medium"
@@ -69,7 +69,7 @@ class Finding:
 
     @property
     def place(self) -> tuple[str, int, int, int, str]:
-        """What findings are sorted by."""
+        """Sort key."""
         return self.path, self.cell, self.line, self.column, self.rule
 
     @property

@@ -1,4 +1,4 @@
-"""Make the safe corrections (with libcst, only here), and print the others as a diff to read."""
+"""Apply safe fixes with libcst, and print the others as a diff."""
 
 import ast
 import difflib

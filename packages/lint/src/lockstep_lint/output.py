@@ -1,4 +1,4 @@
-"""Findings as text for a person, as JSON or SARIF 2.1.0, or as annotations for GitHub."""
+"""Print findings as text, JSON, SARIF 2.1.0 or annotations for GitHub."""
 
 import json
 import os
@@ -126,7 +126,7 @@ def folded(findings: list[Finding]) -> list[Finding]:
 
 
 def summary(findings: list[Finding]) -> str:
-    """How many findings there are, by rule."""
+    """Count the findings by rule."""
     if not findings:
         return "no findings"
     counts = Counter(finding.rule for finding in findings)

@@ -1,1 +1,1 @@
-"""What the rules ask: names, values, guards, loops and calls of the files that are checked."""
+"""Analyse names, values, guards, loops and calls of the checked files, for the rules."""

@@ -1,4 +1,4 @@
-"""How much work a file may cost, and the answers that are cached for one run."""
+"""Limit the work on a file, and cache answers for one run of the linter."""
 
 import functools
 from collections.abc import Callable

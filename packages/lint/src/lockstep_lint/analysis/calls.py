@@ -1,4 +1,4 @@
-"""Who calls whom in a project, and which class an object has."""
+"""Resolve calls and the classes of objects in a project."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -111,7 +111,7 @@ class Calls:
         return None
 
     def imported(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """What another file of the project gives a name that it is imported by (`from utils.comm import comm`)."""
+        """Yield the values of an imported name in the file that defines it (`from utils.comm import comm`)."""
         found = scope.module.imports.get(key)
         if found is None or not found.name or bound_locally(key, scope):
             return
@@ -150,7 +150,7 @@ class Calls:
                 return
 
     def items(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """What makes the items of the `defaultdict` whose values a loop gives a name (`for m in meters.values():`)."""
+        """Yield the factory of the `defaultdict` whose values a loop iterates over (`for m in meters.values():`)."""
         for bind in scope.binds.get(key, [])[:MAX_BINDS]:
             over = bind.value if bind.how == "for" and bind.path in ((), (1,)) else None
             if isinstance(over, ast.Call) and last(over) == ("items" if bind.path else "values"):

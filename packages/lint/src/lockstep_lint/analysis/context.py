@@ -1,4 +1,4 @@
-"""What surrounds a statement: its loops, guards, `with` blocks and `try`s, and how often a guard lets it run."""
+"""Find the loops, guards, `with` and `try` blocks around a statement, and how often it runs."""
 
 import ast
 import re
@@ -213,7 +213,7 @@ def turned_off(stmt: ast.stmt, scope: Scope) -> bool:
 
 
 def outcome(test: ast.expr) -> bool | None:
-    """How a test of literals comes out; None where something else decides."""
+    """Evaluate a test of literals; None if it depends on anything else."""
     if isinstance(test, ast.Constant):
         return bool(test.value)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -413,7 +413,7 @@ def in_turn(test: ast.expr) -> bool | None:
 
 
 def turns_left(node: ast.AST) -> ast.expr | None:
-    """What a count of turns is divided by, whose remainder is asked for; the number of a process is none."""
+    """Return the divisor of an iteration counter's remainder (`step % 50`); a rank is no counter."""
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mod):
         return None
     return node.right if not any("rank" in name for name in idents(node.left)) else None

@@ -1,4 +1,4 @@
-"""Which values are on the device, and what a step reads of its batch before that is moved."""
+"""Find values on the device, and reads of a batch before it is moved."""
 
 import ast
 import re
@@ -42,7 +42,7 @@ METHODS = {"item", "cpu", "tolist", "numpy", "sum", "mean", "size", "shape", "ma
 
 
 def looped(name: str, site: Site) -> ast.expr | None:
-    """What a comprehension in a call's statement runs over, if a name is its variable (`[x.item() for x in rows]`)."""
+    """Return the iterable of the comprehension whose variable a name is (`[x.item() for x in rows]`)."""
     for node in walk(site.stmt):
         if isinstance(node, ast.comprehension) and name in {key for key, _ in targets(node.target)}:
             return node.iter
@@ -235,7 +235,7 @@ def on_device(view: View, value: ast.expr, scope: Scope, names: int = MAX_NAMES)
 
 
 def parts(value: ast.expr) -> Iterator[ast.expr]:
-    """What a sum, a comparison or a list is made of: it is on the device if one of them is."""
+    """Yield the operands of a sum, comparison or list; one on the device puts the result there."""
     if isinstance(value, ast.Subscript | ast.Starred):
         yield value.value
     elif isinstance(value, ast.BinOp):

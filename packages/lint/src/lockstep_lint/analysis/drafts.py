@@ -1,4 +1,4 @@
-"""Drafts of corrections for `--unsafe-fixes`: the lines that a rule would write, where it can tell all their names."""
+"""Draft the fixes of `--unsafe-fixes`, where all names that they need are known."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, Accelerate and Fabric: the calls of them that wait for all ranks."""
+"""Recognise the collective calls of DeepSpeed, Accelerate and Fabric."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The calls that run or evaluate a model, the loops over held-out data, and the guards against a graph."""
+"""Find calls that run or evaluate a model, loops over held-out data, and `no_grad` blocks."""
 
 import ast
 import functools
@@ -225,7 +225,7 @@ def keeps_all(view: View) -> bool:
 
 
 def foreign(view: View, owner: Scope) -> Iterator[str]:
-    """What a class derives from that is not the project's."""
+    """Yield a class's bases outside the project."""
     known = {parent.name for parent in view.names.parents(owner)}
     yield from (name for name in view.names.bases_of(owner) if name.split(".")[-1] not in known)
 

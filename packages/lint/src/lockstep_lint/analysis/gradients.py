@@ -1,4 +1,4 @@
-"""Gradient accumulation, and whether what a loop trains takes part in DDP's exchange."""
+"""Recognise gradient accumulation, and parameters that DDP does not reduce."""
 
 import ast
 from collections.abc import Iterator

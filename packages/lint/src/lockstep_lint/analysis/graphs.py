@@ -1,4 +1,4 @@
-"""Which names hold tensors of a training step's graph, and which expressions still carry it."""
+"""Find names and expressions that keep the autograd graph of a training step."""
 
 import ast
 import re
@@ -220,7 +220,7 @@ def scores(view: View, call: ast.Call, target: Scope, forward: Site, names: set[
 
 
 def start(value: ast.expr) -> ast.expr:
-    """What a chain of methods that keep the graph begins with."""
+    """Return the start of a chain of methods that keep the graph."""
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and keeps(value):
         value = value.func.value
     return value
@@ -326,7 +326,7 @@ def rebound_inside(scope: Scope, name: str, training: Training) -> bool:
 
 
 def added(bind: Bind) -> ast.expr | None:
-    """What a binding adds to its own name."""
+    """Return what a binding adds to the name's former value."""
     if bind.how == "aug" and isinstance(bind.stmt, ast.AugAssign) and isinstance(bind.stmt.op, ast.Add):
         return bind.value
     if isinstance(bind.value, ast.BinOp) and isinstance(bind.value.op, ast.Add) and dotted(bind.value.left) == bind.key:

@@ -1,4 +1,4 @@
-"""Which file an import means, which files a project has, and what their lines import, read without parsing any."""
+"""Resolve imports to files, and scan a project's imports without parsing."""
 
 import functools
 import os
@@ -217,7 +217,7 @@ class Lines:
 
 
 def lines_of(path: str) -> Lines:
-    """What the lines of the file at `path` say."""
+    """Scan the file at `path`."""
     text = contents(path)
     words = folders_added(text) if "sys.path" in text else ()
     return Lines(tuple(mentioned(text)), tuple(dict.fromkeys(words)))

@@ -1,4 +1,4 @@
-"""One file as tables: scopes, what they bind, what they call, and the way up from every statement."""
+"""Index a file: scopes, bindings, calls, and the parents of every statement."""
 
 import ast
 import functools
@@ -75,7 +75,7 @@ class Site:
 
     @property
     def line(self) -> int:
-        """Where the call stands."""
+        """Position of the call."""
         return self.call.lineno
 
     @property
@@ -136,7 +136,7 @@ class Scope:
         return group(self.sites)
 
     def bound(self, stmt: ast.stmt) -> list[Bind]:
-        """What a statement of the scope binds."""
+        """Return the bindings of a statement of the scope."""
         return self.by_stmt.get(stmt, [])
 
     @functools.cached_property
@@ -157,7 +157,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import statement binds: the module, and the name taken out of it ("" for the module itself)."""
+    """Return an import's bindings: the module, and the name imported from it ("" for the module itself)."""
 
     module: str
     name: str
@@ -214,7 +214,7 @@ class Module:
 
     @functools.cached_property
     def words(self) -> Counter[str]:
-        """How often each word stands in `bare`."""
+        """Count the words of `bare`."""
         return Counter(re.findall(r"\w+", self.bare))
 
     def sites(self, *names: str) -> Iterator[Site]:

@@ -1,4 +1,4 @@
-"""What an object is: optimizer, scheduler, scaler, model, loader, by where it comes from or else by its name."""
+"""Classify objects as optimizer, scheduler, scaler, model or loader, by origin, else by name."""
 
 import ast
 import re
@@ -144,7 +144,7 @@ class Kinds:
         return LOADER.search(last(node)) or self.loader_call(node, scope) is not None
 
     def iterated(self, node: ast.expr, scope: Scope) -> ast.expr:
-        """What a loop's header runs over in the end, without `enumerate`, progress bars and the names given to them."""
+        """Return the iterable of a loop, without `enumerate`, progress bars and aliases."""
         for _ in range(8):
             if isinstance(node, ast.IfExp):  # `tqdm(loader) if rank == 0 else loader`
                 node = node.orelse if isinstance(node.body, ast.Call) else node.body
@@ -227,7 +227,7 @@ class Kinds:
 
 
 def within(node: ast.expr) -> ast.expr | None:
-    """What a call is given to run over: its first argument, or the `iterable` of a progress bar."""
+    """Return the iterable that a call wraps: its first argument, or a progress bar's `iterable`."""
     if not isinstance(node, ast.Call):
         return None
     return node.args[0] if node.args else keyword(node, "iterable")

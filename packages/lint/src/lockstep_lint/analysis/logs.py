@@ -1,4 +1,4 @@
-"""How a program sets up logging and trackers, and turns the output of other ranks off."""
+"""Recognise the set-up of logging and trackers, and of silenced ranks."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""What is chosen by a name at run time: from a table, a module, a package or a registry."""
+"""Resolve look-ups by name at run time in tables, modules, packages and registries."""
 
 import ast
 import os
@@ -45,7 +45,7 @@ def sure(parts: list[list[Scope]]) -> list[Scope]:
 
 
 def called(view: View, call: ast.Call, scope: Scope, steps: int) -> list[Scope]:
-    """What a call that looks a name up may give."""
+    """Return the possible results of a call that looks up a name."""
     name, args = last(call.func), call.args
     wanted = constant(args[1]) if name == "getattr" and len(args) > 1 else constant(args[0]) if args else None
     if name == "getattr" and len(args) > 1:
@@ -62,7 +62,7 @@ def called(view: View, call: ast.Call, scope: Scope, steps: int) -> list[Scope]:
 
 
 def in_table(view: View, node: ast.expr, scope: Scope, steps: int) -> list[Scope]:
-    """What stands in a dictionary that is written out, in the names of a module, or in a registry."""
+    """Return the entries of a literal dictionary, a module or a registry."""
     if isinstance(node, ast.Attribute) and node.attr == "__dict__":
         return [s for module in of_module(view, node.value, scope) for s in public(view, module)]
     if isinstance(node, ast.Call) and last(node.func) in ("globals", "vars"):
@@ -128,7 +128,7 @@ def in_package(view: View, name: str, module: Module) -> list[Module]:
 
 
 def named(modules: list[Module], name: str) -> list[Scope]:
-    """What modules define under a name."""
+    """Return the definitions of a name in modules."""
     return [module.top.defs[name] for module in modules if name in module.top.defs]
 
 

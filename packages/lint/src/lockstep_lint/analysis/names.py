@@ -1,4 +1,4 @@
-"""What a name means in a file and across files: full names, functions, classes, what classes derive from."""
+"""Resolve names within and across files: full names, functions, classes, base classes."""
 
 import ast
 from collections.abc import Iterator
@@ -151,7 +151,7 @@ class Names:
         return self.named(value.id, scope, depth + 1)
 
     def exported(self, module: Module, imported: Imported, rest: str, depth: int = 0) -> Scope | None:
-        """What an imported name is, through packages that only pass it on."""
+        """Resolve an imported name through packages that re-export it."""
         parts = rest.split(".") if rest else []
         target = self.project.find(module, imported.full, imported.level)
         found = self.attribute(target, parts, depth) if target is not None and parts else None

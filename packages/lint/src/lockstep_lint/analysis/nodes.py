@@ -1,4 +1,4 @@
-"""Small questions about syntax trees."""
+"""Query syntax trees."""
 
 import ast
 import re
@@ -84,7 +84,7 @@ def dotted(node: ast.AST | None) -> str | None:
 
 
 def base(node: ast.AST) -> ast.AST:
-    """What a chain of attributes, calls and subscripts starts from."""
+    """Return the start of a chain of attributes, calls and subscripts."""
     while True:
         if isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.Await):
             node = node.value
@@ -179,7 +179,7 @@ def targets(node: ast.AST) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def element_of(value: ast.expr | None, path: tuple[int, ...]) -> Iterator[ast.expr]:
-    """What stands at a place of a tuple that is written out; nothing where that cannot be told."""
+    """Yield an element of a literal tuple; nothing if unknown."""
     for place in path:
         if not isinstance(value, ast.Tuple | ast.List) or place >= len(value.elts):
             return

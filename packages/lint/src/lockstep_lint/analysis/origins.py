@@ -1,4 +1,4 @@
-"""Where a value comes from: through names, attributes, parameters, returns and methods that give back their object."""
+"""Trace values to their origins, through names, attributes, parameters and returns."""
 
 import ast
 import bisect
@@ -19,7 +19,7 @@ Entry = tuple[ast.Call, Scope]
 
 
 def returned(function: Scope, entry: Entry) -> Iterator[ast.expr]:
-    """What a function returns to a call, without the returns that the call's own literal arguments rule out."""
+    """Yield a call's possible results, without those that its literal arguments rule out."""
     for stmt in function.stmts:
         if isinstance(stmt, ast.Return) and stmt.value is not None and not excluded(stmt, function, entry):
             yield stmt.value
@@ -33,7 +33,7 @@ def excluded(stmt: ast.stmt, function: Scope, entry: Entry | None) -> bool:
 
 
 def truth(test: ast.expr, function: Scope, entry: Entry | None) -> bool | None:
-    """How a test comes out in a call, where its literal arguments alone decide; None where that is not known."""
+    """Evaluate a test by the literal arguments of a call; None if they do not decide it."""
     if entry is None:
         return None
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -300,7 +300,7 @@ class _Walk:
             yield from ((value, home, None) for value, home in self.elsewhere(key, node, scope))
 
     def item(self, node: ast.Subscript, scope: Scope, entry: Entry | None) -> Iterator[Item]:
-        """What stands under a key of a dictionary that is written out (`loaders["train"]`)."""
+        """Yield the value of a key of a literal dictionary (`loaders["train"]`)."""
         key = dotted(node.value)
         for bind, home in self.origins.binds(key, scope, node.lineno) if key is not None else []:
             tables = [(bind.value, home)] if not bind.path else []
@@ -344,7 +344,7 @@ class _Walk:
                 yield from self.tuples(value, target, depth + 1)
 
     def parameter(self, key: str, scope: Scope, entry: Entry | None) -> Iterator[Item]:
-        """What the callers of a function pass for a parameter: the one that the search came from, or all."""
+        """Yield the arguments for a parameter: of the call that the search came from, or of all."""
         home: Scope | None = scope
         while home is not None and key not in home.params:
             home = home.parent
@@ -389,7 +389,7 @@ def under(table: ast.Dict, key: object) -> Iterator[ast.expr]:
 
 
 def drawn(function: Scope) -> Iterator[ast.expr]:
-    """What a generator yields the items of, one by one (`while True: for batch in loader: yield batch`)."""
+    """Yield the iterable whose items a generator yields (`while True: for batch in loader: yield batch`)."""
     for stmt in function.stmts:
         if isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Yield):
             around = loops(stmt, function.module)

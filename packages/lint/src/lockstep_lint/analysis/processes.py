@@ -1,4 +1,4 @@
-"""Which programs run in several processes: those that start others, and the functions that each runs."""
+"""Find programs that run in several processes, and the functions that each process runs."""
 
 import ast
 import re
@@ -108,7 +108,7 @@ def never(calls: Calls, site: Site) -> bool:
 
 
 def outcome(calls: Calls, test: ast.expr, scope: Scope) -> bool | None:
-    """How a test comes out, where written options decide it."""
+    """Evaluate a test that literal options decide."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = outcome(calls, test.operand, scope)
         return None if inner is None else not inner

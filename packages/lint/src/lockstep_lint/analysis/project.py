@@ -1,4 +1,4 @@
-"""The files that are checked together, and which imports which."""
+"""Collect the files that are checked together, and the imports between them."""
 
 import os
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""How ranks and their numbers are called, and what a comparison of a rank comes to."""
+"""Recognise names of ranks, and evaluate comparisons of a rank."""
 
 import ast
 import re
@@ -289,7 +289,7 @@ class RankNumbers:
 
 @kept
 def attributes(module: Module) -> dict[str, list[tuple[Bind, Scope]]]:
-    """What a file gives to attributes, by their last names."""
+    """Return a file's assignments to attributes, by attribute name."""
     table: dict[str, list[tuple[Bind, Scope]]] = {}
     for scope in module.scopes:
         for key, binds in scope.binds.items():

@@ -1,4 +1,4 @@
-"""Which ranks run a statement: tests of the rank, functions that only one rank calls, programs of several processes."""
+"""Find the ranks that run a statement, by tests of the rank and by callers."""
 
 import ast
 import re
@@ -108,7 +108,7 @@ def made(numbers: RankNumbers, start: ast.expr | None, scope: Scope) -> Iterator
 
 
 def behind(numbers: RankNumbers, source: Scope | str | None, scope: Scope) -> Iterator[Value]:
-    """What a function returns, or what a name is given as it is."""
+    """Yield a function's results, or the values assigned to a name."""
     if isinstance(source, Scope):
         yield from ((value, source) for value in source.returns())
     else:
@@ -307,7 +307,7 @@ class RankTests:
         )
 
     def alike(self, values: Iterable[tuple[ast.expr, Scope]], when: bool, depth: int) -> int:
-        """What a test of any of some values comes to, where that is the same for all."""
+        """Evaluate a test for each of some values; 0 if the results differ."""
         found = {self.test(value, home, when, depth + 1) for value, home in values} if depth < 3 else set()
         return found.pop() if len(found) == 1 else 0
 
@@ -604,7 +604,7 @@ class Ranks:
 
 
 def callee(decorator: ast.expr) -> ast.expr:
-    """What a decorator names, with its arguments or without."""
+    """Return a decorator's name, with or without arguments."""
     return decorator.func if isinstance(decorator, ast.Call) else decorator
 
 

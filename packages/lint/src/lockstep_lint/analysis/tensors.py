@@ -1,4 +1,4 @@
-"""Which values are on the CPU, and which names hold losses that are still on the device."""
+"""Find values on the CPU, and losses that are still on the device."""
 
 import ast
 import re
@@ -97,7 +97,7 @@ def given_back(trainings: Trainings, training: Training) -> Iterator[str]:
 
 
 def on_keys(table: ast.Dict, function: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-    """What a written dictionary holds as losses, by the names of its keys."""
+    """Yield the losses of a literal dictionary, by the names of its keys."""
     for name, value in zip(table.keys, table.values, strict=True):
         if LOSS.search(str(constant(name))):
             yield value, function

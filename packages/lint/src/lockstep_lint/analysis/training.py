@@ -1,4 +1,4 @@
-"""The training loops of a file: which loop runs a step, which an epoch, what runs in every step, what evaluates."""
+"""Find the training loops of a file: steps, epochs, evaluations."""
 
 import ast
 import re
@@ -98,7 +98,7 @@ COUNTS = Words(r"step|epoch|(?<![wc]r)(?<!lim)iter|count|current|best|batch_idx"
 
 
 def parts(test: ast.expr) -> Iterator[ast.expr]:
-    """What a test compares and joins, without literals."""
+    """Yield the operands of a test, without literals."""
     stack = [test]
     while stack:
         node = stack.pop()

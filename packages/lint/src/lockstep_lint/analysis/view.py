@@ -1,4 +1,4 @@
-"""What a rule is given: one file, and the answers about the programs that it is part of."""
+"""Give a rule one file, and answers about the programs that it belongs to."""
 
 import ast
 import functools
@@ -90,7 +90,7 @@ class Wrappers:
         return call.args[0] if call.args else keyword(call, "module")
 
     def held(self, node: ast.expr, stmt: ast.stmt, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """What an item of a list or a dictionary may be: `nets[name]`, or the variable of a loop or a comprehension."""
+        """Yield the possible items of a list or dictionary: `nets[name]`, or a loop variable's."""
         named = constant(node.slice) if isinstance(node, ast.Subscript) else None
         if isinstance(node, ast.Subscript):
             table: ast.expr | None = node.value
@@ -142,7 +142,7 @@ def named(full: str) -> str:
 
 
 def runs_over(node: ast.expr, stmt: ast.stmt) -> ast.expr | None:
-    """What the comprehension in a statement runs over whose variable a name is."""
+    """Return the iterable of the comprehension whose variable a name is."""
     for item in walk(stmt):
         if isinstance(item, ast.comprehension) and any(
             isinstance(name, ast.Name) and name.id == dotted(node) for name in walk(item.target)
@@ -152,7 +152,7 @@ def runs_over(node: ast.expr, stmt: ast.stmt) -> ast.expr | None:
 
 
 def elements(table: ast.expr | None, named: object = None) -> list[ast.expr]:
-    """What stands in a list, a tuple or a dictionary that is written out, or there under a key or a number."""
+    """Return the elements of a literal list, tuple or dictionary, or the one at a key or index."""
     if isinstance(table, ast.Dict):
         pairs = zip(table.keys, table.values, strict=True)
         return [value for key, value in pairs if named is None or constant(key) in (None, named)]
@@ -385,7 +385,7 @@ def _on_mps(module: Module) -> bool:
 
 
 def _called(node: ast.expr) -> str:
-    """What a name, an attribute or a key is called."""
+    """Return the last part of a name, attribute or key."""
     return str(constant(node.slice)) if isinstance(node, ast.Subscript) else last(node)
 
 

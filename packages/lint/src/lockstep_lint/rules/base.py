@@ -1,4 +1,4 @@
-"""What a rule is: a check, and the words and examples that explain and test it."""
+"""Define a rule: its check, explanation and examples."""
 
 import ast
 from collections.abc import Callable, Iterator
