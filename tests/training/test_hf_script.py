@@ -226,7 +226,10 @@ class Bad:
         Bad(["--hf-script", "a/run.py", "--hf-args", "untrained.json"], '"do_train" is false'),
         Bad(["--hf-script", "a/run.py", "--hf-args", "a/args.json", "--model-name", "x"], "--model-name does not go"),
         Bad(["--hf-script", "a/run.py", "--hf-args", "a/args.json", "--task", "m.py:T"], "--task does not go"),
-        Bad(["--hf-script", "a/run.py", "--hf-args", "a/args.json", "--find-lr"], "--find-lr does not go"),
+        Bad(
+            ["--hf-script", "a/run.py", "--hf-args", "a/args.json", "--find-lr"],
+            "--find-lr cannot be used with --hf-script",
+        ),
     ],
     ids=lambda bad: bad.said,
 )
