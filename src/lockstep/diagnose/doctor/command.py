@@ -105,7 +105,7 @@ def run(own: argparse.Namespace) -> int:
     console = Console()
     silent = own.json and place.rank == 0
     redirect = contextlib.redirect_stdout(sys.stderr) if own.json else contextlib.nullcontext()
-    with redirect:  # what the task prints
+    with redirect:  # the task's own output
         report = examine(place, lambda line: None if silent else _print_finding(line, place, console))
     if place.rank == 0:
         _show(report, console, as_object=own.json)

@@ -199,7 +199,7 @@ def kernel_log(path: Path = Path("/dev/kmsg")) -> str:
 
 _CHECKS = "memory errors (ECC, Xid), clocks and power, NVLink and PCIe, foreign processes"
 _FOREIGN = 512 << 20  # bytes that a device may hold without one of the run's processes: contexts, displays
-_FATAL_XIDS = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120}  # Xid of memory, links, and devices that are gone
+_FATAL_XIDS = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120}  # Xid of memory, links and lost devices
 _RESET = "drain the node and reset the device (nvidia-smi -r), or restart it; if it recurs, replace the device"
 
 

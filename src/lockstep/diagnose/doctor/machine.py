@@ -113,7 +113,7 @@ def _rates(place: CheckContext) -> Iterator[float]:
 def locks(place: CheckContext) -> CheckResult:
     """Check that file locks work.
 
-    A lock that can be taken twice does not protect a run.
+    A lock that two owners can hold does not protect a run.
     """
     if place.local_rank:
         return CheckResult()

@@ -2,7 +2,7 @@
 
 result = task(place)                       # facts: digests of gradients and weights, seconds of loading and computing
 
-Nothing of the trial is kept.
+The trial writes nothing.
 """
 
 import dataclasses
