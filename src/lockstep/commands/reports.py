@@ -55,7 +55,7 @@ def report_command(argv: list[str]) -> int:
     missing = next((folder for folder in folders if not folder.is_dir()), None)
     if missing is not None:
         where = printable(str(missing))
-        raise ConfigError(f"{where} is no folder; give a run's: SAVE_DIR/EXPERIMENT_NAME")
+        raise ConfigError(f"{where} is not a folder; give a run's folder, SAVE_DIR/EXPERIMENT_NAME")
     if len(folders) > 1 and not given.output:
         raise ConfigError("--output FILE says where the page about several runs is to be written")
     path = Path(given.output).expanduser() if given.output else folders[0] / "report.html"
