@@ -75,8 +75,8 @@ class Spike:
         limits: list[list[float]] = []
         for first, limit in self._limits:
             limits = [*limits, [first, limit]] if math.isfinite(limit) else []
-        known = {"norms": list(self._norms), "count": self._count, "limits": limits}
-        return known if math.isinf(self._usual) else known | {"usual": self._usual}
+        state = {"norms": list(self._norms), "count": self._count, "limits": limits}
+        return state if math.isinf(self._usual) else state | {"usual": self._usual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
