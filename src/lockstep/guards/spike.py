@@ -73,6 +73,7 @@ class Spike:
 
         Every step before it must have been seen.
 
+
         Args:
             trained: hash of the trained set.
         """

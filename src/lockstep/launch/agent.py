@@ -384,7 +384,7 @@ class _Agent(LocalElasticAgent):
         """
         ranks = [self._rank_of(local, group) for local in silent]
         shown = " and ".join(
-            f"{rank_label(rank, slot)} did not arrive: it stood in "
+            f"{rank_label(rank, slot)} did not arrive: it was in "
             f"{RankProgress.read(self._folder / str(slot)) or 'its start, before step 0'}"
             for rank, slot in ranks
         )
