@@ -148,7 +148,7 @@ def test_a_lightning_module(package):
     assert kind == "a Lightning module"
     assert has(rows, 4, "stays", "lockstep train --lightning example.py:Net")
     assert has(rows, 7, "stays", "takes its optimizers' steps itself")
-    assert has(rows, 9, "refused", "Lightning 2 has it no more")
+    assert has(rows, 9, "refused", "Lightning 2")
     assert has(rows, 12, "refused", "the engine takes the step")
     assert has(rows, 19, "stays", "num_epochs")
     assert has(rows, 19, "refused", "use one of 32-true")

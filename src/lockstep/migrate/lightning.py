@@ -62,8 +62,8 @@ def _module(script: Script, owner: Scope) -> Iterator[Row]:
 
 
 _OLD = {
-    "optimizer_idx": "Lightning 2 has it no more: set automatic_optimization = False",
-    "hiddens": "Lightning 2 has it no more: keep the state in the module",
+    "optimizer_idx": "Lightning 2 removed it: set automatic_optimization = False",
+    "hiddens": "Lightning 2 removed it: keep the state in the module",
     "dataloader_iter": "which batches it reads is not known: take (batch, batch_idx)",
 }
 
