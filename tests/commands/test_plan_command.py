@@ -118,7 +118,7 @@ def test_a_model_of_a_file_alone(capsys, tmp_path):
         (["--engine", "data-parallel"], "--engine data-parallel cannot be planned"),
         (["--model-name", "builtin:gtp2"], "did you mean"),
         (["--seq-len", "1e6"], "--seq-len"),
-        (["--exact", "--world-size", "4", "--batch-size", "2"], "--exact cannot serve"),
+        (["--exact", "--world-size", "4", "--batch-size", "2"], "--exact needs a micro-batch for each of 4 processes"),
         (["--no-such-flag"], "unknown flag"),
     ],
 )

@@ -169,7 +169,7 @@ def test_the_configurations_muon():
         Config(optim=Optim(muon_lr=0.1))
     with pytest.raises(ConfigError, match=r"optim.muon_scale original needs a rate of its own, as optim.muon_lr 0.02"):
         Config(optim=Optim(name="muon", muon_scale="original"))
-    with pytest.raises(ConfigError, match="--engine deepspeed does not go with MuonAdamW: its update needs whole"):
+    with pytest.raises(ConfigError, match="--engine deepspeed .*MuonAdamW"):
         check_optimizer("deepspeed", made, exact=False)
 
 

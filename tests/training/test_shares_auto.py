@@ -106,12 +106,12 @@ def refused(world, folder, task, changes):
         (
             "Sentences",
             {"engine": "fsdp"},
-            "--shares auto does not go with --engine fsdp, where every forward takes all",
+            "--shares auto does not work with --engine fsdp",
         ),
         (
             "Sentences",
             {"engine": "ddp", "engine_options": {"static_graph": True}, "exact": False},
-            "--shares auto does not go with --engine.static-graph",
+            "--shares auto does not work with --engine.static-graph",
         ),
         (
             "Weightless",

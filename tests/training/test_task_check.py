@@ -487,4 +487,4 @@ class Large(Ragged):
 def test_memory_that_ends_in_the_first_forward_blames_what_is_held(tmp_path):
     with pytest.raises(LockstepError, match="--micro-batch-size") as caught:
         first(tmp_path, Large())
-    assert "not made yet" not in str(caught.value)
+    assert "not built yet" not in str(caught.value)

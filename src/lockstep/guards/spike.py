@@ -73,7 +73,6 @@ class Spike:
 
         Every step before it must have been seen.
 
-
         Args:
             trained: hash of the trained set.
         """
