@@ -52,8 +52,8 @@ def by_fields(by_flags, monkeypatch):
 CASES = [
     (
         *("build", {"exact": True, "batchnorm": "local"}, Ragged),
-        "exact cannot hold with batchnorm local, which depends on the world size; use replay",
-        "--exact cannot hold with --batchnorm local, which depends on the world size; use replay",
+        "exact cannot run with batchnorm local, which depends on the world size; use replay",
+        "--exact cannot run with --batchnorm local, which depends on the world size; use replay",
     ),
     (
         *("build", {"batch_size": 64, "data.drop_last": True}, Ragged),
@@ -62,8 +62,8 @@ CASES = [
     ),
     (
         *("build", {"batchnorm": "sync"}, Normed),
-        "batchnorm sync needs a GPU: torch's SyncBatchNorm has no CPU kernel; use batchnorm replay, which needs",
-        "--batchnorm sync needs a GPU: torch's SyncBatchNorm has no CPU kernel; use --batchnorm replay, which needs",
+        "batchnorm sync needs a GPU: torch's SyncBatchNorm has no CPU kernel; use batchnorm replay",
+        "--batchnorm sync needs a GPU: torch's SyncBatchNorm has no CPU kernel; use --batchnorm replay",
     ),
     (
         *("engine", {"engine": "ddp", "engine_options.prefetch": 2}, Ragged),

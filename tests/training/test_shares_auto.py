@@ -116,7 +116,7 @@ def refused(world, folder, task, changes):
         (
             "Weightless",
             {"engine": "ddp"},
-            "the task's `work` is 0.0 for the samples [0] of step 0: it must be a number",
+            "the task's `work` returned 0.0 for the samples [0] of step 0",
         ),
         (
             "Unknown",

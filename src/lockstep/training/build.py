@@ -250,7 +250,7 @@ class Built:
             power=optim.power,
             period=optim.period,
             gamma=optim.gamma,
-            fallen=fallen(self.state.selection),
+            drops=fallen(self.state.selection),
         )
         return (lambda step: own_factor(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
 

@@ -210,8 +210,8 @@ def model_of(config: Config, task: Task, world: World, state: RunState, say: Say
             grad_dtype=config.grad_dtype,
         ),
         blocks=find_blocks(model).modules if named is None else list(named),
-        named=named is not None,
-        as_made=base,
+        from_task=named is not None,
+        keep_dtype=base,
         say=say,
     )
 
