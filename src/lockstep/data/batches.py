@@ -36,7 +36,6 @@ __all__ = [
     "StepPlan",
     "draws",
     "seed_everything",
-    "slots",
 ]
 
 

@@ -43,16 +43,13 @@ from lockstep.task import Task, has_own, items_of_a_sample
 __all__ = [
     "Drawing",
     "Fetch",
-    "Fetching",
     "Key",
     "Loader",
     "Loading",
-    "Reseeding",
     "blamed",
     "check_dataset",
     "draws",
     "failure",
-    "generator_states",
     "generators_kept",
     "seed_everything",
 ]

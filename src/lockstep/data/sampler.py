@@ -26,16 +26,13 @@ from lockstep.task import Order, Task
 
 __all__ = [
     "Begun",
-    "CheckedOrder",
     "EpochOrder",
     "Indices",
-    "SamplerOrder",
     "Sequential",
     "Shuffled",
     "SizedOrder",
     "order_from",
     "order_of",
-    "permute",
     "within",
 ]
 

@@ -29,7 +29,6 @@ from lockstep.transforms.batchnorm import Recording, recorders
 __all__ = [
     "Buffered",
     "Replay",
-    "as_before",
     "unmoved",
     "with_buffers",
 ]

@@ -28,7 +28,6 @@ from lockstep.tensors import local_of
 
 __all__ = [
     "EMAEngine",
-    "Masters",
     "averaged",
     "without_average",
 ]

@@ -24,7 +24,6 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import sent
 
 __all__ = [
-    "Exchange",
     "Subtotals",
     "Subtrees",
     "Tree",
@@ -32,7 +31,6 @@ __all__ = [
     "check_servable",
     "check_slots",
     "held_at_most",
-    "subtrees",
 ]
 
 

@@ -28,7 +28,6 @@ from lockstep.tensors import local_of
 from lockstep.transforms.weight_copies import copies_of
 
 __all__ = [
-    "DeviceMemory",
     "Footprint",
     "add_counter",
     "count_bytes",
@@ -36,7 +35,6 @@ __all__ = [
     "explained",
     "footprint",
     "is_out_of_memory",
-    "out_of_memory",
 ]
 
 

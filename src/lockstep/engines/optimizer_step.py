@@ -21,7 +21,6 @@ from lockstep.engines.state_dict import Snapshot, drop_states, materialise, name
 from lockstep.errors import ConfigError, LockstepError
 
 __all__ = [
-    "DeviceLossScale",
     "LossScale",
     "OptimizerStep",
     "combined",

@@ -16,7 +16,6 @@ from lockstep.errors import ConfigError
 
 __all__ = [
     "NO_NORMS",
-    "REFUSED",
     "GradientNorms",
     "check_embeddings",
     "check_optimizer",

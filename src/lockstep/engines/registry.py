@@ -38,10 +38,8 @@ from lockstep.transforms.batchnorm import recording
 from lockstep.transforms.weight_copies import copies_of
 
 __all__ = [
-    "ModelInit",
     "check_audit",
     "check_copies",
-    "check_penalty",
     "check_planned",
     "check_shares",
     "check_sharing",

@@ -37,8 +37,6 @@ __all__ = [
     "Changes",
     "Copied",
     "Hooked",
-    "Make",
-    "MakeAgain",
     "Remade",
     "set_trained",
 ]

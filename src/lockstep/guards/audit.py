@@ -37,18 +37,9 @@ from lockstep.seeds import derive
 from lockstep.task import Task
 
 __all__ = [
-    "BY_ITSELF",
-    "BY_OTHERS",
-    "EVERYBODY",
-    "ONE_OF_TWO",
     "Again",
     "Audit",
-    "Audited",
-    "Recomputation",
-    "VoteVerdict",
     "audited",
-    "judged",
-    "named",
 ]
 
 

@@ -29,7 +29,11 @@ from lockstep.guards.samples import RetryingDataset
 from lockstep.seeds import derive
 from lockstep.trace.record.sums import mixed
 
-__all__ = ["KEY", "Contents", "alike", "check_contents", "digest"]
+__all__ = [
+    "KEY",
+    "Contents",
+    "check_contents",
+]
 
 KEY: Final = Key(step=0, micro=0, weight=1.0, epochs=[], samples=[])  # one key for everything
 _ENOUGH = 1.0  # seconds after the first sample in which further ones are read

@@ -31,7 +31,6 @@ __all__ = [
     "leaves",
     "of_batch",
     "of_digests",
-    "word_sum",
 ]
 
 

@@ -44,12 +44,9 @@ from lockstep.errors import ConfigError, LockstepError, PeerError
 __all__ = [
     "HangWatchdog",
     "Heartbeats",
-    "Inquiry",
     "all_do",
-    "dump",
     "read_alone",
     "waited_for",
-    "where_main",
 ]
 
 

@@ -53,9 +53,6 @@ from lockstep.launch.workers import Preloaded, life_pipe, private_folder
 from lockstep.report.goodput import ENDED_VARIABLE
 
 __all__ = [
-    "Child",
-    "orphans_adopted",
-    "reap_orphans",
     "run",
 ]
 

@@ -31,12 +31,6 @@ from lockstep.logging.plots import curve
 
 __all__ = [
     "Console",
-    "Ticker",
-    "count_text",
-    "duration_text",
-    "line_of",
-    "loss_text",
-    "summary_rows",
     "waiting",
 ]
 

@@ -17,8 +17,6 @@ from lockstep.errors import ConfigError
 from lockstep.logging import Sink
 
 __all__ = [
-    "TensorBoard",
-    "WandB",
     "check",
     "masked",
     "remote_sinks",

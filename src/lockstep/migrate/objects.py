@@ -11,7 +11,11 @@ from typing import NamedTuple
 from lockstep.migrate.parsing import constant
 from lockstep.migrate.plain import BECOMES, GOES, REFUSED, STAYS, MigrationRow, ParsedScript, loop_rows, shorten
 
-__all__ = ["ACCELERATE", "FABRIC", "Framework", "rows"]
+__all__ = [
+    "ACCELERATE",
+    "FABRIC",
+    "rows",
+]
 
 _ENGINE = 'engine = lockstep.engine("auto", model.to(world.device), optimizer, world)'
 _LOADER_CUTS = "lockstep.loader splits batches, the same on any number of processes: remove it"

@@ -42,7 +42,6 @@ __all__ = [
     "chunk_of",
     "gelu_gradient",
     "linear_gelu",
-    "stacked_gradient",
     "summed_cross_entropy",
     "summed_loss",
 ]

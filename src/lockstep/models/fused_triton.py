@@ -14,7 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["CONFIGS", "Tile", "gelu_gradient", "linear_gelu", "stacked_gradient"]
+__all__ = [
+    "CONFIGS",
+    "gelu_gradient",
+    "linear_gelu",
+    "stacked_gradient",
+]
 
 
 class Tile(NamedTuple):

@@ -24,11 +24,9 @@ from lockstep.transforms.weight_copies import weight_of
 __all__ = [
     "GPT",
     "PRESETS",
-    "Block",
     "ContextReach",
     "Further",
     "GPTConfig",
-    "Past",
     "further_logits",
     "generate",
     "plain_logits",

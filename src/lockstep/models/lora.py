@@ -30,15 +30,12 @@ from lockstep.transforms.determinism import keep_fastpath_off
 
 __all__ = [
     "Adapters",
-    "Targets",
     "base_names",
     "chosen_modules",
     "chosen_targets",
     "exported_name",
     "inject",
     "merge",
-    "plain_name",
-    "trained_names",
     "write_config",
 ]
 

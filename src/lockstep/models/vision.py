@@ -19,9 +19,7 @@ from lockstep.errors import ConfigError
 
 __all__ = [
     "MLP",
-    "Layer",
     "ResNet",
-    "Residual",
     "ViT",
     "patch_for",
 ]

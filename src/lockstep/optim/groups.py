@@ -16,7 +16,15 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 
-__all__ = ["NO_RULES", "GroupRule", "Rules", "embeddings", "freeze", "groups", "matched", "parse"]
+__all__ = [
+    "NO_RULES",
+    "Rules",
+    "embeddings",
+    "freeze",
+    "groups",
+    "matched",
+    "parse",
+]
 
 _FORM = "PATTERN: lr=RATE, decay=NUMBER; or PATTERN: freeze"
 _KINDS = ("muon", "adamw")

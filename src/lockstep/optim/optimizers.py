@@ -21,12 +21,9 @@ from lockstep.tensors import is_dtensor
 
 __all__ = [
     "Several",
-    "adam",
     "adamw",
     "make_optimizer",
-    "muon",
     "rules_of",
-    "sgd",
 ]
 
 

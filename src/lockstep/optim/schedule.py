@@ -19,8 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.errors import ConfigError
 
 __all__ = [
-    "SHAPES",
-    "TorchSchedule",
     "cycled_momentum",
     "factor",
     "torch_schedule",

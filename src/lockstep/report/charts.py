@@ -13,12 +13,9 @@ from lockstep.report.facts import RunFacts, number, shown
 
 __all__ = [
     "COLOURS",
-    "Chart",
     "Figure",
-    "Series",
     "bar",
     "figures",
-    "plot",
 ]
 
 

@@ -31,9 +31,7 @@ from lockstep.report.goodput import EVALUATION, LOADING, SAVES, TRAINING, Goodpu
 from lockstep.run_state import RunState, Selection
 
 __all__ = [
-    "Records",
     "RunFacts",
-    "StoredCheckpoint",
     "gather",
     "number",
     "shown",

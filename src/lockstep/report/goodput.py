@@ -41,7 +41,6 @@ __all__ = [
     "START",
     "TRAINING",
     "Goodput",
-    "Start",
     "Timeline",
     "duration",
     "goodput",

@@ -26,12 +26,7 @@ from lockstep.report.facts import RunFacts, gather, number, shown
 from lockstep.report.goodput import LABELS, duration
 
 __all__ = [
-    "LIMIT",
-    "Compared",
-    "Paired",
-    "RunPair",
     "compare",
-    "page",
     "paired",
     "write",
 ]

@@ -25,7 +25,9 @@ from lockstep.tasks.images import DTYPES
 from lockstep.tasks.language_model import cache_of
 from lockstep.text.hub import DataRequest, HubTable, open_table
 
-__all__ = ["TextClassification", "Texts", "make"]
+__all__ = [
+    "make",
+]
 
 _TEXT_COLUMNS = ("text", "sentence", "content", "review")
 _CHARACTERS = 5  # characters of a token, roughly; only for balancing the work

@@ -28,10 +28,8 @@ from lockstep.text.hub import DataRequest, open_table, table_files
 __all__ = [
     "DIGITS",
     "ImageData",
-    "ImageError",
     "Raw",
     "open_images",
-    "opened",
 ]
 
 

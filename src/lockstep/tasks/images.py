@@ -31,10 +31,6 @@ from lockstep.tasks.language_model import cache_of
 
 __all__ = [
     "DTYPES",
-    "ImageClassification",
-    "ImageModel",
-    "Prepared",
-    "Preparing",
     "make",
 ]
 

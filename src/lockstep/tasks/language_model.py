@@ -45,16 +45,12 @@ from lockstep.text.token_store import Packing, Samples, TokenCorpus, TokenizerTo
 __all__ = [
     "IGNORED",
     "CausalLM",
-    "CorpusChoice",
     "HubCausalLM",
-    "LanguageModel",
     "Sampling",
     "cache_of",
     "corpus_for",
-    "count_labels",
     "hub_task",
     "loss_inside",
-    "pad_tokens",
     "trained_size",
 ]
 

@@ -28,10 +28,6 @@ from lockstep.tasks.language_model import cache_of
 from lockstep.text.hub import DataRequest, open_table
 
 __all__ = [
-    "DIABETES",
-    "MODEL",
-    "Columns",
-    "Regression",
     "RowsMetric",
     "make",
     "on_columns_of",

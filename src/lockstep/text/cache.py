@@ -27,7 +27,6 @@ from lockstep.errors import ConfigError
 from lockstep.files import sync
 
 __all__ = [
-    "alone",
     "default_cache",
     "prepared",
     "reach",

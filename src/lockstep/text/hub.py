@@ -30,13 +30,11 @@ from lockstep.text.sources import DocumentSpan, TextFile, find, pieces, split
 __all__ = [
     "DataRequest",
     "Documents",
-    "HubRows",
     "HubSplit",
     "HubTable",
     "open_rows",
     "open_table",
     "plain_rows",
-    "reader",
     "table_files",
 ]
 

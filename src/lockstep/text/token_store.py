@@ -34,9 +34,7 @@ __all__ = [
     "Samples",
     "TokenCorpus",
     "TokenizerToTrain",
-    "Written",
     "prepare",
-    "write_split",
 ]
 
 

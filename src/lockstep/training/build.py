@@ -73,10 +73,8 @@ from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = [
     "Built",
-    "TrainingSet",
     "announce",
     "build",
-    "groups_of",
     "notify",
     "show_groups",
     "stream_of",

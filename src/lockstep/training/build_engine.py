@@ -48,7 +48,6 @@ from lockstep.transforms.precision import eager, uncompiled
 
 __all__ = [
     "Groups",
-    "Kernels",
     "compiled_or_not",
     "engine_of",
     "kernels_of",

@@ -21,7 +21,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep.errors import ConfigError
 
-__all__ = ["AS_TORCH", "AttentionFacts", "KernelOrder", "attention", "described", "facts_of", "order_of"]
+__all__ = [
+    "attention",
+    "described",
+    "facts_of",
+    "order_of",
+]
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -19,7 +19,6 @@ from lockstep.errors import ConfigError
 
 __all__ = [
     "AUTOCAST",
-    "HOW",
     "PARAMETERS",
     "autocast",
     "check_policy",

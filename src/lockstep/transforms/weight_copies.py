@@ -23,7 +23,12 @@ from torch.nn import functional as F
 from lockstep.errors import ConfigError
 from lockstep.files import bytes_text
 
-__all__ = ["CopiedLinear", "WeightCopies", "copies_of", "operands_of", "weight_of"]
+__all__ = [
+    "WeightCopies",
+    "copies_of",
+    "operands_of",
+    "weight_of",
+]
 
 
 class _WeightCopy(NamedTuple):

@@ -42,7 +42,6 @@ from lockstep.optim.schedule import torch_schedule
 from lockstep.task import Order, Task
 
 __all__ = [
-    "LabelledTrainerTask",
     "TrainerTask",
     "check_optimizer",
     "from_trainer",

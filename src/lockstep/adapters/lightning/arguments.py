@@ -24,7 +24,6 @@ from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 
 __all__ = [
-    "TrainerLength",
     "check_arguments",
     "config_of",
     "describe",

@@ -34,8 +34,6 @@ from lockstep.seeds import derive
 from lockstep.task_file import imported_class
 
 __all__ = [
-    "ManualTask",
-    "WholeBatchTask",
     "configured",
     "from_lightning",
     "load",

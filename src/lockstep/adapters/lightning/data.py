@@ -40,15 +40,12 @@ from lockstep.seeds import derive
 from lockstep.task import Order
 
 __all__ = [
-    "LoaderOrder",
     "LoaderParts",
     "Loaders",
     "Placed",
     "Sampled",
     "begun",
-    "named_loaders",
     "predicted",
-    "taken_apart",
     "tested",
 ]
 

@@ -31,7 +31,6 @@ from lockstep.errors import ConfigError
 from lockstep.hooks import Course, Hooks
 
 __all__ = [
-    "DONE",
     "Life",
     "Turn",
     "default_dtype",

@@ -27,8 +27,6 @@ from lockstep.hooks import Clip
 from lockstep.optim.optimizers import Several
 
 __all__ = [
-    "Coroutine",
-    "ManualScheduler",
     "ManualSteps",
 ]
 

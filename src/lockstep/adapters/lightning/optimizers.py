@@ -25,7 +25,6 @@ __all__ = [
     "Configured",
     "EpochPosition",
     "Rates",
-    "Scheduler",
     "read",
 ]
 

@@ -44,7 +44,6 @@ from lockstep.tasks.metric_states import merge
 from lockstep.tasks.regression import RowsMetric
 
 __all__ = [
-    "Epoch",
     "LightningTask",
 ]
 

@@ -17,7 +17,6 @@ from lockstep.errors import ConfigError
 from lockstep.hooks import Clip
 
 __all__ = [
-    "NotServed",
     "Standing",
 ]
 

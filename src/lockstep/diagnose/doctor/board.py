@@ -21,7 +21,6 @@ from lockstep.errors import LockstepError
 
 __all__ = [
     "Board",
-    "BoardStore",
     "address_of",
     "gloo_address",
     "infiniband",

@@ -26,7 +26,6 @@ from lockstep.training.guards import ranges
 
 __all__ = [
     "as_json",
-    "place_of",
     "run",
 ]
 

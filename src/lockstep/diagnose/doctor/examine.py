@@ -25,7 +25,6 @@ from lockstep.errors import LockstepError
 from lockstep.training.guards import ranges
 
 __all__ = [
-    "CHECKS",
     "DoctorReport",
     "Line",
     "examine",

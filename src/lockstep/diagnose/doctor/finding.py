@@ -20,7 +20,6 @@ __all__ = [
     "FAIL",
     "OK",
     "WARN",
-    "Advice",
     "Check",
     "CheckContext",
     "CheckResult",
@@ -29,7 +28,6 @@ __all__ = [
     "chosen",
     "fail",
     "ok",
-    "page_rows",
     "warn",
 ]
 

@@ -16,13 +16,8 @@ from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding,
 from lockstep.files import bytes_text
 
 __all__ = [
-    "Gpu",
-    "NoDriver",
     "gpus",
     "judge_gpus",
-    "kernel_faults",
-    "kernel_log",
-    "read_gpus",
 ]
 
 

@@ -37,7 +37,6 @@ __all__ = [
     "locks",
     "memory",
     "open_files",
-    "quota_of",
     "shared_folder",
     "shared_memory",
     "within",

@@ -31,11 +31,8 @@ __all__ = [
     "judge_between",
     "judge_names",
     "judge_speed",
-    "multiplying",
     "names",
-    "parse",
     "read_log",
-    "slower",
     "speed",
     "to_master",
 ]

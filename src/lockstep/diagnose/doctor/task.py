@@ -28,7 +28,11 @@ from lockstep.loop import loss_of, seeder
 from lockstep.training.build import Built, build
 from lockstep.training.defaults import Lying, elsewhere
 
-__all__ = ["judge_loader", "judge_placement", "judge_task", "loaders", "task"]
+__all__ = [
+    "judge_task",
+    "loaders",
+    "task",
+]
 
 _STEPS, _SECONDS = 4, 10.0  # tried at most
 _LATE, _SHARE = 0.010, 0.5  # seconds, and a share of the computing, that loading may take a step

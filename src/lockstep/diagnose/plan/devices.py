@@ -15,7 +15,11 @@ import re
 
 from lockstep.errors import ConfigError
 
-__all__ = ["DEVICES", "DeviceSpec", "bytes_of", "device_of"]
+__all__ = [
+    "DEVICES",
+    "DeviceSpec",
+    "device_of",
+]
 
 _GIB = 1 << 30
 # Memory of CUDA, its libraries and NCCL before the first tensor: 0.5 to 1 GiB.

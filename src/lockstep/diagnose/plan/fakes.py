@@ -41,7 +41,6 @@ from lockstep.engines.registry import engine_class
 __all__ = [
     "REFUSED",
     "UNKNOWN",
-    "FakeWorld",
     "Unwatched",
     "as_fake",
     "exchanging",

@@ -36,11 +36,9 @@ __all__ = [
     "common",
     "length",
     "minus",
-    "own_times",
     "read",
     "read_all",
     "top",
-    "understood",
     "union",
 ]
 

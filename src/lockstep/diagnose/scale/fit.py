@@ -38,9 +38,7 @@ __all__ = [
     "Further",
     "ScaleRow",
     "SizeMeasurement",
-    "TimeEstimate",
     "carried",
-    "expected_maximum",
     "rows_of",
 ]
 

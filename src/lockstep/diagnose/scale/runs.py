@@ -39,7 +39,6 @@ __all__ = [
     "STRONG",
     "WEAK",
     "WINDOWS",
-    "Existing",
     "Machine",
     "RunFailed",
     "RunSample",
@@ -51,7 +50,6 @@ __all__ = [
     "measure",
     "micro_batch_of",
     "order",
-    "parts_of",
     "started",
 ]
 

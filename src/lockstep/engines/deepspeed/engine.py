@@ -40,9 +40,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.tensors import local_of
 
 __all__ = [
-    "Accessors",
     "DeepSpeed",
-    "SplitState",
 ]
 
 

@@ -27,7 +27,6 @@ __all__ = [
     "UsageCheck",
     "again",
     "check",
-    "reached",
     "shard",
 ]
 

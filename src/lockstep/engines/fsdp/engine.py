@@ -30,8 +30,6 @@ from lockstep.tensors import local_of
 
 __all__ = [
     "FSDP",
-    "ExactNorm",
-    "ExactReduceScatter",
 ]
 
 

@@ -67,7 +67,6 @@ from lockstep.trace.compare.pairing import (
 from lockstep.trace.compare.reading import TracePart, TraceRun, distance
 
 __all__ = [
-    "Unseen",
     "judged",
 ]
 

@@ -31,7 +31,6 @@ __all__ = [
     "gradient_difference",
     "gradient_limit",
     "items_unequal",
-    "normalisation_difference",
     "own_statistics",
     "same_effect",
 ]

@@ -29,7 +29,6 @@ __all__ = [
     "apart_from_each_other",
     "computed",
     "counted",
-    "evaluated",
     "every",
     "finite",
     "finite_in_some",

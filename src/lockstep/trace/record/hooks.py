@@ -24,11 +24,9 @@ from lockstep.trace.record.names import Names
 from lockstep.trace.record.states import PassRecorder, Updates
 
 __all__ = [
-    "TraceRecorder",
     "accelerate",
     "attach",
     "deepspeed",
-    "present",
 ]
 
 

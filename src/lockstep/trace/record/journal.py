@@ -31,7 +31,6 @@ from lockstep.trace.record.sums import WIDTH, SumPlan, plain
 __all__ = [
     "Journal",
     "Options",
-    "Writer",
     "quiet",
 ]
 

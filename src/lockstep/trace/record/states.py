@@ -33,8 +33,6 @@ from lockstep.trace.record.sums import summed
 __all__ = [
     "PassRecorder",
     "Updates",
-    "seed_digests",
-    "state_digests",
 ]
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "SKETCH",
     "WIDTH",
     "ElementPlaces",
     "SumPlan",
