@@ -87,13 +87,13 @@ CASES = [
     ),
     (
         *("guards", {"guards.nonfinite": "skip", "guards.limit": 1}, Nan),
-        "1 steps were left out before (guards.limit): lower lr or clean the data",
-        "1 steps were left out before (--guards.limit): lower --lr or clean the data",
+        "1 steps were skipped before (guards.limit): lower lr or clean the data",
+        "1 steps were skipped before (--guards.limit): lower --lr or clean the data",
     ),
     (
         *("guards", {"guards.retries": 0, "data.workers": 1}, Broken),
-        "repair it, or leave such samples out: guards.bad_samples N",
-        "repair it, or leave such samples out: --guards.bad-samples N",
+        "repair it, or skip such samples: guards.bad_samples N",
+        "repair it, or skip such samples: --guards.bad-samples N",
     ),
 ]
 IDS = [f"{where}-{number}" for number, (where, *_) in enumerate(CASES)]
@@ -153,7 +153,7 @@ def test_what_comes_before_the_log_is_open(by_fields, capsys):
 def test_an_engine_and_a_proof_in_python(by_fields):
     with pytest.raises(LockstepError, match=r"^engine is 'dpp': choose one of auto, single"):
         lockstep.engine("dpp", nn.Linear(1, 1), None, lockstep.World())
-    with pytest.raises(LockstepError, match=r"^plant_at is 9: it must be below steps 8$"):
+    with pytest.raises(LockstepError, match=r"^plant_at 9 must be below steps 8$"):
         lockstep.verify(Ragged(), plant_at=9)
 
 
