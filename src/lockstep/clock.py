@@ -15,7 +15,14 @@ from typing import Any, Protocol, final
 import torch
 from torch.profiler import record_function
 
-__all__ = ["Clock", "DeviceClock", "HostClock", "MarkingClock", "make_clock", "marked", "queued"]
+__all__ = [
+    "Clock",
+    "HostClock",
+    "MarkingClock",
+    "make_clock",
+    "marked",
+    "queued",
+]
 
 _ALONE = "backward/alone"
 _Marks = list[tuple[str, torch.cuda.Event]]

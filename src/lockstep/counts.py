@@ -21,7 +21,16 @@ from torch import Tensor
 
 from lockstep.errors import DataError
 
-__all__ = ["PARTS", "Exact", "checked", "first_length", "number", "parts", "samples_in", "shown", "total"]
+__all__ = [
+    "Exact",
+    "checked",
+    "first_length",
+    "number",
+    "parts",
+    "samples_in",
+    "shown",
+    "total",
+]
 
 Exact = int | float | Fraction
 

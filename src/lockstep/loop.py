@@ -14,7 +14,16 @@ from lockstep.records import StepRecord
 from lockstep.task import Task, looks_at_whole_step
 from lockstep.whole_step import WholeStepPasses
 
-__all__ = ["UNAUDITED", "Audits", "StepControl", "described", "loss_of", "scalar", "seeder", "steps"]
+__all__ = [
+    "UNAUDITED",
+    "Audits",
+    "StepControl",
+    "described",
+    "loss_of",
+    "scalar",
+    "seeder",
+    "steps",
+]
 
 
 def steps(

@@ -47,10 +47,7 @@ from lockstep.transforms.precision import AUTOCAST
 from lockstep.whole_step import WholeStepPasses
 
 __all__ = [
-    "LoaderBatch",
-    "LoaderStep",
     "OwnLoopLoader",
-    "Stateful",
     "autocast",
     "gather_for_metrics",
     "load_state",

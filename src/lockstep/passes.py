@@ -32,7 +32,6 @@ from lockstep.task import Task, averages
 __all__ = [
     "UNAUDITED",
     "Audits",
-    "Evaluation",
     "Passes",
     "StepControl",
     "described",

@@ -27,7 +27,6 @@ __all__ = [
     "checked_log",
     "checked_numbers",
     "described",
-    "exact_sum",
     "expanded",
     "filled",
     "flat",

@@ -34,7 +34,13 @@ from lockstep.passes import UNAUDITED, Passes, StepControl, described, unpacked
 from lockstep.records import Number, number_of
 from lockstep.task import HALVES, Task, has_own
 
-__all__ = ["WHOLE_LOSS", "WholeStep", "WholeStepPasses", "checked_outputs", "whole_step_of", "zero_of"]
+__all__ = [
+    "WHOLE_LOSS",
+    "WholeStepPasses",
+    "checked_outputs",
+    "whole_step_of",
+    "zero_of",
+]
 
 WHOLE_LOSS = -1  # micro-batch index of the loss itself, for its seed
 

@@ -245,7 +245,7 @@ def test_micro_batches_that_step_unalike_are_told_apart(tmp_path):
             self.manual_backward(self.judge(self.generator(batch[0][:, :4])).mean())
             self.optimizers()[place].step()
 
-    with pytest.raises(lockstep.errors.LockstepError, match="do not step alike"):
+    with pytest.raises(lockstep.errors.LockstepError, match="training_step ended"):
         trained(tmp_path, seeded(Unalike), DataLoader(rows(), 16), trainer(L), micro_batch_size=4)
 
 

@@ -130,7 +130,7 @@ def test_arguments_are_refused_by_their_name(given):
         with pytest.raises(ConfigError, match=r"Trainer\(precision="):
             lockstep.from_lightning(seeded(classifier(L)), loaders(), made)
         return
-    with pytest.raises(ConfigError, match=rf"from_lightning: Trainer\({name}=.*\) is not served: ") as caught:
+    with pytest.raises(ConfigError, match=rf"from_lightning: Trainer\({name}=.*\)") as caught:
         config_of(**given)
     assert "\n" not in str(caught.value)
 
@@ -168,7 +168,7 @@ def test_one_may_end_the_run_and_another_choose_the_best(tmp_path):
         assert (config.best_metric, config.patience_metric, config.min_delta) == ("val_acc:max", "val_loss:min", 0.1)
         assert config.patience == 1  # Lightning ends at the first that is no better, with 0 as with 1
     for twice, what in (
-        ([c.EarlyStopping("a"), c.EarlyStopping("b")], "two EarlyStopping callbacks"),
+        ([c.EarlyStopping("a"), c.EarlyStopping("b")], "two EarlyStopping"),
         ([c.ModelCheckpoint(monitor="a"), c.ModelCheckpoint(monitor="b")], "two ModelCheckpoints monitor a and b"),
     ):
         with pytest.raises(ConfigError, match=what):
@@ -190,11 +190,11 @@ def test_checkpoints_and_averages_are_the_callbacks(tmp_path):
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (lambda c: c.StochasticWeightAveraging(1e-3), "StochasticWeightAveraging is not served"),
+        (lambda c: c.StochasticWeightAveraging(1e-3), "StochasticWeightAveraging"),
         (lambda c: c.GradientAccumulationScheduler({0: 2}), "accumulate_grad_batches"),
-        (lambda c: c.LambdaCallback(), "LambdaCallback is not served"),
+        (lambda c: c.LambdaCallback(), "LambdaCallback"),
         (lambda c: c.EarlyStopping("val_loss", stopping_threshold=0.1), "stopping_threshold"),
-        (lambda c: type("Mine", (c.Callback,), {})(), "the callback Mine is not served"),
+        (lambda c: type("Mine", (c.Callback,), {})(), "the callback Mine "),
         (lambda c: c.EMAWeightAveraging(update_every_n_steps=4), "update_every_n_steps"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_modules_own_callbacks_are_taken_too():
 @pytest.mark.parametrize("hook", sorted(HOOKS))
 def test_hooks_that_are_not_served_are_refused_by_name(hook):
     kind = type("Own", (autoencoder(L),), {hook: lambda self, *given: None})
-    with pytest.raises(ConfigError, match=f"Own has its own `{hook}`, which is not served: ") as caught:
+    with pytest.raises(ConfigError, match=f"Own .*`{hook}`") as caught:
         lockstep.from_lightning(seeded(kind), loaders())
     assert "\n" not in str(caught.value)
 
@@ -227,8 +227,8 @@ def without(name):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: torch.nn.Linear(1, 1), "takes a LightningModule, and this is Linear"),
-        (lambda: autoencoder(L), "is a class: give an object of it"),
+        (lambda: torch.nn.Linear(1, 1), "LightningModule.* Linear"),
+        (lambda: autoencoder(L), "is a class"),
         (lambda: without("training_step")(), "no `training_step`"),
         (
             lambda: type("Iter", (autoencoder(L),), {"training_step": lambda self, dataloader_iter: None})(),
@@ -323,7 +323,7 @@ class InBatches(Sampler):
 def test_batch_samplers_of_ones_own_are_kept_or_refused():
     parts, (_, samples) = order(DataLoader(rows(6), batch_sampler=InBatches([[4, 1], [0, 3]])), epochs=1)
     assert (parts.batch_size, len(parts.dataset), samples.tolist()) == (2, 4, [4, 1, 0, 3])
-    with pytest.raises(ConfigError, match="makes batches of 1 to 2 samples, and all must be of one size"):
+    with pytest.raises(ConfigError, match="batches of 1 to 2 samples"):
         order(DataLoader(rows(6), batch_sampler=InBatches([[4, 1], [0]])))
 
 
@@ -345,7 +345,7 @@ def test_an_item_that_is_a_batch_already_is_one(tmp_path):
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        (lambda: [1, 2], "returned list, and its samples are not known"),
+        (lambda: [1, 2], "returned list"),
         (lambda: DataLoader(Streaming(), 2), "is iterable"),
     ],
 )
@@ -357,7 +357,7 @@ def test_loaders_that_cannot_be_taken_apart_are_refused(loader, words):
 def test_several_training_loaders_are_refused():
     both = [loaders()[0], loaders()[0]]
     module = type("Two", (autoencoder(L),), {"train_dataloader": lambda self: both})
-    with pytest.raises(ConfigError, match="several loaders, whose batches would have to be paired"):
+    with pytest.raises(ConfigError, match="train_dataloader returned several loaders"):
         lockstep.from_lightning(seeded(module))
 
 

@@ -84,7 +84,7 @@ def test_losses_of_trls_trainer_are_its_own(tmp_path, more):
     np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
     offloading = sft(tmp_path / "other", **more)
     offloading.args.activation_offloading = True  # trl itself wants a GPU for it
-    with pytest.raises(ConfigError, match=r"activation_offloading=True\) is not served"):
+    with pytest.raises(ConfigError, match=r"activation_offloading=True\)"):
         lockstep.from_trainer(offloading)
 
 
@@ -354,7 +354,7 @@ def test_a_plateau_is_ours(tmp_path):
     more |= {"compute_metrics": lambda prediction: {"same": 1.0}, "metric_for_best_model": "same"}
     _, rates, _ = trained(causal(tmp_path / "a", **more, lr_scheduler_kwargs=kwargs))
     assert rates == [0.01, 0.01, 0.005, 0.0025]
-    with pytest.raises(ConfigError, match=r"lr_scheduler_kwargs=.* is not served"):
+    with pytest.raises(ConfigError, match="lr_scheduler_kwargs="):
         lockstep.from_trainer(causal(tmp_path / "b", **more, lr_scheduler_kwargs={"patience": 2}))
 
 
@@ -393,7 +393,7 @@ def test_an_argument_that_the_table_does_not_know_is_refused_where_it_is_set(tmp
     build = lambda args: transformers.Trainer(causal_model(), args, padded, causal_rows())  # noqa: E731
     assert lockstep.from_trainer(build(given))
     given.turbo = 2
-    with pytest.raises(ConfigError, match=r"turbo=2\) is not served: lockstep does not know it"):
+    with pytest.raises(ConfigError, match=r"turbo=2\)"):
         lockstep.from_trainer(build(given))
 
 
@@ -432,25 +432,25 @@ def test_trainers_that_cannot_be_served_are_refused(tmp_path):
         with pytest.raises(ConfigError, match=said):
             lockstep.from_trainer(trainer)
 
-    refused(
-        causal(tmp_path / "a", callbacks=[Noted()]), r"callback Noted is not served: trainer.remove_callback\(Noted"
-    )
-    refused(causal(tmp_path / "a", kind=OwnStep), "OwnStep has its own `training_step`")
-    refused(causal(tmp_path / "a", kind=OwnEvaluation, eval_strategy="epoch"), "its own `evaluate`.*eval_strategy='no'")
-    refused(object(), "takes a made transformers.Trainer, and this is object")
+    refused(causal(tmp_path / "a", callbacks=[Noted()]), r"callback Noted .*trainer.remove_callback\(Noted")
+    refused(causal(tmp_path / "a", kind=OwnStep), "OwnStep .*`training_step`")
+    refused(causal(tmp_path / "a", kind=OwnEvaluation, eval_strategy="epoch"), "`evaluate`.*eval_strategy='no'")
+    refused(object(), "transformers.Trainer .*object")
     refused(causal(tmp_path / "a", callbacks=[transformers.EarlyStoppingCallback(2)]), "needs evaluations")
     streamed = causal(tmp_path / "a")
     streamed.train_dataset = iterable(causal_rows())
-    refused(streamed, "train_dataset of the Trainer is iterable")
+    refused(streamed, "train_dataset is iterable")
     streamed.train_dataset = None
     refused(streamed, "no train_dataset")
     done = causal(tmp_path / "a", max_steps=1)
     done.train()
-    refused(done, "has trained already")
+    refused(done, "already trained")
     model = causal_model()
     optimizer = torch.optim.SGD(causal_model().parameters(), lr=0.1)
     args = transformers.TrainingArguments(**arguments(tmp_path / "a"))
-    refused(transformers.Trainer(model, args, padded, causal_rows(), optimizers=(optimizer, None)), "not of its model")
+    refused(
+        transformers.Trainer(model, args, padded, causal_rows(), optimizers=(optimizer, None)), r"model\.parameters\(\)"
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stepped = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     refused(transformers.Trainer(model, args, padded, causal_rows(), optimizers=(optimizer, stepped)), "StepLR")

@@ -117,7 +117,7 @@ def test_r11_a_stopped_rank_is_named_within_the_timeout(data, tmp_path):
     run = launch(data, tmp_path, "--timeout", "6", faults=[fault], LOCKSTEP_CHAOS_MARK=str(mark))
     assert time.time() - float(mark.read_text()) < 4 * 6  # noticed after about one timeout, not after ten
     assert run.code == 1, run.said
-    assert "rank 1 did not arrive: it stood in step 6" in run.last
+    assert "rank 1 did not arrive: it was in step 6" in run.last
     hang = (run.folder / "logs" / "hang-00000.txt").read_text()
     assert "Thread" in hang
     assert "collectives, oldest first" in hang
@@ -338,7 +338,7 @@ def test_r7_a_bad_step_is_left_out(data, tmp_path, action):
 def test_r11_a_rank_that_sleeps_is_named_with_its_line(data, tmp_path):
     run = launch(data, tmp_path, "--timeout", "6", faults=[{"rank": 1, "step": 7, "at": UPDATE, "do": "sleep"}])
     assert run.code == 1, run.said
-    assert "rank 1 did not arrive: it stands in step 7, at sitecustomize.py" in run.last
+    assert "rank 1 did not arrive: it is in step 7, at sitecustomize.py" in run.last
 
 
 @pytest.mark.slow
@@ -463,7 +463,7 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named(data, tmp_path):
     fault = {"rank": 1, "at": "lockstep.training.build:model_of", "do": "stop"}
     run = launch(data, tmp_path, "--timeout", "6", faults=[fault])
     assert run.code == 1, run.said
-    assert "rank 1 did not arrive: it stood in its start, before step 0" in run.last
+    assert "rank 1 did not arrive: it was in its start, before step 0" in run.last
 
 
 @pytest.mark.slow

@@ -108,9 +108,9 @@ def test_a_model_of_a_file_alone(capsys, tmp_path):
     [
         (["--world-size", "0"], "--world-size 0"),
         (["--world-size", "1000000000"], "from 1 to 131072"),
-        (["--device", ""], "--device '' is not known: known are cpu"),
-        (["--device", "h100-80", "--memory", "1GB"], "take 1 GiB of a device for themselves"),
-        (["--device", "h1000"], "--device 'h1000' is not known: did you mean h100-80"),
+        (["--device", ""], "--device '' is unknown: choose from cpu"),
+        (["--device", "h100-80", "--memory", "1GB"], "take 1 GiB of it"),
+        (["--device", "h1000"], "--device 'h1000' is unknown: did you mean h100-80"),
         (["--memory", "lots"], "--memory 'lots'"),
         (["--engine", "single", "--world-size", "2"], "--engine single with 2"),
         (["--engine", "deepspeed", "--world-size", "2", "--engine.zero-stage", "3"], "cannot be planned in stage 3"),
@@ -118,7 +118,7 @@ def test_a_model_of_a_file_alone(capsys, tmp_path):
         (["--engine", "data-parallel"], "--engine data-parallel cannot be planned"),
         (["--model-name", "builtin:gtp2"], "did you mean"),
         (["--seq-len", "1e6"], "--seq-len"),
-        (["--exact", "--world-size", "4", "--batch-size", "2"], "--exact cannot serve"),
+        (["--exact", "--world-size", "4", "--batch-size", "2"], "--exact needs a micro-batch for each of 4 processes"),
         (["--no-such-flag"], "unknown flag"),
     ],
 )
@@ -261,15 +261,13 @@ def test_a_batch_that_this_machine_cannot_hold_is_one_line(monkeypatch):
         raise RuntimeError("can't allocate memory")
 
     monkeypatch.setattr(torch, "ones", refuse)
-    with pytest.raises(
-        ConfigError, match=r"--micro-batch-size 8: so many samples of 32 tokens do not fit .*; lower it"
-    ):
+    with pytest.raises(ConfigError, match=r"--micro-batch-size 8: .* 32 tokens .*; lower it"):
         cli.dispatch(["plan", "--fast", "--seq-len", "32", "--batch-size", "8", "--micro-batch-size", "8"])
 
 
 def test_a_gpu_that_is_not_here_is_not_planned_as_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="--device cuda:0: none is here; name what is meant: h100-80"):
+    with pytest.raises(ConfigError, match="--device cuda:0: .* h100-80"):
         cli.dispatch(["plan", "--fast", "--device", "cuda:0"])
 
 

@@ -52,8 +52,8 @@ def by_fields(by_flags, monkeypatch):
 CASES = [
     (
         *("build", {"exact": True, "batchnorm": "local"}, Ragged),
-        "exact cannot hold with batchnorm local, which depends on the world size; use replay",
-        "--exact cannot hold with --batchnorm local, which depends on the world size; use replay",
+        "exact cannot run with batchnorm local, which depends on the world size; use replay",
+        "--exact cannot run with --batchnorm local, which depends on the world size; use replay",
     ),
     (
         *("build", {"batch_size": 64, "data.drop_last": True}, Ragged),
@@ -62,13 +62,13 @@ CASES = [
     ),
     (
         *("build", {"batchnorm": "sync"}, Normed),
-        "batchnorm sync needs a GPU: torch's SyncBatchNorm has no CPU kernel; use batchnorm replay, which needs",
-        "--batchnorm sync needs a GPU: torch's SyncBatchNorm has no CPU kernel; use --batchnorm replay, which needs",
+        "batchnorm sync needs a GPU: torch's SyncBatchNorm has no CPU kernel; use batchnorm replay",
+        "--batchnorm sync needs a GPU: torch's SyncBatchNorm has no CPU kernel; use --batchnorm replay",
     ),
     (
         *("engine", {"engine": "ddp", "engine_options.prefetch": 2}, Ragged),
-        "engine_options.prefetch is no option of engine ddp; leave it out (its own: engine_options.find_unused",
-        "--engine.prefetch is no option of --engine ddp; leave it out (its own: --engine.find-unused",
+        "engine_options.prefetch is not an option of engine ddp; drop it (its own: engine_options.find_unused",
+        "--engine.prefetch is not an option of --engine ddp; drop it (its own: --engine.find-unused",
     ),
     (
         *("engine", {"engine": "ddp"}, Ragged),
@@ -87,13 +87,13 @@ CASES = [
     ),
     (
         *("guards", {"guards.nonfinite": "skip", "guards.limit": 1}, Nan),
-        "1 steps were left out before (guards.limit): lower lr or clean the data",
-        "1 steps were left out before (--guards.limit): lower --lr or clean the data",
+        "1 steps were skipped before (guards.limit): lower lr or clean the data",
+        "1 steps were skipped before (--guards.limit): lower --lr or clean the data",
     ),
     (
         *("guards", {"guards.retries": 0, "data.workers": 1}, Broken),
-        "repair it, or leave such samples out: guards.bad_samples N",
-        "repair it, or leave such samples out: --guards.bad-samples N",
+        "repair it, or skip such samples: guards.bad_samples N",
+        "repair it, or skip such samples: --guards.bad-samples N",
     ),
 ]
 IDS = [f"{where}-{number}" for number, (where, *_) in enumerate(CASES)]
@@ -163,7 +163,7 @@ def odd(world):
 
 
 def test_ranks_say_it_as_the_process_that_started_them(by_fields):
-    with pytest.raises(AssertionError, match="exact cannot serve 2 .*; start 1, or lower micro_batch_size") as caught:
+    with pytest.raises(AssertionError, match="exact .* 2 processes.* 1 processes, or lower micro_batch_size") as caught:
         run(odd, 2)
     assert "--exact" not in str(caught.value).replace("raise ConfigError", "").partition("Traceback")[0]
 

@@ -181,7 +181,7 @@ DATA = TensorDataset(torch.arange(SAMPLES))
         (At(lambda start, stop: (np.zeros(stop - start), np.zeros(stop - start))), DataError, "float64"),
         (At(lambda start, stop: (places(start, stop)[0], np.arange(start, stop) + SAMPLES)), DataError, "not in"),
         (At(lambda start, stop: (places(start, stop)[0], np.random.permutation(SAMPLES)[: stop - start])),
-         DataError, "asked for again"),
+         DataError, "`order`.*positions"),
         (At(lambda start, stop: 1 / 0), DataError, "ZeroDivisionError.*test_sampler.py"),
     ],
 )  # fmt: skip

@@ -81,7 +81,7 @@ def test_an_optimizer_is_named_in_any_case(tmp_path, kind):
     made = options.build(taken({}, content, 1)).optim
     assert (made.name, made.beta1, made.beta2) == ("adamw", 0.9, 0.95)
     assert merged(content, wanted())
-    with pytest.raises(ConfigError, match=rf'optimizer\.type is "{kind}", and the run\'s optimizer makes it "SGD"'):
+    with pytest.raises(ConfigError, match=rf'optimizer\.type is "{kind}".* "SGD"'):
         merged(content, wanted(optimizer=sgd(torch.nn.Linear(2, 2), lr=0.01)))
 
 
@@ -100,11 +100,11 @@ def test_groups_with_rates_and_decays_of_their_own_are_no_contradiction():
         assert merged(content, wanted(optimizer=made))
         for key, value in (("lr", 0.02), ("weight_decay", 0.0)):
             other = {"optimizer": {"type": "AdamW", "params": {key: value}}}
-            with pytest.raises(ConfigError, match=rf"optimizer\.params\.{key} is {value}, and the flags make it 0\."):
+            with pytest.raises(ConfigError, match=rf"optimizer\.params\.{key} is {value}, .* 0\."):
                 merged(other, wanted(optimizer=made))
     own = torch.optim.SGD([{"params": [model[0].weight], "lr": 0.1}, {"params": [model[1].weight], "lr": 0.3}])
     assert merged({"optimizer": {"type": "sgd", "params": {"lr": 0.3}}}, wanted(optimizer=own))
-    with pytest.raises(ConfigError, match=r"params\.lr is 0\.2, and the flags make it 0\.1"):
+    with pytest.raises(ConfigError, match=r"params\.lr is 0\.2, .* 0\.1"):
         merged({"optimizer": {"type": "sgd", "params": {"lr": 0.2}}}, wanted(optimizer=own))
 
 
@@ -119,10 +119,10 @@ def test_offload():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"amp": {"enabled": True}}, "take out 'amp': .*--precision bf16 or fp16"),
+        ({"amp": {"enabled": True}}, "'amp'.*--precision bf16 or fp16"),
         ({"zero_optimisation": {}}, "'zero_optimisation' is unknown to this engine: did you mean 'zero_optimization'"),
-        ({"curriculum_learning": {"enabled": True}}, "'curriculum_learning' is not served"),
-        ({"prescale_gradients": True}, "'prescale_gradients' is not served"),
+        ({"curriculum_learning": {"enabled": True}}, "'curriculum_learning'"),
+        ({"prescale_gradients": True}, "'prescale_gradients'"),
         ({"sparse_attention": {}}, "'sparse_attention' is unknown to this engine"),
         ("{", "is not a JSON file"),
         ("[" * 100_000, "is not a JSON file"),
@@ -164,9 +164,9 @@ def test_a_missing_file():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"train_batch_size": 32}, "train_batch_size is 32, and --batch-size 64 makes it 64"),
-        ({"train_micro_batch_size_per_gpu": 4}, "is 4, and --micro-batch-size 8 makes it 8"),
-        ({"gradient_accumulation_steps": 8}, "is 8, and .* on 4 ranks makes it 2"),
+        ({"train_batch_size": 32}, "train_batch_size is 32, .*--batch-size 64 .*64"),
+        ({"train_micro_batch_size_per_gpu": 4}, "is 4, .*--micro-batch-size 8 .*8"),
+        ({"gradient_accumulation_steps": 8}, "is 8, .* on 4 ranks .*2"),
     ],
 )
 def test_batch_sizes_are_the_flags(tmp_path, given, message):
@@ -177,14 +177,14 @@ def test_batch_sizes_are_the_flags(tmp_path, given, message):
 @pytest.mark.parametrize(
     ("given", "changed", "message"),
     [
-        ({"gradient_clipping": 0.5}, {}, r"gradient_clipping is 0\.5, and --optim\.clip 1 makes it 1\.0"),
-        ({"zero_optimization": {"stage": 1}}, {"stage": 3}, r"zero_optimization\.stage is 1, and --engine\.zero-stage"),
+        ({"gradient_clipping": 0.5}, {}, r"gradient_clipping is 0\.5, .*--optim\.clip 1 .*1\.0"),
+        ({"zero_optimization": {"stage": 1}}, {"stage": 3}, r"zero_optimization\.stage is 1, .*--engine\.zero-stage"),
         ({"zero_optimization": {"stage": 4}}, {}, "stage is 4: give 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": True}}, {}, "stage is true: give 0, 1, 2 or 3"),
-        ({"zero_optimization": 2}, {}, "zero_optimization is no object"),
-        ({"zero_force_ds_cpu_optimizer": True}, {}, "zero_force_ds_cpu_optimizer is true, and --engine deepspeed, "),
-        ({"zero_allow_untested_optimizer": False}, {}, "zero_allow_untested_optimizer is false, and --engine deepsp"),
-        ({"optimizer": {"params": [1]}}, {}, r"optimizer\.params is no object; take it out"),
+        ({"zero_optimization": 2}, {}, "zero_optimization .*object"),
+        ({"zero_force_ds_cpu_optimizer": True}, {}, "zero_force_ds_cpu_optimizer is true, .*--engine deepspeed, "),
+        ({"zero_allow_untested_optimizer": False}, {}, "zero_allow_untested_optimizer is false, .*--engine deepsp"),
+        ({"optimizer": {"params": [1]}}, {}, r"optimizer\.params .*object"),
         ({"bf16": {"enabled": True}}, {}, r"bf16\.enabled is true, and --precision is not bf16-true"),
         ({"fp16": {"enabled": True}}, {}, r"fp16\.enabled is true, and --precision is not fp16; set --precision fp16"),
         ({"fp16": {"enabled": False}}, {"scaled": Fp16()}, r"fp16\.enabled is false, and --precision is fp16"),
@@ -193,24 +193,24 @@ def test_batch_sizes_are_the_flags(tmp_path, given, message):
             {"scaled": Fp16()},
             r"take out fp16\.loss_scale 128: a fixed scale of the loss is not served",
         ),
-        ({"fp16": True}, {}, "fp16 is no object"),
-        ({"optimizer": {"type": "SGD"}}, {}, r'optimizer\.type is "SGD", and the run\'s optimizer makes it "AdamW"'),
+        ({"fp16": True}, {}, "fp16 .*object"),
+        ({"optimizer": {"type": "SGD"}}, {}, r'optimizer\.type is "SGD".* "AdamW"'),
         (
             {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
             {},
-            r'optimizer\.type is "Adam", and the run\'s optimizer makes it "AdamW"',
+            r'optimizer\.type is "Adam".* "AdamW"',
         ),
         ({"fp16": {"enabled": True, "scale": 1}}, {"scaled": Fp16()}, r"'fp16\.scale' 1 is unknown"),
         ({"fp16": {"auto_cast": True}}, {"scaled": Fp16()}, r"'fp16\.auto_cast' true is not served: take it out"),
         (
             {"fp16": {"hysteresis": 2}},
             {"scaled": Fp16()},
-            r"fp16\.hysteresis is 2, and --fp16\.hysteresis makes it 1; take it out",
+            r"fp16\.hysteresis is 2, .*--fp16\.hysteresis .*1;",
         ),
-        ({"optimizer": {"params": {"lr": 0.1}}}, {}, r"optimizer\.params\.lr is 0\.1, and the flags make it 0\.01"),
+        ({"optimizer": {"params": {"lr": 0.1}}}, {}, r"optimizer\.params\.lr is 0\.1, .*0\.01"),
         ({"optimizer": {"params": {"momentum": 0.1}}}, {}, r"'optimizer\.params\.momentum' is unknown to AdamW"),
         ({"optimizer": {"kind": "AdamW"}}, {}, r"'optimizer\.kind' is unknown"),
-        ({"optimizer": "AdamW"}, {}, "optimizer is no object"),
+        ({"optimizer": "AdamW"}, {}, "optimizer .*object"),
         ({}, {"halved": True, "stage": 1}, "stage 1 with --precision bf16-true"),
     ],
 )

@@ -115,7 +115,7 @@ def test_a_state_without_an_average_begins_one_and_another_models_is_refused():
     other.load_state_dict(without_average(state))
     assert torch.equal(other.state_dict()["average/weight"], state["model/weight"])
     assert float(other.state_dict()["averaging/updates"]) == 0.0
-    with pytest.raises(CheckpointError, match="the average does not fit the model: average/turned on one side only"):
+    with pytest.raises(CheckpointError, match="the average .*: average/turned on one side only"):
         other.load_state_dict({name: tensor for name, tensor in state.items() if name != "average/turned"})
 
 

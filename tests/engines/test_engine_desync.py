@@ -96,7 +96,8 @@ def test_one_bit_of_what_several_ranks_hold_is_named(engine, options, size):
         _, parameter, key = name.rsplit("/", 2) if name.startswith("optimizer/") else ("", "", "")
         shown = f"the optimizer state {key} of {parameter}" if key else name
         wanted = (
-            f"after step 3 rank 1 differs from the other ranks in {shown}; go back to a checkpoint, and check memory"
+            f"after step 3 rank 1 differs from the other ranks in {shown}; "
+            "resume from a checkpoint, and test the memory"
         )
         assert wrong == wanted
         assert back == ""
@@ -116,9 +117,7 @@ def shards(world):
 
 def test_a_copy_of_a_shard_is_compared_with_its_copies_alone():
     for first, both in run(shards, 4):
-        assert first.startswith(
-            "after step 3 rank 1 and rank 3 differ (no majority says which is right) in model/first.w"
-        )
+        assert first.startswith("after step 3 rank 1 and rank 3 differ (no majority) in model/first.w")
         assert " in model/first.weight (and 1 more tensors); " in both
 
 

@@ -103,7 +103,7 @@ def test_a_group_may_be_empty(name):
 
 def test_deepspeed_refuses_dampening():
     damped = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9, dampening=0.5)
-    with pytest.raises(ConfigError, match="--engine deepspeed does not go with the dampening of SGD; use dampening=0"):
+    with pytest.raises(ConfigError, match="--engine deepspeed .*the dampening of SGD; use dampening=0"):
         check_optimizer("deepspeed", damped, exact=False)
 
 

@@ -282,7 +282,7 @@ def test_a_scale_that_halves_without_end_is_an_error():
     made, _ = scaled(2.0**-13, 0)
     assert not step(made, overflows=True)
     assert scaling(made)[0] == 2.0**-14
-    with pytest.raises(LockstepError, match="gradients are not finite even with the loss multiplied by 6.1"):
+    with pytest.raises(LockstepError, match="gradients are not finite even at loss scale 6.1"):
         step(made, overflows=True)
 
 

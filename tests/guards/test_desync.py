@@ -85,7 +85,7 @@ def told(kinds, *odd):
     """What is said where two ranks differ in these tensors."""
     names = ("model/body.weight", "model/codes", "model/head.weight", "optimizer/head.weight/exp_avg", "task/queue")
     ranks = [{name: [[0], f"{rank}" if name in odd else "same"] for name in names} for rank in range(2)]
-    return desync._described(ranks, 7, kinds)
+    return desync._describe(ranks, 7, kinds)
 
 
 def test_what_differs_is_said_in_kind_and_memory_is_blamed_where_nothing_else_explains_it():

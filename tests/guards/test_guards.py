@@ -286,7 +286,7 @@ def test_a_loss_that_is_finite_the_second_time_says_so():
     model = nn.Identity()
     step = read_step([MicroBatch(torch.tensor([1.0]), 0, 1, 1.0)], [math.nan])
     found = origin(step, model, lambda b: model(b.data).sum(), lambda *_: None, lambda *_: [5], World())
-    assert found.startswith("micro-batch 0 (samples 5) on rank 0: its loss was not finite, and is when computed again")
+    assert found.startswith("micro-batch 0 (samples 5) on rank 0: its loss was not finite, but is when recomputed")
     assert found.endswith("suspect the hardware")
 
 
@@ -391,7 +391,7 @@ def test_steps_are_left_out_up_to_a_limit(tmp_path):
     skips.add(3, "bad")
     skips.add(5, "bad")
     skips.add(5, "bad")
-    with pytest.raises(LockstepError, match="bad; 2 steps were left out before"):
+    with pytest.raises(LockstepError, match="bad; 2 steps were skipped before .--guards.limit"):
         skips.add(9, "bad")
     assert Skips(tmp_path / "skips.json", 2, World(), PLAN).steps == [3, 5]
     assert Skips(tmp_path / "skips.json", 2, World(), PLAN | {"seed": 1}).steps == []  # other steps by these numbers
@@ -456,7 +456,7 @@ def test_a_bad_sample_is_tried_again_then_named():
 def test_bad_samples_are_left_out_up_to_a_number():
     dataset = RetryingDataset(Broken({4, 5}, 999), retries=0, skips=2, rank=0)
     assert dataset[4] == 0  # 5 is bad too: the one after takes the place
-    with pytest.raises(DataError, match="2 were left out before"):
+    with pytest.raises(DataError, match="2 were skipped before"):
         dataset[5]
     assert dataset.counts.tolist() == [0, 2]
 

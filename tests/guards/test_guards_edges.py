@@ -357,7 +357,7 @@ def test_the_samples_of_a_bad_micro_batch_are_named_up_to_sixteen_and_the_first_
             step, model, lambda b: model(b.data).sum(), lambda *at: seeded.append(at), lambda *_: chosen, World()
         )
         assert found.startswith("micro-batch 1 (samples 0, 1, ")  # an empty slot has no loss, and is no sample's fault
-        assert f"{end}) on rank 0: its loss was not finite, and is when computed again" in found
+        assert f"{end}) on rank 0: its loss was not finite, but is when recomputed" in found
     assert seeded == [(7, 0), (7, 1), (7, 2)] * 2  # as in the loop
 
 

@@ -34,7 +34,7 @@ def stale(monkeypatch):
 
     monkeypatch.setattr(os, "stat", failing(os.stat))
     monkeypatch.setattr(os, "lstat", failing(os.lstat))
-    monkeypatch.setattr("lockstep.guards.watchdog._STOP", 0.01)
+    monkeypatch.setattr("lockstep.guards.watchdog._STOP_FILE_INTERVAL", 0.01)
     return looks
 
 
@@ -78,13 +78,13 @@ def test_a_body_that_others_wait_for_is_told_and_ends_the_run_with_its_line(tmp_
     assert "WARNING rank 1 has been in the body of the caller's loop for " in log
     assert "and end the run after --timeout 3 s" in log
     told = "".join(path.read_text() for path in (tmp_path / "default" / "logs").glob("rank-*.log"))
-    assert "rank 1 did not arrive: it stands in step 1, at test_hang.py:" in told
+    assert "rank 1 did not arrive: it is in step 1, at test_hang.py:" in told
 
 
 def test_a_loader_that_hangs_ends_a_world_of_one(tmp_path):
     with pytest.raises(RankError, match="died without an exception"):
         run(_hanging_loader, 1, str(tmp_path))
-    assert "after 3 s without progress the run ends" in (tmp_path / "default" / "logs" / "rank-00000.log").read_text()
+    assert "the run ends after 3 s without progress" in (tmp_path / "default" / "logs" / "rank-00000.log").read_text()
 
 
 class Hanging(Ragged):

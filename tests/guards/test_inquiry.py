@@ -40,15 +40,15 @@ class Store:
 def asking(tmp_path, monkeypatch):
     """An Inquiry of rank 1 of 3 over a Store, in step 4."""
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
-    monkeypatch.setattr(module, "_CALL", 0.0)
+    monkeypatch.setattr(module, "_ANSWER_TIME", 0.0)
 
     def made(store):
         progress = Progress()
         progress.at(4, COMPUTING)
         inquiry = Inquiry(World(rank=1, size=3), progress, tmp_path)
-        inquiry.told = Heartbeats(store, "k", 3)
+        inquiry.heartbeats = Heartbeats(store, "k", 3)
         inquiry._keys = "k"
-        inquiry.connect = lambda *_: None if store.gone else inquiry.told
+        inquiry.connect = lambda *_: None if store.gone else inquiry.heartbeats
         return inquiry
 
     return made
@@ -57,16 +57,16 @@ def asking(tmp_path, monkeypatch):
 def test_a_rank_tells_where_it_stands_and_hears_a_call_once_for_all(asking):
     store = Store()
     inquiry = asking(store)
-    inquiry.tell(inquiry.told)
+    inquiry.tell(inquiry.heartbeats)
     assert store.held["k/at/1"] == "step 4 (loading or computing)"
     assert not inquiry.called
     store.held["k/call"] = "1"
-    inquiry.tell(inquiry.told)
+    inquiry.tell(inquiry.heartbeats)
     del store.held["k/call"]
-    inquiry.tell(inquiry.told)
+    inquiry.tell(inquiry.heartbeats)
     assert inquiry.called
     store.gone = True
-    inquiry.tell(inquiry.told)  # nobody to tell is no error
+    inquiry.tell(inquiry.heartbeats)  # nobody to tell is no error
 
 
 def answer(step, waits, line="a.py:1 in f"):
@@ -78,11 +78,11 @@ def answer(step, waits, line="a.py:1 in f"):
     [
         # a silent rank is named, with what it said last
         ({"alive_0": answer(4, True)}, "rank 2 did not arrive"),
-        ({"alive_0": answer(4, True), "at_2": "step 3 (x)"}, "rank 2 did not arrive: it stood in step 3 (x) when last"),
+        ({"alive_0": answer(4, True), "at_2": "step 3 (x)"}, "rank 2 did not arrive: it was in step 3 (x) at its last"),
         ({}, "rank 0 did not arrive and rank 2 did not arrive"),
         # of those that answer the one that does not wait, else the one that is behind
-        ({"alive_0": answer(4, True), "alive_2": answer(9, False)}, "rank 2 did not arrive: it stands in step 9, at a"),
-        ({"alive_0": answer(3, True), "alive_2": answer(4, True)}, "rank 0 did not arrive: it stands in step 3, at a"),
+        ({"alive_0": answer(4, True), "alive_2": answer(9, False)}, "rank 2 did not arrive: it is in step 9, at a"),
+        ({"alive_0": answer(3, True), "alive_2": answer(4, True)}, "rank 0 did not arrive: it is in step 3, at a"),
     ],
 )
 def test_who_is_missing_is_told(asking, told, said):
@@ -101,15 +101,15 @@ def test_where_a_silent_rank_stood_is_read_from_the_launchers_folder_first(askin
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     Progress.of(2).at(7, SAVING)
     found = asking(Store(alive_0=answer(4, True), at_2="step 3 (x)")).verdict("late")
-    assert found == f"rank 2 did not arrive: it stood in {RankProgress.read(tmp_path / '2')}"
+    assert found == f"rank 2 did not arrive: it was in {RankProgress.read(tmp_path / '2')}"
 
 
 def test_a_meeting_point_that_is_silent_and_none_at_all(asking, monkeypatch):
     monkeypatch.setattr(module, "_STORE", module.timedelta(seconds=0.05))
-    assert asking(Store(gone=True)).verdict("late").startswith("rank 0 did not arrive: it holds the meeting point")
+    assert asking(Store(gone=True)).verdict("late").startswith("rank 0 did not arrive: its rendezvous store")
     alone = asking(Store())
-    alone.told = None
-    assert alone.verdict("late").startswith("rank 1 made no progress: it stands in step 4 (loading or computing), at ")
+    alone.heartbeats = None
+    assert alone.verdict("late").startswith("rank 1 made no progress: it is in step 4 (loading or computing), at ")
 
 
 def test_who_waits_for_others_to_go_on_sees_those_beyond_and_ends_after_patience():
@@ -132,7 +132,7 @@ class Watch:
         progress = SimpleNamespace(phase=phase, since=100.0, step=3)
         exchange = SimpleNamespace(progress=progress, broken=lambda: self.failed)
         self.watch = HangWatchdog(World(size=size, timeout=8.0), exchange, folder)
-        self.watch._inquiry.told = Heartbeats(store, "k", 2) if size > 1 else None
+        self.watch._inquiry.heartbeats = Heartbeats(store, "k", 2) if size > 1 else None
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr("lockstep.guards.watchdog.time", clock)
 
@@ -151,7 +151,7 @@ def test_an_exchange_that_failed_is_given_a_second_and_one_that_came_back_is_for
     assert [watch.at(2.0), watch.at(2.9), watch.at(3.1)] == ["", "", "an exchange failed"]
     watch.failed = False
     watch.watch._inquiry.called = True
-    assert watch.at(3.2) == "another rank misses one of us"
+    assert watch.at(3.2) == "another rank reports a missing rank"
 
 
 def test_a_loss_that_one_rank_reads_alone_is_told_after_a_second(tmp_path, monkeypatch):

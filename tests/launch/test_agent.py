@@ -165,8 +165,8 @@ def test_before_the_first_step_who_did_not_notice_that_the_others_ended_is_missi
     mine, processes, group = watched(STOPS, BAD, STOPS, notes={1: lost}, ended=[1])
     Progress.of(6).at(2, 2)
     mine._explain(processes, group)
-    stood = "rank 4 did not arrive: it stood in its start, before step 0 and "
-    stood += "rank 6 did not arrive: it stood in step 2 (loading or computing)"
+    stood = "rank 4 did not arrive: it was in its start, before step 0 and "
+    stood += "rank 6 did not arrive: it was in step 2 (loading or computing)"
     assert mine._failure.message == stood + said
     assert not mine.told
     for commands, text in (((STOPS, BAD), "step 3: nan"), ((STOPS, BAD), "lost rank 4"), ((GOOD, BAD), lost)):

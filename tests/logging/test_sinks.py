@@ -295,7 +295,7 @@ def test_a_full_disk_is_reported_once(tmp_path, capsys):
     logger.info("lost")
     logger.info("lost")
     close_log()
-    assert capsys.readouterr().err.count("misses lines: OSError") == 1
+    assert capsys.readouterr().err.count("incomplete: OSError") == 1
 
 
 def test_a_closed_stderr_stops_nothing(tmp_path, monkeypatch):

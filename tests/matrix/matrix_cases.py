@@ -104,8 +104,8 @@ def _refused_by_own_steps(case: Case) -> str:
     if case.policy == "skip":
         return "--guards.nonfinite skip does not go with a task that takes its optimizers' steps itself"
     if case.engine in ("zero", "fsdp"):
-        return f"--engine {case.engine} does not go with a task that takes its optimizers' steps itself"
-    return "--precision fp16 does not go with" if case.precision == "fp16" else ""
+        return f"--engine {case.engine} does not work with a task that steps its optimizers itself"
+    return "--precision fp16" if case.precision == "fp16" else ""
 
 
 def valid(case: Case) -> bool:

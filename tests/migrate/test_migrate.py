@@ -1,4 +1,4 @@
-"""`lockstep lint --migrate`: what is told of a script of each kind, what is refused; the tables are the adapters'."""
+"""`lockstep lint --migrate`: the rows of a script of each kind, by the adapters' tables."""
 
 import ast
 import json
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 def told(text, path="example.py"):
     """The kind, and (line, action, what it becomes) of each row."""
     kind, rows = rows_of(parse(path, text))
-    return kind, [(row.line, row.action, row.here) for row in rows]
+    return kind, [(row.line, row.action, row.advice) for row in rows]
 
 
 def has(rows, line, action, part):
@@ -76,26 +76,26 @@ print(out.metrics)
 def test_a_trainer():
     kind, rows = told(TRAINER)
     assert kind == "a Hugging Face Trainer"
-    assert has(rows, 8, "refused", "lockstep would not call it")
+    assert has(rows, 8, "refused", "compute_loss")
     assert has(rows, 11, "stays", "eval_strategy='no'")
-    assert has(rows, 14, "refused", "a callback of your own")
-    assert has(rows, 19, "stays", "read as lr")
+    assert has(rows, 14, "refused", "lockstep.Run")
+    assert has(rows, 19, "stays", "becomes lr")
     assert has(rows, 20, "refused", "add the noise in the model's forward")
-    assert has(rows, 21, "stays", "as it is by default")
+    assert has(rows, 21, "stays", "the default")
     assert has(rows, 22, "refused", "use one of adamw_torch")
     assert has(rows, 23, "stays", "its optimizer")
-    assert has(rows, 24, "refused", "where it is set: leave it out, and give the config its engine")
-    assert has(rows, 25, "refused", "does not know it")
-    assert has(rows, 26, "stays", "no meaning here")
-    assert has(rows, 27, "stays", "cannot be seen")
+    assert has(rows, 24, "refused", "if set: leave it out, and give the config its engine")
+    assert has(rows, 25, "refused", "unknown to lockstep")
+    assert has(rows, 26, "stays", "no effect")
+    assert has(rows, 27, "stays", "docs/hf-trainer.md")
     assert has(rows, 29, "refused", "without streaming")
     assert has(rows, 30, "stays", "patience and min_delta")
-    assert has(rows, 30, "refused", "leave it out of the callbacks")
-    assert has(rows, 31, "refused", "leave it out of the callbacks")
+    assert has(rows, 30, "refused", "remove it from the callbacks")
+    assert has(rows, 31, "refused", "remove it from the callbacks")
     assert has(
         rows, 32, "becomes", "config, task = lockstep.from_trainer(trainer); result = lockstep.train(config, task)"
     )
-    assert has(rows, 32, "refused", "a run resumes by its folder")
+    assert has(rows, 32, "refused", "a run resumes from its folder")
     assert has(rows, 33, "stays", "the trained model")
     assert has(rows, 34, "becomes", "result.evaluation")
     assert not any(line in (5, 6) for line, _, _ in rows)  # compute_loss is called as it is
@@ -108,10 +108,10 @@ DPOTrainer(model).train()
 """
     kind, rows = told(text)
     assert kind == "a Hugging Face Trainer"
-    assert has(rows, 2, "stays", "read by its own methods")
+    assert has(rows, 2, "stays", "its own methods read it")
     assert has(rows, 2, "refused", "per_device_train_batch_size")
     assert has(rows, 2, "becomes", "from_trainer")
-    assert has(rows, 3, "stays", "SFTTrainer alone was tried")
+    assert has(rows, 3, "stays", "only SFTTrainer is tested")
 
 
 LIGHTNING = """import lightning as L
@@ -147,19 +147,19 @@ def test_a_lightning_module(package):
     kind, rows = told(text)
     assert kind == "a Lightning module"
     assert has(rows, 4, "stays", "lockstep train --lightning example.py:Net")
-    assert has(rows, 7, "stays", "takes its optimizers' steps itself")
-    assert has(rows, 9, "refused", "Lightning 2 has it no more")
+    assert has(rows, 7, "stays", "docs/lightning.md")
+    assert has(rows, 9, "refused", "removed in Lightning 2")
     assert has(rows, 12, "refused", "the engine takes the step")
     assert has(rows, 19, "stays", "num_epochs")
     assert has(rows, 19, "refused", "use one of 32-true")
     assert has(rows, 19, "stays", "patience, patience_metric and min_delta")
     assert has(rows, 19, "stays", "best_metric, ckpt_freq")
     assert has(rows, 19, "refused", "lockstep.find_micro_batch(config, task) does it")
-    assert has(rows, 19, "refused", "leave it out of the callbacks")
+    assert has(rows, 19, "refused", "remove it from the callbacks")
     assert has(rows, 20, "refused", "clipped by their norm")
-    assert has(rows, 20, "stays", "as it is by default")
+    assert has(rows, 20, "stays", "the default")
     assert has(rows, 21, "becomes", "from_lightning(Net(), (train, val), trainer=trainer)")
-    assert has(rows, 21, "refused", "resumes by its folder")
+    assert has(rows, 21, "refused", "a run resumes from its folder")
     assert has(rows, 22, "becomes", "task.test()")
 
 
@@ -191,7 +191,7 @@ def test_an_accelerate_loop():
     assert kind == "an Accelerate loop"
     assert has(rows, 5, "becomes", "world = lockstep.World.join()")
     assert has(rows, 5, "becomes", "lockstep.autocast")
-    assert has(rows, 5, "refused", "cut by lockstep.loader")
+    assert has(rows, 5, "refused", "lockstep.loader splits batches")
     assert has(rows, 7, "becomes", "lockstep.loader(data, world, batch_size=..., micro_batch_size=8, collate=collate)")
     assert has(
         rows, 8, "becomes", "lockstep.loader(held_out, world, batch_size=..., micro_batch_size=4, shuffle=False)"
@@ -200,11 +200,11 @@ def test_an_accelerate_loop():
     assert has(rows, 10, "goes", "epochs=")
     assert has(rows, 11, "becomes", "for batch in step: batch = batch.data")
     assert has(rows, 12, "becomes", "engine.accumulate(batch.last)")
-    assert has(rows, 13, "becomes", "without the division")
+    assert has(rows, 13, "becomes", "remove the division")
     assert has(rows, 14, "becomes", "engine.backward(loss, batch.weight)")
-    assert has(rows, 15, "refused", "clips by the norm")
+    assert has(rows, 15, "refused", "clip= of lockstep.engine")
     assert has(rows, 16, "becomes", "engine.step()")
-    assert has(rows, 17, "stays", "once a step")
+    assert has(rows, 17, "stays", "once per step")
     assert has(rows, 18, "goes", "clears")
     assert has(rows, 19, "refused", "no counterpart")
     assert has(rows, 20, "becomes", "world.print")
@@ -257,13 +257,13 @@ def test_a_ddp_loop():
     assert has(rows, 12, "goes", "loss_scaling=True")
     assert has(rows, 13, "goes", "the order is the same")
     assert (14, "refused") not in actions(rows)
-    assert has(rows, 15, "refused", "the order is lockstep's own")
+    assert has(rows, 15, "refused", "loader(shuffle=...)")
     assert has(rows, 16, "goes", "epochs=")
     assert has(rows, 17, "goes", "own permutation")
     assert has(rows, 18, "becomes", "for batch in step: x, y = batch.data")
     assert has(rows, 19, "becomes", "engine.accumulate(batch.last)")
     assert has(rows, 20, "becomes", "lockstep.autocast")
-    assert has(rows, 22, "becomes", "without the division")
+    assert has(rows, 22, "becomes", "remove the division")
     assert has(rows, 23, "becomes", "engine.backward(loss, batch.weight)")
     assert {(24, "goes"), (26, "becomes"), (27, "goes"), (28, "goes")} <= actions(rows)
     assert has(rows, 25, "goes", "clip=0.5 of lockstep.engine")
@@ -293,7 +293,7 @@ for batch in loader:
     assert kind == "a plain loop"
     assert has(rows, 4, "refused", "__len__")
     assert has(rows, 7, "stays", 'lockstep.engine("auto", model.to(world.device), first, world)')
-    assert has(rows, 9, "refused", "the order is lockstep's own")
+    assert has(rows, 9, "refused", "loader(shuffle=...)")
     assert has(rows, 12, "becomes", "with engine.accumulate(batch.last): engine.backward(loss, batch.weight)")
     assert has(rows, 14, "refused", "without a closure")
 
@@ -310,11 +310,11 @@ for batch in loader:
 """
     kind, rows = told(text)
     assert kind == "a Fabric loop"
-    assert has(rows, 3, "becomes", "the engine's name")
+    assert has(rows, 3, "becomes", "the engine name")
     assert has(rows, 4, "goes", "torchrun")
     assert has(rows, 5, "becomes", "lockstep.engine(")
     assert has(rows, 7, "becomes", "engine.backward")
-    assert has(rows, 7, "becomes", "without the division")
+    assert has(rows, 7, "becomes", "remove the division")
     assert has(rows, 8, "becomes", "engine.step()")
 
 
@@ -344,10 +344,10 @@ def test_what_is_printed(tmp_path, monkeypatch, capsys):
     Path("clean.py").write_text("loss.backward()\noptimizer.step()\n")
     assert command(["--migrate", "clean.py"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("clean.py: a plain loop: its loop stays")
+    assert out[0].startswith("clean.py: a plain loop: keep the loop")
     assert "clean.py:1: loss.backward()" in out
     assert "    becomes  engine.step()" in out
-    assert out[-1] == "clean.py: 2 become others. Nothing was written."
+    assert out[-1] == "clean.py: 2 to replace. Nothing was written."
     assert command(["--migrate", "ddp.py", "clean.py"]) == 1
     assert "1 refused. Nothing was written." in capsys.readouterr().out
     assert command(["--migrate", "ddp.py", "--format", "json"]) == 1
@@ -370,9 +370,9 @@ def test_a_notebook_names_its_cells(tmp_path, capsys):
     [
         ([], "--migrate needs the script"),
         (["nowhere.py"], "there is no file or folder 'nowhere.py'"),
-        (["folder"], "--migrate folder is a folder: name the script"),
+        (["folder"], "--migrate folder is a folder: give the training script"),
         (["broken.py"], "--migrate broken.py:1: does not parse"),
-        (["empty.py"], "--migrate empty.py: nothing trains in it"),
+        (["empty.py"], "--migrate empty.py: no training found"),
         (["empty.py", "--fix"], "leave out --fix"),
         (["empty.py", "--unsafe-fixes"], "leave out --unsafe-fixes"),
         (["empty.py", "--select", "ALL"], "leave out --select"),
@@ -433,7 +433,7 @@ def test_any_piece_of_a_script_is_told_or_not_but_never_fails():
             text = "\n".join(line for line in text.splitlines() if _parses(line))
         kind, rows = rows_of(parse("piece.py", text))
         assert bool(kind) == bool(rows)
-        assert all(0 < row.line <= text.count("\n") + 1 and row.there and row.here for row in rows)
+        assert all(0 < row.line <= text.count("\n") + 1 and row.code and row.advice for row in rows)
     deep = "loss.backward()\n" + "x = " + "f(" * 80 + ")" * 80
     assert rows_of(parse("deep.py", deep))[0] == "a plain loop"
 
@@ -448,7 +448,7 @@ def _parses(line):
 
 def test_a_file_that_is_too_intricate_is_one_line(monkeypatch):
     monkeypatch.setattr("lockstep_lint.analysis.budget.LIMIT", 3)
-    with pytest.raises(MigrateProblem, match="too large or nested to be followed: split it"):
+    with pytest.raises(MigrateProblem, match="example.py: too large or too deeply nested"):
         rows_of(parse("example.py", DDP))
 
 

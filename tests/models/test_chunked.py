@@ -288,7 +288,7 @@ def test_a_chunk_that_cannot_be_had_is_refused_by_name(tmp_path):
         "seq_len": 32,
         "data": {"cache": str(tmp_path / "c")},
     }
-    with pytest.raises(ConfigError, match=r"--model.loss-chunk 8: the logits of .* are not its head's alone"):
+    with pytest.raises(ConfigError, match="--model.loss-chunk 8: "):
         hub_task(Config(**base, model={"loss_chunk": 8}), print).model()
     hub_task(Config(**base), print).model()
 

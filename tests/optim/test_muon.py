@@ -73,10 +73,10 @@ def test_without_repeated_layers_the_last_matrix_is_the_head():
 @pytest.mark.parametrize(
     ("model", "text", "said"),
     [
-        (nn.Linear(2, 2), "", "--optim.name muon: the model has no hidden matrix, .*; use --optim.name adamw, or name"),
-        (nn.Linear(2, 2), "*: muon", r"'\*: muon': bias has shape \[2\], and Muon takes matrices of real numbers"),
+        (nn.Linear(2, 2), "", "--optim.name muon: .*no hidden matrix.*--optim.name adamw.*--optim.groups"),
+        (nn.Linear(2, 2), "*: muon", r"'\*: muon': bias .*\[2\]"),
         (Deep(), "layers.*: adamw", "no hidden matrix"),
-        (Deep(), "head.*: muon, freeze", "what is frozen has no rate and no decay"),
+        (Deep(), "head.*: muon, freeze", "--optim.groups .*frozen"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(model, text, said):
@@ -86,7 +86,7 @@ def test_what_cannot_be_is_refused_in_one_line(model, text, said):
 
 
 def test_the_words_of_rules_are_muons_alone():
-    with pytest.raises(ConfigError, match=r"--optim.groups 'head.\*: muon' is for --optim.name muon, and it is adamw"):
+    with pytest.raises(ConfigError, match=r"--optim.groups 'head.\*: muon' .*--optim.name muon.*adamw"):
         rules_of(Config(optim=Optim(groups="head.*: muon")))
 
 
@@ -169,7 +169,7 @@ def test_the_configurations_muon():
         Config(optim=Optim(muon_lr=0.1))
     with pytest.raises(ConfigError, match=r"optim.muon_scale original needs a rate of its own, as optim.muon_lr 0.02"):
         Config(optim=Optim(name="muon", muon_scale="original"))
-    with pytest.raises(ConfigError, match="--engine deepspeed does not go with MuonAdamW: its update needs whole"):
+    with pytest.raises(ConfigError, match="--engine deepspeed .*MuonAdamW"):
         check_optimizer("deepspeed", made, exact=False)
 
 

@@ -121,7 +121,7 @@ def test_sgd_is_torchs_over_the_same_groups(momentum, nesterov):
 
 
 def test_nesterov_without_a_momentum_is_refused():
-    with pytest.raises(ConfigError, match=r"--optim.nesterov needs a momentum: give --optim.momentum a number above 0"):
+    with pytest.raises(ConfigError, match="--optim.nesterov .*--optim.momentum"):
         sgd(small(), lr=0.1, momentum=0.0, nesterov=True)
 
 

@@ -149,5 +149,5 @@ def test_step_and_plateau_drop_by_their_factor_and_stay_between(horizon, warmup,
         assert other == pytest.approx(max(floor, gamma * one), abs=1e-12)
         begun = warmup + (step - warmup) // drop * drop
         assert factor(begun, horizon, warmup, floor, "step", period=period, gamma=gamma) == one
-    fallen = [factor(step, horizon, warmup, floor, "plateau", gamma=gamma, fallen=times) for times in range(4)]
+    fallen = [factor(step, horizon, warmup, floor, "plateau", gamma=gamma, drops=times) for times in range(4)]
     assert all(one >= other for one, other in itertools.pairwise(fallen))

@@ -91,7 +91,7 @@ def test_a_run_has_them_and_a_resume_too(tmp_path):
     ("make", "line"),
     [
         (lambda optimizer, steps: theirs.ReduceLROnPlateau(optimizer), "use --optim.schedule plateau"),
-        (lambda optimizer, steps: theirs.OneCycleLR(optimizer, LR, total_steps=steps), "give it cycle_momentum=False"),
+        (lambda optimizer, steps: theirs.OneCycleLR(optimizer, LR, total_steps=steps), "cycle_momentum=False"),
         (
             lambda optimizer, steps: theirs.OneCycleLR(optimizer, LR, total_steps=7, cycle_momentum=False),
             "in step 8 of 40",
@@ -100,10 +100,10 @@ def test_a_run_has_them_and_a_resume_too(tmp_path):
             lambda optimizer, steps: theirs.LambdaLR(optimizer, [float, float]),
             "failed in step 0 of 40: ValueError: Expec",
         ),
-        (lambda optimizer, steps: [1.0] * steps, "the function returned list: it must return a scheduler of"),
+        (lambda optimizer, steps: [1.0] * steps, "the function returned list"),
         (
             lambda optimizer, steps: theirs.ExponentialLR(torch.optim.SGD([torch.zeros(1)]), 0.9),
-            "has another optimizer than the one that the function is given",
+            "another optimizer",
         ),
     ],
 )
@@ -112,7 +112,7 @@ def test_what_is_more_than_a_function_of_the_step_is_refused(make, line):
         lockstep.torch_schedule(make)(0, STEPS)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="lr is 0: it must be a rate above 0"):
+    with pytest.raises(ConfigError, match="lr is 0"):
         lockstep.torch_schedule(make, lr=0)
 
 
@@ -120,6 +120,6 @@ def test_a_run_refuses_it_before_anything_is_written(tmp_path):
     class Falling(Ragged):
         schedule = lockstep.torch_schedule(lambda optimizer, steps: theirs.ReduceLROnPlateau(optimizer))
 
-    with pytest.raises(ConfigError, match="ReduceLROnPlateau follows the evaluations"):
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau.*--optim.schedule plateau"):
         lockstep.train(config(tmp_path), Falling())
     assert not list(tmp_path.iterdir())

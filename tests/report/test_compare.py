@@ -1,4 +1,4 @@
-"""Several runs beside each other: how far they are the same, what differs, and which is better."""
+"""Several runs compared: how far they are equal, what differs, and which has the lower loss."""
 
 import random
 
@@ -23,18 +23,18 @@ def test_equal_runs_are_the_same_to_the_last_step_bit_for_bit(tmp_path):
     found = compare(gathered(*(tmp_path / name for name in "abc")))
     equal, other = found.pairs
     assert equal.same == [
-        "The same in every record up to step 12 (6 records: mean loss and gradient norm, to the last digit).",
-        "The parameters are the same, bit for bit, in the checkpoints of steps 9, 12.",  # b kept 7 instead of 6
+        "All records are equal up to step 12 (6 records: mean loss and gradient norm, to the last digit).",
+        "The parameters are bitwise equal in the checkpoints of steps 9, 12.",  # b kept 7 instead of 6
     ]
     assert equal.test == "No paired test: the losses are equal."
-    assert "from the first record on" in other.same[0] or "differs" in other.same[0]
-    assert "They differ in the checkpoint of step" in other.same[1]
-    assert "too few" in other.test
+    assert "from the first one" in other.same[0] or "differs" in other.same[0]
+    assert "The parameters differ in the checkpoint of step" in other.same[1]
+    assert "second half has only" in other.test
     assert found.settings == [("lr", ["0.01", "0.01", "0.02"])]
     assert dispatch(["report", *(str(tmp_path / name) for name in "abc"), "-o", str(tmp_path / "page.html")]) == 0
     html = (tmp_path / "page.html").read_text()
-    assert "3 runs beside each other" in html
-    assert "bit for bit, in the checkpoints" in html
+    assert "3 runs compared" in html
+    assert "bitwise equal in the checkpoints" in html
 
 
 def noisy(seed, shift):
@@ -51,16 +51,16 @@ def test_a_difference_that_the_eye_cannot_see_is_found(tmp_path):
     assert "its loss is lower than that of a" in better.test
     assert better.found.low < -0.03 < better.found.high
     assert "Same samples in the same order from step 5,010 on" in better.test
-    assert "no difference that could not be chance" in same.test
-    assert better.same[0] == "Different from the first record on; the record of step 10 differs."
-    assert "nothing is said of the parameters' bits" in better.same[1]
+    assert "no significant difference" in same.test
+    assert better.same[0] == "Records differ from the first one; the record of step 10 differs."
+    assert "parameters are not compared" in better.same[1]
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"state_json": state(seed=1)}, "do not draw the same samples in the same order (seed differ)"),
-        ({"state_json": "{}"}, "do not draw the same samples"),
+        ({"state_json": state(seed=1)}, "another order (different seed)"),
+        ({"state_json": "{}"}, "draw other samples or another order"),
         ({"config_toml": "log_freq = 5\n"}, "windows of different length"),
     ],
 )
@@ -78,8 +78,8 @@ def test_runs_that_part_at_a_step(tmp_path):
         tmp_path / "b", records(60, lambda step: 3.0 + 5.0 / (step + 1) + (step > 310) * 1e-15), state_json=state()
     )
     (pair,) = compare(gathered(a, b)).pairs
-    assert pair.same[0].startswith("The same in the records up to step 310 ")
+    assert pair.same[0].startswith("Records are equal up to step 310 ")
     assert pair.same[0].endswith("the record of step 320 differs.")
     none = made(tmp_path / "none", [])
-    assert compare(gathered(a, none)).pairs[0].same[0] == "No step has a record in both."
-    assert "does not say in which order" in compare(gathered(none, none)).pairs[0].test
+    assert compare(gathered(a, none)).pairs[0].same[0] == "The runs have no recorded step in common."
+    assert "no record of its sample order" in compare(gathered(none, none)).pairs[0].test

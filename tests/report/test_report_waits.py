@@ -1,4 +1,4 @@
-"""A run whose time went into something else than steps says so in one line; a healthy or a short one says nothing."""
+"""One line names the part that cost too much time; a healthy or a short run has none."""
 
 import pytest
 
@@ -14,11 +14,14 @@ def line(workers=0, ranks=1, **seconds):
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        ({"data": 40.0}, "34% of the time went into waiting for samples: --data.workers 1 or more"),
-        ({"data": 40.0, "workers": 2, "ranks": 2}, "waiting for samples or for another rank: --data.workers 3 or more"),
-        ({"exchange": 60.0}, "exchanging gradients: a larger --batch-size"),
-        ({"saves": 50.0}, "30% of the time went into waiting for checkpoints: a larger --ckpt-freq"),
-        ({"evaluation": 100.0}, "50% of the time went into evaluating: a larger --eval-freq"),
+        ({"data": 40.0}, "34% of the time was spent waiting for samples: set --data.workers to 1 or more"),
+        (
+            {"data": 40.0, "workers": 2, "ranks": 2},
+            "waiting for samples or for another rank: set --data.workers to 3",
+        ),
+        ({"exchange": 60.0}, "exchanging gradients: raise --batch-size"),
+        ({"saves": 50.0}, "30% of the time was spent waiting for checkpoints: raise --ckpt-freq"),
+        ({"evaluation": 100.0}, "50% of the time was spent evaluating: raise --eval-freq"),
         ({"data": 20.0, "evaluation": 200.0}, "evaluating"),  # what stands out most
     ],
 )

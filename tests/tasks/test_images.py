@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 import types
 
@@ -196,28 +197,28 @@ def test_folders_that_are_no_data_are_one_line(tmp_path):
             make(Config(task="images", dataset_name=str(tmp_path / name)), print)
         assert "\n" not in str(caught.value)
 
-    refused("nowhere", "no such folder; give one with a folder of images for each class")
+    refused("nowhere", "nowhere: no such folder; .*builtin:digits")
     (tmp_path / "empty").mkdir()
     refused("empty", "has neither folders nor images; put the images of each class into a folder")
     (tmp_path / "loose").mkdir()
     draw(0, 0).save(tmp_path / "loose" / "a.png")
-    refused("loose", "has 1 images that are in no folder; put the images of each class")
+    refused("loose", "loose has 1 images")
     write_images(tmp_path / "one", 2, ("cat",))
-    refused("one", "has one class, 'cat', and there is nothing to tell apart")
+    refused("one", "one has one class, 'cat'")
     write_images(tmp_path / "none", 0)
     refused("none", "circle has no images")
     write_images(tmp_path / "other" / "train", 2)
     write_images(tmp_path / "other" / "test", 2, ("circle", "star"))
-    refused("other", "test/ has the class 'star', which train/ has not")
+    refused("other", "test/ has the class 'star', .*train/")
     with pytest.raises(DataError, match="builtin:digit: unknown; the built-in images are builtin:digits"):
         make(Config(task="images", dataset_name="builtin:digit"), print)
     for name, line in (
         ("builtin:resnt", "did you mean builtin:resnet?"),
-        ("resnet50", "A model of timm is timm:NAME"),
+        ("resnet50", "timm:NAME"),
     ):
         with pytest.raises(ConfigError, match=line):
             make(Config(task="images", model_name=name), print)
-    with pytest.raises(ConfigError, match="--images.size 17: no whole patches"):
+    with pytest.raises(ConfigError, match="--images.size 17 "):
         make(Config(task="images", model_name="builtin:vit", images={"size": 17}), print)
     with pytest.raises(ConfigError, match="builtin:resnet has no pretrained weights"):
         make(Config(task="images", model={"pretrained": True}), print)
@@ -239,7 +240,7 @@ def test_corrupt_images_are_named_counted_and_bounded(tmp_path, capsys):
     assert result.exit_code == 0
     log = (tmp_path / "bounded" / "logs" / "rank-00000.log").read_text()
     assert bad[0] in log
-    assert "takes its place" in log
+    assert re.search(r"using sample \d+ instead", log)
     settings["guards"] |= {"bad_samples": 0}
     (folder / bad[0]).write_bytes(whole)
     with pytest.raises(LockstepError, match=f"{bad[1]}.* cannot be loaded: ImageError: cannot identify image file"):
@@ -255,7 +256,7 @@ def test_the_classes_lie_with_the_run_and_a_resume_with_others_is_refused(tmp_pa
     (folder / "square").rename(folder / "triangle")
     with pytest.raises(ResumeError, match="training data of other content"):
         lockstep.train(config(tmp_path, **settings))
-    with pytest.raises(DataError, match="was trained on the classes circle, square, and its data now has circle, tria"):
+    with pytest.raises(DataError, match="was trained on the classes circle, square, .* circle, tria"):
         dispatch(["evaluate", str(tmp_path / "r")])
     (folder / "triangle").rename(folder / "square")
     with pytest.raises(ResumeError, match=r"--images.size 8 \(now 12\)"):
@@ -270,7 +271,7 @@ def test_the_classes_lie_with_the_run_and_a_resume_with_others_is_refused(tmp_pa
     assert dispatch(["evaluate", str(tmp_path / "r"), "--data", str(tmp_path / "more")]) == 0
     assert "on 8 items" in capsys.readouterr().out
     write_images(tmp_path / "others", 2, ("circle", "star"))
-    with pytest.raises(DataError, match="and its data now has circle, star"):
+    with pytest.raises(DataError, match="the data now has circle, star"):
         dispatch(["evaluate", str(tmp_path / "r"), "--data", str(tmp_path / "others")])
     with pytest.raises(ConfigError, match="trained ImageClassification, which is no language model .* writes no text"):
         dispatch(["generate", str(tmp_path / "r"), "--prompt", "a"])
@@ -309,11 +310,11 @@ def test_images_in_a_table(tmp_path, monkeypatch):
         DataError, match="has no column 'kind'; its columns: picture, label, note; name one with --data.l"
     ):
         make(Config(**chosen, data={"label_column": "kind"}), print)
-    with pytest.raises(DataError, match="the column 'note' holds string, no Image"):
+    with pytest.raises(DataError, match="the column 'note' has string, not Image"):
         make(Config(**chosen, data={"image_column": "note"}), print)
     with pytest.raises(DataError, match="the column 'note' has one class, 'x'"):
         make(Config(**chosen, data={"label_column": "note"}), print)
-    with pytest.raises(DataError, match="no such file, nor a folder of such: give json|no such folder"):
+    with pytest.raises(DataError, match="no such file or folder of files; supported: json|no such folder"):
         make(Config(**chosen | {"dataset_name": str(tmp_path / "no.parquet")}), print)
 
 
@@ -333,7 +334,7 @@ def test_a_model_of_transformers_and_its_export(tmp_path, monkeypatch):
     assert task.how.mean == (0.1, 0.2, 0.3)
     assert (task.how.size, task.how.channels, task.defaults) == (8, 3, "fine-tuning")
     model = task.model()
-    assert any("drawn anew for the 10 classes: classifier.bias, classifier.weight" in line for line in said)
+    assert any("newly initialised for 10 classes: classifier.bias, classifier.weight" in line for line in said)
     kept = given.vit.state_dict()
     assert all(torch.equal(tensor, kept[name]) for name, tensor in model.vit.state_dict().items())
     assert len(task.blocks(model)) == 2

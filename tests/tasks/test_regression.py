@@ -112,12 +112,12 @@ def test_a_table_of_ones_own_and_what_is_wrong_with_it(tmp_path, monkeypatch):
         "has no column 'c'; its columns: name, a, b, same, price; name one with --data.target-column", target_column="c"
     )
     refused("has no column 'c'; its columns: .*; see --data.feature-columns", feature_columns="a,c")
-    refused("the column 'name' holds (large_)?string, no numbers", feature_columns="name")
-    refused("'price' is the target; leave it out of --data.feature-columns", feature_columns="a,price")
+    refused("the column 'name' has (large_)?string, not numbers", feature_columns="name")
+    refused("'price' is the target; .*--data.feature-columns", feature_columns="a,price")
     rows[3]["a"] = None
     named = {"dataset_name": str(hub_files.write_jsonl(tmp_path / "holes.jsonl", rows))}
-    refused("has None in the column 'a'; fill such values in")
-    with pytest.raises(ConfigError, match="--model-name 'builtin:resnet' is unknown: regression has builtin:mlp"):
+    refused("has None in the column 'a'")
+    with pytest.raises(ConfigError, match="--model-name 'builtin:resnet' .*builtin:mlp"):
         make(config(tmp_path, model_name="builtin:resnet"), print)
     with pytest.raises(DataError, match="unknown; the built-in table is builtin:diabetes"):
         make(config(tmp_path, dataset_name="builtin:iris"), print)

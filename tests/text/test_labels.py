@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import names
 
 from lockstep.config.schema import Config
 from lockstep.config.sections import Data
@@ -110,7 +111,7 @@ def test_what_is_learned_where_nothing_is_said(tmp_path):
     assert "Response" not in learned(*[(found := corpus(alpaca, seq_len=256)), found.train[0]])
     text = hub_files.write_jsonl(tmp_path / "t.jsonl", [{"text": text} for text in hub_files.texts(30)])
     assert (corpus(text, seq_len=256).train[0]["labels"] >= 0).all()
-    with pytest.raises(DataError, match="does not say which part of a row is the answer"):
+    with pytest.raises(DataError, match="--data.labels completion: "):
         corpus(text, labels="completion")
 
 
@@ -124,7 +125,7 @@ def test_a_text_beside_the_instructions_is_left_aside_where_answers_are_learned(
         assert found.decode(sample["input_ids"].tolist()).count("### Instruction:")
         assert "Instruction" not in learned(found, sample)
         assert any(answer in learned(found, sample) for answer in answers)
-    assert any("learning from instruction and output; the column text is left aside" in line for line in told)
+    assert any("learning from instruction and output; the column text is ignored" in line for line in told)
     for data in ({"labels": "all"}, {"packing": "blocks"}, {"text_column": "text"}):
         found = corpus(path, seq_len=256, evaluation=0.3, **data)
         assert "written out: " in learned(found, found.train[0])
@@ -132,7 +133,7 @@ def test_a_text_beside_the_instructions_is_left_aside_where_answers_are_learned(
     in_blocks = corpus(path, packing="blocks", labels="completion", seq_len=256, evaluation=0.3)
     assert "Instruction" not in learned(in_blocks, in_blocks.train[0])
     assert "Instruction" in in_blocks.decode(in_blocks.train[0]["input_ids"].tolist())
-    with pytest.raises(DataError, match="does not say which part of a row is the answer"):
+    with pytest.raises(DataError, match="--data.labels completion: "):
         corpus(path, labels="completion", text_column="text")
 
 
@@ -176,15 +177,15 @@ def test_conversations_are_prepared_and_gone_on_with(tmp_path, chat):
 
 def test_what_a_template_cannot_tell_names_the_row(tmp_path, chat, model_folder):
     path = hub_files.write_jsonl(tmp_path / "c.jsonl", [{"messages": TALK[:2]}] * 3 + [{"messages": TALK}])
-    with pytest.raises(DataError, match=r"row 3: .* renders message 1 otherwise.*--data.labels all"):
+    with pytest.raises(DataError, match=r"row 3: .* message 1 .*--data.labels all"):
         corpus(path, chat(FORGETFUL), evaluation=0.01)
     corpus(path, chat(FORGETFUL), evaluation=0.01, labels="all")
     bare = HubTokenizer(str(model_folder), cache=tmp_path, say=print)
-    with pytest.raises(DataError, match=r"row \d is a conversation, and the tokenizer has no chat template: give"):
+    with pytest.raises(DataError, match=r"row \d is a conversation, .* no chat template; .*--tokenizer"):
         corpus(path, bare)
-    with pytest.raises(DataError, match="a tokenizer that is trained here has no template"):
+    with pytest.raises(DataError, match="conversations .*--tokenizer"):
         corpus(path)
-    with pytest.raises(DataError, match=r"row 7: the tokenizer's chat template refuses its messages \(no\)"):
+    with pytest.raises(DataError, match=r"row 7: .* chat template .*\(no\)"):
         chat_tokens(chat("{{ raise_exception('no') }}")._tokenizer, TALK, 7)
 
 
@@ -197,8 +198,8 @@ def test_examples_whose_completion_is_cut_away_are_counted_and_named(tmp_path):
     found = corpus(path, say=said.append, seq_len=40, evaluation=0.04)
     told = [line for line in said if "seq-len" in line]
     assert len(told) == 2
-    assert "2 examples of the train split end at --seq-len 40, the rest cut off" in told[0]
-    assert "1 example of the train split (the first: row 17) have nothing to learn" in told[1]
+    assert names(told[0], "2 examples", "train split", "--seq-len 40")
+    assert names(told[1], "1 example", "train split", "row 17", "--seq-len 40")
     assert len(found.train) == 28
     said.clear()
     corpus(path, say=said.append, seq_len=40, evaluation=0.04)
@@ -209,7 +210,7 @@ def test_examples_whose_completion_is_cut_away_are_counted_and_named(tmp_path):
 def test_nothing_to_learn_at_all_is_refused(tmp_path, chat):
     silent = hub_files.write_jsonl(tmp_path / "c.jsonl", [{"messages": TALK[:1]}] * 9)
     for packing in ("padded", "stream"):
-        with pytest.raises(DataError, match=r"its train split has nothing to learn: .*--data.labels all"):
+        with pytest.raises(DataError, match=r"its train split has no labels: .*--data.labels all"):
             corpus(silent, chat(PLAIN), packing=packing, seq_len=8)
 
 

@@ -351,7 +351,7 @@ def test_files_that_change_meanwhile_are_noticed(folder, tmp_path):
         if line.startswith("learning"):
             (folder / "1.txt").write_text("new\n" * 100)
 
-    with pytest.raises(DataError, match="changed while"):
+    with pytest.raises(DataError, match="files changed"):
         opened(folder, tmp_path, say=say)
     assert not list((tmp_path / "cache").glob("*.tmp"))
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
@@ -386,8 +386,8 @@ def test_the_record_says_what_the_corpus_is(folder, tmp_path):
         ("x" * 5000, "File name too long"),
         ("builtin:wikipedia", "the built-in corpus is builtin:stdlib"),
         ("bare", "has no text files"),
-        ("blank", "none of its 1 files holds UTF-8 text"),
-        ("binary.txt", "none of its 1 files holds UTF-8 text"),
+        ("blank", "none of its 1 files is UTF-8 text"),
+        ("binary.txt", "none of its 1 files is UTF-8 text"),
     ],
 )
 def test_missing_or_empty_data_is_refused(tmp_path, monkeypatch, name, message):

@@ -9,6 +9,7 @@ from pathlib import Path
 import plain_loop
 import pytest
 from ranks import run
+from refusals import names
 
 from lockstep.trace.compare.judge import judged
 from lockstep.trace.compare.reading import FOLDER_FILE, FORMAT, read, summary
@@ -200,9 +201,9 @@ def test_two_versions_part_in_a_module(two):
     one, other = two(world=1, name="one", variables=every), two("kernel", world=1, variables=every)
     verdict = judged(one, other)
     assert (verdict.finding, verdict.bits) == (None, 3)
-    assert verdict.notes == ["the bits part in step 3, first in the output of norm"]
+    assert verdict.notes == ["the bits first differ in step 3, in the output of norm"]
     seldom = judged(two(world=1, name="three"), two("kernel", world=1, name="four"))
-    assert "first in the gradient of first.weight; --modules names the module" in seldom.notes[0]
+    assert names(seldom.notes[0], "step", "gradient", "first.weight", "--modules")
 
 
 def test_a_run_against_its_own_resume(one, two, tmp_path):
@@ -211,7 +212,7 @@ def test_a_run_against_its_own_resume(one, two, tmp_path):
     whole = one()
     verdict = judged(whole, two(world=1, begin=3, saved=saved))
     assert (verdict.finding, verdict.bits, verdict.judged) == (None, 3, 3)
-    assert "begins with the weights that" in verdict.notes[0]
+    assert names(verdict.notes[0], "step 2")
     made = judged(whole, two("made-state", world=1, name="made", begin=3, saved=saved))
     assert (made.finding, made.bits, made.judged) == (None, 3, 3)
     for mistake, step, stage, cause in (

@@ -246,7 +246,7 @@ def test_a_trial_leaves_nothing_behind(tmp_path):
 def test_cuda_graphs_are_refused(tmp_path, monkeypatch, value, new_gpu):
     monkeypatch.setenv("TORCHINDUCTOR_CUDAGRAPHS", value)
     if value == "1":
-        with pytest.raises(ConfigError, match="--compile cannot hold with TORCHINDUCTOR_CUDAGRAPHS=1"):
+        with pytest.raises(ConfigError, match="--compile .*TORCHINDUCTOR_CUDAGRAPHS=1"):
             lockstep.train(settings(tmp_path, compile=True), task())
     else:
         lockstep.train(settings(tmp_path, compile=True), task())

@@ -231,9 +231,9 @@ def test_a_mapping_of_numbers_is_a_dataset_and_one_of_texts_is_several():
     with pytest.raises(DataError, match=r"dataset\('evaluation'\)\['near'\] returned int, which has no __len__"):
         named_sets({"near": 3})
     loader = torch.utils.data.DataLoader([1, 2])
-    with pytest.raises(DataError, match=r"dataset\('evaluation'\)\['far'\] returned a DataLoader: give its dataset"):
+    with pytest.raises(DataError, match=r"dataset\('evaluation'\)\['far'\] returned a DataLoader; return its dataset"):
         named_sets({"near": [1], "far": loader})
-    with pytest.raises(DataError, match=r"dataset\('evaluation'\) returned a DataLoader: give its dataset"):
+    with pytest.raises(DataError, match=r"dataset\('evaluation'\) returned a DataLoader; return its dataset"):
         named_sets(loader)
 
 

@@ -215,7 +215,7 @@ class Bad:
 @pytest.mark.parametrize(
     "bad",
     [
-        Bad(["--hf-args", "a/args.json"], "is decided by the script"),
+        Bad(["--hf-args", "a/args.json"], "--hf-script run_clm.py"),
         Bad(["--hf-script", "a/run.py"], "--hf-args args.json"),
         Bad(["--hf-script", "a/ran.py", "--hf-args", "a/args.json"], "no such Python file"),
         Bad(["--hf-script", "a/args.json", "--hf-args", "a/args.json"], "no such Python file"),

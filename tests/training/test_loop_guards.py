@@ -197,7 +197,7 @@ def test_a_step_that_is_not_finite_stops_the_run_and_nothing_of_it_is_kept(tmp_p
 def test_one_step_more_than_the_limit_stops_the_run(tmp_path, lag):
     bad = tuple(samples_of(step, 48)[0] for step in (2, 5, 8))
     config = settings(tmp_path, 12, guards={"nonfinite": "skip", "limit": 2})
-    with pytest.raises(LockstepError, match="step 8: .*2 steps were left out before"):
+    with pytest.raises(LockstepError, match="step 8: .*2 steps were skipped before"):
         go(None, config, Task(48, bad))
     assert go(None, settings(tmp_path, 12, guards={"nonfinite": "skip", "limit": 3}), Task(48, bad))[1] == 0
     assert losses(tmp_path)[12]["steps_left_out"] == 3

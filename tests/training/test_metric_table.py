@@ -174,7 +174,7 @@ class Undeclared(Own):
         (Own(lambda states: states.prod(0)), "held"),
         (Own(None), "held"),
         (Undeclared("sum"), "full_state_update"),
-        (Own("sum") + 1.0, "made of other metrics"),
+        (Own("sum") + 1.0, "other metrics"),
     ],
 )
 def test_an_own_metric_that_has_no_rule_to_be_merged_by_is_refused_by_name(metric, why):

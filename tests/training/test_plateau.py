@@ -42,14 +42,14 @@ def test_it_decides_as_torch_does(values, patience, delta, way, least, cooldown)
         better = judged(settings, state, EvaluationRecord(step, 1.0, 1, {"a": float(value)}))
         looked_at(settings, state, better=better)
         reference.step(value)
-        rate = 0.25 * factor(step, 100, 0, floor, "plateau", gamma=0.5, fallen=fallen(state))
+        rate = 0.25 * factor(step, 100, 0, floor, "plateau", gamma=0.5, drops=fallen(state))
         assert rate == held.param_groups[0]["lr"]
 
 
 def test_the_warm_up_rises_to_the_rate_that_is_left():
-    found = [factor(step, 100, 3, 0.0, "plateau", gamma=0.1, fallen=1) for step in (0, 1, 2, 3, 4, 1000)]
+    found = [factor(step, 100, 3, 0.0, "plateau", gamma=0.1, drops=1) for step in (0, 1, 2, 3, 4, 1000)]
     assert found == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
-    assert factor(9, 100, 0, 0.5, "plateau", gamma=0.1, fallen=3) == 0.5
+    assert factor(9, 100, 0, 0.5, "plateau", gamma=0.1, drops=3) == 0.5
 
 
 SCORES = [0.5, 0.8, 0.7, 0.7, 0.6, 0.9]  # of the evaluations after steps 2, 4, ...: the fourth is one too many

@@ -303,7 +303,7 @@ def test_positions_that_hold_nothing():
 
 
 def test_a_trace_that_is_foreign_is_said_so():
-    with pytest.raises(ConfigError, match="no trace of lockstep's"):
+    with pytest.raises(ConfigError, match="not a trace of lockstep"):
         understood({"traceEvents": []})
 
 

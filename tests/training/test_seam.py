@@ -273,9 +273,9 @@ def test_a_buffer_that_the_forward_moves_is_the_same_on_all_ranks(name, tmp_path
 @pytest.mark.parametrize("size", [1, 2])
 def test_exact_refuses_a_buffer_that_the_forward_moves(size, tmp_path):
     settings = config(tmp_path, engine="ddp")
-    with pytest.raises(AssertionError, match="--exact cannot hold with the buffer 0.mean, which the forward writes"):
+    with pytest.raises(AssertionError, match="--exact .*the buffer 0.mean"):
         run(go, size, settings, Regress(first=Average))
-    with pytest.raises(ConfigError, match="leave --exact out"):
+    with pytest.raises(ConfigError, match="--exact"):
         go(None, config(tmp_path, "alone"), Regress(first=Average))
 
 
@@ -360,7 +360,7 @@ def test_what_is_unfrozen_later_is_refused_where_it_is_not_exchanged():
     model[1].requires_grad_(True)
     optimizer[0].add_param_group({"params": list(model[1].parameters())})
     made.backward(model(torch.ones(1, 2, dtype=torch.float64)).sum())
-    with pytest.raises(LockstepError, match="make the engine anew after unfreezing"):
+    with pytest.raises(LockstepError, match="rebuild the engine"):
         made.step()
 
 

@@ -73,12 +73,12 @@ def refused(world, folder, changes):
     [
         ({"shares": "4,4,0"}, "shares is '4,4,0': it must be equal, auto, or a number from 1 for each process: 5,3"),
         ({"shares": "fast"}, "shares is 'fast': it must be equal, auto, or"),
-        ({"shares": "4,2,2"}, "--shares 4,2,2 is of 3 processes, and there are 2: give one number for each"),
-        ({"shares": "4,2"}, "--shares 4,2 is 6 micro-batches, and a step has 8: change a share or --micro-batch-size"),
-        ({"shares": "5,3", "engine": "fsdp"}, "--shares 5,3 does not go with --engine fsdp, where every forward takes"),
+        ({"shares": "4,2,2"}, "--shares 4,2,2 has 3 numbers for 2 processes"),
+        ({"shares": "4,2"}, "--shares 4,2 adds up to 6 micro-batches, but a step has 8"),
+        ({"shares": "5,3", "engine": "fsdp"}, "--shares 5,3 does not work with --engine fsdp"),
         (
             {"shares": "5,3", "engine_options": {"static_graph": True}, "exact": False, "engine": "ddp"},
-            "--shares 5,3 does not go with --engine.static-graph",
+            "--shares 5,3 does not work with --engine.static-graph",
         ),
     ],
 )

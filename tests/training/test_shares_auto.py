@@ -106,17 +106,17 @@ def refused(world, folder, task, changes):
         (
             "Sentences",
             {"engine": "fsdp"},
-            "--shares auto does not go with --engine fsdp, where every forward takes all",
+            "--shares auto does not work with --engine fsdp",
         ),
         (
             "Sentences",
             {"engine": "ddp", "engine_options": {"static_graph": True}, "exact": False},
-            "--shares auto does not go with --engine.static-graph",
+            "--shares auto does not work with --engine.static-graph",
         ),
         (
             "Weightless",
             {"engine": "ddp"},
-            "the task's `work` is 0.0 for the samples [0] of step 0: it must be a number",
+            "the task's `work` returned 0.0 for the samples [0] of step 0",
         ),
         (
             "Unknown",

@@ -313,9 +313,7 @@ def test_an_evaluation_of_attention_has_the_same_bits_under_fsdp():
 def test_exact_refuses_a_compiler_that_chooses_by_speed(name, monkeypatch):
     monkeypatch.setenv(f"TORCHINDUCTOR_MAX_AUTOTUNE{name}", "1")
     wanted = {"precision": "float32", "compile_model": True, "device": CPU}
-    with pytest.raises(
-        ConfigError, match=f"--exact with --compile cannot hold with TORCHINDUCTOR_MAX_AUTOTUNE{name}=1"
-    ):
+    with pytest.raises(ConfigError, match=f"--exact with --compile .*TORCHINDUCTOR_MAX_AUTOTUNE{name}=1"):
         prepare(nn.Linear(2, 2), chosen=Transforms(exact=True), **wanted)
     assert prepare(nn.Linear(2, 2), chosen=Transforms(), **wanted)
     assert prepare(nn.Linear(2, 2), chosen=Transforms(exact=True), **wanted | {"compile_model": False})

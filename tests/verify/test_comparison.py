@@ -334,7 +334,7 @@ def test_combinations():
         "ddp x2 compiled",
     ]
     assert refusal(Combination("ddp", 3), Config(exact=True, batch_size=4, micro_batch_size=2)).startswith(
-        "--exact cannot serve 3 processes"
+        "--exact needs a micro-batch for each of 3 processes"
     )
     assert refusal(Combination("ddp", 3), Config(exact=True)) is None  # the model may decide
     assert refusal(Combination("ddp", 3), Config()) is None

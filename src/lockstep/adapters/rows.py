@@ -6,7 +6,6 @@ ARGUMENTS = rows("max_steps | becomes | max_steps")
 from typing import NamedTuple
 
 __all__ = [
-    "Row",
     "rows",
 ]
 

@@ -24,7 +24,6 @@ __all__ = [
     "not_finite_line",
     "outline",
     "strangers",
-    "tiles",
     "unusable",
     "verify",
 ]

@@ -36,7 +36,6 @@ from lockstep.run_state import RunState
 from lockstep.text.cache import default_cache
 
 __all__ = [
-    "ExportSource",
     "chosen",
     "export",
 ]

@@ -15,7 +15,6 @@ __all__ = [
     "LAUNCHER_FLAGS",
     "PLAIN",
     "EngineOptions",
-    "EngineSpec",
     "from_launcher",
     "own_options",
 ]

@@ -25,7 +25,6 @@ __all__ = [
     "SPAN",
     "FieldError",
     "FieldName",
-    "UnknownField",
     "check_folder",
     "check_name",
     "counts_of",

@@ -36,11 +36,10 @@ __all__ = [
     "StepPlan",
     "draws",
     "seed_everything",
-    "slots",
 ]
 
 
-_SEARCHED = 16  # steps searched for a micro-batch with items
+_SEARCH_STEPS = 16  # steps searched for a micro-batch with items
 
 
 @dataclass(slots=True)
@@ -224,9 +223,9 @@ class Batches:
 
     def micro(self, start: int) -> Generator[tuple[int, MicroBatch], None, None]:
         """Yield (step, micro-batch) from step `start` on, exactly as in the data."""
-        with closing(self.loader.stream(self._keys(start))) as found:
-            for key, data, items in found:
-                yield key.step, self._placed(key, data, items)
+        with closing(self.loader.stream(self._keys(start))) as stream:
+            for key, data, items in stream:
+                yield key.step, self._micro_batch(key, data, items)
 
     def trained(self, start: int) -> Generator[tuple[int, MicroBatch], None, None]:
         """Yield `micro`, but replace micro-batches whose mean would be 0 / 0.
@@ -239,14 +238,14 @@ class Batches:
             yield from self.micro(start)
             return
         spare: Any = None
-        with closing(self.loader.stream(self._keys(start))) as found:
-            for key, data, items in found:
+        with closing(self.loader.stream(self._keys(start))) as stream:
+            for key, data, items in stream:
                 if items:
                     spare = data
-                    yield key.step, self._placed(key, data, items)
+                    yield key.step, self._micro_batch(key, data, items)
                 else:
                     spare = self.with_items(key.step) if spare is None else spare
-                    yield key.step, self._placed(key._replace(weight=0.0), spare, 0)
+                    yield key.step, self._micro_batch(key._replace(weight=0.0), spare, 0)
 
     def samples(self, step: int, index: int) -> list[int]:
         """Return the sample indices of micro-batch `index` of `step`."""
@@ -276,10 +275,10 @@ class Batches:
         start, _ = self.step_plan.positions(step, first.micro)
         keys = []
         for a, b in cuts:
-            epochs, samples = (found.tolist() for found in self._order.at(start + a, start + b))
+            epochs, samples = (each.tolist() for each in self._order.at(start + a, start + b))
             keys.append(first._replace(weight=1.0, epochs=epochs, samples=samples))
         loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self._rank, False)
-        return [(self._placed(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(keys))]
+        return [(self._micro_batch(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(keys))]
 
     def _first_key(self, step: int) -> Key:
         return self._key(step, slots(self.sharing.at(step), self._rank, self.step_plan.present(step))[0].micro)
@@ -298,16 +297,16 @@ class Batches:
         """
         loading = Loading(min(self._loading.workers, 1), 1, self._loading.retries)
         loader = Loader(self._fetch, loading, self._rank, False)
-        with closing(loader.stream(self._key(*place) for place in places)) as found:
-            for key, data, items in found:
-                yield key.step, self._placed(key, data, items)
+        with closing(loader.stream(self._key(*place) for place in places)) as stream:
+            for key, data, items in stream:
+                yield key.step, self._micro_batch(key, data, items)
 
     def alone(self, step: int, index: int) -> MicroBatch:
         """Load a micro-batch of any rank in this process."""
         key = self._key(step, index)
-        return self._placed(key, *self._fetch[key])
+        return self._micro_batch(key, *self._fetch[key])
 
-    def _placed(self, key: Key, data: Any, items: float) -> MicroBatch:
+    def _micro_batch(self, key: Key, data: Any, items: float) -> MicroBatch:
         return MicroBatch(data, key.micro, items if key.weight else 0, key.weight, self._move)
 
     def with_items(self, step: int) -> Any:
@@ -316,15 +315,15 @@ class Batches:
         Raises:
             DataError: there is none.
         """
-        last = min(step + _SEARCHED, self.step_plan.steps)
+        last = min(step + _SEARCH_STEPS, self.step_plan.steps)
         for near in range(step, last):
             for micro in range(self.step_plan.present(near)):
                 data, items = self._fetch[self._key(near, micro)]
                 if items:
                     return data
         raise DataError(
-            f"no micro-batch of steps {step} to {last - 1} has an item: there is nothing to learn from; check the "
-            "labels and the task's `count`"
+            f"no micro-batch of steps {step} to {last - 1} has an item to train on; check the labels and the task's "
+            "`count`"
         )
 
     def _key(self, step: int, micro: int) -> Key:
@@ -348,8 +347,8 @@ class Batches:
                 if (now := self.sharing.at(step)) is not shares:
                     shares, full = now, slots(now, self._rank, step_plan.micro_batches)
                 short = present < step_plan.micro_batches
-                mine = slots(now, self._rank, present) if short else full
-                for micro, weight in mine:
+                own = slots(now, self._rank, present) if short else full
+                for micro, weight in own:
                     a, b = step_plan.positions(step, micro)
                     span = slice(a - origin, b - origin)
                     yield Key(step, micro, weight, epochs[span].tolist(), samples[span].tolist())
@@ -424,8 +423,8 @@ class StepLoader:
             self._present[-1].lead_to(self._ready[0][0])
 
 
-_KEPT = 256  # steps
-_LOOKED_UP = 4096  # samples at a time: a lone look-up is slow
+_CACHED_STEPS = 256  # steps
+_LOOKUP_SAMPLES = 4096  # samples at a time: a lone look-up is slow
 
 
 @final
@@ -443,50 +442,50 @@ class MicroBatchCosts:
 
     def __init__(self, task: Task, dataset: Any, order: Order, step_plan: StepPlan) -> None:
         self._task, self._dataset, self._order, self._plan = task, dataset, order, step_plan
-        self._known: dict[int, tuple[float, ...]] = {}
+        self._cache: dict[int, tuple[float, ...]] = {}
 
     def known(self) -> bool:
         """Whether the task estimates costs, by its first micro-batch. Raises what `work` raises."""
         first = self._plan.origin.step
         a, b = self._plan.positions(first, 0)
-        return self._answer(self._order.at(a, b)[1].tolist(), first) is not None
+        return self._estimate(self._order.at(a, b)[1].tolist(), first) is not None
 
     def __call__(self, step: int) -> tuple[float, ...]:
         """Return the costs of a step. Raises DataError if `work` fails or is not above 0."""
-        if step not in self._known:
+        if step not in self._cache:
             self._look_up(step)
-        return self._known[step]
+        return self._cache[step]
 
     def _look_up(self, first: int) -> None:
         plan = self._plan
-        last = max(first + 1, min(first + _LOOKED_UP // plan.size, plan.steps))
+        last = max(first + 1, min(first + _LOOKUP_SAMPLES // plan.size, plan.steps))
         origin = plan.start(first)
         samples = self._order.at(origin, plan.start(last))[1].tolist()
         for step in range(first, last):
-            found = []
+            costs = []
             for micro in range(plan.present(step)):
                 a, b = plan.positions(step, micro)
-                found.append(self._asked(samples[a - origin : b - origin], step))
-            found += [found[-1]] * (plan.micro_batches - len(found))
-            self._known[step] = tuple(found)
-        for step in sorted(self._known)[: max(0, len(self._known) - max(_KEPT, last - first))]:
+                costs.append(self._cost(samples[a - origin : b - origin], step))
+            costs += [costs[-1]] * (plan.micro_batches - len(costs))
+            self._cache[step] = tuple(costs)
+        for step in sorted(self._cache)[: max(0, len(self._cache) - max(_CACHED_STEPS, last - first))]:
             if step != first:
-                del self._known[step]
+                del self._cache[step]
 
-    def _answer(self, samples: list[int], step: int) -> float | None:
+    def _estimate(self, samples: list[int], step: int) -> float | None:
         try:
-            found = self._task.work(self._dataset, samples)
-            return None if found is None else float(found)
+            cost = self._task.work(self._dataset, samples)
+            return None if cost is None else float(cost)
         except LockstepError:
             raise
         except Exception as error:
             raise blamed("work", error, f"step {step}, samples {samples[:8]}") from error
 
-    def _asked(self, samples: list[int], step: int) -> float:
-        found = self._answer(samples, step)
-        if found is None or not (math.isfinite(found) and found > 0.0):
+    def _cost(self, samples: list[int], step: int) -> float:
+        cost = self._estimate(samples, step)
+        if cost is None or not (math.isfinite(cost) and cost > 0.0):
             raise DataError(
-                f"the task's `work` is {found} for the samples {samples[:8]} of step {step}: it must be a number above "
-                "0, what a micro-batch of them costs"
+                f"the task's `work` returned {cost} for the samples {samples[:8]} of step {step}; return a finite "
+                "number above 0, the cost of a micro-batch with these samples"
             )
-        return found
+        return cost

@@ -37,11 +37,11 @@ def mover(device: torch.device) -> Move | None:
         return value.to(device, non_blocking=True)
 
     def movable(value: Any) -> Any:
-        held = copy.copy(value)  # `to` may change the object: keep the one on the host
-        moved = held.to(device)
-        return held if moved is None else moved
+        copied = copy.copy(value)  # `to` may change the object: keep the one on the host
+        result = copied.to(device)
+        return copied if result is None else result
 
-    return lambda value: _moved(value, tensor, movable)
+    return lambda value: _move_nested(value, tensor, movable)
 
 
 @final
@@ -49,9 +49,9 @@ class SideStream:
     """Copies to a CUDA device on a stream of its own.
 
     stream = SideStream(device)
-    coming = stream.begin(held)     # the copies are under way
-    data = coming()                 # what is computed from here on has them; the device waits, the host does not
-    data = stream(held)             # both at once
+    finish = stream.begin(batch)    # start the copies
+    data = finish()                 # later kernels wait for the copies on the device; the host does not wait
+    data = stream(batch)            # both at once
 
     A copy takes memory until the device has computed with it. So the host waits when it is more than `AHEAD` batches
     ahead of the device, as in an evaluation or a step of many micro-batches; the device then still has all of these to
@@ -63,39 +63,39 @@ class SideStream:
         self._stream: torch.cuda.Stream | None = None
         self._marks: deque[torch.cuda.Event] = deque()  # events at the start of each batch's computation
 
-    def __call__(self, held: Any) -> Any:
-        return self.begin(held)()
+    def __call__(self, batch: Any) -> Any:
+        return self.begin(batch)()
 
-    def begin(self, held: Any) -> Callable[[], Any]:
+    def begin(self, batch: Any) -> Callable[[], Any]:
         """Start the copies; return a function that takes them over.
 
         Call it once, on the stream that computes.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        computing, placed = torch.cuda.current_stream(self._device), list[Tensor]()
+        computing, copies = torch.cuda.current_stream(self._device), list[Tensor]()
 
         def tensor(value: Tensor) -> Tensor:
             if value.device.type != "cpu" or value.layout is not torch.strided:  # cannot be pinned
                 with torch.cuda.stream(computing):
                     return value.to(self._device, non_blocking=True)
             source = value if value.is_pinned() else value.pin_memory()
-            placed.append(source.to(self._device, non_blocking=True))
-            return placed[-1]
+            copies.append(source.to(self._device, non_blocking=True))
+            return copies[-1]
 
         def movable(value: Any) -> Any:
             with torch.cuda.stream(computing):  # it allocates on its own terms
-                return _by_itself(value, self._device)
+                return _move_object(value, self._device)
 
         with torch.cuda.stream(self._stream):
-            data = _moved(held, tensor, movable)
+            data = _move_nested(batch, tensor, movable)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
 
-        def take() -> Any:
+        def finish() -> Any:
             present = torch.cuda.current_stream(self._device)
             present.wait_event(event)
-            for each in placed:
+            for each in copies:
                 each.record_stream(present)  # its memory belongs to the side stream, and must outlive the computation
             mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
             mark.record(present)
@@ -106,35 +106,35 @@ class SideStream:
                 self._marks.popleft().synchronize()  # waits for the device, AHEAD batches behind
             return data
 
-        return take
+        return finish
 
 
-def _by_itself(value: Any, device: torch.device) -> Any:
+def _move_object(value: Any, device: torch.device) -> Any:
     """Move an object by its own `to`, if possible from pinned memory and without waiting."""
-    held = copy.copy(value)  # `to` may change the object: keep the one on the host
-    if callable(getattr(held, "pin_memory", None)):
-        pinned = held.pin_memory()
-        held = held if pinned is None else pinned
-    elif isinstance(held, MutableMapping):
-        for key, item in list(held.items()):
+    copied = copy.copy(value)  # `to` may change the object: keep the one on the host
+    if callable(getattr(copied, "pin_memory", None)):
+        pinned = copied.pin_memory()
+        copied = copied if pinned is None else pinned
+    elif isinstance(copied, MutableMapping):
+        for key, item in list(copied.items()):
             if isinstance(item, Tensor) and item.device.type == "cpu" and item.layout is torch.strided:
-                held[key] = item.pin_memory()
-    flies = _may_fly(getattr(type(held), "to", None))
-    moved = held.to(device, non_blocking=True) if flies else held.to(device)  # waits for the device
-    return held if moved is None else moved
+                copied[key] = item.pin_memory()
+    non_blocking = _accepts_non_blocking(getattr(type(copied), "to", None))
+    result = copied.to(device, non_blocking=True) if non_blocking else copied.to(device)  # waits for the device
+    return copied if result is None else result
 
 
 @cache
-def _may_fly(to: Any) -> bool:
+def _accepts_non_blocking(to: Any) -> bool:
     """Whether a method `to` accepts `non_blocking`, as a tensor's does."""
     try:
-        known = inspect.signature(to).parameters.values()
+        parameters = inspect.signature(to).parameters.values()
     except (TypeError, ValueError):
         return False
-    return any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in known)
+    return any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
-def _moved(value: Any, tensor: Callable[[Tensor], Tensor], movable: Move) -> Any:
+def _move_nested(value: Any, tensor: Callable[[Tensor], Tensor], movable: Move) -> Any:
     """Rebuild the nested value with its tensors, and objects with `to`, moved."""
 
     def move(value: Any) -> Any:
@@ -157,19 +157,19 @@ def _moved(value: Any, tensor: Callable[[Tensor], Tensor], movable: Move) -> Any
     return move(value)
 
 
-def _like_dict(value: dict[Any, Any], moved: dict[Any, Any]) -> Any:
-    """Put `moved` into a dict of the same type: an OrderedDict, a defaultdict, a user's class."""
+def _like_dict(value: dict[Any, Any], entries: dict[Any, Any]) -> Any:
+    """Put `entries` into a dict of the same type: an OrderedDict, a defaultdict, a user's class."""
     if type(value) is dict:
-        return moved
-    made = copy.copy(value)
-    for key, item in moved.items():
-        made[key] = item
-    return made
+        return entries
+    result = copy.copy(value)
+    for key, item in entries.items():
+        result[key] = item
+    return result
 
 
 def _like_dataclass(value: Any, move: Move) -> Any:
     """Copy the object with its fields moved, without `__post_init__`; works for frozen ones."""
-    made = copy.copy(value)
+    result = copy.copy(value)
     for spec in dataclasses.fields(value):
-        object.__setattr__(made, spec.name, move(getattr(value, spec.name)))
-    return made
+        object.__setattr__(result, spec.name, move(getattr(value, spec.name)))
+    return result

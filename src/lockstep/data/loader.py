@@ -43,16 +43,13 @@ from lockstep.task import Task, has_own, items_of_a_sample
 __all__ = [
     "Drawing",
     "Fetch",
-    "Fetching",
     "Key",
     "Loader",
     "Loading",
-    "Reseeding",
     "blamed",
     "check_dataset",
     "draws",
     "failure",
-    "generator_states",
     "generators_kept",
     "seed_everything",
 ]
@@ -91,20 +88,19 @@ def check_dataset(dataset: Any, split: str, name: str = "") -> None:
         split: its argument.
         name: of the set, if the split has several.
     """
-    where, kind = f"the task's dataset('{split}')" + (f"['{name}']" if name else ""), type(dataset).__name__
+    source, kind = f"the task's dataset('{split}')" + (f"['{name}']" if name else ""), type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise DataError(
-            f"{where} returned a DataLoader: give its dataset alone, loader.dataset; batches are "
-            "made by --batch-size and --micro-batch-size, a collate_fn is the task's `collate`, a sampler its `order`"
+            f"{source} returned a DataLoader; return its dataset, loader.dataset: --batch-size and --micro-batch-size "
+            "set the batches, a collate_fn becomes the task's `collate`, a sampler its `order`"
         )
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if isinstance(dataset, IterableDataset):
         missing = ["__len__", "__getitem__"]
     if missing:
         raise DataError(
-            f"{where} returned {kind}, which has no {' and no '.join(missing)}: any "
-            "sample must be had by its index, dataset[i] for i below len(dataset); write an iterable one out, or "
-            "index its files"
+            f"{source} returned {kind}, which has no {' and no '.join(missing)}; samples are loaded by index, "
+            "dataset[i] for i below len(dataset): write an iterable dataset to files, or index its files"
         )
 
 
@@ -119,14 +115,14 @@ class Fetch:
         self._dataset, self._collate, self._seed, self._rank = dataset, task.collate, seed, rank
         self._count = task.count
         self.draws = draws(dataset)
-        self._load_seeded = dataset.load_seeded if isinstance(dataset, Reseeding) else self._plainly
+        self._load_seeded = dataset.load_seeded if isinstance(dataset, Reseeding) else self._seed_and_load
         self._many = getattr(dataset, "__getitems__", None)
         self._each = items_of_a_sample(task)
         self._counts, self._collates = has_own(task, "count"), has_own(task, "collate")
 
     def __getitem__(self, key: Key) -> tuple[Any, float]:
         if self.draws:
-            samples = [self._drawn(epoch, sample) for epoch, sample in zip(key.epochs, key.samples, strict=True)]
+            samples = [self._load_drawn(epoch, sample) for epoch, sample in zip(key.epochs, key.samples, strict=True)]
             self.seed_collate(key)
         elif self._many:
             samples = self._many(key.samples)
@@ -135,14 +131,14 @@ class Fetch:
         if not self._collates and len(samples) != len(key.samples):  # the task's own `collate` may accept a whole batch
             raise DataError(
                 f"the dataset's `__getitems__` returned {len(samples)} samples for {len(key.samples)} indices, at "
-                f"{self._where(key)}; leave samples out in the task's `collate`"
+                f"{self._location(key)}; drop samples in the task's `collate` instead"
             )
         try:
             data = self._collate(samples)
         except LockstepError:
             raise
         except Exception as error:
-            raise blamed("collate", error, self._where(key)) from error
+            raise blamed("collate", error, self._location(key)) from error
         return data, self._items(data, samples, key)
 
     def seed_collate(self, key: Key) -> None:
@@ -151,58 +147,57 @@ class Fetch:
 
     def _items(self, data: Any, samples: list[Any], key: Key) -> float:
         """Count the items of this micro-batch; the loss is divided by them."""
-        each, given = self._each, len(key.samples)
+        each, count = self._each, len(key.samples)
         if self._counts:
-            items = self._counted(data, key)
-            if each is not None and items != each * given:
-                raise self._differing(f"`count` finds {items} items in {given} samples", key)
+            items = self._count_items(data, key)
+            if each is not None and items != each * count:
+                raise self._items_error(f"`count` returned {items} for {count} samples", key)
             return items
         if not self._collates:  # torch's own keeps every sample
-            return (each or 1) * given
-        found = samples_in(data, samples, given)
-        if found == 0 or data is None:
+            return (each or 1) * count
+        size = samples_in(data, samples, count)
+        if size == 0 or data is None:
             raise DataError(
-                f"the task's `collate` made {'None' if data is None else 'an empty batch'} of {given} samples, at "
-                f"{self._where(key)}; leave out fewer, or give a larger --micro-batch-size"
+                f"the task's `collate` returned {'None' if data is None else 'an empty batch'} for {count} samples, "
+                f"at {self._location(key)}; drop fewer samples, or raise --micro-batch-size"
             )
-        if each is None and found is None:
+        if each is None and size is None:
             raise DataError(
-                f"how many samples a batch has cannot be told from what the task's `collate` returned "
-                f"({type(data).__name__}), at {self._where(key)}; write `count(batch)`, or give the task "
-                "items_per_sample = 1 where it leaves none out"
+                f"cannot count the samples of a batch that the task's `collate` returned ({type(data).__name__}), at "
+                f"{self._location(key)}; define `count(batch)`, or set the task's items_per_sample = 1 if it drops none"
             )
-        if each is not None and found not in (None, given):
-            raise self._differing(f"`collate` made a batch of {found} of {given} samples", key)
-        return given * each if found is None and each else found * (each or 1)  # type: ignore[operator]
+        if each is not None and size not in (None, count):
+            raise self._items_error(f"`collate` kept {size} of {count} samples", key)
+        return count * each if size is None and each else size * (each or 1)  # type: ignore[operator]
 
-    def _differing(self, found: str, key: Key) -> DataError:
+    def _items_error(self, reason: str, key: Key) -> DataError:
         return DataError(
-            f"the task's items_per_sample is {self._each}, but {found}, at {self._where(key)}; leave items_per_sample "
-            "out where samples differ"
+            f"the task's items_per_sample is {self._each}, but {reason}, at {self._location(key)}; remove "
+            "items_per_sample if samples differ in their items"
         )
 
-    def _counted(self, data: Any, key: Key) -> float:
+    def _count_items(self, data: Any, key: Key) -> float:
         try:
             value = self._count(data)
-            found = checked(value)
+            items = checked(value)
         except LockstepError:
             raise
         except Exception as error:
-            raise blamed("count", error, self._where(key)) from error
-        if found is None:
+            raise blamed("count", error, self._location(key)) from error
+        if items is None:
             raise DataError(
-                f"the task's `count` returned {shown(value)} at {self._where(key)}; return one finite number, 0 or more"
+                f"the task's `count` returned {shown(value)} at {self._location(key)}; return one finite number >= 0"
             )
-        return found
+        return items
 
-    def _where(self, key: Key) -> str:
-        shown = ", ".join(str(sample) for sample in key.samples[:8]) + (", ..." if len(key.samples) > 8 else "")
-        return f"{rank_label(self._rank)}, step {key.step}, samples {shown}"
+    def _location(self, key: Key) -> str:
+        samples = ", ".join(str(sample) for sample in key.samples[:8]) + (", ..." if len(key.samples) > 8 else "")
+        return f"{rank_label(self._rank)}, step {key.step}, samples {samples}"
 
-    def _drawn(self, epoch: int, sample: int) -> Any:
-        return self._load_seeded(sample, lambda tried: seed_everything(derive(self._seed, "sample", epoch, tried)))
+    def _load_drawn(self, epoch: int, sample: int) -> Any:
+        return self._load_seeded(sample, lambda index: seed_everything(derive(self._seed, "sample", epoch, index)))
 
-    def _plainly(self, sample: int, seed: Callable[[int], None]) -> Any:
+    def _seed_and_load(self, sample: int, seed: Callable[[int], None]) -> Any:
         seed(sample)
         return self._dataset[sample]
 
@@ -222,12 +217,12 @@ class Drawing:
         return (data, after != generator_states()), items
 
 
-def blamed(method: str, error: Exception, where: str) -> DataError:
+def blamed(method: str, error: Exception, location: str) -> DataError:
     """Describe an error in a user's method in one line.
 
     It names the method, the place, the error and its source line.
     """
-    return DataError(f"the task's `{method}` failed at {where}: {failure(error)}; mend it there")
+    return DataError(f"the task's `{method}` failed at {location}: {failure(error)}; fix it there")
 
 
 def failure(error: Exception) -> str:
@@ -325,14 +320,14 @@ def _end_after(sentinel: int) -> None:
 
 
 _LOG = logging.getLogger("lockstep")
-_REAPED = 1.0  # seconds for a process to end after it closed its pipe
-_PATIENCE = 5.0  # seconds that a process may take to end before it is killed
+_REAP_TIMEOUT = 1.0  # seconds for a process to end after it closed its pipe
+_KILL_TIMEOUT = 5.0  # seconds that a process may take to end before it is killed
 # Forking with other threads may leave a process that waits for a lock which is never released: on Python 3.11 while a
 # thread of gloo makes its thread state, and in whatever a library does after a fork.
 _START_TIMEOUT = 2.0  # seconds until a process counts as such a one; doubled in each further try
 _START_TRIES = 5
 
-_TORCHS = "torch.utils.data._utils.signal_handling"  # module of its SIGCHLD handler
+_TORCH_HANDLER = "torch.utils.data._utils.signal_handling"  # module of its SIGCHLD handler
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,26 +379,26 @@ class Loader:
             for key in keys:
                 yield key, *self._fetch[key]
             return
-        asked: deque[Key] = deque()  # sent to the processes, not delivered yet
-        rest: Iterator[Key] = keys
+        pending: deque[Key] = deque()  # sent to the processes, not delivered yet
+        remaining: Iterator[Key] = keys
         tries = 1
         while True:
-            with closing(_Processes(self._fetch, rest, asked, self._loading, self._pinned, tries)) as processes:
+            with closing(_Processes(self._fetch, remaining, pending, self._loading, self._pinned, tries)) as processes:
                 try:
-                    for found in processes:
-                        asked.popleft()
-                        yield found
+                    for batch in processes:
+                        pending.popleft()
+                        yield batch
                     return
                 except _StartTimeout:
-                    self._never_started(tries)
+                    self._record_timeout(tries)
                     tries += 1
                 except (RuntimeError, OSError, EOFError) as error:
                     if not processes.has_lost_one():  # the program's own error, from a live process
                         raise
-                    self._died(asked[0].step if asked else 0, error)
-            rest, asked = chain(list(asked), rest), deque()
+                    self._record_death(pending[0].step if pending else 0, error)
+            remaining, pending = chain(list(pending), remaining), deque()
 
-    def _died(self, step: int, error: Exception) -> None:
+    def _record_death(self, step: int, error: Exception) -> None:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self._deaths >= self._loading.retries:
             raise DataError(
@@ -412,18 +407,16 @@ class Loader:
             ) from error
         self._deaths += 1
         self.restarts += 1
-        _LOG.warning("%s: a loader process died at step %d: %s; started again", rank_label(self._rank), step, line)
+        _LOG.warning("%s: a loader process died at step %d: %s; restarting", rank_label(self._rank), step, line)
 
-    def _never_started(self, tries: int) -> None:
+    def _record_timeout(self, tries: int) -> None:
         if tries >= _START_TRIES:
             raise DataError(
-                f"{rank_label(self._rank)}: a loader process never started, in {tries} tries: it hangs since its fork; "
+                f"{rank_label(self._rank)}: a loader process did not start in {tries} tries, it hangs after its fork; "
                 "load in the training process with --data.workers 0"
             ) from None
         self.restarts += 1
-        _LOG.warning(
-            "%s: a loader process did not start in %g s; started again", rank_label(self._rank), _timeout(tries)
-        )
+        _LOG.warning("%s: a loader process did not start in %g s; restarting", rank_label(self._rank), _timeout(tries))
 
 
 class _StartTimeout(Exception):
@@ -440,16 +433,16 @@ class _Processes:
     Args:
         fetch: builds a micro-batch.
         keys: of the micro-batches to load.
-        asked: receives each key sent to the processes; the caller removes delivered ones.
+        pending: receives each key sent to the processes; the caller removes delivered ones.
         loading: how many processes, and their prefetch.
         pinned: copy batches into pinned memory.
         tries: number of this attempt, counting those that timed out.
     """
 
     def __init__(
-        self, fetch: Fetching, keys: Iterator[Key], asked: deque[Key], loading: Loading, pinned: bool, tries: int
+        self, fetch: Fetching, keys: Iterator[Key], pending: deque[Key], loading: Loading, pinned: bool, tries: int
     ) -> None:
-        self._asked, self._pinned, self._workers = asked, pinned, loading.workers
+        self._pending, self._pinned, self._workers = pending, pinned, loading.workers
         self._delivered = 0
         self._started: dict[int, int] = {}  # pids by process number
         # Only forked processes inherit locks; others first import torch, which has no time limit.
@@ -460,25 +453,25 @@ class _Processes:
         self._reports, self._report = multiprocessing.Pipe(duplex=False)
         with _collections_paused() as collecting:
             loader = DataLoader(
-                _Keyed(fetch),
-                sampler=_Once(_noted(keys, asked)),
+                _KeyedDataset(fetch),
+                sampler=_IteratorSampler(_track(keys, pending)),
                 batch_size=None,
                 collate_fn=_as_is,
                 num_workers=loading.workers,
                 prefetch_factor=loading.prefetch,
                 pin_memory=pinned,
-                worker_init_fn=partial(_begin, collecting, self._report),
+                worker_init_fn=partial(_init_worker, collecting, self._report),
                 generator=torch.Generator(),  # not this process's default one, which each start would draw from
             )
             self._iterator: Any = iter(loader)  # forks
         self._children = [child for child in multiprocessing.active_children() if child not in before]
-        self._without_torchs_handler()
+        self._remove_torch_handler()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> tuple[Key, Any, float]:
-        if self._delivered < self._workers and self._asked:
+        if self._delivered < self._workers and self._pending:
             self._wait_for_start(self._delivered)  # they take turns
         key, data, items = next(self._iterator)
         self._delivered += 1
@@ -515,11 +508,11 @@ class _Processes:
 
     def has_lost_one(self) -> bool:
         """Whether a process has ended; none ends by itself before the last batch."""
-        return bool(wait([child.sentinel for child in self._children], _REAPED))
+        return bool(wait([child.sentinel for child in self._children], _REAP_TIMEOUT))
 
     def close(self) -> None:
         """End the processes at once, and wait for them."""
-        self._without_torchs_handler()
+        self._remove_torch_handler()
         if not self._pinned:  # a pinning thread must not wait for the rest of a truncated message
             self._kill_unstarted()
             for child in self._children:
@@ -530,26 +523,26 @@ class _Processes:
             shut_down()
         del iterator
         for child in self._children:
-            child.join(_PATIENCE)
+            child.join(_KILL_TIMEOUT)
             if child.is_alive():
                 child.kill()
                 child.join()
         self._reports.close()
         self._report.close()
 
-    def _without_torchs_handler(self) -> None:
+    def _remove_torch_handler(self) -> None:
         """Remove torch's SIGCHLD handler, which would raise anywhere in the loop.
 
         When a child dies, requesting a batch raises too, so nothing is lost. Torch installs the handler once in a
         process, with the first loader of any kind: before this one's, or during its life.
         """
-        if threading.current_thread() is threading.main_thread() and _is_torchs(signal.getsignal(signal.SIGCHLD)):
-            earlier = signal.SIG_DFL if self._handler is None or _is_torchs(self._handler) else self._handler
+        if threading.current_thread() is threading.main_thread() and _is_torch(signal.getsignal(signal.SIGCHLD)):
+            earlier = signal.SIG_DFL if self._handler is None or _is_torch(self._handler) else self._handler
             signal.signal(signal.SIGCHLD, earlier)
 
 
-def _is_torchs(handler: object) -> bool:
-    return getattr(handler, "__module__", "") == _TORCHS
+def _is_torch(handler: object) -> bool:
+    return getattr(handler, "__module__", "") == _TORCH_HANDLER
 
 
 class _LoaderFailure:
@@ -560,7 +553,7 @@ class _LoaderFailure:
         self.error = error
 
 
-class _Keyed(Dataset[tuple[Key, Any, float]]):
+class _KeyedDataset(Dataset[tuple[Key, Any, float]]):
     """Fetching as a torch Dataset. The key travels with the batch, so that they cannot be mismatched."""
 
     def __init__(self, fetch: Fetching) -> None:
@@ -573,7 +566,7 @@ class _Keyed(Dataset[tuple[Key, Any, float]]):
             return key, _LoaderFailure(error), 0
 
 
-class _Once:
+class _IteratorSampler:
     """An iterator as a DataLoader's sampler."""
 
     def __init__(self, keys: Iterator[Key]) -> None:
@@ -583,9 +576,9 @@ class _Once:
         return self._keys
 
 
-def _noted(keys: Iterator[Key], asked: deque[Key]) -> Iterator[Key]:
+def _track(keys: Iterator[Key], pending: deque[Key]) -> Iterator[Key]:
     for key in keys:
-        asked.append(key)
+        pending.append(key)
         yield key
 
 
@@ -594,7 +587,7 @@ def _as_is(value: Any) -> Any:
     return value
 
 
-def _begin(collecting: bool, report: Connection, number: int) -> None:
+def _init_worker(collecting: bool, report: Connection, number: int) -> None:
     """Set up a loader process: keep its libraries off the cores of other ranks."""
     try:
         _keep_inherited(collecting)

@@ -1,6 +1,6 @@
 """Orders of the training samples: shuffled by arithmetic, or drawn per epoch by a sampler.
 
-    order = order_of(task, len(dataset), seed=0)    # Shuffled where the task says nothing
+    order = order_of(task, len(dataset), seed=0)    # Shuffled if the task has no order
     epochs, samples = order.at(start, stop)
     order.size                                      # samples in an epoch
 
@@ -26,16 +26,13 @@ from lockstep.task import Order, Task
 
 __all__ = [
     "Begun",
-    "CheckedOrder",
     "EpochOrder",
     "Indices",
-    "SamplerOrder",
     "Sequential",
     "Shuffled",
     "SizedOrder",
     "order_from",
     "order_of",
-    "permute",
     "within",
 ]
 
@@ -45,8 +42,8 @@ _Words: TypeAlias = NDArray[np.uint64]
 
 _ROUNDS = 8  # four rounds pass the tests of uniformity; eight cost little more
 _SMALL = 64  # a Feistel network of fewer values has visible structure
-_TRIED = 256  # positions of an order that are checked
-_LARGEST = 2**62  # the halves and the positions stay inside 64 bits
+_CHECKED_POSITIONS = 256  # positions of an order that are checked
+_MAX_SIZE = 2**62  # the halves and the positions stay inside 64 bits
 
 
 @final
@@ -62,7 +59,7 @@ class Shuffled:
     """
 
     def __init__(self, size: int, seed: int) -> None:
-        self.size = _checked(size)
+        self.size = _check_size(size)
         self.seed = seed
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
@@ -76,12 +73,12 @@ class Shuffled:
         """
         epochs, places = _places(self.size, start, stop)
         samples = np.empty_like(places)
-        done = 0
-        while done < len(places):  # one turn per epoch that the range touches
-            epoch, place = int(epochs[done]), int(places[done])
-            end = min(done + self.size - place, len(places))
-            samples[done:end] = permute(places[done:end], self.size, derive(self.seed, "order", epoch))
-            done = end
+        offset = 0
+        while offset < len(places):  # one turn per epoch that the range touches
+            epoch, place = int(epochs[offset]), int(places[offset])
+            end = min(offset + self.size - place, len(places))
+            samples[offset:end] = permute(places[offset:end], self.size, derive(self.seed, "order", epoch))
+            offset = end
         return epochs, samples
 
 
@@ -90,7 +87,7 @@ class Sequential:
     """The dataset's own order in every epoch, for evaluation. Arguments and errors as in `Shuffled`."""
 
     def __init__(self, size: int) -> None:
-        self.size = _checked(size)
+        self.size = _check_size(size)
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
         """Return epochs and samples of the positions start .. stop - 1.
@@ -111,11 +108,11 @@ class Begun:
     Args:
         order: the whole order.
         size: its samples in an epoch.
-        kept: samples in an epoch here, 1 to `size`.
+        count: samples in an epoch here, 1 to `size`.
     """
 
-    def __init__(self, order: Order, size: int, kept: int) -> None:
-        self.size = _checked(kept)
+    def __init__(self, order: Order, size: int, count: int) -> None:
+        self.size = _check_size(count)
         self._order, self._whole = order, size
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
@@ -129,13 +126,13 @@ class Begun:
         """
         _places(1, start, min(start, stop))
         epochs, samples = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
-        done = 0
-        while done < stop - start:  # one turn per epoch that the range touches
-            epoch, place = divmod(start + done, self.size)
-            end = min(done + self.size - place, stop - start)
+        offset = 0
+        while offset < stop - start:  # one turn per epoch that the range touches
+            epoch, place = divmod(start + offset, self.size)
+            end = min(offset + self.size - place, stop - start)
             begin = epoch * self._whole + place
-            epochs[done:end], samples[done:end] = self._order.at(begin, begin + end - done)
-            done = end
+            epochs[offset:end], samples[offset:end] = self._order.at(begin, begin + end - offset)
+            offset = end
         return epochs, samples
 
 
@@ -148,13 +145,13 @@ def _check_order(order: Order, samples: int) -> None:
     Raises:
         DataError: a position's sample depends on which positions are requested, or how often.
     """
-    count = min(samples, _TRIED)
-    whole = order.at(0, count)
+    count = min(samples, _CHECKED_POSITIONS)
+    full = order.at(0, count)
     tail = order.at(count // 2, count)
-    if not all(np.array_equal(one[count // 2 :], other) for one, other in zip(whole, tail, strict=True)):
+    if not all(np.array_equal(before[count // 2 :], after) for before, after in zip(full, tail, strict=True)):
         raise DataError(
-            f"the task's `order` gives the positions {count // 2} to {count - 1} other samples when they are asked for "
-            "again: what stands at a position must depend on the position and the seed alone"
+            f"the task's `order` returned other samples for the positions {count // 2} to {count - 1} on a second "
+            "call; the sample at a position must depend on the position and the seed alone"
         )
 
 
@@ -220,13 +217,13 @@ def _places(size: int, start: int, stop: int) -> tuple[Indices, Indices]:
     return epochs, places
 
 
-def _checked(size: int) -> int:
-    if not 0 < size <= _LARGEST:
-        raise DataError(f"--dataset-name: the data has {size} samples; 1 to 2**62 can be put in order")
+def _check_size(size: int) -> int:
+    if not 0 < size <= _MAX_SIZE:
+        raise DataError(f"--dataset-name: the dataset has {size} samples; it must have 1 to 2**62")
     return size
 
 
-_KEPT = 2  # epochs: a step may span two
+_CACHED_EPOCHS = 2  # epochs: a step may span two
 _REPEAT = 32  # bits of an epoch's number; the higher bits count the draws of a sample
 
 
@@ -248,7 +245,7 @@ class EpochOrder(ABC):
 
     def __init__(self, size: int, samples: int) -> None:
         self._size, self._samples = size, samples
-        self._known: dict[int, tuple[Indices, Indices]] = {}
+        self._cache: dict[int, tuple[Indices, Indices]] = {}
 
     @property
     def size(self) -> int:
@@ -270,21 +267,21 @@ class EpochOrder(ABC):
         epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self._size)
         samples = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            drawn, repeats = self._drawn(epoch)
-            samples[here] = drawn[places[here]]
+            mask = epochs == epoch
+            indices, repeats = self._cached_epoch(epoch)
+            samples[mask] = indices[places[mask]]
             if repeats.size:
-                epochs[here] = epoch + (repeats[places[here]] << _REPEAT)
+                epochs[mask] = epoch + (repeats[places[mask]] << _REPEAT)
         return epochs, samples
 
-    def _drawn(self, epoch: int) -> tuple[Indices, Indices]:
-        if epoch not in self._known:
-            while len(self._known) >= _KEPT:
-                self._known.pop(next(iter(self._known)))
-            drawn = self.draw(epoch)
-            check_indices(drawn, self._samples, f"epoch {epoch} of `order`")
-            self._known[epoch] = drawn, _repeats(drawn, self._samples)
-        return self._known[epoch]
+    def _cached_epoch(self, epoch: int) -> tuple[Indices, Indices]:
+        if epoch not in self._cache:
+            while len(self._cache) >= _CACHED_EPOCHS:
+                self._cache.pop(next(iter(self._cache)))
+            indices = self.draw(epoch)
+            check_indices(indices, self._samples, f"epoch {epoch} of `order`")
+            self._cache[epoch] = indices, _repeats(indices, self._samples)
+        return self._cache[epoch]
 
     @abstractmethod
     def draw(self, epoch: int) -> Indices:
@@ -308,9 +305,9 @@ class SamplerOrder(EpochOrder):
     def __init__(self, sampler: Any, samples: int, seed: int) -> None:
         super().__init__(_length(sampler), samples)
         self._sampler, self._seed = sampler, seed
-        if not np.array_equal(self.draw(0), self._drawn(0)[0]):
+        if not np.array_equal(self.draw(0), self._cached_epoch(0)[0]):
             raise DataError(
-                f"the sampler {_named(sampler)} of `order` yields other indices under the same seed: draw "
+                f"the sampler {_type_name(sampler)} of `order` yields other indices under the same seed; draw "
                 "from torch's default generator, numpy's or random's, or from its attribute `generator` on the CPU"
             )
 
@@ -327,25 +324,25 @@ class SamplerOrder(EpochOrder):
                 for each in within(self._sampler):
                     if callable(getattr(each, "set_epoch", None)):
                         each.set_epoch(epoch)
-                return self._listed(epoch)
+                return self._list_epoch(epoch)
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
 
-    def _listed(self, epoch: int) -> Indices:
-        name = _named(self._sampler)
+    def _list_epoch(self, epoch: int) -> Indices:
+        name = _type_name(self._sampler)
         try:
-            drawn = np.fromiter(map(_index, self._sampler), np.int64)
+            indices = np.fromiter(map(_index, self._sampler), np.int64)
         except LockstepError:
             raise
         except Exception as error:
             raise blamed("order", error, f"epoch {epoch}") from error
-        if len(drawn) != self.size:
+        if len(indices) != self.size:
             raise DataError(
-                f"the sampler {name} of `order` yields {len(drawn)} indices in epoch {epoch}, and its "
-                f"length is {self.size}: every epoch must have as many as `__len__` says"
+                f"the sampler {name} of `order` yields {len(indices)} indices in epoch {epoch}, but its length is "
+                f"{self.size}; yield as many in every epoch as `__len__` returns"
             )
-        return drawn
+        return indices
 
 
 @final
@@ -364,7 +361,7 @@ class CheckedOrder:
         self._inner, self._samples = inner, samples
         self.size = len(inner) if isinstance(inner, Sized) else samples
         if self.size < 1:
-            raise ConfigError("`order` has the length 0: an epoch has at least one sample")
+            raise ConfigError("`order` has length 0; an epoch needs at least one sample")
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
         """Return epochs and samples of the positions start .. stop - 1.
@@ -375,19 +372,19 @@ class CheckedOrder:
         Raises:
             DataError: the user's `at` fails, or returns something else.
         """
-        where = f"the positions {start} to {stop - 1}"
+        span = f"the positions {start} to {stop - 1}"
         try:
-            given = self._inner.at(start, stop)
+            result = self._inner.at(start, stop)
         except LockstepError:
             raise
         except Exception as error:
-            raise blamed("order", error, where) from error
-        if not isinstance(given, tuple) or len(given) != 2:
+            raise blamed("order", error, span) from error
+        if not isinstance(result, tuple) or len(result) != 2:
             raise DataError(
-                f"`at` of `order` returned {_named(given)} for {where}: return two arrays, the epochs and the samples"
+                f"`at` of `order` returned {_type_name(result)} for {span}; return two arrays, the epochs and samples"
             )
-        epochs, samples = (_integers(each, stop - start, where) for each in given)
-        check_indices(samples, self._samples, f"`at` of `order` for {where}")
+        epochs, samples = (_integers(each, stop - start, span) for each in result)
+        check_indices(samples, self._samples, f"`at` of `order` for {span}")
         return epochs, samples
 
 
@@ -406,28 +403,28 @@ def order_of(task: Task, samples: int, seed: int) -> SizedOrder:
     with generators_kept():
         seed_everything(derive(seed, "order"))
         try:
-            found = task.order(samples, seed)
+            order = task.order(samples, seed)
         except LockstepError:
             raise
         except Exception as error:
             raise blamed("order", error, f"order({samples}, {seed})") from error
-    return order_from(found, samples, seed)
+    return order_from(order, samples, seed)
 
 
-def order_from(given: Any, samples: int, seed: int) -> SizedOrder:
+def order_from(order: Any, samples: int, seed: int) -> SizedOrder:
     """Convert a user's order: None, a sampler, or an object with `at(start, stop)`.
 
     Raises the same errors as `order_of`.
     """
-    if given is None:
+    if order is None:
         return Shuffled(samples, seed)
-    if isinstance(given, EpochOrder):
-        return given
-    if hasattr(given, "at") and not isinstance(given, type):
-        made = CheckedOrder(given, samples)
-        _check_order(made, samples)
-        return made
-    return SamplerOrder(given, samples, seed)
+    if isinstance(order, EpochOrder):
+        return order
+    if hasattr(order, "at") and not isinstance(order, type):
+        checked = CheckedOrder(order, samples)
+        _check_order(checked, samples)
+        return checked
+    return SamplerOrder(order, samples, seed)
 
 
 def within(sampler: Any) -> list[Any]:
@@ -436,12 +433,12 @@ def within(sampler: Any) -> list[Any]:
     return [sampler] if inner is None else [sampler, inner]
 
 
-def check_indices(indices: Indices, samples: int, where: str) -> None:
+def check_indices(indices: Indices, samples: int, source: str) -> None:
     """Raise DataError, in one line, for an index outside the dataset."""
     if indices.size and not (indices.min() >= 0 and indices.max() < samples):
         bad = int(indices[(indices < 0) | (indices >= samples)][0])
         raise DataError(
-            f"{where}: the index {bad} is not in the dataset, which has {samples} samples, 0 to {samples - 1}"
+            f"{source}: the index {bad} is not in the dataset, which has {samples} samples, 0 to {samples - 1}"
         )
 
 
@@ -451,7 +448,7 @@ def _length(sampler: Any) -> int:
     Raises:
         ConfigError: it is not a sampler of single indices for one process.
     """
-    name = _named(sampler)
+    name = _type_name(sampler)
     start = f"`order` returned {name}"
     if isinstance(sampler, type) or not hasattr(sampler, "__iter__"):
         raise ConfigError(
@@ -461,59 +458,57 @@ def _length(sampler: Any) -> int:
         raise ConfigError(f"{start}: return its sampler alone, loader.sampler")
     if any(isinstance(each, DistributedSampler) or hasattr(each, "num_replicas") for each in within(sampler)):
         raise ConfigError(
-            f"{start}, which draws one rank's share: lockstep shares out what is drawn for all; return the sampler of "
-            "one process, or None for a shuffle in each epoch"
+            f"{start}, which draws one rank's share, but lockstep itself splits the samples among ranks; return the "
+            "sampler of one process, or None for a shuffle in each epoch"
         )
     if isinstance(sampler, BatchSampler):
         raise ConfigError(
-            f"{start}, which yields lists: return the sampler within it; a step is cut by --batch-size and "
-            "--micro-batch-size"
+            f"{start}, which yields lists; return the sampler inside it: --batch-size and --micro-batch-size cut a step"
         )
     try:
         size = len(sampler)
     except TypeError as error:
-        raise ConfigError(f"{start}, which has no length: write `__len__`, the indices of an epoch") from error
+        raise ConfigError(f"{start}, which has no length; define `__len__`, the indices in an epoch") from error
     if size < 1:
-        raise ConfigError(f"{start} of length 0: an epoch has at least one sample")
+        raise ConfigError(f"{start} of length 0; an epoch needs at least one sample")
     return size
 
 
-def _index(given: Any) -> int:
-    if isinstance(given, list | tuple):
+def _index(value: Any) -> int:
+    if isinstance(value, list | tuple):
         raise ConfigError(
-            "the sampler of `order` yields lists: it must yield single indices; a step is cut by "
-            "--batch-size and --micro-batch-size"
+            "the sampler of `order` yields lists; yield single indices: --batch-size and --micro-batch-size cut a step"
         )
-    return operator.index(given)
+    return operator.index(value)
 
 
-def _integers(given: Any, count: int, where: str) -> Indices:
+def _integers(value: Any, count: int, span: str) -> Indices:
     """Convert to an array of `count` integers. Raises DataError for anything else."""
-    found = np.asarray(given)
-    if found.shape != (count,) or (count and found.dtype.kind not in "iu"):
+    array = np.asarray(value)
+    if array.shape != (count,) or (count and array.dtype.kind not in "iu"):
         raise DataError(
-            f"`at` of `order` returned an array of shape {list(found.shape)} and type {found.dtype} for "
-            f"{where}: return two integer arrays of shape [{count}], the epochs and the samples"
+            f"`at` of `order` returned an array of shape {list(array.shape)} and type {array.dtype} for "
+            f"{span}: return two integer arrays of shape [{count}], the epochs and the samples"
         )
-    return found.astype(np.int64, copy=False)
+    return array.astype(np.int64, copy=False)
 
 
-def _repeats(drawn: Indices, samples: int) -> Indices:
+def _repeats(indices: Indices, samples: int) -> Indices:
     """Count each place's earlier occurrences of its sample; empty if there are no repeats."""
-    if len(drawn) <= samples and np.bincount(drawn, minlength=1).max(initial=0) <= 1:
+    if len(indices) <= samples and np.bincount(indices, minlength=1).max(initial=0) <= 1:
         return np.empty(0, np.int64)
-    by_sample = np.argsort(drawn, kind="stable")
-    ordered = drawn[by_sample]
+    by_sample = np.argsort(indices, kind="stable")
+    ordered = indices[by_sample]
     first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])  # where the run of a sample begins
-    repeats = np.empty_like(drawn)
-    repeats[by_sample] = np.arange(len(drawn)) - np.repeat(first, np.diff(np.r_[first, len(drawn)]))
+    repeats = np.empty_like(indices)
+    repeats[by_sample] = np.arange(len(indices)) - np.repeat(first, np.diff(np.r_[first, len(indices)]))
     return repeats
 
 
 def _generator(sampler: Any) -> torch.Generator | None:
-    found = getattr(sampler, "generator", None)
-    return found if isinstance(found, torch.Generator) else None
+    generator = getattr(sampler, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
 
 
-def _named(given: Any) -> str:
-    return given.__name__ + " itself" if isinstance(given, type) else type(given).__name__
+def _type_name(value: Any) -> str:
+    return value.__name__ + " itself" if isinstance(value, type) else type(value).__name__

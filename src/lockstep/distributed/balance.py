@@ -31,10 +31,8 @@ __all__ = [
     "Shares",
     "Sharing",
     "check_alike",
-    "cut",
     "equal_shares",
     "given_shares",
-    "loads",
 ]
 
 

@@ -22,7 +22,6 @@ from lockstep.errors import ConfigError
 __all__ = [
     "LAUNCHER_VARIABLE",
     "OPENCV_THREADS",
-    "Unlaunched",
     "allocator_variables",
     "check_launched",
     "check_reachable",

@@ -42,7 +42,6 @@ __all__ = [
     "Member",
     "check_store",
     "heeds_hangup",
-    "is_lost_peer",
     "keys_of",
     "leave_terminal",
     "lost_peers",

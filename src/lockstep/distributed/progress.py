@@ -27,7 +27,6 @@ __all__ = [
     "MEMBER_VARIABLE",
     "READING",
     "SAVING",
-    "STARTING",
     "WAITING",
     "Progress",
     "RankProgress",

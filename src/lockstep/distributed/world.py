@@ -38,9 +38,6 @@ from lockstep.errors import ConfigError, LockstepError, PeerError
 
 __all__ = [
     "World",
-    "check_unshared",
-    "identity",
-    "local_device",
     "meeting_point",
     "meeting_store",
     "on_all_ranks",

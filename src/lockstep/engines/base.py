@@ -46,16 +46,16 @@ def set_extra(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     Copying into the tensor that `get_extra_state` returned is not enough: a module may build it for each call.
     """
     for name, module in model.named_modules():
-        found = state.get(f"model/{name}._extra_state" if name else "model/_extra_state")
-        if found is not None:
-            module.set_extra_state(found)
+        tensor = state.get(f"model/{name}._extra_state" if name else "model/_extra_state")
+        if tensor is not None:
+            module.set_extra_state(tensor)
 
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 # The model as its engine holds it -> a 0-dim term that is added to the step's loss once.
 MakePenalty = Callable[[nn.Module], Tensor | None]
 
-_OWN = "own_momentum"  # a group's key
+_OWN_MOMENTUM = "own_momentum"  # a group's key
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -200,9 +200,9 @@ def set_momentum(group: dict[str, Any], momentum: float | None) -> None:
     None restores the value from before the first override, so a step's momentum depends on that step alone.
     """
     name = next((name for name in ("betas", "momentum") if name in group), None)
-    if name is None or (momentum is None and _OWN not in group):
+    if name is None or (momentum is None and _OWN_MOMENTUM not in group):
         return
-    own = group.setdefault(_OWN, group[name])
+    own = group.setdefault(_OWN_MOMENTUM, group[name])
     if momentum is None:
         group[name] = own
     else:
@@ -230,18 +230,18 @@ class ScaledBackward:
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[torch.dtype, float], Tensor] = {}
+        self._cache: dict[tuple[torch.dtype, float], Tensor] = {}
 
     def __call__(self, loss: Tensor, factor: float | Tensor) -> Tensor:
         """Return the root: a 0-dim tensor of the loss's dtype. A tensor `factor` is 0-dim, on the loss's device."""
         if isinstance(factor, Tensor):
             return torch.add(factor.to(loss.dtype), loss.detach(), alpha=0)
-        found = self._made.get((loss.dtype, factor))
-        if found is None:
-            if len(self._made) > 16:  # drop old loss scales
-                self._made.clear()
-            found = self._made[loss.dtype, factor] = torch.full_like(loss, factor, requires_grad=False).detach()
-        return torch.add(found, loss.detach(), alpha=0)  # 0 * inf is NaN; else nothing is added
+        root = self._cache.get((loss.dtype, factor))
+        if root is None:
+            if len(self._cache) > 16:  # drop old loss scales
+                self._cache.clear()
+            root = self._cache[loss.dtype, factor] = torch.full_like(loss, factor, requires_grad=False).detach()
+        return torch.add(root, loss.detach(), alpha=0)  # 0 * inf is NaN; else nothing is added
 
 
 @final
@@ -277,47 +277,49 @@ class Penalty:
         """
         with torch.enable_grad():
             value = self._value()
-        trained = [p for p in self._model.parameters() if p.requires_grad]
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
         root = self._roots(value, scale)
-        for parameter, found in zip(trained, torch.autograd.grad(value, trained, root, allow_unused=True), strict=True):
-            if found is None:
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(value, parameters, root, allow_unused=True), strict=True
+        ):
+            if gradient is None:
                 continue
-            if is_dtensor(parameter) and is_dtensor(found):
-                found = found.redistribute(parameter.device_mesh, parameter.placements)
+            if is_dtensor(parameter) and is_dtensor(gradient):
+                gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
             if parameter.grad is None:
-                parameter.grad = found
+                parameter.grad = gradient
             elif parameter.grad.is_sparse:
-                parameter.grad = found + parameter.grad
+                parameter.grad = gradient + parameter.grad
             else:
-                parameter.grad.add_(found)
+                parameter.grad.add_(gradient)
         return value.detach()
 
     def _value(self) -> Tensor:
         try:
-            found = self._compute(self._model)
-            if is_dtensor(found):  # type: ignore[arg-type]
-                found = found.full_tensor()  # collective
+            value = self._compute(self._model)
+            if is_dtensor(value):  # type: ignore[arg-type]
+                value = value.full_tensor()  # collective
         except LockstepError:
             raise
         except Exception as error:
-            raise DataError(f"the task's `penalty` failed: {failure(error)}; mend it there") from error
-        if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
+            raise DataError(f"the task's `penalty` failed: {failure(error)}; fix it there") from error
+        if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
             raise DataError(
-                f"the task's `penalty` returned {_described(found)}: it must return one number, a 0-dim float tensor"
+                f"the task's `penalty` returned {_describe(value)}: it must return one number, a 0-dim float tensor"
             )
-        if not found.requires_grad:
+        if not value.requires_grad:
             raise DataError(
                 "the task's `penalty` returned a tensor without a graph, so it changes nothing: compute it from the "
                 "model's trained parameters, without detach() and .data"
             )
         if self._first:
             self._first = False
-            if not bool(found.isfinite()):  # waits for the device, in the first step
-                raise DataError(f"the task's `penalty` is {found.item()} at the first parameters: it must be finite")
-        return found
+            if not bool(value.isfinite()):  # waits for the device, in the first step
+                raise DataError(f"the task's `penalty` is {value.item()} at the first parameters: it must be finite")
+        return value
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"

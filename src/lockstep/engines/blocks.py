@@ -14,7 +14,9 @@ __all__ = [
 ]
 
 
-_LEAST = 1_000_000  # parameters of a unit found by size: for smaller ones a collective costs more than it saves
+_MIN_PARAMETERS = (
+    1_000_000  # parameters of a unit found by size: for smaller ones a collective costs more than it saves
+)
 
 
 class BlockUnits(NamedTuple):
@@ -24,8 +26,8 @@ class BlockUnits(NamedTuple):
     origin: str
 
 
-def find_blocks(model: nn.Module, given: Iterable[nn.Module] = ()) -> BlockUnits:
-    """Return the units: `given`, else repeated layers, else submodules by size, else none.
+def find_blocks(model: nn.Module, task_blocks: Iterable[nn.Module] = ()) -> BlockUnits:
+    """Return the units: `task_blocks`, else repeated layers, else submodules by size, else none.
 
     Without units the whole model is one. Repeated layers are the entries of a ModuleList of at least two modules of
     one class; of nested lists the outermost counts. Submodules by size have from 1 million parameters up to half of
@@ -35,7 +37,7 @@ def find_blocks(model: nn.Module, given: Iterable[nn.Module] = ()) -> BlockUnits
         ConfigError: a given block is not in the model, or shares a parameter with another block or the rest of the
             model.
     """
-    blocks = list(given)
+    blocks = list(task_blocks)
     if blocks:
         inside = set(model.modules())
         if any(block not in inside for block in blocks):
@@ -43,44 +45,44 @@ def find_blocks(model: nn.Module, given: Iterable[nn.Module] = ()) -> BlockUnits
         shared = _shared(model, blocks)
         if shared:
             raise ConfigError(
-                f"--engine fsdp: the parameter {shared} is shared across blocks, and each block is split on its own; "
-                "leave what shares it out of the task's blocks, or use --engine ddp"
+                f"--engine fsdp: the parameter {shared} is shared across blocks, and each block is sharded separately; "
+                "leave the modules that share it out of the task's blocks, or use --engine ddp"
             )
         return BlockUnits(blocks, f"{len(blocks)} blocks that the task names")
-    for found, origin in ((repeated_layers(model), "repeated layers"), (_by_size(model), "submodules by size")):
-        if found and not _shared(model, found):
-            kinds = ", ".join(sorted({type(module).__name__ for module in found}))
-            return BlockUnits(found, f"{len(found)} {origin} ({kinds})")
+    for units, origin in ((repeated_layers(model), "repeated layers"), (_by_size(model), "submodules by size")):
+        if units and not _shared(model, units):
+            kinds = ", ".join(sorted({type(module).__name__ for module in units}))
+            return BlockUnits(units, f"{len(units)} {origin} ({kinds})")
     return BlockUnits([], "the model as one unit")
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
     """Return the entries of ModuleLists with at least two modules of one class, in order."""
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     covered: set[nn.Module] = set()
     for module in model.modules():  # outer modules come before those within them
         if module in covered or not isinstance(module, nn.ModuleList) or len(module) < 2:
             continue
-        if len({type(entry) for entry in module}) == 1 and all(_callable(entry) for entry in module):
-            found += list(module)
+        if len({type(entry) for entry in module}) == 1 and all(_has_forward(entry) for entry in module):
+            layers += list(module)
             covered.update(module.modules())
-    return found
+    return layers
 
 
-def _callable(module: nn.Module) -> bool:
+def _has_forward(module: nn.Module) -> bool:
     """Whether the module has a forward of its own (containers do not) and parameters."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict) and any(True for _ in module.parameters())
 
 
 def _by_size(model: nn.Module) -> list[nn.Module]:
     most = _count(model) // 2
-    found: list[nn.Module] = []
+    units: list[nn.Module] = []
     for child in model.children():
-        if _callable(child) and _LEAST <= _count(child) <= most:
-            found.append(child)
+        if _has_forward(child) and _MIN_PARAMETERS <= _count(child) <= most:
+            units.append(child)
         elif _count(child) > most:
-            found += _by_size(child)
-    return found
+            units += _by_size(child)
+    return units
 
 
 def _count(module: nn.Module) -> int:

@@ -29,7 +29,6 @@ from lockstep.transforms.batchnorm import Recording, recorders
 __all__ = [
     "Buffered",
     "Replay",
-    "as_before",
     "unmoved",
     "with_buffers",
 ]
@@ -48,17 +47,17 @@ class Replay:
     def __init__(self, layers: list[Recording], world: World, sharing: Sharing | None = None) -> None:
         self._layers, self._world, self._sharing = layers, world, sharing
         bound = [layer.bind() for layer in layers]
-        self._own = [mean for mean, _, _ in bound] + [var for _, var, _ in bound]
+        self._moments = [mean for mean, _, _ in bound] + [var for _, var, _ in bound]
         self._runs = [runs for _, _, runs in bound]
-        self._sizes = [vector.numel() for vector in self._own]
-        device = self._own[0].device
-        widest = max((vector.dtype for vector in self._own), key=lambda dtype: dtype.itemsize)
+        self._sizes = [vector.numel() for vector in self._moments]
+        device = self._moments[0].device
+        widest = max((vector.dtype for vector in self._moments), key=lambda dtype: dtype.itemsize)
         self._dtype = torch.promote_types(widest, torch.float32)
         index = torch.arange(len(layers), device=device)
         lengths = torch.tensor(self._sizes[: len(layers)], device=device)
         layer_of = torch.repeat_interleave(index, lengths, output_size=sum(self._sizes[: len(layers)]))
         self._layer_of = layer_of.repeat(2)  # of each element, its layer
-        self._kept = torch.tensor([1.0 - (layer.share or 0.0) for layer in layers], dtype=torch.float64, device=device)
+        self._decay = torch.tensor([1.0 - (layer.share or 0.0) for layer in layers], dtype=torch.float64, device=device)
         self._average = torch.tensor([layer.share is None for layer in layers], device=device)
         self._rows: list[Tensor] = []
 
@@ -78,7 +77,7 @@ class Replay:
             parts = [torch.empty_like(rows) for _ in range(self._world.size)]
             dist.all_gather(parts, rows)  # collective
             rows = torch.cat(parts)
-        self._chunk(rows)
+        self._fold_in(rows)
         self._rows = []  # for a loop that does not call `accumulate`, and so never `begin`
 
     @torch.no_grad()
@@ -94,7 +93,7 @@ class Replay:
 
     def clear(self) -> None:
         """Discard the statistics of forwards since the last `clear`."""
-        torch._foreach_zero_(self._own)
+        torch._foreach_zero_(self._moments)
         torch._foreach_zero_(self._runs)
 
     def row(self) -> Tensor:
@@ -102,14 +101,14 @@ class Replay:
 
         One vector, a copy: [means of all layers, variances, runs of each layer].
         """
-        return torch.cat([vector.to(self._dtype) for vector in [*self._own, torch.stack(self._runs)]])
+        return torch.cat([vector.to(self._dtype) for vector in [*self._moments, torch.stack(self._runs)]])
 
     @torch.no_grad()
     def put(self, row: Tensor) -> None:
         """Restore into the layers a vector returned by `row`."""
-        found = row.split_with_sizes([*self._sizes, *[1] * len(self._runs)])
-        torch._foreach_copy_(self._own, list(found[: len(self._own)]))
-        torch._foreach_copy_(self._runs, [each.reshape(()) for each in found[len(self._own) :]])
+        parts = row.split_with_sizes([*self._sizes, *[1] * len(self._runs)])
+        torch._foreach_copy_(self._moments, list(parts[: len(self._moments)]))
+        torch._foreach_copy_(self._runs, [each.reshape(()) for each in parts[len(self._moments) :]])
 
     @contextlib.contextmanager
     def unmoved(self) -> Iterator[None]:
@@ -118,25 +117,25 @@ class Replay:
         yield
         self.put(row)
 
-    def _chunk(self, rows: Tensor) -> None:
-        """Fold in row by row: running = running * kept + added; without a forward, kept is 1 and added 0."""
+    def _fold_in(self, rows: Tensor) -> None:
+        """Fold in row by row: running = running * decay + added; without a forward, decay is 1 and added 0."""
         runs = rows[:, -len(self._layers) :].to(torch.int64)
-        tracked = _present([layer.num_batches_tracked for layer in self._layers])
+        tracked = _not_none([layer.num_batches_tracked for layer in self._layers])
         # In whole numbers: a cumulative sum of floats is not deterministic on CUDA, where exact mode refuses it.
         total = (torch.stack(tracked) + runs.cumsum(0)).double().clamp(min=1.0)
-        kept = torch.where(self._average, 1.0 - runs / total, self._kept**runs).to(self._dtype)[:, self._layer_of]
+        decay = torch.where(self._average, 1.0 - runs / total, self._decay**runs).to(self._dtype)[:, self._layer_of]
         scale = torch.where(self._average, 1.0 / total, 1.0).to(self._dtype)[:, self._layer_of]
-        running = _present([layer.running_mean for layer in self._layers])
-        running += _present([layer.running_var for layer in self._layers])
+        running = _not_none([layer.running_mean for layer in self._layers])
+        running += _not_none([layer.running_var for layer in self._layers])
         flat = torch.cat([vector.to(self._dtype) for vector in running])
         added = rows[:, : -len(self._layers)] * scale
-        for row, share in zip(added.unbind(), kept.unbind(), strict=True):
+        for row, share in zip(added.unbind(), decay.unbind(), strict=True):
             flat = flat * share + row
         torch._foreach_copy_(running, list(flat.split_with_sizes(self._sizes)))
         torch._foreach_add_(tracked, list(runs.sum(0).unbind()))
 
 
-def _present(tensors: list[Tensor | None]) -> list[Tensor]:
+def _not_none(tensors: list[Tensor | None]) -> list[Tensor]:
     """Filter out None for the type checker: only layers that track statistics record."""
     return [tensor for tensor in tensors if tensor is not None]
 
@@ -173,23 +172,23 @@ class Buffered:
     def __init__(self, engine: Engine, replay: Replay | None, buffers: Moving) -> None:
         self.model: nn.Module = engine.model
         self._engine, self._replay, self._buffers = engine, replay, buffers
-        self._within = False  # from a step's first micro-batch to its end
+        self._in_step = False  # from a step's first micro-batch to its end
         self._counts = True  # the current pass may change buffers
         self._buffers.begin()
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        if not self._within:
-            self._within = True
+        if not self._in_step:
+            self._in_step = True
             self._buffers.begin()
             if self._replay:
                 self._replay.begin()
         self._buffers.begin_slot()
         self._counts = counts
         inner = self._engine.accumulate(last, counts)
-        return inner if counts else self._dropping(inner)
+        return inner if counts else self._discard(inner)
 
     @contextmanager
-    def _dropping(self, inner: AbstractContextManager[None]) -> Iterator[None]:
+    def _discard(self, inner: AbstractContextManager[None]) -> Iterator[None]:
         """Run a forward without effect: restore buffers and discard statistics."""
         try:
             with inner:
@@ -219,22 +218,22 @@ class Buffered:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        told = self._within
+        in_step = self._in_step
         self._buffers.check()
         if self._replay:
             self._replay.finish()  # collective
         self._buffers.share()  # collective; before the update, so that losing a rank leaves it complete or not made
         result = self._engine.step(factor, limit, momentum, evaluate)
-        self._within = False
+        self._in_step = False
         self._buffers.end(result, limit)
-        if not told:  # a loop that does not call `accumulate`: the next step begins here
+        if not in_step:  # a loop that does not call `accumulate`: the next step begins here
             self._buffers.begin()
         return result
 
     def undo_step(self) -> None:
         """Restore what the forwards of an unfinished step changed."""
-        if self._within:
-            self._within = False
+        if self._in_step:
+            self._in_step = False
             self._buffers.put_back()
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
@@ -254,12 +253,12 @@ class Buffered:
 @contextmanager
 def unmoved(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restore these tensors (a model's buffers, a task's own) at the end of the context."""
-    held = [(tensor, tensor.clone()) for tensor in tensors if not tensor.is_meta]
+    copies = [(tensor, tensor.clone()) for tensor in tensors if not tensor.is_meta]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, before in held:
+            for tensor, before in copies:
                 tensor.copy_(before)
 
 
@@ -274,17 +273,19 @@ def as_before(model: nn.Module, own: Own) -> Iterator[None]:
         ConfigError: a tensor of the task was replaced by one of another shape, which cannot be restored.
     """
     places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    buffers = {id(b): b for _, kept in places for b in kept.values() if b is not None and not b.is_meta}
-    held = [(tensor, tensor.detach().clone()) for tensor in (*buffers.values(), *own().values()) if not tensor.is_meta]
+    buffers = {id(b): b for _, entries in places for b in entries.values() if b is not None and not b.is_meta}
+    copies = [
+        (tensor, tensor.detach().clone()) for tensor in (*buffers.values(), *own().values()) if not tensor.is_meta
+    ]
     names = {name: (tensor, tensor.detach().clone()) for name, tensor in own().items() if not tensor.is_meta}
     try:
         yield
     finally:
-        for present, kept in places:
+        for present, entries in places:
             present.clear()
-            present.update(kept)
+            present.update(entries)
         with torch.no_grad():
-            for tensor, before in held:
+            for tensor, before in copies:
                 _restore(tensor, before)
     with torch.no_grad():
         _restore_replaced(names, own())
@@ -305,7 +306,7 @@ def _restore_replaced(names: Mapping[str, tuple[Tensor, Tensor]], present: Mappi
             continue
         if now.shape != before.shape:
             raise ConfigError(
-                f"task/{name}, which `loss` writes, had the shape {list(before.shape)} and now has {list(now.shape)}: "
-                "make it as large as it will be, and write into it in place"
+                f"task/{name}, which `loss` writes, changed its shape from {list(before.shape)} to {list(now.shape)}: "
+                "allocate it at full size, and write into it in place"
             )
         now.copy_(before)

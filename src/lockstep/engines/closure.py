@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-_OWN = ("torch.optim", "lockstep.optim")  # packages whose optimizers evaluate the loss once, except LBFGS
+_OWN_PACKAGES = ("torch.optim", "lockstep.optim")  # packages whose optimizers evaluate the loss once, except LBFGS
 
 
 @final
@@ -51,10 +51,10 @@ class Closure:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], first: Callable[[], Tensor], again: Callable[[], Tensor], suspicious: bool
+        self, parameters: Sequence[Tensor], first: Callable[[], Tensor], repeat: Callable[[], Tensor], suspicious: bool
     ) -> None:
-        self._parameters, self._first, self._again = parameters, first, again
-        self._seen = _versions(parameters)
+        self._parameters, self._first, self._repeat = parameters, first, repeat
+        self._versions_before = _versions(parameters)
         self._norms = _norms(parameters) if suspicious else None
         self._called = False
         self.repeated, self.silent = 0, False
@@ -63,13 +63,13 @@ class Closure:
         """Return the loss, 0-dim, without a graph. Collective."""
         called, self._called = self._called, True
         with torch.enable_grad():
-            if not called and not self._moved():
+            if not called and not self._is_changed():
                 return self._first()
             self.repeated += 1
-            return self._again()
+            return self._repeat()
 
-    def _moved(self) -> bool:
-        if any(p.grad is not None for p in self._parameters) and self._seen == _versions(self._parameters):
+    def _is_changed(self) -> bool:
+        if any(p.grad is not None for p in self._parameters) and self._versions_before == _versions(self._parameters):
             self.silent = self._norms is not None and not torch.equal(self._norms, _norms(self._parameters))
             return self.silent
         return True
@@ -81,10 +81,10 @@ def takes_closure(optimizer: Optimizer) -> bool:
     True for LBFGS, and for optimizers outside torch and lockstep whose `step` accepts a closure.
     """
     step = inspect.unwrap(type(optimizer).step)
-    if (step.__module__ or "").startswith(_OWN):
+    if (step.__module__ or "").startswith(_OWN_PACKAGES):
         return isinstance(optimizer, LBFGS)
-    takes = list(inspect.signature(step).parameters.values())[1:]
-    return any(each.name == "closure" or each.kind is not each.KEYWORD_ONLY for each in takes)
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    return any(each.name == "closure" or each.kind is not each.KEYWORD_ONLY for each in parameters)
 
 
 def step_of(optimizer: Optimizer, closure: Callable[[], Tensor] | None) -> None:
@@ -106,8 +106,8 @@ def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 @torch.no_grad()
 def _norms(parameters: Sequence[Tensor]) -> Tensor:
     """Return the norm of each parameter, as a cheap fingerprint of its values."""
-    found = torch._foreach_norm([local_of(parameter) for parameter in parameters]) if parameters else ()
-    return torch.stack([norm.double() for norm in found]) if found else torch.zeros(0)
+    norms = torch._foreach_norm([local_of(parameter) for parameter in parameters]) if parameters else ()
+    return torch.stack([norm.double() for norm in norms]) if norms else torch.zeros(0)
 
 
 _NUMBERS = ("func_evals", "n_iter", "t", "H_diag", "prev_loss")
@@ -126,16 +126,16 @@ def packed(optimizer: LBFGS) -> dict[str, Tensor]:
     length = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
     like = state.get("prev_flat_grad")
     like = parameters[0].new_zeros(0, dtype=_dtype(parameters)) if like is None else like
-    found = {key: torch.tensor(float(state.get(key) or 0.0), dtype=torch.float64) for key in _NUMBERS}
-    found["pairs"] = torch.tensor(float(len(state.get("ro") or ())), dtype=torch.float64)
+    tensors = {key: torch.tensor(float(state.get(key) or 0.0), dtype=torch.float64) for key in _NUMBERS}
+    tensors["pairs"] = torch.tensor(float(len(state.get("ro") or ())), dtype=torch.float64)
     for key in _VECTORS:
-        found[key] = like.new_zeros(length) if state.get(key) is None else state[key]
+        tensors[key] = like.new_zeros(length) if state.get(key) is None else state[key]
     for key in _HISTORIES:
         shape = (group["history_size"], *(() if key == "ro" else (length,)))
-        found[key] = like.new_zeros(shape)
+        tensors[key] = like.new_zeros(shape)
         for row, value in enumerate(state.get(key) or ()):
-            found[key][row] = value
-    return found
+            tensors[key][row] = value
+    return tensors
 
 
 def unpack(optimizer: LBFGS, tensors: Mapping[str, Tensor]) -> None:
@@ -178,17 +178,17 @@ class Alone:
 
     def again(self) -> Tensor:
         with torch.enable_grad():
-            found = self._compute()
-            with _blamed("the backward of the task's `loss`"):
-                self._backward(found)
-        self._loss = found.detach()
+            loss = self._compute()
+            with _blame("the backward of the task's `loss`"):
+                self._backward(loss)
+        self._loss = loss.detach()
         return self._loss
 
 
 @contextmanager
 def blame_optimizer(optimizer: Optimizer) -> Iterator[None]:
     """Reduce an error of a rehearsal's optimizer step to one line."""
-    with _blamed(f"the `step` of the optimizer {type(optimizer).__name__}"):
+    with _blame(f"the `step` of the optimizer {type(optimizer).__name__}"):
         yield
 
 
@@ -201,16 +201,16 @@ def check_dense(model: nn.Module, why: str) -> None:
     for name, parameter in model.named_parameters() if why else ():
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise ConfigError(
-                f"the gradient of {name} is sparse, and {why} takes dense ones: make the embedding with sparse=False, "
+                f"the gradient of {name} is sparse, and {why} needs dense ones: build the embedding with sparse=False, "
                 "or use --engine single without --exact"
             )
 
 
 @contextmanager
-def _blamed(what: str) -> Iterator[None]:
+def _blame(subject: str) -> Iterator[None]:
     try:
         yield
     except LockstepError:
         raise
     except Exception as error:
-        raise DataError(f"{what} failed in the trial, before step 1: {failure(error)}; mend it there") from error
+        raise DataError(f"{subject} failed in the rehearsal before step 1: {failure(error)}; fix it there") from error

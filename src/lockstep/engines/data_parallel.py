@@ -31,11 +31,15 @@ class DataParallel:
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         count = torch.cuda.device_count()
         if count < 2:
-            raise ConfigError(f"--engine data-parallel needs two GPUs in one process, and here are {count}; use ddp")
+            raise ConfigError(
+                f"--engine data-parallel needs at least two GPUs in one process, found {count}; use --engine ddp"
+            )
         if world.size > 1:
-            raise ConfigError(f"--engine data-parallel is one process, not {world.size}; use --engine ddp")
+            raise ConfigError(f"--engine data-parallel runs in one process, not {world.size}; use --engine ddp")
         if settings.exact:
-            raise ConfigError("--exact cannot hold with --engine data-parallel, which cuts micro-batches; use ddp")
+            raise ConfigError(
+                "--exact does not work with --engine data-parallel, which splits micro-batches; use --engine ddp"
+            )
         if "forward" in vars(model) or getattr(model, "_compiled_call_impl", None):
             raise ConfigError("--engine data-parallel cannot copy a model with autocast or --compile; use --engine ddp")
         settings.say(
@@ -44,9 +48,9 @@ class DataParallel:
         )
         self._module = model
         self.model: nn.Module = nn.DataParallel(model)  # noqa: LS001 - this engine is there to be compared with
-        made = optimizer(model)
-        own = trained(model, made)
-        self._update = OptimizerStep(model, made, settings, cleared=own, once=_NAME, dense=_NAME)
+        instance = optimizer(model)
+        parameters = trained(model, instance)
+        self._update = OptimizerStep(model, instance, settings, cleared=parameters, once=_NAME, dense=_NAME)
         self._roots = ScaledBackward()
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:

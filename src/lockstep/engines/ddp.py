@@ -47,14 +47,14 @@ def averaged(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Futur
     Divides before the sum, so that the sum has the magnitude of one gradient.
     """
     buffer: Tensor = bucket.buffer()
-    whole = torch.view_as_real(buffer) if buffer.is_complex() else buffer  # a cast would drop the imaginary parts
-    work: Any = dist.all_reduce((whole / dist.get_world_size()).to(dtype), async_op=True)  # collective
+    view = torch.view_as_real(buffer) if buffer.is_complex() else buffer  # a cast would drop the imaginary parts
+    work: Any = dist.all_reduce((view / dist.get_world_size()).to(dtype), async_op=True)  # collective
 
-    def widened(future: "torch.futures.Future[Any]") -> Tensor:
-        whole.copy_(future.value()[0])
+    def copy_back(future: "torch.futures.Future[Any]") -> Tensor:
+        view.copy_(future.value()[0])
         return buffer
 
-    future: torch.futures.Future[Tensor] = work.get_future().then(widened)
+    future: torch.futures.Future[Tensor] = work.get_future().then(copy_back)
     return future
 
 
@@ -71,15 +71,15 @@ class GradientUsage:
         parameters: the tensors.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]], world: World) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], world: World) -> None:
         self.names: list[str] = []
         self.parameters: list[Tensor] = []
         self._world = world
         self._counts: list[int] = []
         self._handles: list[Any] = []
         # Also if the engine is rebuilt before the counts were read.
-        self._end = weakref.finalize(self, _remove, self._handles)
-        for index, (name, tensor) in enumerate(named):
+        self._end = weakref.finalize(self, _remove_hooks, self._handles)
+        for index, (name, tensor) in enumerate(parameters):
             parameter: Any = tensor
             self._handles.append(parameter.register_post_accumulate_grad_hook(Hook(self._counts, index)))
             self._counts.append(0)
@@ -96,27 +96,27 @@ class GradientUsage:
 
     def missed(self, backwards: int) -> list[str]:
         """Return the parameters that some rank did not use in each of its `backwards`. Collective."""
-        return [name for name, count in zip(self.names, self._over_ranks(backwards), strict=True) if count[0]]
+        return [name for name, count in zip(self.names, self._reduce_counts(backwards), strict=True) if count[0]]
 
     def unused(self) -> list[bool]:
         """Return, for each parameter, whether no rank used it, and reset the counts. Collective."""
-        found = [not count[1] for count in self._over_ranks(0)]
+        unused = [not count[1] for count in self._reduce_counts(0)]
         self.begin()
-        return found
+        return unused
 
-    def _over_ranks(self, backwards: int) -> list[tuple[int, int]]:
+    def _reduce_counts(self, backwards: int) -> list[tuple[int, int]]:
         """Return each parameter's (ranks that used it in fewer than `backwards` backwards, total uses)."""
-        mine = torch.tensor([[int(count < backwards), count] for count in self._counts], dtype=torch.int64)
+        table = torch.tensor([[int(count < backwards), count] for count in self._counts], dtype=torch.int64)
         if self._world.size > 1:
-            dist.all_reduce(mine, group=self._world.control)  # collective
-        return [(missed, used) for missed, used in mine.reshape(-1, 2).tolist()]
+            dist.all_reduce(table, group=self._world.control)  # collective
+        return [(misses, uses) for misses, uses in table.reshape(-1, 2).tolist()]
 
     def close(self) -> None:
         """Remove the hooks."""
         self._end()
 
 
-def _remove(handles: list[Any]) -> None:
+def _remove_hooks(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
 
@@ -139,9 +139,9 @@ def listed(names: list[str], most: int = 4) -> str:
 
 # DDP's option for its own exchange of buffers: renamed in torch 2.13, where the old name warns.
 # Passing any bucket size, even the default, disables DDP's smaller first bucket, whose exchange overlaps the backward.
-_DEFAULT = EngineOptions()
-_KNOWN = signature(DistributedDataParallel).parameters
-_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
+_DEFAULT_OPTIONS = EngineOptions()
+_DDP_PARAMETERS = signature(DistributedDataParallel).parameters
+_BUFFER_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_PARAMETERS else "broadcast_buffers"
 
 
 class ReplicatedEngine:
@@ -171,24 +171,24 @@ class ReplicatedEngine:
         self._tree: Tree | None = None
         self._ddp: DistributedDataParallel | None = None
         self._usage: GradientUsage | None = None
-        self._wrapped: list[tuple[str, nn.Parameter]] = []  # those that DDP exchanges, as it counts them
+        self._ddp_parameters: list[tuple[str, nn.Parameter]] = []  # those that DDP exchanges, as it counts them
         self._last, self._backwards = True, 0
         # The first backward of a static graph must be exchanged. Exchanging after every micro-batch is safe, since
         # averaging a mean leaves it unchanged.
-        self._always = settings.options.static_graph
+        self._sync_always = settings.options.static_graph
         if settings.exact:
-            self._be_exact()
+            self._build_tree()
         else:
-            if _BUFFERS == "broadcast_buffers":  # before 2.13 DDP sends no buffers at first if forwards send none
+            if _BUFFER_OPTION == "broadcast_buffers":  # before 2.13 DDP sends no buffers at first if forwards send none
                 send_from_rank_0(module.buffers())
             self._wrap(settings.options.find_unused_parameters == "true")
             if settings.options.find_unused_parameters == "auto" and not settings.options.static_graph:
-                self._usage = GradientUsage(self._trained(), world)
+                self._usage = GradientUsage(self._trained_parameters(), world)
         self.model: nn.Module = self._ddp or module
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         self._last = last
-        if self._ddp is None or self._always or (last and self._usage is None):
+        if self._ddp is None or self._sync_always or (last and self._usage is None):
             return NOTHING
         return self._ddp.no_sync()
 
@@ -203,7 +203,7 @@ class ReplicatedEngine:
         # Starting from the world size undoes DDP's division at no cost.
         loss.backward(self._roots(loss, scale if self._settings.loss_scaling else scale * self._world.size))  # type: ignore[no-untyped-call]
         if self._last:
-            self._check_exchanged()
+            self._check_reduction()
 
     def backward_alone(self, loss: Tensor, scale: float | Tensor) -> None:
         """Add the gradient of `scale * loss` on this rank only. Call within `alone`."""
@@ -214,7 +214,7 @@ class ReplicatedEngine:
         """Bypass DDP: forward and backward use the plain module and leave no counts. Collective."""
         ddp, module = self._ddp, self._module
         if ddp is not None:
-            ddp.forward = lambda *given, **named: module(*given, **named)  # type: ignore[method-assign]
+            ddp.forward = lambda *args, **kwargs: module(*args, **kwargs)  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -224,34 +224,36 @@ class ReplicatedEngine:
                 self._usage.begin()
         if ddp is not None and self._settings.options.static_graph:  # it has counted the backward as its first
             self._wrap(self._settings.options.find_unused_parameters == "true")
-            self._always = True
+            self._sync_always = True
 
     def finish(self) -> None:
         """Exchange, before the update, the gradients that DDP did not."""
         if self._tree:
             self._tree.finish()
         elif self._usage:
-            self._end_of_first_step(self._usage)
+            self._finish_first_step(self._usage)
         elif self._settings.loss_scaling:
             # A backward that starts from the world size overflows float16 sooner, the more ranks there are.
             torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], self._world.size)
-        self._always = False
+        self._sync_always = False
 
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+    def _trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
 
-    def _be_exact(self) -> None:
+    def _build_tree(self) -> None:
         if self._settings.options.compression in HALVES:
-            raise ConfigError("--exact cannot hold with --engine.compression: rounding depends on who adds; drop one")
+            raise ConfigError(
+                "--exact does not work with --engine.compression, whose rounding depends on the world size; drop one"
+            )
         same_start(self._module)
         self._tree = Tree(self._parameters, self._settings.exact, self._world, self._settings.sharing)
 
     def _wrap(self, find_unused: bool) -> None:
         """Build the DDP object, or rebuild it in place: the loop holds a reference."""
         options, device = self._settings.options, self._world.device
-        off: dict[str, Any] = {_BUFFERS: False}
-        before = self._ddp or self._settings.wrapper
-        ddp = before if isinstance(before, DistributedDataParallel) else None
+        buffer_option: dict[str, Any] = {_BUFFER_OPTION: False}
+        former = self._ddp or self._settings.wrapper
+        ddp = former if isinstance(former, DistributedDataParallel) else None
         ddp = ddp or DistributedDataParallel.__new__(DistributedDataParallel)
         DistributedDataParallel.__init__(
             ddp,
@@ -260,20 +262,20 @@ class ReplicatedEngine:
             find_unused_parameters=find_unused,
             static_graph=options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
-            bucket_cap_mb=None if options.bucket_cap_mb == _DEFAULT.bucket_cap_mb else options.bucket_cap_mb,
-            **off,  # engines/buffers.py sends those that a forward writes, once a step
+            bucket_cap_mb=None if options.bucket_cap_mb == _DEFAULT_OPTIONS.bucket_cap_mb else options.bucket_cap_mb,
+            **buffer_option,  # engines/buffers.py sends those that a forward writes, once a step
         )
         if options.compression in HALVES:
             ddp.register_comm_hook(HALVES[options.compression], averaged)
         if find_unused:
-            _silence_advice(ddp)
-        self._ddp, self._wrapped = ddp, self._trained()
+            _silence_unused_warning(ddp)
+        self._ddp, self._ddp_parameters = ddp, self._trained_parameters()
 
-    def _end_of_first_step(self, usage: GradientUsage) -> None:
+    def _finish_first_step(self, usage: GradientUsage) -> None:
         names = usage.missed(self._backwards)
         usage.close()
         self._usage = None
-        sum_by_hand([p for _, p in self._trained()], self._world)
+        sum_by_hand([p for _, p in self._trained_parameters()], self._world)
         if names:
             self._settings.say(
                 f"--engine {self._name}: {len(names)} parameters are not used by every micro-batch "
@@ -281,24 +283,24 @@ class ReplicatedEngine:
             )
             self._wrap(True)  # gradients are kept
 
-    def _check_exchanged(self) -> None:
+    def _check_reduction(self) -> None:
         """Raise LockstepError if the last backward missed parameters, so that buckets were not exchanged."""
         ddp: Any = self._ddp
         try:
             ddp._check_reducer_finalized()
         except RuntimeError as error:
-            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            trained = self._wrapped
-            places = [int(k) for k in found[1].split()] if found else []
-            names = [trained[k][0] for k in places if k < len(trained)] or ["some parameters"]
+            match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            parameters = self._ddp_parameters
+            places = [int(k) for k in match[1].split()] if match else []
+            names = [parameters[k][0] for k in places if k < len(parameters)] or ["some parameters"]
             raise LockstepError(
                 f"{rank_label(self._world.rank)}, --engine {self._name}: the loss of this micro-batch does not use "
-                f"{listed(names)}, though the first step did, so gradients were not exchanged; start with "
+                f"{listed(names)}, though the first step did, so gradients were not exchanged; set "
                 "--engine.find-unused-parameters true"
             ) from error
 
 
-def _silence_advice(ddp: Any) -> None:
+def _silence_unused_warning(ddp: Any) -> None:
     """Suppress torch's warning about a needless search for unused parameters.
 
     C++ prints it on each rank, at the first forward that uses all parameters, even if another forward does not. C++
@@ -307,19 +309,19 @@ def _silence_advice(ddp: Any) -> None:
     """
     after_forward = type(ddp)._post_forward
 
-    def quietly(output: Any) -> Any:
-        found = []
+    def post_forward(output: Any) -> Any:
+        outputs = []
 
         def call(value: float) -> float:
-            found.append(after_forward(ddp, output))
+            outputs.append(after_forward(ddp, output))
             return value
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
             torch.zeros((), device="cpu").apply_(call)
-        return found[0]
+        return outputs[0]
 
-    ddp._post_forward = quietly
+    ddp._post_forward = post_forward
 
 
 def check_launched(name: str, world: World) -> None:
@@ -349,8 +351,8 @@ def sum_by_hand(parameters: list[nn.Parameter], world: World) -> None:
         return
     flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
     dist.all_reduce(flags, group=world.control)  # collective
-    for parameter, used in zip(parameters, flags.tolist(), strict=True):
-        if used:
+    for parameter, flag in zip(parameters, flags.tolist(), strict=True):
+        if flag:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)  # collective
@@ -362,14 +364,14 @@ class DDP:
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         self._module = model
-        made = optimizer(model)
-        exchanged = trained(model, made)
-        self._replicas = ReplicatedEngine("ddp", model, exchanged, world, settings)
+        instance = optimizer(model)
+        parameters = trained(model, instance)
+        self._replicas = ReplicatedEngine("ddp", model, parameters, world, settings)
         self._update = OptimizerStep(
             model,
-            made,
+            instance,
             settings,
-            cleared=exchanged,
+            cleared=parameters,
             fixed=True,
             exchange=self._replicas.finish,
             shared=world.size > 1,
@@ -395,9 +397,9 @@ class DDP:
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
         with self._replicas.alone():
-            self._update.rehearse(Alone(loss, self._alone))
+            self._update.rehearse(Alone(loss, self._backward_alone))
 
-    def _alone(self, loss: Tensor) -> None:
+    def _backward_alone(self, loss: Tensor) -> None:
         self._replicas.backward_alone(loss, self._update.scale)
 
     def state_dict(self) -> dict[str, Tensor]:

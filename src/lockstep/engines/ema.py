@@ -28,7 +28,6 @@ from lockstep.tensors import local_of
 
 __all__ = [
     "EMAEngine",
-    "Masters",
     "averaged",
     "without_average",
 ]
@@ -78,16 +77,16 @@ class EMAEngine:
     ) -> None:
         self.model: nn.Module = engine.model
         self._engine, self._decay, self._masters = engine, decay, masters
-        once = set(rested)
-        named = model.named_parameters()
-        self._parameters: dict[str, Tensor] = {n: p for n, p in named if p.requires_grad or n in once}
+        names = set(rested)
+        pairs = model.named_parameters()
+        self._parameters: dict[str, Tensor] = {n: p for n, p in pairs if p.requires_grad or n in names}
         if masters:
             self._parameters = {str(place): part for place, part in enumerate(masters.parts())}
-        self._averages = {name: _wide(parameter) for name, parameter in self._parameters.items()}
+        self._averages = {name: _widen(parameter) for name, parameter in self._parameters.items()}
         if masters:
             add_counter(self.model, lambda: Footprint(0, 0, count_bytes(self._averages.values())))
-        where = next((local_of(p).device for p in self._parameters.values()), torch.device("cpu"))
-        self._updates = torch.zeros((), dtype=torch.float64, device=where)
+        device = next((local_of(p).device for p in self._parameters.values()), torch.device("cpu"))
+        self._updates = torch.zeros((), dtype=torch.float64, device=device)
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return self._engine.accumulate(last, counts)
@@ -138,7 +137,7 @@ class EMAEngine:
         Take no step within the context. After an error, which other ranks may not share, an engine with masters
         restores only the masters: its saved state is right, but the run cannot continue.
         """
-        with self._swapped():
+        with self._swap():
             if self._masters:
                 self._masters.show()  # collective
             yield
@@ -146,19 +145,19 @@ class EMAEngine:
             self._masters.show()  # collective
 
     @contextmanager
-    def _swapped(self) -> Iterator[None]:
+    def _swap(self) -> Iterator[None]:
         """Swap weights and averages, one tensor at a time; only narrower weights need a copy."""
-        kept: list[Tensor | None] = []
+        originals: list[Tensor | None] = []
         try:
             with torch.no_grad():
                 for parameter, average in self._pairs():
-                    kept.append(_exchanged(parameter, average))
+                    originals.append(_swap_values(parameter, average))
             yield
         finally:
             with torch.no_grad():
-                for (parameter, average), own in zip(self._pairs(), kept, strict=False):
+                for (parameter, average), own in zip(self._pairs(), originals, strict=False):
                     if own is None:
-                        _exchanged(parameter, average)
+                        _swap_values(parameter, average)
                     else:
                         parameter.copy_(own)
 
@@ -166,39 +165,44 @@ class EMAEngine:
         self._engine.rehearse(loss)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self._engine.state_dict() | self._own()
+        return self._engine.state_dict() | self._average_state()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state; one without an average restarts the average at the weights."""
-        rest = without_average(state)
-        self._engine.load_state_dict(rest)
-        given, own = {name: tensor for name, tensor in state.items() if name not in rest}, self._own()
-        if given and given.keys() != own.keys():
-            names = sorted(given.keys() ^ own.keys())
-            raise CheckpointError(f"the average does not fit the model: {', '.join(names[:3])} on one side only")
+        engine_state = without_average(state)
+        self._engine.load_state_dict(engine_state)
+        entries, own = (
+            {name: tensor for name, tensor in state.items() if name not in engine_state},
+            self._average_state(),
+        )
+        if entries and entries.keys() != own.keys():
+            names = sorted(entries.keys() ^ own.keys())
+            raise CheckpointError(f"the average does not match the model: {', '.join(names[:3])} on one side only")
         with torch.no_grad():
-            if given:
-                self._take(given, own)
+            if entries:
+                self._load_average(entries, own)
             else:
                 self._updates.zero_()
                 for parameter, average in self._pairs():
                     average.copy_(parameter)
 
-    def _take(self, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    def _load_average(self, entries: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         if self._masters:
-            with self._swapped():
-                self._masters.take({n.removeprefix(AVERAGE): t for n, t in given.items() if n != _COUNT})  # collective
+            with self._swap():
+                self._masters.take(
+                    {n.removeprefix(AVERAGE): t for n, t in entries.items() if n != _COUNT}
+                )  # collective
             own = {_COUNT: self._updates}
         for name, tensor in own.items():
-            if tensor is not given[name]:
-                tensor.copy_(given[name])
+            if tensor is not entries[name]:
+                tensor.copy_(entries[name])
 
-    def _own(self) -> dict[str, Tensor]:
-        found: Mapping[str, Tensor] = self._averages
+    def _average_state(self) -> dict[str, Tensor]:
+        averages: Mapping[str, Tensor] = self._averages
         if self._masters:
-            with self._swapped():
-                found = self._masters.named()  # collective
-        return {AVERAGE + name: average for name, average in found.items()} | {_COUNT: self._updates}
+            with self._swap():
+                averages = self._masters.named()  # collective
+        return {AVERAGE + name: average for name, average in averages.items()} | {_COUNT: self._updates}
 
 
 def averaged(engine: Engine) -> AbstractContextManager[None]:
@@ -212,7 +216,7 @@ def without_average(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if not name.startswith(AVERAGE) and name != _COUNT}
 
 
-def _wide(parameter: Tensor) -> Tensor:
+def _widen(parameter: Tensor) -> Tensor:
     """Copy a parameter to the average's dtype, sharded like the parameter."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
     return parameter.detach().to(wide, copy=True)
@@ -222,7 +226,7 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _exchanged(parameter: Tensor, average: Tensor) -> Tensor | None:
+def _swap_values(parameter: Tensor, average: Tensor) -> Tensor | None:
     """Swap values of a parameter and its average; if dtypes differ, return the parameter's instead."""
     own = parameter.clone()
     parameter.copy_(average)

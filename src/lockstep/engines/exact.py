@@ -24,7 +24,6 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import sent
 
 __all__ = [
-    "Exchange",
     "Subtotals",
     "Subtrees",
     "Tree",
@@ -32,13 +31,12 @@ __all__ = [
     "check_servable",
     "check_slots",
     "held_at_most",
-    "subtrees",
 ]
 
 
 Sum = TypeVar("Sum")
 Gradients = list[Tensor | None]
-_KNOWN = 64  # cached ways to share out a step
+_CACHE_SIZE = 64  # cached ways to share out a step
 
 
 class TreeSpan(NamedTuple):
@@ -52,17 +50,17 @@ def check_servable(micro_batches: int, world_size: int) -> None:
     """Raise ConfigError if there are more ranks than micro-batches."""
     if world_size > micro_batches:
         raise ConfigError(
-            f"--exact cannot serve {world_size} processes with {micro_batches} micro-batches a step: each needs one at "
-            f"least; start {micro_batches}, or lower --micro-batch-size"
+            f"--exact needs a micro-batch for each of {world_size} processes, but a step has {micro_batches}; start at "
+            f"most {micro_batches} processes, or lower --micro-batch-size"
         )
 
 
-def check_slots(found: int, slots: int, world: World) -> None:
+def check_slots(count: int, slots: int, world: World) -> None:
     """Raise LockstepError if the number of backwards in a step differs from this rank's slots."""
-    if slots and found != slots:
+    if slots and count != slots:
         raise LockstepError(
             f"{rank_label(world.rank)}: exact_micro_batches gives this rank {slots} micro-batches a step, and this "
-            f"step had {found}; for a shorter step call backward(loss, weight=0) for the missing ones"
+            f"step had {count}; for a shorter step call backward(loss, weight=0) for the missing ones"
         )
 
 
@@ -86,16 +84,16 @@ def subtrees(micro_batches: int, run: TreeSpan) -> list[TreeSpan]:
 
 
 @functools.cache
-def _halves(micro_batches: int) -> frozenset[tuple[int, int, int]]:
+def _splits(micro_batches: int) -> frozenset[tuple[int, int, int]]:
     """Return (start, middle, stop) of each node with at least two micro-batches."""
-    found, todo = set(), [TreeSpan(0, micro_batches)]
+    nodes, todo = set(), [TreeSpan(0, micro_batches)]
     while todo:
         node = todo.pop()
         if node.stop - node.start > 1:
             middle = _middle(node)
-            found.add((node.start, middle, node.stop))
+            nodes.add((node.start, middle, node.stop))
             todo += [TreeSpan(node.start, middle), TreeSpan(middle, node.stop)]
-    return frozenset(found)
+    return frozenset(nodes)
 
 
 class Subtotals(Generic[Sum]):
@@ -110,25 +108,25 @@ class Subtotals(Generic[Sum]):
     """
 
     def __init__(self, micro_batches: int, add: Callable[[Sum, Sum], Sum]) -> None:
-        self._halves, self._add = _halves(micro_batches), add
-        self._held: list[tuple[TreeSpan, Sum]] = []
+        self._splits, self._add = _splits(micro_batches), add
+        self._stack: list[tuple[TreeSpan, Sum]] = []
 
     def push(self, span: TreeSpan, term: Sum) -> None:
         """Take over a subtree's sum; its micro-batches follow those pushed before."""
-        while self._held and (self._held[-1][0].start, span.start, span.stop) in self._halves:
-            before, other = self._held.pop()
-            span, term = TreeSpan(before.start, span.stop), self._add(other, term)
-        self._held.append((span, term))
+        while self._stack and (self._stack[-1][0].start, span.start, span.stop) in self._splits:
+            before, left = self._stack.pop()
+            span, term = TreeSpan(before.start, span.stop), self._add(left, term)
+        self._stack.append((span, term))
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._stack)
 
     def taken(self) -> Iterator[Sum]:
         """Yield the sums in order and drop each one; empty after the last."""
-        held, self._held = self._held, []
-        held.reverse()
-        while held:
-            yield held.pop()[1]
+        sums, self._stack = self._stack, []
+        sums.reverse()
+        while sums:
+            yield sums.pop()[1]
 
 
 @functools.cache
@@ -178,23 +176,25 @@ class Tree:
     ) -> None:
         self._parameters, self._world, self._sharing = parameters, world, sharing
         self._dtype = functools.reduce(torch.promote_types, {_real(p).dtype for p in parameters})  # holds each exactly
-        self._known: dict[Shares, Subtrees] = {}
+        self._cache: dict[Shares, Subtrees] = {}
         self._micro_batches = micro_batches
-        self._owned = self._present()
-        self._sums: Subtotals[Gradients] = Subtotals(micro_batches, _added)
+        self._subtrees = self._current_subtrees()
+        self._sums: Subtotals[Gradients] = Subtotals(micro_batches, _add_gradients)
         self._count = 0
         self._exchange: Exchange | None = None
 
     def push(self) -> None:
         """Take the gradients of one backward out of `.grad`. Call once a micro-batch."""
         if not self._count:  # a step begins
-            self._owned = self._present()
-        place = self._owned.mine.start + self._count
+            self._subtrees = self._current_subtrees()
+        place = self._subtrees.mine.start + self._count
         self._count += 1
-        if place < self._owned.mine.stop:  # else the slot is empty, and there is no such micro-batch
+        if place < self._subtrees.mine.stop:  # else the slot is empty, and there is no such micro-batch
             # One layout for all, since a norm's order of summation may depend on it.
-            found = [None if p.grad is None else _real(p.grad).to(self._dtype).contiguous() for p in self._parameters]
-            self._sums.push(TreeSpan(place, place + 1), found)
+            gradients = [
+                None if p.grad is None else _real(p.grad).to(self._dtype).contiguous() for p in self._parameters
+            ]
+            self._sums.push(TreeSpan(place, place + 1), gradients)
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -204,24 +204,24 @@ class Tree:
         Raises:
             LockstepError: the number of micro-batches pushed differs from this rank's slots.
         """
-        made, self._count = self._count, 0
-        check_slots(made, self._owned.slots, self._world)
+        count, self._count = self._count, 0
+        check_slots(count, self._subtrees.slots, self._world)
         if self._world.size > 1:
             self._exchange = self._exchange or Exchange([_real(p) for p in self._parameters], self._dtype, self._world)
-            sums = self._exchange(self._sums.taken(), self._owned)
+            sums = self._exchange(self._sums.taken(), self._subtrees)
         else:
             (sums,) = self._sums.taken()
-        for parameter, found in zip(self._parameters, sums, strict=True):
-            parameter.grad = None if found is None else _like(parameter, found)
+        for parameter, total in zip(self._parameters, sums, strict=True):
+            parameter.grad = None if total is None else _cast_to(parameter, total)
 
-    def _present(self) -> Subtrees:
+    def _current_subtrees(self) -> Subtrees:
         """Return the subtrees of the current step's runs."""
         shares = self._sharing.now if self._sharing else equal_shares(self._micro_batches, self._world.size)
-        if shares not in self._known:
-            if len(self._known) == _KNOWN:
-                self._known.clear()
-            self._known[shares] = Subtrees(self._micro_batches, self._world, shares)
-        return self._known[shares]
+        if shares not in self._cache:
+            if len(self._cache) == _CACHE_SIZE:
+                self._cache.clear()
+            self._cache[shares] = Subtrees(self._micro_batches, self._world, shares)
+        return self._cache[shares]
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -229,10 +229,10 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _like(parameter: Tensor, found: Tensor) -> Tensor:
+def _cast_to(parameter: Tensor, value: Tensor) -> Tensor:
     if parameter.is_complex():
-        return torch.view_as_complex(found.to(_real(parameter).dtype))
-    return found.to(parameter.dtype)
+        return torch.view_as_complex(value.to(_real(parameter).dtype))
+    return value.to(parameter.dtype)
 
 
 class Exchange:
@@ -257,86 +257,86 @@ class Exchange:
     def __init__(self, parameters: list[Tensor], dtype: torch.dtype, world: World) -> None:
         self._ranks, self._control = world.size, world.control
         self._late = parameters[0].device.type == "cuda" if self.late is None else self.late
-        self._own = [False] * len(parameters)  # used by this rank's micro-batches of the current step
-        self._told: bool | None = None  # whether the ranks exchange their flags; None: before the first step
+        self._local_flags = [False] * len(parameters)  # used by this rank's micro-batches of the current step
+        self._sends_flags: bool | None = None  # whether the ranks exchange their flags; None: before the first step
         sizes = [p.numel() for p in parameters]
         starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]
         length = starts[-1] + len(sizes)  # the last: whether each was used
         length += -length % self._ranks  # up to equal pieces a rank
-        self._mine = torch.zeros(length, dtype=dtype, device=parameters[0].device)
-        self._kept: Tensor | None = None
+        self._vector = torch.zeros(length, dtype=dtype, device=parameters[0].device)
+        self._spare_room: Tensor | None = None
         places = zip(starts, sizes, parameters, strict=False)
-        self._parts = [self._mine.narrow(0, start, size).view(p.shape) for start, size, p in places]
-        self._used = self._mine.narrow(0, starts[-1], len(sizes))
+        self._parts = [self._vector.narrow(0, start, size).view(p.shape) for start, size, p in places]
+        self._flag_part = self._vector.narrow(0, starts[-1], len(sizes))
 
-    def __call__(self, mine: Iterable[Gradients], parts: Subtrees) -> Gradients:
+    def __call__(self, local_sums: Iterable[Gradients], parts: Subtrees) -> Gradients:
         """Return the sums; None where no rank has a gradient. Collective.
 
         The sums are views of an internal vector, valid until the next call.
 
         Args:
-            mine: the sums of this rank's subtrees, each requested when it is sent.
+            local_sums: the sums of this rank's subtrees, each requested when it is sent.
             parts: the subtrees of all ranks.
         """
-        once = len(parts.rounds) == 1
-        self._own = [False] * len(self._parts)
-        total = piece_of_sum(map(self._flat, mine), lambda pieces: self._room(pieces, once), parts)
-        dist.all_gather(list(self._mine.view(self._ranks, -1).unbind()), total)  # collective
-        return [part if used else None for part, used in zip(self._parts, self._by_any(), strict=True)]
+        one_round = len(parts.rounds) == 1
+        self._local_flags = [False] * len(self._parts)
+        total = piece_of_sum(map(self._flatten, local_sums), lambda pieces: self._allocate(pieces, one_round), parts)
+        dist.all_gather(list(self._vector.view(self._ranks, -1).unbind()), total)  # collective
+        return [part if flag else None for part, flag in zip(self._parts, self._global_flags(), strict=True)]
 
-    def _by_any(self) -> Sequence[float | bool]:
+    def _global_flags(self) -> Sequence[float | bool]:
         """Return, for each parameter, whether any rank used it. Call after the sums."""
-        if self._late and self._told is not False:
-            mine = torch.tensor([*self._own, not all(self._own)], dtype=torch.int32)
-            dist.all_reduce(mine, group=self._control)  # collective
-            *used, lacking = mine.tolist()
-            if self._told is None:
-                self._told = lacking > 0  # alike on all ranks
-            return used
-        if self._late and all(self._own):
-            return self._own
-        found: list[float] = self._used.tolist()  # waits for the device, where it is one
-        return found
+        if self._late and self._sends_flags is not False:
+            vector = torch.tensor([*self._local_flags, not all(self._local_flags)], dtype=torch.int32)
+            dist.all_reduce(vector, group=self._control)  # collective
+            *counts, lacking = vector.tolist()
+            if self._sends_flags is None:
+                self._sends_flags = lacking > 0  # alike on all ranks
+            return counts
+        if self._late and all(self._local_flags):
+            return self._local_flags
+        flags: list[float] = self._flag_part.tolist()  # waits for the device, where it is one
+        return flags
 
-    def _room(self, pieces: int, once: bool) -> Tensor:
+    def _allocate(self, pieces: int, one_round: bool) -> Tensor:
         """Return memory for incoming pieces, reused if one round suffices; more would hold too much."""
-        kept, self._kept = self._kept, None
-        made = kept if kept is not None and len(kept) == pieces else None
-        made = self._mine.new_empty(pieces, len(self._mine) // self._ranks) if made is None else made
-        self._kept = made if once else None
-        return made
+        spare, self._spare_room = self._spare_room, None
+        room = spare if spare is not None and len(spare) == pieces else None
+        room = self._vector.new_empty(pieces, len(self._vector) // self._ranks) if room is None else room
+        self._spare_room = room if one_round else None
+        return room
 
-    def _flat(self, gradients: Gradients) -> Tensor:
-        used = [gradient is not None for gradient in gradients]
-        self._own = [one or other for one, other in zip(self._own, used, strict=True)]
-        if all(used):
-            self._used.fill_(1.0)
+    def _flatten(self, gradients: Gradients) -> Tensor:
+        flags = [gradient is not None for gradient in gradients]
+        self._local_flags = [before or now for before, now in zip(self._local_flags, flags, strict=True)]
+        if all(flags):
+            self._flag_part.fill_(1.0)
         else:
-            self._used.copy_(sent(torch.tensor(used, dtype=self._used.dtype), self._used.device))
+            self._flag_part.copy_(sent(torch.tensor(flags, dtype=self._flag_part.dtype), self._flag_part.device))
         for part, gradient in zip(self._parts, gradients, strict=True):
             part.zero_() if gradient is None else part.copy_(gradient)
-        return self._mine
+        return self._vector
 
 
 def piece_of_sum(
-    mine: Iterable[Tensor], room: Callable[[int], Tensor], parts: Subtrees, group: dist.ProcessGroup | None = None
+    local_sums: Iterable[Tensor], room: Callable[[int], Tensor], parts: Subtrees, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """Return this rank's piece of the sum over all ranks, added in the tree's order.
 
     One collective a round.
 
     Args:
-        mine: the sums of this rank's subtrees, [ranks * n] each; each is consumed before the next is requested.
+        local_sums: the sums of this rank's subtrees, [ranks * n] each; each is consumed before the next is requested.
         room: k -> a contiguous tensor [k, n] for incoming pieces.
         group: all ranks; None: the default group.
     """
-    vectors, found = iter(mine), list[tuple[TreeSpan, Tensor]]()
+    vectors, pieces = iter(local_sums), list[tuple[TreeSpan, Tensor]]()
     for spans in parts.rounds:
         coming = room(sum(span is not None for span in spans))
         _exchange(next(vectors) if spans[parts.rank] else None, coming, spans, group)
-        found += zip([span for span in spans if span], coming.unbind(), strict=True)
+        pieces += zip([span for span in spans if span], coming.unbind(), strict=True)
     sums: Subtotals[Tensor] = Subtotals(parts.micro_batches, Tensor.add_)
-    for span, piece in sorted(found, key=lambda each: each[0]):
+    for span, piece in sorted(pieces, key=lambda each: each[0]):
         sums.push(span, piece)
     (total,) = sums.taken()
     return total
@@ -355,7 +355,7 @@ def _exchange(
     dist.all_to_all_single(flat, flat[:0] if vector is None else vector, into, out, group=group)  # collective
 
 
-def _added(left: Gradients, right: Gradients) -> Gradients:
+def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
     """Add two lists of gradients, in place into the left one.
 
     A missing gradient counts as zeros, as where ranks add their vectors: x + 0, which turns a negative zero positive.
@@ -365,9 +365,9 @@ def _added(left: Gradients, right: Gradients) -> Gradients:
         torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
     if len(pairs) == len(left):
         return left
-    return [_alone(a, b) if a is None or b is None else a for a, b in zip(left, right, strict=True)]
+    return [_add_zero(a, b) if a is None or b is None else a for a, b in zip(left, right, strict=True)]
 
 
-def _alone(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    one = right if left is None else left
-    return None if one is None else one.add_(0.0)
+def _add_zero(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    value = right if left is None else left
+    return None if value is None else value.add_(0.0)

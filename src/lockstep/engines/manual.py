@@ -54,7 +54,7 @@ class _BufferStart(NamedTuple):
     """
 
     value: Tensor
-    held: Tensor
+    tensor: Tensor
     version: int
     silent: bool
     by_value: bool
@@ -63,7 +63,7 @@ class _BufferStart(NamedTuple):
         return self.silent or self.is_counted(present) or (self.by_value and self.differs(present))
 
     def is_counted(self, present: Tensor) -> bool:
-        return present is not self.held or present._version != self.version
+        return present is not self.tensor or present._version != self.version
 
     def differs(self, present: Tensor) -> bool:
         return differing([(self.value, present)])[0]  # waits for the device, in the first two steps
@@ -78,21 +78,21 @@ class Manual:
     ) -> None:
         if settings.loss_scaling:
             raise ConfigError(
-                "--precision fp16 does not go with a task that takes its optimizers' steps itself: use bf16 or float32"
+                "--precision fp16 does not work with a task that steps its optimizers itself: use bf16 or float32"
             )
-        made = optimizer(model)
+        instance = optimizer(model)
         self.model = model
-        self._optimizer = made if isinstance(made, Several) else Several([made])
-        self._world, self._own, self._exact = world, own, settings.exact
+        self._optimizer = instance if isinstance(instance, Several) else Several([instance])
+        self._world, self._own_steps, self._exact = world, own, settings.exact
         self._sharing = settings.sharing
         layers = recorders(model)
         self._replay = Replay(layers, world, settings.sharing) if layers else None
         self._weights: list[float] = []
         self._blank = False
         self._squares: list[Tensor] = []
-        self._first: list[_BufferStart] = []
+        self._starts: list[_BufferStart] = []
         self._steps = 0
-        self._silent: set[int] = set()  # indices in `_others` of buffers written without the version counter
+        self._silent: set[int] = set()  # indices in `_plain_buffers` of buffers written without the version counter
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return NOTHING
@@ -113,16 +113,16 @@ class Manual:
             self._optimizer.state.clear()
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         if limit == -math.inf:
-            self._own.forget()
+            self._own_steps.forget()
             return StepResult(torch.zeros((), device=device), False)
         if self._replay:
             self._replay.begin()
         self._steps += 1
-        self._first = [
+        self._starts = [
             _BufferStart(b.clone(), b, b._version, silent or place in self._silent, self._steps <= _CHECKED)
-            for place, (b, silent) in enumerate(self._others())
+            for place, (b, silent) in enumerate(self._plain_buffers())
         ]
-        self._own.run(weights, self)
+        self._own_steps.run(weights, self)
         self._end(weights)
         norm = torch.stack(self._squares).sum().sqrt() if self._squares else torch.zeros((), device=device)
         return StepResult(norm, True)
@@ -140,23 +140,23 @@ class Manual:
 
     # --- called by the task's steps
 
-    def agree(self, asked: list[Any]) -> None:
+    def agree(self, points: list[Any]) -> None:
         """Check that every micro-batch of every rank has reached the same point. Collective.
 
         Raises:
             LockstepError: they have not.
         """
-        for each in (asked, self._world.gather(asked[0])):  # collective
-            other = next((one for one in each if one != each[0]), None)
-            if other is not None:
+        for each in (points, self._world.gather(points[0])):  # collective
+            odd = next((point for point in each if point != each[0]), None)
+            if odd is not None:
                 raise LockstepError(
-                    f"the micro-batches of a step do not step alike: one is at {each[0]} where another is at {other}; "
-                    "step optimizers and schedulers by what all of them know, as batch_idx"
+                    f"the micro-batches of a step must step together: one is at {each[0]} and another at {odd}; "
+                    "decide by values that all of them share, such as batch_idx"
                 )
 
     @torch.no_grad()
     def update(
-        self, place: int, parts: list[Gradients], weights: list[float], kept: list[_BufferWrites], clip: Clip | None
+        self, place: int, parts: list[Gradients], weights: list[float], writes: list[_BufferWrites], clip: Clip | None
     ) -> None:
         """Take one optimizer's step with the weighted sum of all micro-batches' gradients. Collective.
 
@@ -167,54 +167,54 @@ class Manual:
             place: index of the optimizer.
             parts: gradients by parameter of each micro-batch on this rank, in order.
             weights: weight of each micro-batch.
-            kept: the result of `kept` for each micro-batch; their statistics are folded in here.
+            writes: the result of `kept` for each micro-batch; their statistics are folded in here.
             clip: how to clip; None: not at all.
         """
-        self._count(kept, weights)
+        self._fold_statistics(writes, weights)
         for parameter in self.model.parameters():
             parameter.grad = None
         optimizer = self._optimizer.members[place]
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        present = [any(p in part for part in parts) for p in held]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        present = [any(p in part for part in parts) for p in parameters]
         if self._world.size > 1:
-            flags = torch.tensor(present, dtype=torch.int32, device=held[0].device)
+            flags = torch.tensor(present, dtype=torch.int32, device=parameters[0].device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # collective
             present = [bool(flag) for flag in flags.tolist()]  # waits for the device
-        held = [parameter for parameter, found in zip(held, present, strict=True) if found]
-        for dtype in dict.fromkeys(parameter.dtype for parameter in held):
-            self._sum([parameter for parameter in held if parameter.dtype is dtype], parts, weights)
-        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+        parameters = [parameter for parameter, in_use in zip(parameters, present, strict=True) if in_use]
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            self._sum([parameter for parameter in parameters if parameter.dtype is dtype], parts, weights)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         self._squares.append(total_norm(gradients).double() ** 2)
         if clip is not None:
             _clip(gradients, clip)
         self._optimizer.step_one(place)
-        for parameter in held:
+        for parameter in parameters:
             parameter.grad = None
 
     def kept(self) -> _BufferWrites:
         """Return the changes to buffers by forwards since the last `restore`."""
-        found = [buffer.clone() if first.is_written(buffer) else None for buffer, first in self._pairs()]
+        values = [buffer.clone() if first.is_written(buffer) else None for buffer, first in self._pairs()]
         if self._steps <= _CHECKED:
-            pairs = enumerate(zip(found, self._pairs(), strict=True))
-            self._silent |= {k for k, (one, (b, first)) in pairs if one is not None and not first.is_counted(b)}
-        return _BufferWrites(self._replay.row() if self._replay else None, found)
+            pairs = enumerate(zip(values, self._pairs(), strict=True))
+            self._silent |= {k for k, (value, (b, first)) in pairs if value is not None and not first.is_counted(b)}
+        return _BufferWrites(self._replay.row() if self._replay else None, values)
 
     def recomputing(self) -> AbstractContextManager[None]:
         """Wrap a backward, which may recompute forwards whose statistics are already counted."""
         return self._replay.unmoved() if self._replay else NOTHING
 
     @torch.no_grad()
-    def restore(self, kept: _BufferWrites | None) -> None:
+    def restore(self, writes: _BufferWrites | None) -> None:
         """Restore the result of `kept`; None: the state at the beginning of the step."""
-        if self._replay and kept is not None and kept.statistics is not None:
-            self._replay.put(kept.statistics)
+        if self._replay and writes is not None and writes.statistics is not None:
+            self._replay.put(writes.statistics)
         elif self._replay:
             self._replay.clear()
-        self._put(kept.buffers if kept else [None] * len(self._first))
+        self._set_buffers(writes.buffers if writes else [None] * len(self._starts))
 
     # --- buffers and sums
 
-    def _others(self) -> list[tuple[Tensor, bool]]:
+    def _plain_buffers(self) -> list[tuple[Tensor, bool]]:
         """Return the buffers outside replayed BatchNorm layers, and whether their writes are silent."""
         return [
             (buffer, isinstance(module, _NormBase))
@@ -225,9 +225,9 @@ class Manual:
         ]
 
     def _pairs(self) -> Iterator[tuple[Tensor, "_BufferStart"]]:
-        return zip((buffer for buffer, _ in self._others()), self._first, strict=True)
+        return zip((buffer for buffer, _ in self._plain_buffers()), self._starts, strict=True)
 
-    def _put(self, values: list[Tensor | None]) -> None:
+    def _set_buffers(self, values: list[Tensor | None]) -> None:
         """Set buffers to these values; None: their values at the beginning of the step.
 
         Unchanged buffers are not written, since a graph that is still needed may hold them.
@@ -240,57 +240,57 @@ class Manual:
     @torch.no_grad()
     def _end(self, weights: list[float]) -> None:
         """End the step: fold in running statistics, keep the first micro-batch's other buffers. Collective."""
-        found: list[_BufferWrites] = self._own.buffers()
-        self._count(found, weights)
-        if found:
-            self._put(found[0].buffers)
+        writes: list[_BufferWrites] = self._own_steps.buffers()
+        self._fold_statistics(writes, weights)
+        if writes:
+            self._set_buffers(writes[0].buffers)
         if self._world.size > 1:
-            for buffer, _ in self._others():
-                sent = buffer.contiguous()
-                dist.broadcast(sent, src=0)  # collective
-                if sent is not buffer:
-                    buffer.copy_(sent)
+            for buffer, _ in self._plain_buffers():
+                data = buffer.contiguous()
+                dist.broadcast(data, src=0)  # collective
+                if data is not buffer:
+                    buffer.copy_(data)
 
-    def _count(self, found: list[_BufferWrites], weights: list[float]) -> None:
+    def _fold_statistics(self, writes: list[_BufferWrites], weights: list[float]) -> None:
         """Fold in the statistics of the micro-batches since the last call. Collective."""
         if not self._replay:
             return
-        for kept, weight in zip(found, weights, strict=True):
-            assert kept.statistics is not None
-            self._replay.take(weight, kept.statistics)
+        for write, weight in zip(writes, weights, strict=True):
+            assert write.statistics is not None
+            self._replay.take(weight, write.statistics)
         self._replay.finish()  # collective
-        for kept in found:
-            assert kept.statistics is not None
-            kept.statistics.zero_()
+        for write in writes:
+            assert write.statistics is not None
+            write.statistics.zero_()
 
-    def _sum(self, held: list[Tensor], parts: list[Gradients], weights: list[float]) -> None:
+    def _sum(self, parameters: list[Tensor], parts: list[Gradients], weights: list[float]) -> None:
         """Set `grad` of parameters of one dtype to the sum over all micro-batches. Collective."""
         rows = [
-            torch.cat([(part[p] * weight if p in part else torch.zeros_like(p)).reshape(-1) for p in held])
+            torch.cat([(part[p] * weight if p in part else torch.zeros_like(p)).reshape(-1) for p in parameters])
             for part, weight in zip(parts, weights, strict=True)
             if weight  # an empty slot's zeros would make a -0.0 a 0.0
         ]
         if self._exact:
-            rows = self._all_rows(rows, held)
-        total = rows[0] if rows else held[0].new_zeros(sum(p.numel() for p in held))
+            rows = self._all_rows(rows, parameters)
+        total = rows[0] if rows else parameters[0].new_zeros(sum(p.numel() for p in parameters))
         for row in rows[1:]:
             total = total + row
         if self._world.size > 1 and not self._exact:
             dist.all_reduce(total)  # collective
-        for parameter, part in zip(held, total.split_with_sizes([p.numel() for p in held]), strict=True):
+        for parameter, part in zip(parameters, total.split_with_sizes([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.view_as(parameter).clone()
 
-    def _all_rows(self, rows: list[Tensor], held: list[Tensor]) -> list[Tensor]:
+    def _all_rows(self, rows: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
         """Return the rows of all ranks' non-empty micro-batches, in order. Collective."""
         if self._world.size == 1:
             return rows
         counts = self._world.gather(len(rows))  # collective
-        padded = held[0].new_zeros(max(counts), sum(p.numel() for p in held))
+        padded = parameters[0].new_zeros(max(counts), sum(p.numel() for p in parameters))
         for place, row in enumerate(rows):
             padded[place] = row
-        found = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(found, padded)  # collective
-        return [row for part, count in zip(found, counts, strict=True) for row in part[:count]]
+        rows_by_rank = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(rows_by_rank, padded)  # collective
+        return [row for part, count in zip(rows_by_rank, counts, strict=True) for row in part[:count]]
 
 
 def _clip(gradients: list[Tensor], clip: Clip) -> None:
@@ -298,5 +298,5 @@ def _clip(gradients: list[Tensor], clip: Clip) -> None:
         torch._foreach_clamp_max_(gradients, clip.limit)
         torch._foreach_clamp_min_(gradients, -clip.limit)
         return
-    by = torch.clamp(clip.limit / (total_norm(gradients) + 1e-6), max=1.0)
-    torch._foreach_mul_(gradients, by.to(gradients[0].device))
+    factor = torch.clamp(clip.limit / (total_norm(gradients) + 1e-6), max=1.0)
+    torch._foreach_mul_(gradients, factor.to(gradients[0].device))

@@ -24,12 +24,10 @@ from lockstep.engines.base import Engine
 from lockstep.engines.ddp import listed
 from lockstep.errors import LockstepError
 from lockstep.files import bytes_text
-from lockstep.files import bytes_text as shown
 from lockstep.tensors import local_of
 from lockstep.transforms.weight_copies import copies_of
 
 __all__ = [
-    "DeviceMemory",
     "Footprint",
     "add_counter",
     "count_bytes",
@@ -37,7 +35,6 @@ __all__ = [
     "explained",
     "footprint",
     "is_out_of_memory",
-    "out_of_memory",
 ]
 
 
@@ -87,11 +84,11 @@ def footprint(engine: Engine) -> Footprint:
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
     """Count the bytes of the tensors' local parts, each piece of memory once."""
-    found: dict[tuple[Any, ...], int] = {}
+    sizes: dict[tuple[Any, ...], int] = {}
     for tensor in tensors:
         local = local_of(tensor)
-        found[local.data_ptr(), local.device, local.shape] = local.nbytes
-    return sum(found.values())
+        sizes[local.data_ptr(), local.device, local.shape] = local.nbytes
+    return sum(sizes.values())
 
 
 def described(name: str, ranks: list[Any]) -> str:
@@ -162,25 +159,27 @@ def _is_of_host_allocator(error: Exception) -> bool:
 
 def out_of_memory(error: Exception, engine: Engine | None, world: World, device: DeviceMemory) -> LockstepError:
     """Return the error that explains `error`."""
-    asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
+    amount = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
     if by_host := re.search(r"tried to allocate (\d+) bytes", str(error)):
-        asked = shown(int(by_host[1]))
-    begin = f"{rank_label(world.rank)} ran out of memory on {world.device}" + (f", asking for {asked}" if asked else "")
+        amount = bytes_text(int(by_host[1]))
+    begin = f"{rank_label(world.rank)} ran out of memory on {world.device}" + (
+        f", asking for {amount}" if amount else ""
+    )
     return LockstepError(f"{begin}: {_misplaced(engine, world, device) or _advice(engine, device)}")
 
 
 def _misplaced(engine: Engine | None, world: World, device: DeviceMemory) -> str:
     """Describe tensors on the wrong device, or memory held by other processes; "" if none."""
-    named = [*engine.model.named_parameters(), *engine.model.named_buffers()] if engine else []
+    tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()] if engine else []
     # Tensors in host memory may be there on purpose, by CPU offload.
-    wrong = [name for name, tensor in named if tensor.device.type != "cpu" and tensor.device != world.device]
+    wrong = [name for name, tensor in tensors if tensor.device.type != "cpu" and tensor.device != world.device]
     if wrong:
-        return f"{listed(wrong)} of the model lie on another GPU than {world.device}; make the model on world.device"
-    others = device.total - device.free - device.own
-    if others > _STRAY * device.total:
+        return f"{listed(wrong)} of the model are on another GPU than {world.device}; build the model on world.device"
+    foreign = device.total - device.free - device.own
+    if foreign > _STRAY * device.total:
         return (
-            f"other processes hold {shown(others)} of its {shown(device.total)}; give each rank a GPU of its own "
-            "(one process a GPU, --nproc-per-node at most their number), and end what else runs there"
+            f"other processes hold {bytes_text(foreign)} of its {bytes_text(device.total)}; give each rank its own "
+            "GPU (--nproc-per-node at most their number), and stop other programs there"
         )
     return ""
 
@@ -188,19 +187,24 @@ def _misplaced(engine: Engine | None, world: World, device: DeviceMemory) -> str
 def _advice(engine: Engine | None, device: DeviceMemory) -> str:
     if engine is None:
         return (
-            f"the model is not made yet ({shown(device.own)} of {shown(device.total)} held); --engine fsdp "
-            "with --engine.meta-init makes it block by block, split over the ranks; else take a smaller model"
+            f"the model is not built yet ({bytes_text(device.own)} of {bytes_text(device.total)} held); --engine fsdp "
+            "with --engine.meta-init builds it block by block, sharded over the ranks; else use a smaller model"
         )
-    held = _held(engine)
-    kept = sum(held)
-    parts = f"parameters {shown(held.parameters)}, gradients {shown(held.gradients)}, optimizer {shown(held.states)}"
-    first = f"everything is on the right device ({shown(device.own)} of {shown(device.total)} held; {parts}); "
-    if 2 * kept > device.own:  # most of it persists between steps
-        return first + "split it over more ranks: --engine fsdp, or zero for the optimizer alone; else a smaller model"
+    estimate = _estimate(engine)
+    total = sum(estimate)
+    parts = (
+        f"parameters {bytes_text(estimate.parameters)}, gradients {bytes_text(estimate.gradients)}, "
+        f"optimizer {bytes_text(estimate.states)}"
+    )
+    first = (
+        f"everything is on the right device ({bytes_text(device.own)} of {bytes_text(device.total)} held; {parts}); "
+    )
+    if 2 * total > device.own:  # most of it persists between steps
+        return first + "shard it over more ranks: --engine fsdp, or zero for the optimizer alone; else a smaller model"
     return first + "the rest is activations: lower --micro-batch-size, use activation checkpointing, or lower --seq-len"
 
 
-def _held(engine: Engine) -> Footprint:
+def _estimate(engine: Engine) -> Footprint:
     """Estimate `footprint` without a collective, with states as twice the gradients.
 
     Other ranks may be elsewhere.

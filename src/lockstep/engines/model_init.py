@@ -44,11 +44,11 @@ def check_placeable(model: nn.Module, world: World) -> None:
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
-                shown = f"{prefix}.{name}".lstrip(".")
+                path = f"{prefix}.{name}".lstrip(".")
                 world.check(
                     ConfigError(
-                        f"--engine.meta-init: {shown} of the model is a plain tensor, which gets no values; make it a "
-                        "buffer with register_buffer, or leave --engine.meta-init out"
+                        f"--engine.meta-init: {path} of the model is a plain tensor, which gets no values; register "
+                        "it with register_buffer, or drop --engine.meta-init"
                     )
                 )
     world.check(None)
@@ -77,22 +77,24 @@ def place(modules: list[nn.Module], world: World, *, send: bool) -> None:
     with torch.no_grad():
         for module in modules:
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                setattr(module, name, _placed(parameter, world, send, memo))
+                setattr(module, name, _place_parameter(parameter, world, send, memo))
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-                made = torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer.to(world.device)
-                moved = module._buffers[name] = made.contiguous()
-                dist.broadcast(moved, src=0)  # collective: every rank holds it, as under ddp
+                tensor = torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer.to(world.device)
+                local = module._buffers[name] = tensor.contiguous()
+                dist.broadcast(local, src=0)  # collective: every rank holds it, as under ddp
 
 
-def _placed(parameter: nn.Parameter, world: World, send: bool, memo: dict[Tensor, nn.Parameter]) -> nn.Parameter:
+def _place_parameter(
+    parameter: nn.Parameter, world: World, send: bool, memo: dict[Tensor, nn.Parameter]
+) -> nn.Parameter:
     if parameter in memo:
         return memo[parameter]
     if parameter.is_meta:
-        made = nn.Parameter(torch.empty_like(parameter, device=world.device), parameter.requires_grad)
+        target = nn.Parameter(torch.empty_like(parameter, device=world.device), parameter.requires_grad)
     else:
-        made = parameter
-        made.data = made.data.to(world.device)
-    memo[parameter] = memo[made] = made
+        target = parameter
+        target.data = target.data.to(world.device)
+    memo[parameter] = memo[target] = target
     if send:
-        dist.broadcast(made.data, src=0)  # collective
-    return made
+        dist.broadcast(target.data, src=0)  # collective
+    return target

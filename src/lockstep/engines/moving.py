@@ -38,12 +38,14 @@ class _MovingTensor:
     """One tensor that a forward may write or replace.
 
     Attributes:
-        name: its name in a checkpoint; `shown`, its name in messages.
+        name: its name in a checkpoint; `description`, its name in messages.
         own: it is the task's, not the model's.
         replayed: only BatchNorm's replay writes it.
         silent: it may be written without incrementing the version counter.
-        kept, before: its values at the beginning of the step, and of the micro-batch; None while these are the same.
-        seen: the tensor at that time, and its version counter; `first`, its id and counter in the first step.
+        step_value, slot_value: its values at the beginning of the step, and of the micro-batch; None while these are
+            the same.
+        step_version: the tensor at that time, and its version counter; `first_version`, its id and counter in the
+            first step.
     """
 
     def __init__(
@@ -56,36 +58,41 @@ class _MovingTensor:
         silent: bool = False,
     ) -> None:
         self.name, self._find, self.own, self.replayed, self.silent = name, find, own, replayed, silent
-        self.shown = f"{name}, which `loss` writes" if own else f"the buffer {name}, which the forward writes"
-        self.kept: Tensor | None = None
-        self.before: Tensor | None = None
-        self.seen: tuple[Tensor, int] | None = None
-        self.first: tuple[int, int] | None = None
+        self.description = f"{name}, which `loss` writes" if own else f"the buffer {name}, which the forward writes"
+        self.step_value: Tensor | None = None
+        self.slot_value: Tensor | None = None
+        self.step_version: tuple[Tensor, int] | None = None
+        self.first_version: tuple[int, int] | None = None
 
     @property
     def now(self) -> Tensor:
-        found = self._find()
-        if found is None and self.own:
-            raise LockstepError(f"the task's state_dict() no longer has {self.name}; keep it from the start to the end")
-        if found is None:
+        tensor = self._find()
+        if tensor is None and self.own:
+            raise LockstepError(f"the task's state_dict() no longer has {self.name}; keep it for the whole run")
+        if tensor is None:
             raise LockstepError(f"the forward removed the buffer {self.name}; keep it, or make it a plain attribute")
-        return found
+        return tensor
 
     @property
-    def counted(self) -> bool:
+    def is_counted(self) -> bool:
         """Whether the version counter moved, or the tensor was replaced, since the step began."""
         present = self.now
-        return self.seen is None or present is not self.seen[0] or present._version != self.seen[1]
+        return (
+            self.step_version is None or present is not self.step_version[0] or present._version != self.step_version[1]
+        )
 
     @property
-    def written(self) -> bool:
+    def is_written(self) -> bool:
         """Whether it may have changed since the step began."""
-        return self.silent or self.counted
+        return self.silent or self.is_counted
 
     @property
     def fits(self) -> bool:
-        """Whether the current tensor has the kept values' shape and dtype."""
-        return self.kept is not None and (self.kept.shape, self.kept.dtype) == (self.now.shape, self.now.dtype)
+        """Whether the current tensor has the shape and dtype of the step's value."""
+        return self.step_value is not None and (self.step_value.shape, self.step_value.dtype) == (
+            self.now.shape,
+            self.now.dtype,
+        )
 
 
 class _OwnTensors:
@@ -95,7 +102,7 @@ class _OwnTensors:
         self._own = own
         self.now = dict(own())
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         self.now = dict(self._own())
 
     def places(self) -> list[_MovingTensor]:
@@ -136,62 +143,64 @@ class Moving:
         if self._own:
             self._places += self._own.places()
         self._forward = [place for place in self._places if not place.replayed]  # those that a forward itself may write
-        self._resting: list[_MovingTensor] = []  # the task's tensors that `loss` did not write in the checked steps
+        self._unwritten: list[_MovingTensor] = []  # the task's tensors that `loss` did not write in the checked steps
         self._steps = 0
         self._shared: list[_MovingTensor] = []  # written by forwards; broadcast from rank 0 after each step
-        self._before: set[str] = set()  # names of those written in the checked steps
+        self._written_names: set[str] = set()  # names of those written in the checked steps
 
     def __len__(self) -> int:
         return len(self._places)
 
     def kinds(self) -> dict[str, str]:
         """Map the state's name to a description, for every tensor that forwards have written."""
-        return {p.name if p.own else f"model/{p.name}": p.shown for p in self._places if self._is_moved(p)}
+        return {p.name if p.own else f"model/{p.name}": p.description for p in self._places if self._is_tracked(p)}
 
-    def _is_moved(self, place: _MovingTensor) -> bool:
-        later = place.first is not None and place.first != (id(place.now), place.now._version)
-        return place.replayed or place.silent or place.name in self._before or later
+    def _is_tracked(self, place: _MovingTensor) -> bool:
+        later = place.first_version is not None and place.first_version != (id(place.now), place.now._version)
+        return place.replayed or place.silent or place.name in self._written_names or later
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         """Refresh the task's tensors, if any of them is tracked."""
-        if self._own and (self._steps < _CHECKED or self._resting or any(place.own for place in self._places)):
-            self._own.look()
+        if self._own and (self._steps < _CHECKED or self._unwritten or any(place.own for place in self._places)):
+            self._own.refresh()
 
     @torch.no_grad()
     def begin(self) -> None:
         """Copy the values of the tensors that may have changed since the last copy."""
-        self._look()
+        self._refresh()
         every = self._steps < _CHECKED
-        changed = [place for place in self._places if every or place.written]
+        changed = [place for place in self._places if every or place.is_written]
         fitting = [place for place in changed if place.fits]
-        _copy([(place.kept, place.now) for place in fitting if place.kept is not None])
+        _copy([(place.step_value, place.now) for place in fitting if place.step_value is not None])
         for place in changed:
             if not place.fits:
-                place.kept = place.now.detach().clone()
-            place.seen = (place.now, place.now._version)
+                place.step_value = place.now.detach().clone()
+            place.step_version = (place.now, place.now._version)
             if not self._steps:
-                place.first = (id(place.now), place.now._version)
-        for place in self._resting:
-            place.seen = (place.now, place.now._version)
+                place.first_version = (id(place.now), place.now._version)
+        for place in self._unwritten:
+            place.step_version = (place.now, place.now._version)
 
     @torch.no_grad()
     def begin_slot(self) -> None:
         """Copy what a forward may change, in case its micro-batch is an empty slot."""
-        self._look()
+        self._refresh()
         every = self._steps < _CHECKED
         for place in self._forward:
-            place.before = place.now.detach().clone() if every or place.written else None
+            place.slot_value = place.now.detach().clone() if every or place.is_written else None
 
     @torch.no_grad()
     def undo_slot(self) -> None:
         """Undo the forward of an empty slot."""
-        self._look()
-        moved = self._moved(self._forward, [p.kept if p.before is None else p.before for p in self._forward])
-        moved = [(place, before) for place, before in moved if _alike(place.now, before)]
-        uncounted = [place for place, _ in moved if not place.counted]
-        _copy([(place.now, before) for place, before in moved])
+        self._refresh()
+        changes = self._changes(
+            self._forward, [p.step_value if p.slot_value is None else p.slot_value for p in self._forward]
+        )
+        changes = [(place, before) for place, before in changes if _same_layout(place.now, before)]
+        uncounted = [place for place, _ in changes if not place.is_counted]
+        _copy([(place.now, before) for place, before in changes])
         for place in uncounted:  # this write is not a forward's
-            place.seen = (place.now, place.now._version)
+            place.step_version = (place.now, place.now._version)
 
     def check(self) -> None:
         """In the first two steps, find the tensors that forwards write. Collective in these steps.
@@ -203,28 +212,28 @@ class Moving:
             ConfigError: in exact mode, a forward writes a tensor in both steps; or a tensor of the task changes its
                 shape, or `state_dict()` returns a copy of it.
         """
-        self._look()
+        self._refresh()
         if self._steps == _CHECKED:
             self._check_later()
             return
-        counted = {place.name for place in self._forward if place.counted and not place.own and not place.silent}
-        found = [place for place, _ in self._moved(self._forward, [place.kept for place in self._forward])]
+        counted = {place.name for place in self._forward if place.is_counted and not place.own and not place.silent}
+        writes = [place for place, _ in self._changes(self._forward, [place.step_value for place in self._forward])]
         self._steps += 1
-        moved = counted | {place.name for place in found}
-        for place in found:
-            place.silent = place.silent or (not place.counted)
+        local = counted | {place.name for place in writes}
+        for place in writes:
+            place.silent = place.silent or (not place.is_counted)
             if place.own:
                 self._check_own(place)
-        names = {name for each in self._world.gather(sorted(moved)) for name in each}  # collective
-        again = names & self._before
+        names = {name for each in self._world.gather(sorted(local)) for name in each}  # collective
+        repeats = names & self._written_names
         if self._steps == 1:
-            self._before = names
-        elif self._exact and again:
-            raise self._inexact(next(place for place in self._places if place.name == min(again)))
+            self._written_names = names
+        elif self._exact and repeats:
+            raise self._inexact_error(next(place for place in self._places if place.name == min(repeats)))
         self._choose_shared(names)
         if self._steps == _CHECKED:
-            self._before |= names
-            self._rest()
+            self._written_names |= names
+            self._drop_unwritten()
 
     def _choose_shared(self, names: set[str]) -> None:
         if self._world.size == 1:
@@ -234,59 +243,65 @@ class Moving:
         alike = [p for p in chosen if all(shape.get(p.name) == list(p.now.shape) for shape in shapes)]
         odd = next((p for p in chosen if p.own and p not in alike), None)
         if odd:
-            raise ConfigError(f"{odd.shown}, has another shape on each rank: keep one shape everywhere")
+            raise ConfigError(f"{odd.description}, has different shapes on the ranks: use one shape on all")
         self._shared = alike
 
-    def _rest(self) -> None:
+    def _drop_unwritten(self) -> None:
         """Stop copying the task's tensors that forwards do not write."""
-        self._resting = [p for p in self._places if p.own and p.name not in self._before] if self._exact else []
-        self._places = [p for p in self._places if not p.own or p.name in self._before]
+        self._unwritten = (
+            [p for p in self._places if p.own and p.name not in self._written_names] if self._exact else []
+        )
+        self._places = [p for p in self._places if not p.own or p.name in self._written_names]
         self._forward = [place for place in self._places if not place.replayed]
-        for place in self._resting:
-            place.kept = place.before = None
+        for place in self._unwritten:
+            place.step_value = place.slot_value = None
 
     def _check_later(self) -> None:
         """Check the task's tensors after the first steps, by their version counters."""
         for place in self._places:
-            if place.own and place.written:
+            if place.own and place.is_written:
                 self._check_own(place)
-        for place in self._resting:
-            if place.seen and place.now is place.seen[0] and place.now._version != place.seen[1]:
-                raise self._inexact(place)
+        for place in self._unwritten:
+            if (
+                place.step_version
+                and place.now is place.step_version[0]
+                and place.now._version != place.step_version[1]
+            ):
+                raise self._inexact_error(place)
 
     def _check_own(self, place: _MovingTensor) -> None:
-        if place.kept is not None and not place.fits:
+        if place.step_value is not None and not place.fits:
             raise ConfigError(
-                f"{place.shown}, had the shape {list(place.kept.shape)} and now has {list(place.now.shape)}: make it "
-                "as large as it will be, and write into it in place"
+                f"{place.description}, changed its shape from {list(place.step_value.shape)} to "
+                f"{list(place.now.shape)}: allocate it at full size, and write into it in place"
             )
         if self._own and self._own.is_copy(place):
             raise ConfigError(
-                f"{place.shown}, is a copy in the task's state_dict(): give the tensor itself, which can be put back"
+                f"{place.description}, is a copy in the task's state_dict(): return the tensor itself, to be restored"
             )
 
     @staticmethod
-    def _inexact(place: _MovingTensor) -> ConfigError:
+    def _inexact_error(place: _MovingTensor) -> ConfigError:
         return ConfigError(
-            f"--exact cannot hold with {place.shown}: its values depend on which rank computes what; write it in the "
-            "loop's body, or leave --exact out"
+            f"--exact does not work with {place.description}: its values depend on which rank computes what; write it "
+            "in the loop, or drop --exact"
         )
 
-    def _moved(
+    def _changes(
         self, places: list[_MovingTensor], before: Iterable[Tensor | None]
     ) -> list[tuple[_MovingTensor, Tensor]]:
         """Return the tensors that may differ from `before`, with that; exact in the checked steps."""
         pairs = [(place, each) for place, each in zip(places, before, strict=True) if each is not None]
         if self._steps == _CHECKED:
-            return [(place, each) for place, each in pairs if place.written]
-        fitting = [(place.now, each) for place, each in pairs if _alike(place.now, each)]
+            return [(place, each) for place, each in pairs if place.is_written]
+        fitting = [(place.now, each) for place, each in pairs if _same_layout(place.now, each)]
         flags = iter(differing(fitting))  # waits for the device, in the checked steps
-        return [(place, each) for place, each in pairs if not _alike(place.now, each) or next(flags)]
+        return [(place, each) for place, each in pairs if not _same_layout(place.now, each) or next(flags)]
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Restore the values from the beginning of the step."""
-        self._look()
+        self._refresh()
         _copy(self._pairs())
 
     @torch.no_grad()
@@ -295,12 +310,12 @@ class Moving:
         if result.applied is False:
             self.put_back()
         elif result.applied is None:
-            self._look()
-            _copy(_chosen(self._pairs(), result.norm < limit))
+            self._refresh()
+            _copy(_select(self._pairs(), result.norm < limit))
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        moved = self._moved(self._places, [place.kept for place in self._places])
-        return [(place.now, kept) for place, kept in moved if place.fits]
+        changes = self._changes(self._places, [place.step_value for place in self._places])
+        return [(place.now, value) for place, value in changes if place.fits]
 
     @torch.no_grad()
     def share(self) -> None:
@@ -309,13 +324,13 @@ class Moving:
             present = place.now
             if not place.fits:
                 raise LockstepError(
-                    f"{rank_label(self._world.rank)}: {place.shown}, has another shape or dtype now, so it cannot be "
+                    f"{rank_label(self._world.rank)}: {place.description}, changed its shape or dtype, so it cannot be "
                     "the same on all ranks; keep both"
                 )
-            sent = present.contiguous()
-            dist.broadcast(sent, src=0)  # collective
-            if sent is not present:
-                present.copy_(sent)
+            data = present.contiguous()
+            dist.broadcast(data, src=0)  # collective
+            if data is not present:
+                present.copy_(data)
 
 
 def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
@@ -323,7 +338,7 @@ def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
 
     The two tensors of a pair have the same shape and dtype.
     """
-    flags = [(_bits(one) != _bits(other)).any() for one, other in pairs]
+    flags = [(_bits(left) != _bits(right)).any() for left, right in pairs]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
 
 
@@ -334,8 +349,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype) == (other.shape, other.dtype)
+def _same_layout(left: Tensor, right: Tensor) -> bool:
+    return (left.shape, left.dtype) == (right.shape, right.dtype)
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -344,15 +359,15 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([target for target, _ in group], [source for _, source in group])
 
 
-def _chosen(pairs: list[tuple[Tensor, Tensor]], applied: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _select(pairs: list[tuple[Tensor, Tensor]], applied: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Pair each present tensor with itself where `applied`, else with the kept one."""
-    found = []
+    choices = []
     for group in _by_dtype(pairs):
         presents, kepts = (torch.cat([tensor.reshape(-1) for tensor in column]) for column in zip(*group, strict=True))
         values = torch.where(applied.to(presents.device), presents, kepts)
         parts = values.split_with_sizes([present.numel() for present, _ in group])
-        found += [(present, part.view(present.shape)) for (present, _), part in zip(group, parts, strict=True)]
-    return found
+        choices += [(present, part.view(present.shape)) for (present, _), part in zip(group, parts, strict=True)]
+    return choices
 
 
 def _by_dtype(pairs: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:

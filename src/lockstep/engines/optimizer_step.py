@@ -21,7 +21,6 @@ from lockstep.engines.state_dict import Snapshot, drop_states, materialise, name
 from lockstep.errors import ConfigError, LockstepError
 
 __all__ = [
-    "DeviceLossScale",
     "LossScale",
     "OptimizerStep",
     "combined",
@@ -42,47 +41,47 @@ class LossScale:
     the scale.
 
     Args:
-        how: see `Config.fp16`.
+        options: see `Config.fp16`.
     """
 
-    def __init__(self, how: Fp16) -> None:
-        self._how, self.scale, self._good = how, 2.0**how.initial_scale_power, 0
-        self._spared = how.hysteresis - 1  # overflows that do not change the scale
+    def __init__(self, options: Fp16) -> None:
+        self._options, self.scale, self._good_steps = options, 2.0**options.initial_scale_power, 0
+        self._hysteresis = options.hysteresis - 1  # overflows that do not change the scale
 
     def learn(self, norm: Tensor, applied: bool) -> None:
         """Update the scale from a step's norm, and whether the step was applied."""
-        how = self._how
+        options = self._options
         if not applied:
             if norm.isfinite():  # waits for the device; the caller already did
                 return
-            self._good = 0
-            if self._spared:
-                self._spared -= 1
+            self._good_steps = 0
+            if self._hysteresis:
+                self._hysteresis -= 1
                 return
-            if self.scale <= how.min_loss_scale:
-                raise _stuck(self.scale)
+            if self.scale <= options.min_loss_scale:
+                raise _overflow_error(self.scale)
             self.scale /= 2
             return
-        self._good += 1
-        grows = self._good == how.loss_scale_window
+        self._good_steps += 1
+        grows = self._good_steps == options.loss_scale_window
         if grows:
-            self.scale, self._good = self.scale * 2, 0
-        if grows or how.consecutive_hysteresis:
-            self._spared = how.hysteresis - 1
+            self.scale, self._good_steps = self.scale * 2, 0
+        if grows or options.consecutive_hysteresis:
+            self._hysteresis = options.hysteresis - 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        values = {"scaler/scale": self.scale, "scaler/good_steps": float(self._good)}
-        if self._how.hysteresis > 1:
-            values["scaler/spared"] = float(self._spared)
+        values = {"scaler/scale": self.scale, "scaler/good_steps": float(self._good_steps)}
+        if self._options.hysteresis > 1:
+            values["scaler/spared"] = float(self._hysteresis)
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.scale, self._good = float(state["scaler/scale"]), int(state["scaler/good_steps"])
-        if self._how.hysteresis > 1:
-            self._spared = int(state["scaler/spared"])
+        self.scale, self._good_steps = float(state["scaler/scale"]), int(state["scaler/good_steps"])
+        if self._options.hysteresis > 1:
+            self._hysteresis = int(state["scaler/spared"])
 
 
-class _Sent(NamedTuple):
+class _HostCopy(NamedTuple):
     """A scale being copied to the host."""
 
     scale: Tensor
@@ -97,19 +96,19 @@ class DeviceLossScale:
     step.
 
     Args:
-        how: see `Config.fp16`.
+        options: see `Config.fp16`.
         device: the gradients' device.
 
     Attributes:
         scale: 0-dim float64, like a Python float; a new tensor after each step.
     """
 
-    def __init__(self, how: Fp16, device: torch.device) -> None:
-        self._how, self._device, self._floor = how, device, how.min_loss_scale
-        self.scale, self._good = self._number(2.0**how.initial_scale_power), self._number(0.0)
-        self._spared = self._full = self._number(how.hysteresis - 1)
+    def __init__(self, options: Fp16, device: torch.device) -> None:
+        self._options, self._device, self._floor = options, device, options.min_loss_scale
+        self.scale, self._good_steps = self._number(2.0**options.initial_scale_power), self._number(0.0)
+        self._hysteresis = self._full_hysteresis = self._number(options.hysteresis - 1)
         self._half, self._one = self._number(0.5), self._number(1.0)
-        self._flying: deque[_Sent] = deque()
+        self._pending: deque[_HostCopy] = deque()
 
     def _number(self, value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float64, device=self._device)
@@ -122,69 +121,68 @@ class DeviceLossScale:
             LockstepError: an earlier step overflowed at the minimum scale.
         """
         finite = norm < math.inf  # False for NaN; a norm is never negative
-        good = self._good + applied
-        grows = good == self._how.loss_scale_window
+        good = self._good_steps + applied
+        grows = good == self._options.loss_scale_window
         shrinks = self._half
-        if self._how.hysteresis > 1:
-            left = self._spared > 0
-            shrinks = torch.where(left, self._one, self._half)
-            rest = self._spared - (left & ~finite).to(torch.float64)
-            refilled = applied if self._how.consecutive_hysteresis else grows
-            self._spared = torch.where(refilled, self._full, rest)
+        if self._options.hysteresis > 1:
+            tolerant = self._hysteresis > 0
+            shrinks = torch.where(tolerant, self._one, self._half)
+            hysteresis = self._hysteresis - (tolerant & ~finite).to(torch.float64)
+            resets = applied if self._options.consecutive_hysteresis else grows
+            self._hysteresis = torch.where(resets, self._full_hysteresis, hysteresis)
         self.scale = self.scale * torch.where(finite, self._one + grows, shrinks)
-        self._good = good * (finite > grows)
+        self._good_steps = good * (finite > grows)
         self._send()
-        while len(self._flying) > 1:
-            self._land()
+        while len(self._pending) > 1:
+            self._check_oldest()
 
     def _send(self) -> None:
         event = None
         if self.scale.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._flying.append(_Sent(self.scale.to("cpu", non_blocking=True), event))
+        self._pending.append(_HostCopy(self.scale.to("cpu", non_blocking=True), event))
         if event:
             event.record()
 
-    def _land(self) -> None:
-        sent = self._flying.popleft()
-        if sent.event:
-            sent.event.synchronize()  # waits for the device, one step behind: it is busy with the next one
-        if float(sent.scale.numpy()) < self._floor:
-            raise _stuck(self._floor)
+    def _check_oldest(self) -> None:
+        copy = self._pending.popleft()
+        if copy.event:
+            copy.event.synchronize()  # waits for the device, one step behind: it is busy with the next one
+        if float(copy.scale.numpy()) < self._floor:
+            raise _overflow_error(self._floor)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as LossScale does, on the device.
 
         Waits for the device, which costs nothing at a save: it has waited for the step's norm already.
         """
-        while self._flying:
-            self._land()
-        found = {"scaler/scale": self.scale, "scaler/good_steps": self._good}
-        found |= {"scaler/spared": self._spared} if self._how.hysteresis > 1 else {}
-        return {name: value.clone() for name, value in found.items()}  # a resume copies into them
+        while self._pending:
+            self._check_oldest()
+        state = {"scaler/scale": self.scale, "scaler/good_steps": self._good_steps}
+        state |= {"scaler/spared": self._hysteresis} if self._options.hysteresis > 1 else {}
+        return {name: value.clone() for name, value in state.items()}  # a resume copies into them
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._flying.clear()
+        self._pending.clear()
         scale = float(state["scaler/scale"])  # waits for the device, once
-        self._floor = min(self._how.min_loss_scale, scale)
-        self.scale, self._good = self._number(scale), self._taken(state["scaler/good_steps"])
-        if self._how.hysteresis > 1:
-            self._spared = self._taken(state["scaler/spared"])
+        self._floor = min(self._options.min_loss_scale, scale)
+        self.scale, self._good_steps = self._number(scale), self._to_device(state["scaler/good_steps"])
+        if self._options.hysteresis > 1:
+            self._hysteresis = self._to_device(state["scaler/spared"])
 
-    def _taken(self, value: Tensor) -> Tensor:
+    def _to_device(self, value: Tensor) -> Tensor:
         return value.detach().to(self._device, torch.float64, copy=True)
 
 
-def _like(scale: float | Tensor, other: Tensor) -> float | Tensor:
-    """Cast the scale to the dtype of `other`, to multiply or divide by it."""
-    return scale.to(other.dtype) if isinstance(scale, Tensor) else scale
+def _cast_like(scale: float | Tensor, tensor: Tensor) -> float | Tensor:
+    """Cast the scale to the dtype of `tensor`, to multiply or divide by it."""
+    return scale.to(tensor.dtype) if isinstance(scale, Tensor) else scale
 
 
-def _stuck(scale: float) -> LockstepError:
+def _overflow_error(scale: float) -> LockstepError:
     return LockstepError(
-        f"--precision fp16: gradients are not finite even with the loss multiplied by {scale:g} "
-        "(--fp16.min-loss-scale), so this is no overflow; lower --lr, or use --precision bf16 to see where "
-        "it begins"
+        f"--precision fp16: gradients are not finite even at loss scale {scale:g} (--fp16.min-loss-scale), so this is "
+        "no overflow; lower --lr, or find its source with --precision bf16"
     )
 
 
@@ -240,7 +238,7 @@ class OptimizerStep:
     ) -> None:
         self.model, self._exchange, self._shared = model, exchange, shared
         fp16 = "the loss scaling of --precision fp16" if settings.loss_scaling else ""
-        self._once, self._dense = once or settings.once or fp16, dense
+        self._single_pass_flag, self._dense_flag = once or settings.once or fp16, dense
         self._penalty = Penalty(settings.penalty, model) if settings.penalty else None
         self.optimizer, self._clip = optimizer, settings.clip
         self._norm, self._local = norm or total_norm, local
@@ -248,8 +246,8 @@ class OptimizerStep:
         # torch's fused optimizers skip an update on the device where `found_inf` is 1, as its GradScaler does.
         self._kernel: Any = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one inside
         self._evaluates = takes_closure(self._kernel)
-        self._looked = 0  # steps in which the optimizer's writes were checked by value
-        self._silent = False  # it writes parameters without torch's version counter
+        self._write_checks = 0  # steps in which the optimizer's writes were checked by value
+        self._silent_writes = False  # it writes parameters without torch's version counter
         self._repeats: bool | None = None  # it repeats a pass; None: not known yet
         self.blank = self._by_kernel = False
         self._groups: list[tuple[dict[str, Any], float]] = []
@@ -257,32 +255,34 @@ class OptimizerStep:
         self._cleared, self._fixed = dict.fromkeys(cleared or ()), fixed
         self._take_groups()
         self._scaler: LossScale | DeviceLossScale | None = None
-        if settings.loss_scaling and self._decides():
+        if settings.loss_scaling and self._device_decides():
             self._scaler = DeviceLossScale(settings.loss_scaling, self.parameters[0].device)
         elif settings.loss_scaling:
             self._scaler = LossScale(settings.loss_scaling)
 
-    def _decides(self) -> bool:
+    def _device_decides(self) -> bool:
         """Whether the device decides: not for parameters offloaded to the host, or on both."""
-        found = bool(self.parameters) and all(parameter.is_cuda for parameter in self.parameters)
-        return found if self.on_device is None else self.on_device
+        on_gpu = bool(self.parameters) and all(parameter.is_cuda for parameter in self.parameters)
+        return on_gpu if self.on_device is None else self.on_device
 
     def _take_groups(self) -> None:
         """Add the optimizer's new groups, each with its current rate as the base."""
         fresh = self.optimizer.param_groups[len(self._groups) :]
-        known = set(self.parameters)
-        added = [p for group in fresh for p in group["params"] if p not in known]
-        if self._fixed and not self._cleared.keys() >= set(added):
+        present = set(self.parameters)
+        parameters = [p for group in fresh for p in group["params"] if p not in present]
+        if self._fixed and not self._cleared.keys() >= set(parameters):
             raise LockstepError(
-                "a parameter group was added with parameters that did not require gradients when the engine was made, "
-                "so theirs are not exchanged; make the engine anew after unfreezing them"
+                "a parameter group was added whose parameters did not require gradients when the engine was built, so "
+                "their gradients are not exchanged; unfreeze them, then rebuild the engine"
             )
         self._groups += [(group, float(group["lr"])) for group in fresh]
-        self.parameters += added
+        self.parameters += parameters
         self._cleared |= dict.fromkeys(self.parameters)
         before = self._by_kernel
         self._by_kernel = (
-            self._decides() and not self._evaluates and _leaves_out(self._kernel, [group for group, _ in self._groups])
+            self._device_decides()
+            and not self._evaluates
+            and _skips_on_device(self._kernel, [group for group, _ in self._groups])
         )
         if before and not self._by_kernel:
             self._kernel.found_inf = self._kernel.grad_scale = None
@@ -301,18 +301,18 @@ class OptimizerStep:
             self.blank = False
             drop_states(self._kernel)
         penalty = self._penalty.add(self.scale) if self._penalty else None
-        gradients, norm = self._measured()
+        gradients, norm = self._measure()
         if self._by_block.due:
-            held = [p for p in self.parameters if p.grad is not None]
-            scale = _like(self._scaler.scale, norm) if self._scaler else 1.0
-            self._by_block.take(held, self._norms(gradients), scale)  # collective under fsdp
+            parameters = [p for p in self.parameters if p.grad is not None]
+            scale = _cast_like(self._scaler.scale, norm) if self._scaler else 1.0
+            self._by_block.take(parameters, self._norms(gradients), scale)  # collective under fsdp
         below = norm < limit  # False for NaN
         applied = None if self._by_kernel else bool(below)  # waits for the device, where it is one
         if applied is not False:
             if self._by_kernel:
-                self._tell_kernel(gradients, norm, below)
+                self._configure_kernel(gradients, norm, below)
             else:
-                self._shrink(gradients, norm)
+                self._scale_gradients(gradients, norm)
             if factor is not None:
                 for group, rate in self._groups:
                     group["lr"] = rate * factor
@@ -334,13 +334,13 @@ class OptimizerStep:
     def scale(self) -> float | Tensor:
         return self._scaler.scale if self._scaler else 1.0
 
-    def _measured(self) -> tuple[list[Tensor], Tensor]:
+    def _measure(self) -> tuple[list[Tensor], Tensor]:
         """Return the gradients (values of sparse ones) and their norm without the loss scale."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if any(map(_IS_SPARSE, gradients)):
             gradients = [_values(p) for p in self.parameters if p.grad is not None]
         norm = self._norm(gradients)
-        return gradients, norm / _like(self._scaler.scale, norm) if self._scaler else norm
+        return gradients, norm / _cast_like(self._scaler.scale, norm) if self._scaler else norm
 
     def _step(self, evaluate: Evaluate | None, penalty: Tensor | None) -> None:
         """Take the optimizer's step, with a closure if it may call one."""
@@ -349,43 +349,46 @@ class OptimizerStep:
             return
 
         def first() -> Tensor:
-            return _both(evaluate.loss(), penalty)  # collective
+            return _add_penalty(evaluate.loss(), penalty)  # collective
 
-        def again() -> Tensor:
-            return self._again(evaluate)  # collective
+        def repeat() -> Tensor:
+            return self._repeat_pass(evaluate)  # collective
 
         # The first two steps detect parameters that the optimizer writes before it evaluates, see `Closure`.
-        closure = Closure(self.parameters, again if self._silent else first, again, suspicious=self._looked < 2)
+        closure = Closure(
+            self.parameters, repeat if self._silent_writes else first, repeat, suspicious=self._write_checks < 2
+        )
         # Losing a rank within a repeated pass interrupts this rank's step.
-        kept = Snapshot(self.optimizer, self.parameters) if self._shared and self._repeats is not False else None
+        snapshot = Snapshot(self.optimizer, self.parameters) if self._shared and self._repeats is not False else None
         try:
             step_of(self.optimizer, closure)
         except BaseException:
-            if kept:
-                kept.put_back()
+            if snapshot:
+                snapshot.put_back()
             raise
-        self._looked += 1
-        self._silent |= closure.silent
+        self._write_checks += 1
+        self._silent_writes |= closure.silent
         self._repeats = bool(self._repeats or closure.repeated)
 
-    def _again(self, evaluate: Evaluate) -> Tensor:
+    def _repeat_pass(self, evaluate: Evaluate) -> Tensor:
         """Repeat the step's pass so that `.grad` is as after the first; return the loss. Collective."""
-        if self._once:
+        if self._single_pass_flag:
             raise ConfigError(
-                f"{type(self._kernel).__name__} evaluates the loss several times a step, which does not go with "
-                f"{self._once}: use --engine single or ddp in float32 or bf16, or an optimizer that evaluates it once"
+                f"{type(self._kernel).__name__} evaluates the loss several times a step, which does not work "
+                f"with {self._single_pass_flag}: use --engine single or ddp in float32 or bf16, or an optimizer that "
+                "evaluates it once"
             )
         for parameter in self._cleared:
             parameter.grad = None
         loss = evaluate.again()  # collective
         self._exchange()  # collective
         penalty = self._penalty.add(1.0) if self._penalty else None
-        self._shrink(*self._measured())
-        return _both(loss, penalty)
+        self._scale_gradients(*self._measure())
+        return _add_penalty(loss, penalty)
 
     def rehearse(self, evaluate: Alone | None) -> None:
         """Try one update and restore everything, see `Engine.rehearse`; None: with zero gradients."""
-        kept = Snapshot(self.optimizer, self.parameters, on_host=True)
+        snapshot = Snapshot(self.optimizer, self.parameters, on_host=True)
         before, exchange = (self.blank, self._repeats), self._exchange
         self._exchange = lambda: None
         try:
@@ -393,30 +396,30 @@ class OptimizerStep:
                 drop_states(self._kernel)
             if evaluate:
                 evaluate.again()
-                check_dense(self.model, self._dense)
+                check_dense(self.model, self._dense_flag)
             else:
                 for parameter in self.parameters:
                     parameter.grad = torch.zeros_like(parameter)
             penalty = self._penalty.add(self.scale) if self._penalty else None
-            gradients, norm = self._measured()
+            gradients, norm = self._measure()
             if not norm.isfinite():  # waits for the device; step 1 would be skipped
                 torch._foreach_zero_(gradients)
                 norm = torch.zeros_like(norm)
             if self._by_kernel:
-                self._tell_kernel(gradients, norm, norm < math.inf)
+                self._configure_kernel(gradients, norm, norm < math.inf)
             else:
-                self._shrink(gradients, norm)
+                self._scale_gradients(gradients, norm)
             with blame_optimizer(self._kernel):
                 self._step(evaluate or _Zeros(), penalty)
             before = (before[0], self._repeats)
         finally:
             self._exchange = exchange
-            kept.put_back()
+            snapshot.put_back()
             self.blank, self._repeats = before
             for parameter in self._cleared:
                 parameter.grad = None
 
-    def _tell_kernel(self, gradients: list[Tensor], norm: Tensor, below: Tensor) -> None:
+    def _configure_kernel(self, gradients: list[Tensor], norm: Tensor, below: Tensor) -> None:
         """Give the fused kernel its skip flag and the divisor of gradients.
 
         The kernel reads the gradients anyway, so dividing there is free. Hooks of the optimizer see gradients that are
@@ -425,26 +428,26 @@ class OptimizerStep:
         kernel = self._kernel
         kernel.found_inf = (~below).to(torch.float32)
         if isinstance(kernel, SGD):
-            _begin_momentum(kernel)
+            _init_momentum(kernel)
         if norm.dtype is torch.float64:  # the kernel's divisor is float32
-            self._shrink(gradients, norm)
+            self._scale_gradients(gradients, norm)
         elif self._clip:
             over = torch.clamp((norm + 1e-6) / self._clip, min=1.0)
-            kernel.grad_scale = over * _like(self._scaler.scale, over) if self._scaler else over
+            kernel.grad_scale = over * _cast_like(self._scaler.scale, over) if self._scaler else over
         elif self._scaler:
-            kernel.grad_scale = torch.as_tensor(_like(self._scaler.scale, norm))
+            kernel.grad_scale = torch.as_tensor(_cast_like(self._scaler.scale, norm))
 
-    def _shrink(self, gradients: list[Tensor], norm: Tensor) -> None:
+    def _scale_gradients(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Divide by the loss scale and clip, in one multiplication."""
         if not gradients or not (self._clip or self._scaler):
             return
         # Always multiplied: checking whether the norm is too large would wait for the device.
-        by = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip else torch.ones_like(norm)
+        factor = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip else torch.ones_like(norm)
         if self._scaler:
-            by = by / _like(self._scaler.scale, by)
+            factor = factor / _cast_like(self._scaler.scale, factor)
         if self._local:
             gradients = [self._local(gradient) for gradient in gradients]
-        torch._foreach_mul_(gradients, by.to(gradients[0].device))
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return `named_state` and the loss scale; creates missing optimizer state."""
@@ -477,7 +480,7 @@ class _Zeros:
         return self.loss()
 
 
-def _both(loss: Tensor, penalty: Tensor | None) -> Tensor:
+def _add_penalty(loss: Tensor, penalty: Tensor | None) -> Tensor:
     return loss if penalty is None else loss + penalty.to(loss)
 
 
@@ -491,7 +494,7 @@ def _values(parameter: Tensor) -> Tensor:
     return parameter.grad._values()
 
 
-def _leaves_out(optimizer: Any, groups: list[dict[str, Any]]) -> bool:
+def _skips_on_device(optimizer: Any, groups: list[dict[str, Any]]) -> bool:
     """Whether the optimizer can skip a step on the device, as torch's fused ones can.
 
     Not SGD with dampening, because its first step differs from the rest.
@@ -501,7 +504,7 @@ def _leaves_out(optimizer: Any, groups: list[dict[str, Any]]) -> bool:
     return all(group.get("fused") and not (group.get("momentum") and group.get("dampening")) for group in groups)
 
 
-def _begin_momentum(optimizer: SGD) -> None:
+def _init_momentum(optimizer: SGD) -> None:
     """Create missing momentum as zeros: the kernel leaves it unset if the first step is skipped."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
@@ -512,8 +515,8 @@ def _begin_momentum(optimizer: SGD) -> None:
 def trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Return the optimizer's parameters, then the model's others that require gradients now."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
-    known = set(own)
-    return own + [p for p in model.parameters() if p.requires_grad and p not in known]
+    members = set(own)
+    return own + [p for p in model.parameters() if p.requires_grad and p not in members]
 
 
 def norms_of(gradients: list[Tensor]) -> list[Tensor]:

@@ -16,7 +16,6 @@ from lockstep.errors import ConfigError
 
 __all__ = [
     "NO_NORMS",
-    "REFUSED",
     "GradientNorms",
     "check_embeddings",
     "check_optimizer",
@@ -77,8 +76,8 @@ class GradientNorms:
             parts.setdefault(names.get(parameter, _OTHER), []).append(norm)
         zero = norms[0].new_zeros(()) if norms else torch.zeros(())
         self.found = {
-            name: (torch.linalg.vector_norm(torch.stack(found)) / scale if found else zero)
-            for name, found in parts.items()
+            name: (torch.linalg.vector_norm(torch.stack(values)) / scale if values else zero)
+            for name, values in parts.items()
         }
 
 
@@ -89,12 +88,12 @@ def _by_layer(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[Tensor, str
     """Map each trained parameter to the path of its block, else of its top-level module."""
     inside = set(blocks)
     paths = sorted((path for path, module in model.named_modules() if module in inside), key=len, reverse=True)
-    found: dict[Tensor, str] = {}
+    layers: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             block = next((path for path in paths if name.startswith(f"{path}.")), "")
-            found[parameter] = block or name.partition(".")[0]
-    return found
+            layers[parameter] = block or name.partition(".")[0]
+    return layers
 
 
 def _by_group(optimizer: Optimizer) -> dict[Tensor, str]:
@@ -106,7 +105,7 @@ def _by_group(optimizer: Optimizer) -> dict[Tensor, str]:
     }
 
 
-_CLOSURE = "it evaluates the loss several times a step, and the engine can repeat no pass"
+_CLOSURE = "it evaluates the loss several times a step, and the engine cannot repeat a pass"
 _SPARSE = "it takes sparse gradients only, and the engine takes dense ones"
 _WHOLE = "its update needs whole matrices, and the engine holds rows of them"
 _IN_PLACE = "it sets single elements in place, which torch cannot do in a shard"
@@ -134,9 +133,9 @@ def check_embeddings(engine: str, model: nn.Module, *, exact: bool, once: str) -
     why = "--exact" if exact else once or f"--engine {engine}"
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            where = f"{name}.weight".lstrip(".")
+            weight = f"{name}.weight".lstrip(".")
             raise ConfigError(
-                f"the gradient of {where} is sparse, and {why} takes dense ones: make the embedding with "
+                f"the gradient of {weight} is sparse, and {why} needs dense ones: build the embedding with "
                 "sparse=False, or use --engine single without --exact"
             )
 
@@ -152,16 +151,16 @@ def check_optimizer(engine: str, optimizer: Optimizer, *, exact: bool) -> None:
     )
     name = type(optimizer).__name__
     if engine in engines:
-        raise ConfigError(f"--engine {engine} does not go with {name}: {why}; use AdamW, or see docs/engines.md")
+        raise ConfigError(f"--engine {engine} does not work with {name}: {why}; use AdamW, or see docs/engines.md")
     dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
     if engine == "zero" and len(dtypes) > 1:
-        shown = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ConfigError(f"--engine zero: the parameters are {shown}, and it splits those of one dtype; use ddp")
+        dtype_names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ConfigError(f"--engine zero: the parameters are {dtype_names}, and it splits those of one dtype; use ddp")
     if engine == "deepspeed" and any(dtype.is_complex for dtype in dtypes):
         raise ConfigError("--engine deepspeed keeps parameters as real numbers, and some are complex; use --engine ddp")
     if engine == "deepspeed" and any(group.get("dampening") for group in optimizer.param_groups):
         # Its first step takes the whole gradient; under ZeRO the momentum already exists, as zeros.
-        raise ConfigError(f"--engine deepspeed does not go with the dampening of {name}; use dampening=0, or ddp")
+        raise ConfigError(f"--engine deepspeed does not work with the dampening of {name}; use dampening=0, or ddp")
     if exact and engine == "fsdp" and any(group.get("fused") for group in optimizer.param_groups):
         raise ConfigError(
             f"--exact with --engine fsdp: the fused {name} rounds by an element's place in its shard; use fused=False"

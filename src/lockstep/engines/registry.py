@@ -1,6 +1,6 @@
 """Build an engine by name, check what it supports, and estimate its memory and traffic.
 
-for name, options in variants(size, given): ...
+for name, options in variants(size, options): ...
 gathered, summed = exchanged(name, options, parameters, trained)
 
 `engine` builds one. The `check_*` functions refuse settings that it does not support. `variants`, `exchanged` and
@@ -38,10 +38,8 @@ from lockstep.transforms.batchnorm import recording
 from lockstep.transforms.weight_copies import copies_of
 
 __all__ = [
-    "ModelInit",
     "check_audit",
     "check_copies",
-    "check_penalty",
     "check_planned",
     "check_shares",
     "check_sharing",
@@ -68,9 +66,9 @@ _CLASSES = {
     "deepspeed": ("lockstep.engines.deepspeed.engine", "DeepSpeed"),
     "data-parallel": ("lockstep.engines.data_parallel", "DataParallel"),
 }
-_NOT_REMADE = (
-    "--engine {} has split what is trained when it was made; have the task's model() hand over what is to be trained, "
-    "or use --engine fsdp"
+_REBUILD_REFUSAL = (
+    "--engine {} fixed the trained parameters when it was built; set requires_grad in the task's model(), or use "
+    "--engine fsdp"
 )
 
 
@@ -98,11 +96,11 @@ def engine(  # noqa: PLR0913
 ) -> Engine:
     """Build the engine `name` around a model, for the built-in loop or your own.
 
-        made = lockstep.engine("fsdp", model, lambda model: AdamW(model.parameters(), lr=1e-3), world, clip=1.0)
+        engine = lockstep.engine("fsdp", model, lambda model: AdamW(model.parameters(), lr=1e-3), world, clip=1.0)
         for batch in micro_batches:
-            with made.accumulate(last=batch is micro_batches[-1]):
-                made.backward(loss(made.model, batch), 1 / items)       # items of the whole step, over all ranks
-        norm, applied = made.step()             # a scheduler of your own sets the rates; step(factor) does it here
+            with engine.accumulate(last=batch is micro_batches[-1]):
+                engine.backward(loss(engine.model, batch), 1 / items)   # items of the whole step, over all ranks
+        norm, applied = engine.step()           # a scheduler of your own sets the rates; step(factor) does it here
 
     Args:
         name: a key of ENGINES, or "auto": ddp if a launcher started this process, else single.
@@ -171,35 +169,40 @@ def engine(  # noqa: PLR0913
     )
     settings = dataclasses.replace(settings, say=say) if say else settings
     if batchnorm not in ("local", "replay"):
-        raise ConfigError(f"lockstep.engine: batchnorm is '{batchnorm}': give 'local' or 'replay'")
+        raise ConfigError(f"lockstep.engine: batchnorm is '{batchnorm}': use 'local' or 'replay'")
     if batchnorm == "replay":
         recording(model, settings.say)
 
     check_embeddings(name, model, exact=bool(exact_micro_batches), once=once)
 
-    def make(held: nn.Module) -> Optimizer:
-        made = optimizer if isinstance(optimizer, Optimizer) else optimizer(held)
-        check_optimizer(name, made, exact=bool(exact_micro_batches) and world.size > 1)
-        gradients.look_at(model, repeated, made)
-        return made
+    def make(module: nn.Module) -> Optimizer:
+        instance = optimizer if isinstance(optimizer, Optimizer) else optimizer(module)
+        check_optimizer(name, instance, exact=bool(exact_micro_batches) and world.size > 1)
+        gradients.look_at(model, repeated, instance)
+        return instance
 
     if own_steps is not None and (clip or ema):
-        raise ConfigError("lockstep.engine: neither clip nor ema goes with own_steps, which take several updates")
+        raise ConfigError("lockstep.engine: clip and ema do not work with own_steps, which take several updates")
     exact, shared = bool(exact_micro_batches), options.broadcast_buffers
 
-    def around(making: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
-        present = dataclasses.replace(settings, wrapper=wrapper)
+    def build(make_optimizer: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
+        current = dataclasses.replace(settings, wrapper=wrapper)
         if own_steps is not None:
-            return _manual(name, model, making, world, present, own_steps, hooks)
-        bare = kind(model, making, world, present)
+            return _manual(name, model, make_optimizer, world, current, own_steps, hooks)
+        bare = kind(model, make_optimizer, world, current)
         copying: Engine = Copied(bare, copies) if copies else bare
         watched: Engine = Hooked(copying, hooks) if hooks else copying
-        made = with_buffers(watched, model, world, exact=exact, shared=shared, sharing=sharing, own=own)
-        return EMAEngine(made, model, ema, getattr(bare, "masters", None), rested) if ema else made
+        outer = with_buffers(watched, model, world, exact=exact, shared=shared, sharing=sharing, own=own)
+        return EMAEngine(outer, model, ema, getattr(bare, "masters", None), rested) if ema else outer
 
-    given, refused = isinstance(optimizer, Optimizer), "" if ENGINES[name].remade else _NOT_REMADE.format(name)
-    changes, follows = changes or Changes(), own_steps is not None
-    return Remade(model, world, around, make, changes, given=given, refused=refused, follows=follows)
+    fixed_optimizer, refusal = (
+        isinstance(optimizer, Optimizer),
+        "" if ENGINES[name].remade else _REBUILD_REFUSAL.format(name),
+    )
+    changes, reads_groups = changes or Changes(), own_steps is not None
+    return Remade(
+        model, world, build, make, changes, fixed_optimizer=fixed_optimizer, refusal=refusal, reads_groups=reads_groups
+    )
 
 
 def _manual(
@@ -213,13 +216,13 @@ def _manual(
 ) -> Engine:
     if not ENGINES[name].own_steps:
         raise ConfigError(
-            f"--engine {name} does not go with a task that takes its optimizers' steps itself, in the midst of a "
-            "micro-batch: use --engine ddp"
+            f"--engine {name} does not work with a task that steps its optimizers itself, within a micro-batch: use "
+            "--engine ddp"
         )
     if ENGINES[name].one_process and world.size > 1:
         raise ConfigError(f"--engine {name} with {world.size} processes: use --engine ddp, or start one process")
-    made: Engine = Manual(model, make, world, settings, own_steps)
-    return Hooked(made, hooks) if hooks else made
+    manual: Engine = Manual(model, make, world, settings, own_steps)
+    return Hooked(manual, hooks) if hooks else manual
 
 
 def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
@@ -231,13 +234,13 @@ def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
     """
     if own_steps:
         raise ConfigError(
-            "`penalty` does not go with a task that takes its optimizers' steps itself: add it to the loss there"
+            "`penalty` does not work with a task that steps its optimizers itself: add it to the loss there"
         )
     if not ENGINES[name].penalty:
-        raise ConfigError(f"--engine {name} does not go with `penalty`: use --engine fsdp, zero or ddp")
+        raise ConfigError(f"--engine {name} does not work with `penalty`: use --engine fsdp, zero or ddp")
     if name == "fsdp" and exact:
         raise ConfigError(
-            "--exact with --engine fsdp does not go with `penalty`, whose sums over shards depend on the number of "
+            "--exact with --engine fsdp does not work with `penalty`, whose sums over shards depend on the number of "
             "processes: use --engine zero or ddp"
         )
 
@@ -251,35 +254,34 @@ def _sharing(
         check_sharing(name, "auto", options)
         return shares
     check_shares(name, shares, micro_batches or sum(shares), world.size, options)
-    given = given_shares(shares)
-    return Sharing(lambda step: given)
+    counts = given_shares(shares)
+    return Sharing(lambda step: counts)
 
 
 def check_shares(name: str, counts: Sequence[int], micro_batches: int, ranks: int, options: EngineOptions) -> None:
     """Raise ConfigError if the shares do not fit the step, the world or the engine."""
-    said = ",".join(map(str, counts))
+    text = ",".join(map(str, counts))
     if len(counts) != ranks:
-        raise ConfigError(
-            f"--shares {said} is of {len(counts)} processes, and there are {ranks}: give one number for each"
-        )
+        raise ConfigError(f"--shares {text} has {len(counts)} numbers for {ranks} processes: give one for each")
     if sum(counts) != micro_batches:
         raise ConfigError(
-            f"--shares {said} is {sum(counts)} micro-batches, and a step has {micro_batches}: change a share or "
-            "--micro-batch-size"
+            f"--shares {text} adds up to {sum(counts)} micro-batches, but a step has {micro_batches}: change a share "
+            "or --micro-batch-size"
         )
-    check_sharing(name, said, options)
+    check_sharing(name, text, options)
 
 
-def check_sharing(name: str, said: str, options: EngineOptions) -> None:
+def check_sharing(name: str, shares: str, options: EngineOptions) -> None:
     """Raise ConfigError if the engine does not support unequal shares."""
     if not ENGINES[name].shares:
         raise ConfigError(
-            f"--shares {said} does not go with --engine {name}, where every forward takes all ranks, so that one with "
-            "less work would wait: use --engine ddp or zero"
+            f"--shares {shares} does not work with --engine {name}, whose forwards involve every rank, so that one "
+            "with less work would wait: use --engine ddp or zero"
         )
     if options.static_graph:
         raise ConfigError(
-            f"--shares {said} does not go with --engine.static-graph, which exchanges after each micro-batch; drop one"
+            f"--shares {shares} does not work with --engine.static-graph, which exchanges after each micro-batch; drop "
+            "one"
         )
 
 
@@ -304,17 +306,17 @@ def trained_set(engine: Engine) -> TrainedSet | None:
 def kinds(engine: Engine) -> dict[str, str]:
     """Describe, by name in the state, tensors that forwards write and unfrozen parameters."""
     inner = engine.engine if isinstance(engine, Remade) else engine
-    found = inner.kinds() if isinstance(inner, EMAEngine | Buffered) else {}
+    written = inner.kinds() if isinstance(inner, EMAEngine | Buffered) else {}
     since: dict[str, int] = engine.since if isinstance(engine, Remade) else {}
-    return {f"model/{name}": f"{name}, {UNFROZEN} {step}" for name, step in since.items()} | found
+    return {f"model/{name}": f"{name}, {UNFROZEN} {step}" for name, step in since.items()} | written
 
 
 def check_audit(name: str) -> None:
     """Raise ConfigError if a rank cannot compute a micro-batch by itself."""
     if not ENGINES[name].shares:
         raise ConfigError(
-            f"--guards.audit does not go with --engine {name}, where a rank cannot compute another's micro-batch by "
-            "itself: use --engine ddp or zero, or leave it out"
+            f"--guards.audit does not work with --engine {name}, where a rank cannot compute another's micro-batch by "
+            "itself: use --engine ddp or zero, or drop it"
         )
 
 
@@ -324,14 +326,14 @@ def _check_gradient_norms(name: str, gradients: GradientNorms, own_steps: OwnSte
         return
     if own_steps is not None:
         raise ConfigError(
-            "--log-gradients does not go with a task that takes its optimizers' steps itself, each of which has "
-            "gradients of its own: log them there, or leave it out"
+            "--log-gradients does not work with a task that steps its optimizers itself, since each step has its own "
+            "gradients: log them there, or drop it"
         )
     if not ENGINES[name].block_norms:
         able = ", ".join(each for each, spec in ENGINES.items() if spec.block_norms)
         raise ConfigError(
-            f"--log-gradients {gradients.by} does not go with --engine {name}, which takes one norm of all gradients: "
-            f"use one of {able}, or leave it out"
+            f"--log-gradients {gradients.by} does not work with --engine {name}, which has one norm of all gradients: "
+            f"use one of {able}, or drop it"
         )
 
 
@@ -346,18 +348,16 @@ def check_copies(name: str, *, narrow: bool, exact: bool, hooked: bool, own_step
     """
     if not ENGINES[name].weight_copies:
         raise ConfigError(
-            f"--weight-copies step does not go with --engine {name}, which takes the gradients of the parameters "
-            "themselves as they come: use --engine single, or leave it out"
+            f"--weight-copies step does not work with --engine {name}, which exchanges the parameters' own gradients: "
+            "use --engine single, or drop it"
         )
     if own_steps:
-        raise ConfigError(
-            "--weight-copies step does not go with a task that takes its optimizers' steps itself: leave it out"
-        )
+        raise ConfigError("--weight-copies step does not work with a task that steps its optimizers itself: drop it")
     if narrow and (exact or hooked):
-        what = "--exact, whose tree adds" if exact else "a task with hooks, which may look at"
+        conflict = "--exact, whose tree adds" if exact else "a task with hooks, which may read"
         raise ConfigError(
-            f"--grad-dtype bf16 does not go with {what} the gradients of each micro-batch: leave it out, and "
-            "--weight-copies step adds them up in float32"
+            f"--grad-dtype bf16 does not work with {conflict} the gradients of each micro-batch: drop it, and "
+            "--weight-copies step sums them in float32"
         )
 
 
@@ -407,7 +407,7 @@ def _kind(name: str, options: EngineOptions) -> Any:
         if spec.name not in has and getattr(options, spec.name) != spec.default:
             own = ", ".join(flag(f"engine_options.{option}") for option in has) or "none"
             raise ConfigError(
-                f"{flag(f'engine_options.{spec.name}')} is no option of --engine {name}; leave it out (its own: {own})"
+                f"{flag(f'engine_options.{spec.name}')} is not an option of --engine {name}; drop it (its own: {own})"
             )
     return engine_class(name)
 
@@ -415,16 +415,16 @@ def _kind(name: str, options: EngineOptions) -> Any:
 _SPLIT = ("full", "grad-op")
 
 
-def variants(size: int, given: EngineOptions) -> Iterator[tuple[str, EngineOptions]]:
+def variants(size: int, options: EngineOptions) -> Iterator[tuple[str, EngineOptions]]:
     """Yield the engines, with each way to shard, that `size` processes can form and trace.
 
     Args:
-        given: the requested options; each engine uses those that it has.
+        options: the requested options; each engine uses those that it has.
     """
     for name, entry in ENGINES.items():
         if not entry.everywhere or entry.one_process != (size == 1):
             continue
-        own = EngineOptions(**{option: getattr(given, option) for option in own_options(name)})
+        own = EngineOptions(**{option: getattr(options, option) for option in own_options(name)})
         if "sharding" not in own_options(name) or own.sharding not in _SPLIT:
             yield name, own
             continue
@@ -437,7 +437,7 @@ def check_planned(name: str, options: EngineOptions) -> None:
     if name == "data-parallel":
         raise ConfigError(
             "--engine data-parallel cannot be planned: one process copies the model to all of its GPUs in each "
-            "forward; plan --engine ddp, which is better too"
+            "forward; plan --engine ddp instead"
         )
     if "zero_stage" not in own_options(name):
         return
@@ -445,13 +445,13 @@ def check_planned(name: str, options: EngineOptions) -> None:
     zero = zero if isinstance(zero, dict) else {}
     if options.zero_stage == 3 or (options.zero_stage < 0 and zero.get("stage") == 3):
         raise ConfigError(
-            f"--engine {name} cannot be planned in stage 3: it asks the other ranks for numbers in each forward; plan "
-            "--engine fsdp, which splits the same"
+            f"--engine {name} cannot be planned in stage 3, whose forwards exchange with other ranks; plan --engine "
+            "fsdp, which shards the same"
         )
     offload = zero.get("offload_optimizer")
     if options.cpu_offload or (isinstance(offload, dict) and offload.get("device", "cpu") != "none"):
         raise ConfigError(
-            f"--engine {name} cannot be planned with states in host memory: a trace has one memory; plan it without"
+            f"--engine {name} cannot be planned with states in host memory: a trace has one device; plan it without"
         )
 
 
@@ -471,15 +471,15 @@ def exchanged(name: str, options: EngineOptions, parameters: float, trained: flo
     return 0.0, trained
 
 
-def least_held(name: str, options: EngineOptions, size: int, held: tuple[float, float, float]) -> float:
+def least_held(name: str, options: EngineOptions, size: int, totals: tuple[float, float, float]) -> float:
     """Return a lower bound of a rank's bytes at the end of a backward.
 
     An engine that does not fit by this bound need not be traced.
 
     Args:
-        held: bytes of parameters, gradients and optimizer states of the whole model.
+        totals: bytes of parameters, gradients and optimizer states of the whole model.
     """
-    parameters, gradients, states = held
+    parameters, gradients, states = totals
     if name == "fsdp" and options.sharding != "none":
         size = options.shard_size or size
         return (parameters + gradients + states) / size

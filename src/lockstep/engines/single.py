@@ -25,12 +25,18 @@ class Single:
         if world.size > 1:
             raise ConfigError(f"--engine single with {world.size} processes: use --engine ddp, or start one process")
         self.model = model
-        made = optimizer(model)
-        own = trained(model, made)
-        self._tree = Tree(own, settings.exact, world) if settings.exact else None
+        instance = optimizer(model)
+        parameters = trained(model, instance)
+        self._tree = Tree(parameters, settings.exact, world) if settings.exact else None
         dense = "--exact" if settings.exact else settings.once
         self._update = OptimizerStep(
-            model, made, settings, cleared=own, fixed=bool(settings.exact), exchange=self._finish, dense=dense
+            model,
+            instance,
+            settings,
+            cleared=parameters,
+            fixed=bool(settings.exact),
+            exchange=self._finish,
+            dense=dense,
         )
         self._roots = ScaledBackward()
 
@@ -42,7 +48,7 @@ class Single:
         if self._tree:
             self._tree.push()
 
-    def _alone(self, loss: Tensor) -> None:
+    def _backward_alone(self, loss: Tensor) -> None:
         loss.backward(self._roots(loss, self._update.scale))  # type: ignore[no-untyped-call]
 
     def _finish(self) -> None:
@@ -61,7 +67,7 @@ class Single:
         return self._update(factor, limit, momentum, evaluate)
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        self._update.rehearse(Alone(loss, self._alone))
+        self._update.rehearse(Alone(loss, self._backward_alone))
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._update.state_dict(self.model)

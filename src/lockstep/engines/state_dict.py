@@ -1,8 +1,8 @@
 """Name, restore and snapshot the state of a model and its optimizer.
 
-kept = Snapshot(optimizer, parameters)
-...                                     # steps, or the half of one
-kept.put_back()
+snapshot = Snapshot(optimizer, parameters)
+...                                     # steps, or part of one
+snapshot.put_back()
 
 `named_state` and `restore_state` map a model and optimizer to tensors by plain name, for checkpoints. `materialise`
 makes an optimizer create its state before a load. `Snapshot` copies parameters and optimizer, and restores them.
@@ -34,14 +34,18 @@ __all__ = [
 
 
 # Initial values of torch's optimizers that are not zero: a number, or the key of the group that has it.
-_BEGINNINGS: dict[str, dict[str, float | str]] = {
+_INITIAL_VALUES: dict[str, dict[str, float | str]] = {
     "Adagrad": {"sum": "initial_accumulator_value"},
     "ASGD": {"mu": 1.0, "eta": "lr"},
     "NAdam": {"mu_product": 1.0},
     "Rprop": {"step_size": "lr"},
 }
 
-_OWN = ("torch.optim", "torch.distributed", "lockstep.optim")  # their optimizers hold no other one with state
+_PLAIN_PACKAGES = (
+    "torch.optim",
+    "torch.distributed",
+    "lockstep.optim",
+)  # their optimizers hold no other one with state
 _PARTS = 16  # parts that `first_step` splits the parameters into
 
 
@@ -51,14 +55,14 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     Numbers in the optimizer's state become 0-dim float64 tensors. An entry of a list or dict is named `KEY.PLACE`; the
     state of an optimizer held as an attribute (SAM's base) is named `ATTRIBUTE.KEY`.
     """
-    found = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+    state = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     if isinstance(optimizer, LBFGS):
         prefix = _name_of_lbfgs(model, optimizer)
-        return found | {f"{prefix}/{key}": tensor for key, tensor in packed(optimizer).items()}
+        return state | {f"{prefix}/{key}": tensor for key, tensor in packed(optimizer).items()}
     for slot in _slots(model, optimizer):
         value = slot.value
-        found[slot.name] = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-    return found
+        state[slot.name] = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    return state
 
 
 def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tensor]) -> None:
@@ -69,7 +73,7 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tenso
     own = named_state(model, optimizer)
     missing = sorted(own.keys() ^ state.keys())
     if missing:
-        raise CheckpointError(f"the state does not fit the model: {', '.join(missing[:3])} on one side only")
+        raise CheckpointError(f"the state does not match the model: {', '.join(missing[:3])} on one side only")
     with torch.no_grad():
         for name, tensor in own.items():
             if tensor is not state[name]:
@@ -100,13 +104,13 @@ def _slots(model: nn.Module, optimizer: Optimizer) -> Iterator[_StateSlot]:
 
 
 def _leaves(holder: Any, prefix: str) -> list[_StateSlot]:
-    found = []
+    slots = []
     for key, value in list(holder.items() if isinstance(holder, Mapping) else enumerate(holder)):
         if isinstance(value, Tensor | int | float):
-            found.append(_StateSlot(f"{prefix}{key}", holder, key, value))
+            slots.append(_StateSlot(f"{prefix}{key}", holder, key, value))
         elif isinstance(value, Mapping | list | tuple):
-            found += _leaves(value, f"{prefix}{key}.")
-    return found
+            slots += _leaves(value, f"{prefix}{key}.")
+    return slots
 
 
 def _name_of_lbfgs(model: nn.Module, optimizer: Optimizer) -> str:
@@ -120,14 +124,14 @@ def _optimizers_in(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
 
     Only those with a state of their own.
     """
-    if type(optimizer).__module__.startswith(_OWN):
+    if type(optimizer).__module__.startswith(_PLAIN_PACKAGES):
         return [("", optimizer)]
-    found, seen = [("", optimizer)], [optimizer.state]
+    optimizers, states = [("", optimizer)], [optimizer.state]
     for name, value in vars(optimizer).items():
-        if isinstance(value, Optimizer) and not any(value.state is state for state in seen):
-            found.append((f"{name}.", value))
-            seen.append(value.state)
-    return found
+        if isinstance(value, Optimizer) and not any(value.state is state for state in states):
+            optimizers.append((f"{name}.", value))
+            states.append(value.state)
+    return optimizers
 
 
 def drop_states(optimizer: Optimizer) -> None:
@@ -136,12 +140,12 @@ def drop_states(optimizer: Optimizer) -> None:
         each.state.clear()
 
 
-def forget(model: nn.Module, states: MutableMapping[Any, Any], given: Mapping[str, Tensor]) -> None:
-    """Drop `states` of parameters that `given` has none for: they never had a gradient.
+def forget(model: nn.Module, states: MutableMapping[Any, Any], state: Mapping[str, Tensor]) -> None:
+    """Drop `states` of parameters that `state` has none for: they never had a gradient.
 
     The optimizer creates a state in the first step that gives them a gradient, as it would have without the restart.
     """
-    stepped = {name.rpartition("/")[0] for name in given if name.startswith("optimizer/")}
+    stepped = {name.rpartition("/")[0] for name in state if name.startswith("optimizer/")}
     for name, parameter in model.named_parameters():
         if stepped and f"optimizer/{name}" not in stepped:
             states.pop(parameter, None)
@@ -192,8 +196,8 @@ def first_step(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     vars(inner).update(own)  # attributes that the optimizer counts in
-    for group, kept in zip(optimizer.param_groups, settings, strict=True):
-        group.update(kept)
+    for group, options in zip(optimizer.param_groups, settings, strict=True):
+        group.update(options)
         for parameter in group["params"]:
             begin(inner, group, states.get(parameter, {}))
 
@@ -211,14 +215,14 @@ def _chunks(optimizer: Optimizer, parameters: list[Tensor]) -> list[list[Tensor]
     if not _steps_in_parts(optimizer):
         return [parameters]
     sizes = [local_of(parameter).nbytes for parameter in parameters]
-    limit, found, held = sum(sizes) // _PARTS, list[list[Tensor]](), 0
+    limit, chunks, filled = sum(sizes) // _PARTS, list[list[Tensor]](), 0
     for parameter, size in zip(parameters, sizes, strict=True):
-        if not found or held + size > limit:
-            found.append([])
-            held = 0
-        found[-1].append(parameter)
-        held += size
-    return found
+        if not chunks or filled + size > limit:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append(parameter)
+        filled += size
+    return chunks
 
 
 def _step_unmoved(optimizer: Optimizer, parameters: list[Tensor]) -> None:
@@ -242,12 +246,12 @@ def _step_unmoved(optimizer: Optimizer, parameters: list[Tensor]) -> None:
         raise
     except Exception as error:
         raise DataError(
-            f"the `step` of the optimizer {type(kernel).__name__} failed with gradients of zero, by which a resume "
-            f"makes its states: {failure(error)}; mend it there"
+            f"the `step` of the optimizer {type(kernel).__name__} failed on zero gradients, with which a resume "
+            f"creates its states: {failure(error)}; fix it there"
         ) from error
     for parameter, local, values in zip(parameters, locals_, before, strict=True):
         parameter.grad = None
-        if local_of(parameter).data_ptr() != local.data_ptr():  # an optimizer gave it other memory, by `.data =`
+        if local_of(parameter).data_ptr() != local.data_ptr():  # an optimizer replaced its memory: `.data =`
             parameter.data = local
         local.copy_(values)
 
@@ -269,10 +273,10 @@ def begin(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, A
         values: the parameter's state.
     """
     kinds = (kind.__name__ for kind in type(optimizer).__mro__)
-    known = next((_BEGINNINGS[kind] for kind in kinds if kind in _BEGINNINGS), {})
+    initial = next((_INITIAL_VALUES[kind] for kind in kinds if kind in _INITIAL_VALUES), {})
     for key, value in values.items():
         if isinstance(value, Tensor):
-            start = known.get(key, 0.0)
+            start = initial.get(key, 0.0)
             value.fill_(float(group[start] if isinstance(start, str) else start))
 
 
@@ -293,58 +297,60 @@ class Snapshot:
         self._parameters = [(p, local_of(p), self._copy(local_of(p))) for p in parameters]
         inner = getattr(optimizer, "optim", None)  # ZeroRedundancyOptimizer has the optimizer inside
         outer = [optimizer] if isinstance(inner, Optimizer) else []
-        self._held = [self._of(each) for each in (*outer, *(o for _, o in _optimizers_in(inner or optimizer)))]
+        self._copies = [
+            self._copy_optimizer(each) for each in (*outer, *(o for _, o in _optimizers_in(inner or optimizer)))
+        ]
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Restore everything."""
         for parameter, local, values in self._parameters:
-            if local_of(parameter).data_ptr() != local.data_ptr():  # an optimizer gave it other memory, by `.data =`
+            if local_of(parameter).data_ptr() != local.data_ptr():  # an optimizer replaced its memory: `.data =`
                 parameter.data = local
             local.copy_(values)
-        for optimizer, own, groups, states in self._held:
+        for optimizer, own, groups, states in self._copies:
             for name in vars(optimizer).keys() - own.keys() - {"state", "param_groups"}:
                 delattr(optimizer, name)
-            for name, kept in own.items():
-                optimizer.__dict__[name] = self._thawed(kept)
+            for name, frozen in own.items():
+                optimizer.__dict__[name] = self._thaw(frozen)
             for group, settings in groups:
                 for key in group.keys() - settings.keys() - {"params"}:
                     del group[key]
-                group.update({key: self._thawed(kept) for key, kept in settings.items()})
+                group.update({key: self._thaw(frozen) for key, frozen in settings.items()})
             optimizer.state.clear()
             for parameter, values in states.items():
-                optimizer.state[parameter] = self._thawed(values)
+                optimizer.state[parameter] = self._thaw(values)
 
-    def _of(self, optimizer: Optimizer) -> tuple[Optimizer, dict[str, Any], list[Any], dict[Any, Any]]:
-        own = {k: self._frozen(v) for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
+    def _copy_optimizer(self, optimizer: Optimizer) -> tuple[Optimizer, dict[str, Any], list[Any], dict[Any, Any]]:
+        own = {k: self._freeze(v) for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
         groups = [
-            (group, {key: self._frozen(value) for key, value in group.items() if key != "params"})
+            (group, {key: self._freeze(value) for key, value in group.items() if key != "params"})
             for group in optimizer.param_groups
         ]
-        return optimizer, own, groups, {p: self._frozen(values) for p, values in optimizer.state.items()}
+        return optimizer, own, groups, {p: self._freeze(values) for p, values in optimizer.state.items()}
 
     def _copy(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         return tensor.to("cpu", copy=True) if self._on_host and tensor.is_cuda else tensor.clone()  # may wait
 
-    def _frozen(self, value: Any) -> Any:
+    def _freeze(self, value: Any) -> Any:
         """Return (value, copy), where the copy covers whatever may change in the value."""
         if isinstance(value, Tensor):
             return value, self._copy(local_of(value))
         if isinstance(value, list):
-            return value, [self._frozen(each) for each in value]
+            return value, [self._freeze(each) for each in value]
         if isinstance(value, dict):
-            return value, {key: self._frozen(each) for key, each in value.items()}
+            return value, {key: self._freeze(each) for key, each in value.items()}
         return value, None
 
-    def _thawed(self, frozen: Any) -> Any:
+    def _thaw(self, frozen: Any) -> Any:
         value, copy = frozen
         if isinstance(value, Tensor):
             local_of(value).copy_(copy)
         elif isinstance(value, list):
-            value[:] = [self._thawed(each) for each in copy]
+            value[:] = [self._thaw(each) for each in copy]
         elif isinstance(value, dict):
-            kept = {key: self._thawed(each) for key, each in copy.items()}
+            entries = {key: self._thaw(each) for key, each in copy.items()}
             value.clear()
-            value.update(kept)
+            value.update(entries)
         return value

@@ -1,8 +1,8 @@
 """Wrap an engine: rebuild it when the trained parameters change, add hooks, or copy weights.
 
-    made = Remade(model, world, make, optimizer, changes)   # make: (make optimizer, wrapper, names) -> Engine
-    model.body.requires_grad_(True)                         # between two steps, on every rank
-    with made.accumulate(last=True): ...                    # the step that follows trains the body too
+    engine = Remade(model, world, make, optimizer, changes)     # make: (make optimizer, wrapper, names) -> Engine
+    model.body.requires_grad_(True)                             # between two steps, on every rank
+    with engine.accumulate(last=True): ...                      # the step that follows trains the body too
 
 An engine's groups, reducer, averages and shards are fixed when it is built. So each step of `Remade` first compares
 what requires a gradient, and what the optimizer holds, with the time of the build. Optimizer states stay with their
@@ -37,8 +37,6 @@ __all__ = [
     "Changes",
     "Copied",
     "Hooked",
-    "Make",
-    "MakeAgain",
     "Remade",
     "set_trained",
 ]
@@ -51,14 +49,14 @@ class Copied:
     def __init__(self, engine: Engine, copies: WeightCopies) -> None:
         self.model: nn.Module = engine.model
         self._engine, self._copies = engine, copies
-        self._begun = False  # the current step has had a backward
+        self._is_active = False  # the current step has had a backward
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return self._micro_batch(last, counts)
 
     @contextmanager
     def _micro_batch(self, last: bool, counts: bool) -> Iterator[None]:
-        if not self._begun or self._copies.moved():
+        if not self._is_active or self._copies.moved():
             self._copies.write()
         with self._engine.accumulate(last, counts), self._copies.used():
             yield
@@ -66,10 +64,10 @@ class Copied:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if name := self._copies.moved():
             raise ConfigError(
-                f"--weight-copies step does not go with a forward that writes {name}: it has multiplied by what was "
-                "there before; leave it out"
+                f"--weight-copies step does not work with a forward that writes {name}: the copies still have the old "
+                "values; drop the flag"
             )
-        self._begun = True
+        self._is_active = True
         self._engine.backward(loss, weight)
 
     def step(
@@ -79,7 +77,7 @@ class Copied:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        self._begun = False
+        self._is_active = False
         self._copies.hand_over()
         return self._engine.step(factor, limit, momentum, evaluate)
 
@@ -169,9 +167,9 @@ class Changes(NamedTuple):
 def set_trained(model: nn.Module, names: Collection[str]) -> None:
     """Make exactly the parameters of these names require gradients."""
     for name, parameter in model.named_parameters():
-        wanted = name in names
-        if parameter.requires_grad is not wanted:
-            parameter.requires_grad_(wanted)
+        flag = name in names
+        if parameter.requires_grad is not flag:
+            parameter.requires_grad_(flag)
 
 
 @final
@@ -196,24 +194,26 @@ class Remade:
         optimizer: MakeOptimizer,
         changes: Changes,
         *,
-        given: bool = False,
-        refused: str = "",
-        follows: bool = False,
+        fixed_optimizer: bool = False,
+        refusal: str = "",
+        reads_groups: bool = False,
     ) -> None:
         self._plain, self._world, self._make, self._changes = model, world, make, changes
-        self._given, self._refused, self._follows = given, refused, follows
-        self._make_optimizer, self._steps, known = optimizer, changes.done, changes.known
+        self._fixed_optimizer, self._refusal, self._reads_groups = fixed_optimizer, refusal, reads_groups
+        self._make_optimizer, self._steps, former = optimizer, changes.done, changes.known
         self._optimizer: Optimizer
-        self._within = self._begun = False
-        self._since = dict(known.since) if known else {}
-        self._is_known = known is not None
-        self._made = dict.fromkeys(known.made if known else ())  # trained when the engine was built, or earlier
-        self.engine: Engine = make(self._noted(optimizer), None, [*self._made])
+        self._in_step = self._is_active = False
+        self._since = dict(former.since) if former else {}
+        self._has_set = former is not None
+        self._ever_trained = dict.fromkeys(
+            former.made if former else ()
+        )  # trained when the engine was built, or earlier
+        self.engine: Engine = make(self._record_optimizer(optimizer), None, [*self._ever_trained])
         self.model: nn.Module = self.engine.model
-        self._note()
+        self._record_build()
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        if not self._within:
+        if not self._in_step:
             self._begin()
         return self.engine.accumulate(last, counts)
 
@@ -227,12 +227,12 @@ class Remade:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        self._within = self._begun = True  # a pass that the optimizer repeats does not begin a step
+        self._in_step = self._is_active = True  # a pass that the optimizer repeats does not begin a step
         self._steps += 1
         try:
             return self.engine.step(factor, limit, momentum, evaluate)
         finally:
-            self._within = False
+            self._in_step = False
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
         self.engine.rehearse(loss)
@@ -241,15 +241,15 @@ class Remade:
         return self.engine.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._begun = True
+        self._is_active = True
         self.engine.load_state_dict(state)
 
     def trained(self) -> TrainedSet | None:
         """Return the current set; None if it never changed."""
         now = self._names_now()
-        if not self._is_known and now == self._trained and [*self._made] == now:
+        if not self._has_set and now == self._trained and [*self._ever_trained] == now:
             return None
-        return TrainedSet([*self._made], now, {name: step for name, step in self._since.items() if name in now})
+        return TrainedSet([*self._ever_trained], now, {name: step for name, step in self._since.items() if name in now})
 
     @property
     def since(self) -> dict[str, int]:
@@ -258,149 +258,153 @@ class Remade:
 
     def leave_step(self) -> None:
         """Leave a step unfinished."""
-        self._within = False
+        self._in_step = False
 
     # --- detect a change
 
     def _begin(self) -> None:
-        self._within = True
-        if self._flags() != self._seen or self._held() != self._groups:
-            self._change()
+        self._in_step = True
+        if self._flags() != self._built_flags or self._group_ids() != self._groups:
+            self._handle_change()
 
     def _flags(self) -> list[bool]:
         return [*map(_FLAG, self._parameters)]
 
-    def _held(self) -> list[list[int]]:
+    def _group_ids(self) -> list[list[int]]:
         return [[*map(id, group["params"])] for group in self._optimizer.param_groups]
 
     def _names_now(self) -> list[str]:
         return [name for name, flag in zip(self._names, self._flags(), strict=True) if flag]
 
-    def _note(self) -> None:
+    def _record_build(self) -> None:
         """Record what the engine was built with."""
-        named = dict(self._plain.named_parameters())
-        self._names, self._parameters = [*named], [*named.values()]
-        self._seen, self._groups = self._flags(), self._held()
+        parameters = dict(self._plain.named_parameters())
+        self._names, self._parameters = [*parameters], [*parameters.values()]
+        self._built_flags, self._groups = self._flags(), self._group_ids()
         self._trained = self._names_now()
-        self._made |= dict.fromkeys(self._trained)
+        self._ever_trained |= dict.fromkeys(self._trained)
 
-    def _noted(self, make: MakeOptimizer) -> MakeOptimizer:
-        def noted(held: nn.Module) -> Optimizer:
-            self._optimizer = make(held)
+    def _record_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
+        def build(model: nn.Module) -> Optimizer:
+            self._optimizer = make(model)
             self._rates = [group["lr"] for group in self._optimizer.param_groups]
             return self._optimizer
 
-        return noted
+        return build
 
-    def _change(self) -> None:
+    def _handle_change(self) -> None:
         now, before = self._names_now(), set(self._trained)
         fresh = [name for name in now if name not in before]
         changes = [f"unfroze {listed(fresh)}"] if fresh else []
-        if gone := [name for name in self._trained if name not in set(now)]:
-            changes.append(f"froze {listed(gone)}")
+        if removals := [name for name in self._trained if name not in set(now)]:
+            changes.append(f"froze {listed(removals)}")
         if not changes:
             changes = ["changed the optimizer's groups"]
-        what = " and ".join(changes)
-        self._agree(what, now)
-        if self._refused:
-            raise LockstepError(f"after step {self._steps} the run {what}: {self._refused}")
+        change = " and ".join(changes)
+        self._check_agreement(change, now)
+        if self._refusal:
+            raise LockstepError(f"after step {self._steps} the run {change}: {self._refusal}")
         if fixed := next((name for name in fresh if name in self._changes.fixed), ""):
             raise LockstepError(f"after step {self._steps} the run unfroze {fixed}: {self._changes.fixed[fixed]}")
         self._since |= dict.fromkeys(fresh, self._steps + 1)
-        self._is_known = True
-        if self._follows:
-            self._note()
+        self._has_set = True
+        if self._reads_groups:
+            self._record_build()
         else:
-            self._remake(fresh)
-        self._changes.changed(TrainedSet([*self._made], now, dict(self._since)))
+            self._rebuild(fresh)
+        self._changes.changed(TrainedSet([*self._ever_trained], now, dict(self._since)))
 
-    def _agree(self, what: str, now: list[str]) -> None:
+    def _check_agreement(self, change: str, now: list[str]) -> None:
         """Raise LockstepError, naming parameters, unless all ranks changed alike. Collective."""
         if self._world.size == 1:
             return
-        mine = {"remade": what, "trained": now, "groups": [len(group) for group in self._held()]}
+        report = {"remade": change, "trained": now, "groups": [len(group) for group in self._group_ids()]}
         try:
             # A rank without a change is elsewhere. Wait half of the timeout, so that this error comes before theirs.
             arrived = dist.barrier(group=self._world.control, async_op=True)  # collective
             arrived.wait(timedelta(seconds=self._world.timeout / 2))
-            every = self._world.gather(mine)  # collective
+            every = self._world.gather(report)  # collective
         except (PeerError, RuntimeError) as error:
             raise LockstepError(
-                f"{rank_label(self._world.rank)}: after step {self._steps} this rank {what}, and not all ranks did so: "
-                "change what is trained on every rank, after the same step"
+                f"{rank_label(self._world.rank)}: after step {self._steps} this rank {change}, but not every rank did: "
+                "make the same change on every rank, after the same step"
             ) from error
         odd = next((rank for rank, each in enumerate(every) if each != every[0]), None)
         if odd is not None:
-            told = [each["remade"] if isinstance(each, dict) else "did not" for each in (every[0], every[odd])]
+            actions = [each["remade"] if isinstance(each, dict) else "did not" for each in (every[0], every[odd])]
             raise LockstepError(
-                f"after step {self._steps} rank 0 {told[0]} and rank {odd} {told[1]}: change what is trained on every "
-                "rank alike"
+                f"after step {self._steps} rank 0 {actions[0]} and rank {odd} {actions[1]}: make the same change "
+                "on every rank"
             )
 
     # --- rebuild the engine
 
-    def _remake(self, fresh: list[str]) -> None:
+    def _rebuild(self, fresh: list[str]) -> None:
         """Rebuild the engine for the current parameters, with the former engine's states. Collective."""
-        state, wrapper, before = self.engine.state_dict() if self._begun else {}, self.model, self._optimizer
+        state, wrapper, former = self.engine.state_dict() if self._is_active else {}, self.model, self._optimizer
         names: dict[int, str] = dict(zip(map(id, self._parameters), self._names, strict=True))
-        present = [group["lr"] for group in before.param_groups]
-        for group, rate in zip(before.param_groups, self._rates, strict=False):  # later groups keep theirs
+        present = [group["lr"] for group in former.param_groups]
+        for group, rate in zip(former.param_groups, self._rates, strict=False):  # later groups keep theirs
             group["lr"] = rate
-        chosen = self._chosen(before, fresh)
-        others = _other_kinds(before, chosen)
-        lost = {names[key] for key in others if key in names}
-        if not self._begun:
-            before.state.clear()  # created to be loaded into: the first step creates its own
-        elif chosen is not before:
-            chosen.state.update({p: values for p, values in before.state.items() if id(p) not in others})
+        optimizer = self._choose_optimizer(former, fresh)
+        rule_changes = _rule_changes(former, optimizer)
+        drops = {names[key] for key in rule_changes if key in names}
+        if not self._is_active:
+            former.state.clear()  # created to be loaded into: the first step creates its own
+        elif optimizer is not former:
+            optimizer.state.update({p: values for p, values in former.state.items() if id(p) not in rule_changes})
         del self.engine
         gc.collect()  # hooks make cycles of an engine and its parameters; DDP's reducer must be gone before the next
-        self.engine = self._make(self._noted(lambda held: chosen), wrapper, [*self._made])
+        self.engine = self._make(self._record_optimizer(lambda model: optimizer), wrapper, [*self._ever_trained])
         self.model = self.engine.model
-        if chosen is before:
-            for group, rate in zip(before.param_groups, present, strict=True):
+        if optimizer is former:
+            for group, rate in zip(former.param_groups, present, strict=True):
                 group["lr"] = rate  # the user's scheduler continues from it
-        self._note()
-        if self._begun:
-            self._carry(state, lost)
+        self._record_build()
+        if self._is_active:
+            self._load_former_state(state, drops)
 
-    def _chosen(self, before: Optimizer, fresh: list[str]) -> Optimizer:
+    def _choose_optimizer(self, former: Optimizer, fresh: list[str]) -> Optimizer:
         """Return the optimizer for the changed set. Raises LockstepError if none has it."""
-        owned = _owned(before)
+        owned = _groups_by_parameter(former)
         trained = dict(zip(self._names, self._parameters, strict=True))
-        left = [name for name in fresh if id(trained[name]) not in owned]
-        chosen = before
+        missing = [name for name in fresh if id(trained[name]) not in owned]
+        optimizer = former
         if self._changes.again is not None:
-            chosen = self._changes.again(self._plain, before)
-        elif left and not self._given and not hasattr(before.step, "_wrapped_by_lr_sched"):
-            chosen = self._make_optimizer(self._plain)
-        owned = _owned(chosen)
-        if left := [name for name in fresh if id(trained[name]) not in owned]:
+            optimizer = self._changes.again(self._plain, former)
+        elif missing and not self._fixed_optimizer and not hasattr(former.step, "_wrapped_by_lr_sched"):
+            optimizer = self._make_optimizer(self._plain)
+        owned = _groups_by_parameter(optimizer)
+        if missing := [name for name in fresh if id(trained[name]) not in owned]:
             raise LockstepError(
-                f"after step {self._steps} the run unfroze {listed(left)}, which the optimizer has in no group: add "
-                "one with add_param_group in the same place, or have the function that makes the optimizer take all "
+                f"after step {self._steps} the run unfroze {listed(missing)}, in none of the optimizer's groups: call "
+                "add_param_group in the same place, or let the function that builds the optimizer take every parameter "
                 "that requires gradients"
             )
-        return chosen
+        return optimizer
 
-    def _carry(self, state: dict[str, Tensor], lost: set[str]) -> None:
+    def _load_former_state(self, state: dict[str, Tensor], drops: set[str]) -> None:
         """Load the former engine's state into the new one. Collective."""
-        kept = {n: t for n, t in state.items() if not (n.startswith("optimizer/") and _parameter_of(n) in lost)}
+        entries = {n: t for n, t in state.items() if not (n.startswith("optimizer/") and _parameter_of(n) in drops)}
         own = self.engine.state_dict()  # collective
-        kept |= {name: tensor for name, tensor in own.items() if name.startswith(AVERAGE) and name not in kept}
-        self.engine.load_state_dict(kept)  # collective
+        entries |= {name: tensor for name, tensor in own.items() if name.startswith(AVERAGE) and name not in entries}
+        self.engine.load_state_dict(entries)  # collective
 
 
 def _parameter_of(name: str) -> str:
     return name.partition("/")[2].rpartition("/")[0]
 
 
-def _owned(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+def _groups_by_parameter(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """Map the ids of the optimizer's parameters to their groups."""
     return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _other_kinds(before: Optimizer, after: Optimizer) -> set[int]:
+def _rule_changes(before: Optimizer, after: Optimizer) -> set[int]:
     """Return ids of parameters whose update rule changed (Muon, AdamW): their states do not fit."""
-    old = _owned(before)
-    return {key for key, group in _owned(after).items() if key in old and old[key].get("muon") != group.get("muon")}
+    old = _groups_by_parameter(before)
+    return {
+        key
+        for key, group in _groups_by_parameter(after).items()
+        if key in old and old[key].get("muon") != group.get("muon")
+    }

@@ -44,15 +44,15 @@ class Zero:
         self._module, self._world = model, world
         self._plain = plain = optimizer(model)
         self._zero = _split(plain)
-        self._zero.register_step_pre_hook(self._before)
-        self._zero.register_step_post_hook(self._after)
-        exchanged = trained(model, plain)
+        self._zero.register_step_pre_hook(self._run_pre_hooks)
+        self._zero.register_step_post_hook(self._run_post_hooks)
+        parameters = trained(model, plain)
         order = [p for group in plain.param_groups for p in group["params"]]
         name = "--engine zero"
         self._update = OptimizerStep(
-            model, self._zero, settings, order=order, cleared=exchanged, fixed=True, once=name, dense=name
+            model, self._zero, settings, order=order, cleared=parameters, fixed=True, once=name, dense=name
         )
-        self._replicas = ReplicatedEngine("zero", model, exchanged, world, settings)
+        self._replicas = ReplicatedEngine("zero", model, parameters, world, settings)
         self.model = self._replicas.model
         self._meshes: dict[tuple[str, int], DeviceMesh] = {}
 
@@ -72,43 +72,43 @@ class Zero:
         self._replicas.finish()
         self._check_groups()
         if factor is None:
-            self._take_rates()
+            self._copy_rates()
         return self._update(factor, limit, momentum, evaluate)  # collective: the owners broadcast
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
         with self._replicas.alone():
-            self._update.rehearse(Alone(loss, self._alone))  # collective: the owners broadcast
+            self._update.rehearse(Alone(loss, self._backward_alone))  # collective: the owners broadcast
 
-    def _alone(self, loss: Tensor) -> None:
+    def _backward_alone(self, loss: Tensor) -> None:
         self._replicas.backward_alone(loss, self._update.scale)
 
     def _check_groups(self) -> None:
         if len(self._plain.param_groups) != len(self._zero.param_groups):
-            raise LockstepError("--engine zero cannot take a parameter group that is added later; make the engine anew")
+            raise LockstepError("--engine zero does not support parameter groups added later; rebuild the engine")
 
-    def _take_rates(self) -> None:
+    def _copy_rates(self) -> None:
         """Copy the rates that a scheduler set in the user's optimizer."""
-        for mine, theirs in self._groups():
-            mine["lr"] = theirs["lr"]
+        for own, user in self._groups():
+            own["lr"] = user["lr"]
         self._plain._opt_called = True  # type: ignore[attr-defined]  # or the scheduler warns that it never steps
 
-    def _before(self, *given: Any) -> None:
+    def _run_pre_hooks(self, *args: Any) -> None:
         """Run the pre-step hooks of the user's optimizer, which may read and set its groups.
 
         That optimizer never steps itself.
         """
         if hooks := list(self._plain._optimizer_step_pre_hooks.values()):
             pairs = self._groups()
-            for mine, theirs in pairs:
-                theirs.update({key: value for key, value in mine.items() if key != "params"})
+            for own, user in pairs:
+                user.update({key: value for key, value in own.items() if key != "params"})
             for hook in hooks:
-                hook(self._plain, *given[1:])
-            for mine, theirs in pairs:
-                mine.update({key: value for key, value in theirs.items() if key in mine and key != "params"})
+                hook(self._plain, *args[1:])
+            for own, user in pairs:
+                own.update({key: value for key, value in user.items() if key in own and key != "params"})
 
-    def _after(self, *given: Any) -> None:
+    def _run_post_hooks(self, *args: Any) -> None:
         for hook in list(self._plain._optimizer_step_post_hooks.values()):
-            hook(self._plain, *given[1:])
+            hook(self._plain, *args[1:])
 
     def _groups(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Pair each group of the split optimizer, whose order differs, with the user's."""
@@ -117,13 +117,13 @@ class Zero:
 
     def state_dict(self) -> dict[str, Tensor]:
         self._materialise()
-        found = {f"model/{name}": tensor for name, tensor in self._module.state_dict().items()}
-        mine = {f"optimizer/{name}/{key}": value for name, key, value in self._own_states()}
-        described = {name: [*_described(value), self._world.rank] for name, value in mine.items()}
+        state = {f"model/{name}": tensor for name, tensor in self._module.state_dict().items()}
+        local = {f"optimizer/{name}/{key}": value for name, key, value in self._own_states()}
+        described = {name: [*_describe(value), self._world.rank] for name, value in local.items()}
         for part in self._world.gather(described):  # collective
             for name, (dtype, shape, kind, owner) in part.items():
-                found[name] = self._placed(mine.get(name), dtype, shape, kind, owner)
-        return found | self._update.scaling()
+                state[name] = self._distribute(local.get(name), dtype, shape, kind, owner)
+        return state | self._update.scaling()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         state = self._update.restore_scaling(state)
@@ -131,48 +131,48 @@ class Zero:
         forget(self._module, self._zero.optim.state, state)
         self._adopt(state)
         own = self.state_dict()
-        state = state | self._brought(state, own)
+        state = state | self._send_to_owners(state, own)
         self._update.blank = False
         missing = sorted((own.keys() - self._update.scaling().keys()) ^ state.keys())
         if missing:
-            raise CheckpointError(f"the state does not fit the model: {', '.join(missing[:3])} on one side only")
+            raise CheckpointError(f"the state does not match the model: {', '.join(missing[:3])} on one side only")
         with torch.no_grad():
             for name, tensor in self._module.state_dict().items():
                 tensor.copy_(state[f"model/{name}"])
             set_extra(self._module, state)
             for name, key, value in self._own_states():
-                given = local_of(state[f"optimizer/{name}/{key}"])
+                source = local_of(state[f"optimizer/{name}/{key}"])
                 if isinstance(value, Tensor):
-                    if given.data_ptr() != value.data_ptr():  # else it was loaded in place
-                        value.copy_(given)
+                    if source.data_ptr() != value.data_ptr():  # else it was loaded in place
+                        value.copy_(source)
                 else:
-                    self._zero.optim.state[self._parameter(name)][key] = type(value)(given.item())
+                    self._zero.optim.state[self._parameter(name)][key] = type(value)(source.item())
 
     def _adopt(self, state: dict[str, Tensor]) -> None:
         """Take over the states of now frozen parameters, each on its owner. Collective."""
-        known = {name for part in self._world.gather([*self._named_states()]) for name in part}  # collective
+        names = {name for part in self._world.gather([*self._state_names()]) for name in part}  # collective
         for name, tensor in state.items():
-            if name.startswith("optimizer/") and name not in known and _owner(tensor) == self._world.rank:
+            if name.startswith("optimizer/") and name not in names and _owner(tensor) == self._world.rank:
                 parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
                 self._zero.optim.state[self._parameter(parameter)][key] = local_of(tensor)
 
-    def _named_states(self) -> Iterator[str]:
+    def _state_names(self) -> Iterator[str]:
         return (f"optimizer/{name}/{key}" for name, key, _ in self._own_states())
 
     @torch.no_grad()
-    def _brought(self, state: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _send_to_owners(self, state: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
         """Send states to the ranks that own them now. Collective."""
-        found = {}
+        received = {}
         for name in sorted(own.keys() & state.keys()):
             source, target = _owner(state[name]), _owner(own[name])
             if source != target and None not in (source, target):
-                given, mine = state[name], local_of(own[name])
-                values = mine.new_empty(given.shape, dtype=given.dtype, device=self._world.device)
+                tensor, local = state[name], local_of(own[name])
+                values = local.new_empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
                 if source == self._world.rank:
-                    values.copy_(local_of(given))
+                    values.copy_(local_of(tensor))
                 dist.broadcast(values, src=source)  # collective
-                found[name] = values
-        return found
+                received[name] = values
+        return received
 
     def _materialise(self) -> None:
         """Create the optimizer's state if no rank has any, on each for its own. Collective."""
@@ -191,7 +191,7 @@ class Zero:
     def _parameter(self, name: str) -> Tensor:
         return dict(self._module.named_parameters())[name]
 
-    def _placed(self, value: Any, dtype: str, shape: list[int], kind: str, owner: int) -> Tensor:
+    def _distribute(self, value: Any, dtype: str, shape: list[int], kind: str, owner: int) -> Tensor:
         """Return a DTensor that the rank `owner` holds whole, and no other rank holds."""
         mesh = self._meshes.get((kind, owner))
         if mesh is None:
@@ -210,7 +210,7 @@ def _owner(tensor: Tensor) -> int | None:
     return int(tensor.device_mesh.mesh.reshape(-1)[0])
 
 
-def _described(value: Any) -> tuple[str, list[int], str]:
+def _describe(value: Any) -> tuple[str, list[int], str]:
     """Return (dtype, shape, device type) of a state; numbers count as 0-dim float64."""
     if isinstance(value, Tensor):
         return str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type

@@ -3,13 +3,13 @@
     audit = Audit(share, seed, first, world, batches, model, again, clock, kept)
     with audit.watch(step, batch) as seen:          # around each micro-batch's forward and backward
         engine.backward(seen(loss), weight)
-    audit.compare(step)                             # before the update: raises where a device computes wrongly
+    audit.compare(step)                             # before the update: raises if a device computes wrongly
 
-Which micro-batches are recomputed, and by whom, follows from (seed, step) and the ranks' shares, the same on every
-rank. In an audited step each rank recomputes a micro-batch of another rank, so that none waits; alone in its world it
-recomputes its own. Results are compared only if they start from the same data, buffers and task state. A difference is
-settled by a majority vote over further recomputations. The first step of each start is audited, so that a model with a
-nondeterministic gradient shows at once.
+(seed, step) and the ranks' shares determine which rank recomputes which micro-batches, the same on every rank. In an
+audited step each rank recomputes a micro-batch of another rank, so that none waits; a single rank recomputes its own.
+Results are compared only if they start from the same data, buffers and task state. A majority vote over further
+recomputations settles a difference. The first step of each start is audited, so that a nondeterministic gradient shows
+at once.
 """
 
 import logging
@@ -37,29 +37,20 @@ from lockstep.seeds import derive
 from lockstep.task import Task
 
 __all__ = [
-    "BY_ITSELF",
-    "BY_OTHERS",
-    "EVERYBODY",
-    "ONE_OF_TWO",
     "Again",
     "Audit",
-    "Audited",
-    "Recomputation",
-    "VoteVerdict",
     "audited",
-    "judged",
-    "named",
 ]
 
 
 # --- recomputation
 
 _LOSS = ""  # name of the loss among those of the parameters
-_SILENT = nn.modules.batchnorm._NormBase  # running statistics do not affect the output in training
+_OUTPUT_NEUTRAL = nn.modules.batchnorm._NormBase  # running statistics do not affect the output in training
 
 
 class Recomputation(NamedTuple):
-    """A rank's result for a micro-batch, in plain values.
+    """Digests of a rank's result for a micro-batch.
 
     Attributes:
         root: gradient that its backward started from; NaN if the loss was not finite.
@@ -76,8 +67,8 @@ class Recomputation(NamedTuple):
     bits: str
 
 
-class _Watched(NamedTuple):
-    """The same, not read from the device yet."""
+class _PendingResult(NamedTuple):
+    """A recomputation whose values are still on the device."""
 
     data: str
     state: Digests
@@ -106,9 +97,9 @@ class Again:
     ) -> None:
         self._model, self._task, self._loss, self._seed, self._device = model, task, loss, seed, device
         self._kernels = kernels
-        self._trained = _trained(model)
-        self._watched: dict[int, _Watched] = {}
-        self._begun, self._state = _Moment(model, task), Digests()
+        self._trained = _trainable_parameters(model)
+        self._pending: dict[int, _PendingResult] = {}
+        self._start_state, self._state = _StateCopy(model, task), Digests()
 
     @property
     def names(self) -> list[str]:
@@ -117,9 +108,9 @@ class Again:
 
     def begin(self) -> None:
         """Begin an audited step: copy what its forwards may change."""
-        self._watched = {}
-        self._trained = _trained(self._model)  # may have changed since the last step
-        self._begun, self._state = _Moment(self._model, self._task), _state(self._model, self._task)
+        self._pending = {}
+        self._trained = _trainable_parameters(self._model)  # may have changed since the last step
+        self._start_state, self._state = _StateCopy(self._model, self._task), _digest_state(self._model, self._task)
 
     @contextmanager
     def watched(self, batch: MicroBatch) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -128,14 +119,14 @@ class Again:
         Yields:
             A function that is called with the loss between the two, and returns it.
         """
-        found = _Watched(of_batch(batch.held), _state(self._model, self._task), Digests(), [])
+        pending = _PendingResult(of_batch(batch.held), _digest_state(self._model, self._task), Digests(), [])
         handles = []
 
         def seen(loss: Tensor) -> Tensor:
-            found.bits.add(_LOSS, loss)
-            handles.append(loss.register_hook(found.roots.append))  # type: ignore[no-untyped-call]
+            pending.bits.add(_LOSS, loss)
+            handles.append(loss.register_hook(pending.roots.append))  # type: ignore[no-untyped-call]
             for name, parameter in self._trained.items():  # called before this gradient is added to the others'
-                handles.append(parameter.register_hook(partial(found.bits.add, name)))  # type: ignore[no-untyped-call]
+                handles.append(parameter.register_hook(partial(pending.bits.add, name)))  # type: ignore[no-untyped-call]
             return loss
 
         try:
@@ -143,33 +134,33 @@ class Again:
         finally:
             for handle in handles:
                 handle.remove()
-        self._watched[batch.index] = found
+        self._pending[batch.index] = pending
 
     def told(self) -> dict[int, Recomputation]:
         """Return the result of each micro-batch recorded since `begin`."""
-        return {index: _read(found) for index, found in self._watched.items()}
+        return {index: _read_result(pending) for index, pending in self._pending.items()}
 
     def own(self, index: int) -> dict[str, str]:
         """Return the digests of a recorded micro-batch; {} if it was not recorded."""
-        return self._watched[index].bits.read() if index in self._watched else {}
+        return self._pending[index].bits.read() if index in self._pending else {}
 
     def moved(self) -> bool:
         """Whether forwards have changed, since `begin`, state that affects a forward."""
-        return _state(self._model, self._task).read() != self._state.read()  # waits for the device
+        return _digest_state(self._model, self._task).read() != self._state.read()  # waits for the device
 
-    def unlike(self, batch: MicroBatch, told: Recomputation) -> str:
-        """Return what prevents this rank from recomputing a result, in a word; "" for nothing."""
-        if of_batch(batch.held) != told.data:
+    def unlike(self, batch: MicroBatch, result: Recomputation) -> str:
+        """Return why this rank cannot recompute a result: "data", "buffers", or "" if it can."""
+        if of_batch(batch.held) != result.data:
             return "data"
-        return "" if of_digests(self._state.read()) == told.state else "buffers"  # waits for the device
+        return "" if of_digests(self._state.read()) == result.state else "buffers"  # waits for the device
 
-    def bits(self, step: int, batch: MicroBatch, told: Recomputation) -> dict[str, str]:
+    def bits(self, step: int, batch: MicroBatch, result: Recomputation) -> dict[str, str]:
         """Recompute a micro-batch from the state at the step's start, without side effects.
 
         Gradients, buffers, the task's own tensors and the generators are restored.
 
         Args:
-            told: the result to compare with.
+            result: the result to compare with.
 
         Returns:
             The digests of loss and gradients by name.
@@ -177,21 +168,21 @@ class Again:
         Raises:
             ConfigError: the model's gradient can only be computed in a full backward.
         """
-        now, found = _Moment(self._model, self._task), Digests()
-        with _drawn_as_before(self._device):
+        now, digests = _StateCopy(self._model, self._task), Digests()
+        with _preserve_generators(self._device):
             try:
-                self._begun.put_back()
+                self._start_state.put_back()
                 self._seed(step, batch.index)
                 with self._kernels(step, batch.index):
                     loss = self._loss(self._model, batch)
-                found.add(_LOSS, loss)
-                for name, gradient in zip(self._trained, self._gradients(loss, told.root), strict=True):
+                digests.add(_LOSS, loss)
+                for name, gradient in zip(self._trained, self._gradients(loss, result.root), strict=True):
                     if gradient is not None:
-                        found.add(name, gradient)
+                        digests.add(name, gradient)
             finally:
                 now.put_back()
-        bits = found.read()  # waits for the device
-        if _names(bits) != told.names:
+        bits = digests.read()  # waits for the device
+        if _digest_names(bits) != result.names:
             raise ConfigError(_REENTRANT)
         return bits
 
@@ -201,31 +192,31 @@ class Again:
         try:
             return torch.autograd.grad(loss, parameters, torch.full_like(loss, root).detach(), allow_unused=True)
         except RuntimeError as error:
-            if raised_in(error) != _REFUSES:
+            if raised_in(error) != _REENTRANT_SOURCE:
                 raise
             raise ConfigError(_REENTRANT) from error
 
 
-_REFUSES = "torch.utils.checkpoint:backward"  # for use_reentrant=True; errors in its recomputation are deeper
+_REENTRANT_SOURCE = "torch.utils.checkpoint:backward"  # for use_reentrant=True; errors in its recomputation are deeper
 _REENTRANT = (
-    "--guards.audit: computed again, other parameters have a gradient: give the model's checkpoint() of activations "
-    "use_reentrant=False, or leave --guards.audit out"
+    "--guards.audit: a recomputation gives gradients to other parameters: call the model's activation checkpoint() "
+    "with use_reentrant=False, or drop --guards.audit"
 )
 
 
-def _read(found: _Watched) -> Recomputation:
+def _read_result(pending: _PendingResult) -> Recomputation:
     """Read a record. Waits for the device."""
-    bits = found.bits.read()
+    bits = pending.bits.read()
     return Recomputation(
-        float(found.roots[0]), found.data, of_digests(found.state.read()), _names(bits), of_digests(bits)
+        float(pending.roots[0]), pending.data, of_digests(pending.state.read()), _digest_names(bits), of_digests(bits)
     )
 
 
-def _names(bits: dict[str, str]) -> str:
+def _digest_names(bits: dict[str, str]) -> str:
     return of_digests(dict.fromkeys(bits, ""))
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+def _buffers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield (name, owning module, its name there, buffer)."""
     for prefix, owner in model.named_modules():
         for key, buffer in owner._buffers.items():
@@ -233,47 +224,44 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
                 yield f"{prefix}.{key}".lstrip("."), owner, key, buffer
 
 
-def _state(model: nn.Module, task: Task) -> Digests:
+def _digest_state(model: nn.Module, task: Task) -> Digests:
     """Digest everything except parameters that affects a forward."""
-    found = Digests()
-    for name, owner, _, buffer in _buffers(model):
-        if not isinstance(owner, _SILENT):
-            found.add(name, buffer)
+    digests = Digests()
+    for name, owner, _, buffer in _buffers_of(model):
+        if not isinstance(owner, _OUTPUT_NEUTRAL):
+            digests.add(name, buffer)
     for name, tensor in task.state_dict().items():
-        found.add(f"task/{name}", tensor)
-    return found
+        digests.add(f"task/{name}", tensor)
+    return digests
 
 
-class _Moment:
-    """Copies of a model's buffers and a task's own tensors at one moment."""
+class _StateCopy:
+    """Copies of a model's buffers and a task's own tensors."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
         self._task = task
-        self._buffers = [(owner, key, buffer, buffer.detach().clone()) for _, owner, key, buffer in _buffers(model)]
+        self._buffers = [(owner, key, buffer, buffer.detach().clone()) for _, owner, key, buffer in _buffers_of(model)]
         self._own = [(tensor, tensor.detach().clone()) for tensor in task.state_dict().values()]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore all values; a tensor that has its value already is not written.
-
-        So its version counter does not change.
-        """
+        """Restore all values; an unchanged tensor is not written, so its version counter stays."""
         for owner, key, tensor, value in self._buffers:
             owner._buffers[key] = tensor
-            _give(tensor, value)
+            _copy_if_changed(tensor, value)
         for tensor, value in self._own:
-            _give(tensor, value)
+            _copy_if_changed(tensor, value)
         if self._own:
             self._task.load_state_dict(self._task.state_dict())
 
 
-def _give(tensor: Tensor, value: Tensor) -> None:
+def _copy_if_changed(tensor: Tensor, value: Tensor) -> None:
     if not torch.equal(tensor, value):  # waits for the device
         tensor.copy_(value)
 
 
 @contextmanager
-def _drawn_as_before(device: torch.device) -> Iterator[None]:
+def _preserve_generators(device: torch.device) -> Iterator[None]:
     """Restore all generators at the end."""
     numpy, python = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -283,7 +271,7 @@ def _drawn_as_before(device: torch.device) -> Iterator[None]:
 
 
 def named(names: list[str]) -> str:
-    """Describe the differing tensors; "" for none.
+    """Describe the differing tensors; "" if there are none.
 
     `the loss and the gradients of first.weight and 3 more parameters`.
     """
@@ -293,7 +281,7 @@ def named(names: list[str]) -> str:
     return " and ".join(part for part in ("the loss" * (_LOSS in names), gradient) if part)
 
 
-def _trained(model: nn.Module) -> dict[str, Tensor]:
+def _trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -312,15 +300,15 @@ class VoteVerdict(NamedTuple):
     why: str
 
 
-def judged(found: Sequence[Sequence[str]]) -> VoteVerdict:
+def judged(by_rank: Sequence[Sequence[str]]) -> VoteVerdict:
     """Vote over the ranks' results.
 
     Args:
-        found: by rank, its result each time; empty if it took no part.
+        by_rank: by rank, its result each time; empty if it took no part.
     """
-    took_part = [rank for rank, results in enumerate(found) if results]
-    unsteady = [rank for rank in took_part if len(set(found[rank])) > 1]
-    steady = {rank: found[rank][0] for rank in took_part if rank not in unsteady}
+    took_part = [rank for rank, results in enumerate(by_rank) if results]
+    unsteady = [rank for rank in took_part if len(set(by_rank[rank])) > 1]
+    steady = {rank: by_rank[rank][0] for rank in took_part if rank not in unsteady}
     if len(unsteady) > 1 and 2 * len(unsteady) >= len(took_part):
         return VoteVerdict(unsteady, EVERYBODY)
     common, count = Counter(steady.values()).most_common(1)[0] if steady else ("", 0)
@@ -336,9 +324,9 @@ def judged(found: Sequence[Sequence[str]]) -> VoteVerdict:
 
 _LOG = logging.getLogger("lockstep")
 _TRIES = 3  # recomputations by each rank of a micro-batch with differing results
-_UNLIKE = {
-    "data": "its data are not the same when they are loaded again; make each sample depend on its index alone",
-    "buffers": "the model's buffers, or the task's own tensors, are not the same on the rank that computes it again",
+_UNLIKE_TEXT = {
+    "data": "loading its data again gives other values; make each sample depend only on its index",
+    "buffers": "the buffers of the model or the task differ on the rank that recomputes it",
 }
 
 
@@ -349,8 +337,8 @@ class Audited(NamedTuple):
     micro: int
 
 
-class _Recomputed(NamedTuple):
-    """A rank's results, by micro-batch: equal, different, and not comparable with the reason."""
+class _Comparison(NamedTuple):
+    """A rank's micro-batches that are equal, different, or not comparable (with the reason)."""
 
     alike: list[int]
     wrong: list[int]
@@ -370,25 +358,25 @@ def audited(
         first_only: choose at most the first of each rank.
         least: minimum number per rank.
     """
-    drawn = (derive(seed, "audit", step) >> 11) * 2.0**-53  # in [0, 1)
-    if not least and share * max(stop - start for start, stop in runs) + drawn < 1.0:
+    uniform = (derive(seed, "audit", step) >> 11) * 2.0**-53  # in [0, 1)
+    if not least and share * max(stop - start for start, stop in runs) + uniform < 1.0:
         return []
     shift = 1 + derive(seed, "audit", step, len(runs)) % (len(runs) - 1) if len(runs) > 1 else 0
-    found = []
+    chosen = []
     for owner, (start, stop) in enumerate(runs):
         size = stop - start
-        count = min(max(math.floor(share * size + drawn), least), size)
+        count = min(max(math.floor(share * size + uniform), least), size)
         begin = derive(seed, "audit", step, owner) % size if size else 0
         places = [0] * bool(count) if first_only else [(begin + k) % size for k in range(count)]
-        found += [Audited((owner - shift) % len(runs), start + place) for place in places]
-    return found
+        chosen += [Audited((owner - shift) % len(runs), start + place) for place in places]
+    return chosen
 
 
 class Audit:
     """The audit of a run. Every rank calls each method at the same steps.
 
     Args:
-        share: of the micro-batches that are recomputed.
+        share: share of the micro-batches to recompute.
         first: the first step of this start.
         again: records and recomputes this rank's part.
         kept: returns the steps of the checkpoints; called on rank 0 only.
@@ -408,11 +396,11 @@ class Audit:
     ) -> None:
         self._share, self._seed, self._first, self._world, self._batches = share, seed, first, world, batches
         self._model, self._again, self._clock, self._kept = model, again, clock, kept
-        self._first_only = False  # forwards change state that affects the next one: only the start of a step is known
+        self._first_only = False  # forwards change state that affects the next: only a step's start is known
         self._step, self._plan = -1, list[Audited]()
         self._stream: Generator[tuple[int, MicroBatch], None, None] | None = None
         self._odd: dict[int, dict[str, str]] = {}  # this rank's results that differ
-        self._held: dict[int, int] = {}  # rank -> step of its last micro-batch that matched
+        self._last_matched: dict[int, int] = {}  # rank -> step of its last micro-batch that matched
         self._warned: set[str] = set()
 
     def watch(self, step: int, batch: MicroBatch) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
@@ -421,12 +409,12 @@ class Audit:
         It yields a function that is called with the loss between the two.
         """
         if step != self._step:
-            self._step, self._plan = step, self._planned(step)
+            self._step, self._plan = step, self._plan_step(step)
             if self._plan:
                 self._again.begin()
         if batch.weight and any(batch.index == each.micro for each in self._plan):
             return self._again.watched(batch)
-        return _UNWATCHED
+        return _NO_WATCH
 
     def compare(self, step: int) -> None:
         """Compare results after the step's last micro-batch, before its update.
@@ -439,21 +427,22 @@ class Audit:
         """
         if not self._plan:
             return
-        mine = {index: [*told] for index, told in self._again.told().items()}
-        gathered = self._world.gather([sorted(mine.items()), self._again.moved()])  # collective
-        owners = {micro: rank for rank, (found, _) in enumerate(gathered) for micro, _ in found}
-        told = {micro: Recomputation(*values) for found, _ in gathered for micro, values in found}
-        found = self._computed(step, told)
+        own_results = {index: [*results] for index, results in self._again.told().items()}
+        gathered = self._world.gather([sorted(own_results.items()), self._again.moved()])  # collective
+        owners = {micro: rank for rank, (comparison, _) in enumerate(gathered) for micro, _ in comparison}
+        results = {micro: Recomputation(*values) for comparison, _ in gathered for micro, values in comparison}
+        comparison = self._recompute(step, results)
         ranks = [
-            _Recomputed(*each) for each in self._world.gather([found.alike, found.wrong, found.unlike])
+            _Comparison(*each) for each in self._world.gather([comparison.alike, comparison.wrong, comparison.unlike])
         ]  # collective
         disputed = [Audited(rank, micro) for rank, each in enumerate(ranks) for micro in each.wrong]
         if disputed:
             first = min(disputed, key=lambda each: each.micro)
-            raise LockstepError(self._named(step, first, owners[first.micro], told[first.micro]))  # collective
-        self._held |= {owners[micro]: step for each in ranks for micro in each.alike}
+            owner, result = owners[first.micro], results[first.micro]
+            raise LockstepError(self._describe_fault(step, first, owner, result))  # collective
+        self._last_matched |= {owners[micro]: step for each in ranks for micro in each.alike}
         self._warn(step, [(micro, reason) for each in ranks for micro, reason in each.unlike])
-        if any(moved for _, moved in gathered) and not self._first_only:
+        if any(changed for _, changed in gathered) and not self._first_only:
             self._first_only = True
             self.close()
         self._clock.lap("audit")
@@ -464,126 +453,125 @@ class Audit:
             self._stream.close()
             self._stream = None
 
-    def _planned(self, step: int) -> list[Audited]:
+    def _plan_step(self, step: int) -> list[Audited]:
         present, begins = self._batches.step_plan.present(step), step == self._first
         runs = self._batches.runs_of(step)
-        found = audited(
+        audits = audited(
             *(self._seed, step, self._share, runs), first_only=self._first_only or begins, least=int(begins)
         )
-        return [each for each in found if each.micro < present]
+        return [each for each in audits if each.micro < present]
 
-    def _computed(self, step: int, told: dict[int, Recomputation]) -> "_Recomputed":
+    def _recompute(self, step: int, results: dict[int, Recomputation]) -> _Comparison:
         """Recompute this rank's part, and compare it."""
-        found, self._odd = _Recomputed([], [], []), {}
+        comparison, self._odd = _Comparison([], [], []), {}
         for _, micro in [each for each in self._plan if each.auditor == self._world.rank]:
-            batch, of = self._load(step, micro), told.get(micro)
-            if of is None or not math.isfinite(of.root):  # an empty slot, without items, or a skipped step
+            batch, result = self._load(step, micro), results.get(micro)
+            if result is None or not math.isfinite(result.root):  # an empty slot, without items, or a skipped step
                 continue
-            reason = self._again.unlike(batch, of)
+            reason = self._again.unlike(batch, result)
             if reason:
-                found.unlike.append((micro, reason))
+                comparison.unlike.append((micro, reason))
                 continue
-            bits = self._again.bits(step, batch, of)
-            if of_digests(bits) == of.bits:
-                found.alike.append(micro)
+            bits = self._again.bits(step, batch, result)
+            if of_digests(bits) == result.bits:
+                comparison.alike.append(micro)
             else:
-                found.wrong.append(micro)
+                comparison.wrong.append(micro)
                 self._odd[micro] = bits
-        return found
+        return comparison
 
     def _load(self, step: int, micro: int) -> MicroBatch:
-        """Return the next micro-batch that this rank recomputes.
+        """Return the next micro-batch that this rank recomputes, prefetched.
 
-        It is prefetched. If the shares changed since then (`--shares auto`), another one may come: then prefetching
-        starts again.
+        If `--shares auto` changed the shares since then, prefetching restarts.
         """
         for _ in range(2):
-            self._stream = self._stream or self._batches.again(self._places(step, micro))
+            self._stream = self._stream or self._batches.again(self._own_audits(step, micro))
             key, batch = next(self._stream, (-1, None))
             if batch is not None and (key, batch.index) == (step, micro):
                 return batch
             self.close()
-        raise LockstepError(f"--guards.audit: micro-batch {micro} of step {step} did not come from the loading")
+        raise LockstepError(f"--guards.audit: micro-batch {micro} of step {step} was not loaded")
 
-    def _places(self, start: int, first: int) -> Iterator[tuple[int, int]]:
+    def _own_audits(self, start: int, first: int) -> Iterator[tuple[int, int]]:
         """Yield what this rank recomputes, from micro-batch `first` of step `start` on."""
         for step in range(start, self._batches.step_plan.steps):
-            mine = [each.micro for each in self._planned(step) if each.auditor == self._world.rank]
-            yield from ((step, micro) for micro in (mine[mine.index(first) :] if step == start else mine))
+            own = [each.micro for each in self._plan_step(step) if each.auditor == self._world.rank]
+            yield from ((step, micro) for micro in (own[own.index(first) :] if step == start else own))
 
     def _warn(self, step: int, unlike: list[tuple[int, str]]) -> None:
         for micro, reason in unlike:
             if reason not in self._warned and self._world.is_main:
                 _LOG.warning(
-                    "--guards.audit: micro-batch %d of step %d was not compared: %s", micro, step, _UNLIKE[reason]
+                    "--guards.audit: micro-batch %d of step %d was not compared: %s", micro, step, _UNLIKE_TEXT[reason]
                 )
             self._warned.add(reason)
 
-    def _named(self, step: int, disputed: Audited, owner: int, told: Recomputation) -> str:
+    def _describe_fault(self, step: int, disputed: Audited, owner: int, result: Recomputation) -> str:
         """Describe the faulty device in one line. Collective: every rank recomputes the micro-batch."""
         parameters = {f"model/{name}": p.detach() for name, p in self._model.named_parameters()}
         desync.check(parameters, self._world, step)  # collective
         before = (self._again.own(disputed.micro), self._odd.get(disputed.micro))
-        mine = [bits for bits in before if bits]
+        own_bits = [bits for bits in before if bits]
         with suppress(DataError):  # a rank that cannot load it does not vote
             for _ in range(_TRIES):
                 batch = self._batches.alone(step, disputed.micro)
-                if self._again.unlike(batch, told):
+                if self._again.unlike(batch, result):
                     break
-                mine.append(self._again.bits(step, batch, told))
+                own_bits.append(self._again.bits(step, batch, result))
         newest = max(self._kept(), default=0) if self._world.is_main else 0
-        gathered = self._world.gather([mine, _here(self._world.device), newest])  # collective
-        results = [found for found, _, _ in gathered]
-        ranks, why = judged([[of_digests(each) for each in found] for found in results])
-        where = ", ".join(f"{rank_label(rank)} ({gathered[rank][1]})" for rank in ranks)
-        names = self._differing(results, ranks)
-        by = f", computed again by {rank_label(disputed.auditor)}," if self._world.size > 1 else ", computed twice,"
-        what = f"micro-batch {disputed.micro} of {rank_label(owner)}{by}"
+        gathered = self._world.gather([own_bits, _device_label(self._world.device), newest])  # collective
+        results = [rank_bits for rank_bits, _, _ in gathered]
+        ranks, why = judged([[of_digests(each) for each in rank_bits] for rank_bits in results])
+        devices = ", ".join(f"{rank_label(rank)} ({gathered[rank][1]})" for rank in ranks)
+        names = self._differing_names(results, ranks)
+        by = f", recomputed by {rank_label(disputed.auditor)}," if self._world.size > 1 else ", computed twice,"
+        subject = f"micro-batch {disputed.micro} of {rank_label(owner)}{by}"
         if why == EVERYBODY:
             return (
-                f"step {step}: {what} has other bits nearly each time and on most ranks ({names}): an operation that "
-                "is not deterministic, or a state outside of buffers and state_dict(), rather than a device; mend it, "
-                "or leave --guards.audit out"
+                f"step {step}: {subject} differs in nearly every recomputation and on most ranks ({names}): "
+                "a nondeterministic operation, or state outside buffers and state_dict(), rather than a device; "
+                "fix it, or drop --guards.audit"
             )
         newest = gathered[0][2]
-        saved = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint yet"
-        after = f"the step was not applied; {saved}{self._since(ranks)}"
+        saved = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
+        after = f"the step was not applied; {saved}{self._last_match(ranks)}"
         if why == ONE_OF_TWO:
             return (
-                f"step {step}: one of {where} computes wrongly: {what} has other bits ({names}), and each stays with "
-                f"what it found, so a third rank alone would tell which; {after}; test both devices before they go on"
+                f"step {step}: one of {devices} computes wrongly: {subject} differs ({names}), and each rank repeats "
+                f"its result, so only a third rank could decide; {after}; test both devices before continuing"
             )
-        than = "on most other ranks" if why == BY_OTHERS else "when it is computed there once more"
+        than = "from most other ranks" if why == BY_OTHERS else "from its own recomputation there"
         if self._world.size == 1:
-            than += ": the device, or a model that is not deterministic"
+            than += ": a faulty device, or a nondeterministic model"
         return (
-            f"step {step}: {where} computes wrongly: {what} had other bits there ({names}) than {than}; {after}; take "
-            "the device out of service and start again"
+            f"step {step}: {devices} computes wrongly: {subject} differs there ({names}) {than}; {after}; take the "
+            "device out of service and restart"
         )
 
-    def _differing(self, results: list[list[dict[str, str]]], ranks: list[int]) -> str:
+    def _differing_names(self, results: list[list[dict[str, str]]], ranks: list[int]) -> str:
         """Name what differs between these ranks' results and the most common ones.
 
         The names are in the model's order.
         """
-        every = [each for found in results for each in found]
-        usual = max(every, key=lambda each: sum(each == other for other in every))
+        every = [each for rank_results in results for each in rank_results]
+        usual = max(every, key=lambda each: sum(each == bits for bits in every))
         odd = next((each for rank in ranks for each in results[rank] if each != usual), usual)
         return named([name for name in self._again.names if odd.get(name) != usual.get(name)])
 
-    def _since(self, ranks: list[int]) -> str:
-        steps = [self._held[rank] for rank in ranks if rank in self._held]
+    def _last_match(self, ranks: list[int]) -> str:
+        steps = [self._last_matched[rank] for rank in ranks if rank in self._last_matched]
         last = f"in step {min(steps)}" if len(steps) == len(ranks) else "none in this start"
-        return f", and the last audit that held there was {last}"
+        return f", and the last matching audit there was {last}"
 
 
-def _here(device: torch.device) -> str:
+def _device_label(device: torch.device) -> str:
     name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
     return f"{platform.node()}, {name}"
 
 
-def _as_is(loss: Tensor) -> Tensor:
+def _identity(loss: Tensor) -> Tensor:
     return loss
 
 
-_UNWATCHED: AbstractContextManager[Callable[[Tensor], Tensor]] = nullcontext(_as_is)
+_NO_WATCH: AbstractContextManager[Callable[[Tensor], Tensor]] = nullcontext(_identity)

@@ -3,9 +3,9 @@
     found = Contents({"training set": dataset}, seed=0)[KEY][0]     # on each rank, in a loader process or not
     check_contents(world, found)                                    # DifferenceError: the sample and the ranks
 
-A digest has two parts: a hash of what must be equal (shapes, integers, strings), and weighted sums of what was measured
-or drawn (floats, the bytes of a picture). Two kinds of processor may round the latter differently, so the sums may
-differ in the fifth place.
+A digest has two parts: a hash of exact values (shapes, integers, strings), and weighted sums of inexact ones (floats,
+the bytes of a picture). Two kinds of processor may round the latter differently, so the sums may differ in the fifth
+place.
 """
 
 import dataclasses
@@ -29,7 +29,11 @@ from lockstep.guards.samples import RetryingDataset
 from lockstep.seeds import derive
 from lockstep.trace.record.sums import mixed
 
-__all__ = ["KEY", "Contents", "alike", "check_contents", "digest"]
+__all__ = [
+    "KEY",
+    "Contents",
+    "check_contents",
+]
 
 KEY: Final = Key(step=0, micro=0, weight=1.0, epochs=[], samples=[])  # one key for everything
 _ENOUGH = 1.0  # seconds after the first sample in which further ones are read
@@ -57,22 +61,19 @@ class Contents:
         self._sets, self._seed = sets, seed
 
     def __getitem__(self, key: Key) -> tuple[dict[str, Digest | None], float]:
-        """Return ({sample in words: its digest}, 0).
-
-        The digest is None if two readings differ.
-        """
-        found: dict[str, Digest | None] = {}
+        """Return ({sample's label: its digest}, 0); a digest is None if two readings differ."""
+        digests: dict[str, Digest | None] = {}
         ends = math.inf
         for place in (0.0, 0.5, 1.0):
             for name, dataset in self._sets.items():
                 index = int(place * (len(dataset) - 1))
-                what = f"sample {index} of the {name}"
-                if what in found or time.monotonic() > ends:
+                label = f"sample {index} of the {name}"
+                if label in digests or time.monotonic() > ends:
                     continue
                 first, second = self._read(dataset, index), self._read(dataset, index)
-                found[what] = first if alike(first, second) else None
+                digests[label] = first if alike(first, second) else None
                 ends = min(ends, time.monotonic() + _ENOUGH)  # the first may have opened files
-        return found, 0
+        return digests, 0
 
     def _read(self, dataset: RetryingDataset, index: int) -> Digest:
         """Digest a sample, or the error of loading it."""
@@ -87,7 +88,7 @@ class Contents:
         seed_everything(derive(self._seed, "sample", 0, index))
 
 
-def check_contents(world: World, found: Mapping[str, Digest | None]) -> list[str]:
+def check_contents(world: World, digests: Mapping[str, Digest | None]) -> list[str]:
     """Compare the ranks' digests. Collective.
 
     Returns:
@@ -96,34 +97,34 @@ def check_contents(world: World, found: Mapping[str, Digest | None]) -> list[str
     Raises:
         DifferenceError: on every rank, naming the sample and the ranks that differ from rank 0.
     """
-    ranks = world.gather([socket.gethostname(), found])  # collective
+    ranks = world.gather([socket.gethostname(), digests])  # collective
     host, first = ranks[0]
-    for what, ours in first.items():
-        odd = [rank for rank, (_, each) in enumerate(ranks) if not alike(ours, each.get(what))]
+    for label, reference in first.items():
+        odd = [rank for rank, (_, each) in enumerate(ranks) if not alike(reference, each.get(label))]
         if odd:
             hosts = ", ".join(sorted({ranks[rank][0] for rank in odd})[:4])
-            shown = ", ".join(map(str, odd[:8])) + (", ..." if len(odd) > 8 else "")
-            errors = [each[0] for each in (ours, ranks[odd[0]][1][what]) if _FAILED in each[0]]
+            numbers = ", ".join(map(str, odd[:8])) + (", ..." if len(odd) > 8 else "")
+            errors = [each[0] for each in (reference, ranks[odd[0]][1][label]) if _FAILED in each[0]]
             raise DifferenceError(
-                f"before step 1: rank{'s' * (len(odd) > 1)} {shown} on {hosts} {'have' if len(odd) > 1 else 'has'} "
-                f"another {what} than rank 0 on {host}{' (on one it ' + errors[0] + ')' if errors else ''}; give every "
-                "node the same files, and every rank the whole dataset, which lockstep shares out"
+                f"before step 1: rank{'s' * (len(odd) > 1)} {numbers} on {hosts} {'have' if len(odd) > 1 else 'has'} "
+                f"another {label} than rank 0 on {host}{' (on one it ' + errors[0] + ')' if errors else ''}; give "
+                "every node the same files, and every rank the whole dataset, which lockstep splits"
             )
-    unsteady = {what for _, each in ranks for what, digest in each.items() if digest is None}
+    unsteady = {label for _, each in ranks for label, digest in each.items() if digest is None}
     kinds = {kind for each in first.values() if each for kind in each[2]}
     return [
-        *(f"{what}: two readings differ, so the ranks' are not compared" for what in sorted(unsteady)),
-        *(f"samples hold {kind}, which the ranks do not compare" for kind in sorted(kinds)),
+        *(f"{label}: two readings differ, so the ranks are not compared" for label in sorted(unsteady)),
+        *(f"samples contain {kind}, which is not compared" for kind in sorted(kinds)),
     ]
 
 
-def alike(one: Digest | None, other: Digest | None) -> bool:
+def alike(first: Digest | None, second: Digest | None) -> bool:
     """Whether two digests are equal up to rounding, or one is missing."""
-    if one is None or other is None:
+    if first is None or second is None:
         return True
-    if one[0] != other[0] or len(one[1]) != len(other[1]):
+    if first[0] != second[0] or len(first[1]) != len(second[1]):
         return False
-    norms, sums = zip(one[1][::2], other[1][::2], strict=True), zip(one[1][1::2], other[1][1::2], strict=True)
+    norms, sums = zip(first[1][::2], second[1][::2], strict=True), zip(first[1][1::2], second[1][1::2], strict=True)
     return all(max(abs(a - b), abs(c - d)) <= _ROUNDING * max(a, b) for (a, b), (c, d) in zip(norms, sums, strict=True))
 
 
@@ -146,23 +147,23 @@ class _ContentReader:
         """Digest `value`; a type that cannot be digested is recorded."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         try:
-            known = depth <= _DEEP and self._take(value, depth)
+            supported = depth <= _DEEP and self._add_known(value, depth)
         except Exception:  # its own methods failed
-            known = False
-        if not known:
+            supported = False
+        if not supported:
             self.left_out.add(kind)
             self._mark(kind)
 
     def _mark(self, *parts: object) -> None:
         self.hash.update(repr(parts).encode())
 
-    def _take(self, value: Any, depth: int) -> bool:  # noqa: C901
+    def _add_known(self, value: Any, depth: int) -> bool:  # noqa: C901
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            return self._add_tensor(value)
         if isinstance(value, np.ndarray | np.generic) and not isinstance(value, str | bytes):
-            return self._array(np.asarray(value), depth)
+            return self._add_array(np.asarray(value), depth)
         if isinstance(value, float):
-            return self._measured("float", torch.tensor([value], dtype=torch.float64))
+            return self._add_floats("float", torch.tensor([value], dtype=torch.float64))
         if isinstance(value, str | PurePath):  # nodes may keep their files in different folders
             self._mark("text", os.path.basename(value) if os.path.isabs(value) else str(value))
         elif isinstance(value, bytes | bytearray):
@@ -175,58 +176,58 @@ class _ContentReader:
                 self._mark("key", key)
                 self.add(value[key], depth + 1)
         elif isinstance(value, list | tuple):
-            self._several(value, depth)
+            self._add_sequence(value, depth)
         elif isinstance(value, set | frozenset):
             self._mark("set", sorted(map(repr, value)))
         elif dataclasses.is_dataclass(value):
-            self._several([getattr(value, each.name) for each in dataclasses.fields(value)], depth)
+            self._add_sequence([getattr(value, each.name) for each in dataclasses.fields(value)], depth)
         elif type(value).__module__.startswith("PIL."):
             self._mark(value.mode, value.size)
-            return self._measured("picture", torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8))
+            return self._add_floats("picture", torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8))
         else:
             return False
         return True
 
-    def _several(self, values: Any, depth: int) -> None:
+    def _add_sequence(self, values: Any, depth: int) -> None:
         kinds = {type(each) for each in values}
         self._mark("items", len(values))
         if len(values) > 1 and kinds == {float}:
-            self._measured("floats", torch.tensor(values, dtype=torch.float64))
+            self._add_floats("floats", torch.tensor(values, dtype=torch.float64))
         elif kinds <= {int, bool}:
             self._mark(*values)
         else:
             for each in values:
                 self.add(each, depth + 1)
 
-    def _array(self, array: "np.ndarray[Any, Any]", depth: int) -> bool:
+    def _add_array(self, array: "np.ndarray[Any, Any]", depth: int) -> bool:
         if array.dtype.hasobject:
             self._mark(array.shape)
-            self._several(array.reshape(-1).tolist(), depth)
+            self._add_sequence(array.reshape(-1).tolist(), depth)
             return True
         array = np.ascontiguousarray(array)
         name = f"{array.dtype.str}{array.shape}"
         if array.dtype.kind in "fc" or array.dtype == np.uint8:
             parts = [array.real, array.imag] if array.dtype.kind == "c" else [array]
-            return all(self._measured(name, torch.tensor(part.astype(np.float64))) for part in parts)
+            return all(self._add_floats(name, torch.tensor(part.astype(np.float64))) for part in parts)
         self._mark(name)
         self.hash.update(array.tobytes())
         return True
 
-    def _tensor(self, tensor: Tensor) -> bool:
+    def _add_tensor(self, tensor: Tensor) -> bool:
         plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
         if not plain or tensor.is_meta or hasattr(tensor, "placements"):
             return False
-        held = tensor.detach().cpu()
-        name = f"{held.dtype}{tuple(held.shape)}"
-        if held.is_complex():
-            held = torch.view_as_real(held.resolve_conj())
-        if held.is_floating_point() or held.dtype == torch.uint8:
-            return self._measured(name, held)
+        host = tensor.detach().cpu()
+        name = f"{host.dtype}{tuple(host.shape)}"
+        if host.is_complex():
+            host = torch.view_as_real(host.resolve_conj())
+        if host.is_floating_point() or host.dtype == torch.uint8:
+            return self._add_floats(name, host)
         self._mark(name)
-        self.hash.update(held.contiguous().numpy().tobytes())
+        self.hash.update(host.contiguous().numpy().tobytes())
         return True
 
-    def _measured(self, name: str, values: Tensor) -> bool:
+    def _add_floats(self, name: str, values: Tensor) -> bool:
         """Add numbers that another machine may round differently."""
         flat = values.reshape(-1)
         flat = flat[:: max(1, math.ceil(flat.numel() / _LONGEST))].to(torch.float64)

@@ -2,9 +2,9 @@
 
     check(engine.state_dict(), world, step)          # raises DifferenceError: rank 2, model/blocks.0.weight
 
-A fingerprint of every tensor (xxh3 over its bytes, so order matters) is compared between the ranks that hold the same
-part of it: all ranks for replicated tensors, even a single buffer next to sharded parameters; the copies of a shard
-under hybrid sharding. What only one rank holds is not read.
+Ranks with the same part of a tensor compare its fingerprint (xxh3 over its bytes, so order matters): all ranks for
+replicated tensors, even a single buffer next to sharded parameters; the copies of a shard under hybrid sharding.
+Tensors on only one rank are not read.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,7 +31,6 @@ __all__ = [
     "leaves",
     "of_batch",
     "of_digests",
-    "word_sum",
 ]
 
 
@@ -71,27 +70,27 @@ class Digests:
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, str | Tensor] = {}
+        self._digests: dict[str, str | Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Digest the tensor's current value."""
-        plain = _plain(tensor)
+        plain = _to_dense(tensor)
         on_host = plain.device.type == "cpu"
-        self._found[name] = xxhash.xxh3_64_hexdigest(bytes_of(plain)) if on_host else word_sum(plain)
+        self._digests[name] = xxhash.xxh3_64_hexdigest(bytes_of(plain)) if on_host else word_sum(plain)
 
     def read(self) -> dict[str, str]:
         """Return name -> 16 hexadecimal digits, in the order of `add`."""
-        waiting = [found for found in self._found.values() if isinstance(found, Tensor)]
+        waiting = [digest for digest in self._digests.values() if isinstance(digest, Tensor)]
         numbers = iter(torch.stack(waiting).tolist() if waiting else ())  # waits for the device, once
         return {
-            name: found if isinstance(found, str) else f"{next(numbers) & ((1 << 64) - 1):016x}"
-            for name, found in self._found.items()
+            name: digest if isinstance(digest, str) else f"{next(numbers) & ((1 << 64) - 1):016x}"
+            for name, digest in self._digests.items()
         }
 
 
-def of_digests(found: dict[str, str]) -> str:
+def of_digests(digests: dict[str, str]) -> str:
     """Combine digests to one that does not depend on their order."""
-    return xxhash.xxh3_64_hexdigest(repr(sorted(found.items())).encode())
+    return xxhash.xxh3_64_hexdigest(repr(sorted(digests.items())).encode())
 
 
 def of_batch(data: Any) -> str:
@@ -118,19 +117,19 @@ def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Tensor | bytes]]:
         for key, value in data.items():
             yield from leaves(value, f"{path}[{key!r}]")
     elif isinstance(data, list | tuple):
-        yield from _numbered(data, path)
+        yield from _sequence_leaves(data, path)
     elif isinstance(data, str | int | float | bool | bytes | None):
         yield path, repr(data).encode()
     elif hasattr(data, "__dict__"):
         yield from leaves(vars(data), path)
 
 
-def _numbered(values: Iterable[Any], path: str) -> Iterator[tuple[str, Tensor | bytes]]:
+def _sequence_leaves(values: Iterable[Any], path: str) -> Iterator[tuple[str, Tensor | bytes]]:
     for index, value in enumerate(values):
         yield from leaves(value, f"{path}[{index}]")
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _to_dense(tensor: Tensor) -> Tensor:
     """Convert to a dense real tensor with the same bits, except for NaN."""
     plain = tensor.detach()
     if plain.layout is not torch.strided:
@@ -147,22 +146,22 @@ def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
 
     From a device one number per tensor is copied to the host.
     """
-    found: dict[str, list[Any]] = {}
+    table: dict[str, list[Any]] = {}
     waiting: list[tuple[str, Tensor]] = []
     for name, tensor in sorted(state.items()):
         block = block_of(tensor)
         if block is None or tensor.is_meta:
             continue
         local = local_of(tensor)
-        found[name] = [[*block.offsets, *block.shape], ""]
+        table[name] = [[*block.offsets, *block.shape], ""]
         if local.device.type == "cpu":
-            found[name][1] = xxhash.xxh3_64_hexdigest(bytes_of(local))
+            table[name][1] = xxhash.xxh3_64_hexdigest(bytes_of(local))
         else:
             waiting.append((name, word_sum(local)))
     if waiting:
         for (name, _), value in zip(waiting, torch.stack([sums for _, sums in waiting]).tolist(), strict=True):
-            found[name][1] = f"{value & ((1 << 64) - 1):016x}"  # waits for the device, once, in tolist
-    return found
+            table[name][1] = f"{value & ((1 << 64) - 1):016x}"  # waits for the device, once, in tolist
+    return table
 
 
 # --- replicas
@@ -182,37 +181,37 @@ def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[],
     """
     if world.size == 1:
         return
-    known: dict[Any, list[int]] = {}
-    holders = {name: _holders(tensor, world, known) for name, tensor in state.items()}
-    mine = fingerprints({name: tensor for name, tensor in state.items() if len(holders[name]) > 1})
+    cache: dict[Any, list[int]] = {}
+    holders = {name: _holders(tensor, world, cache) for name, tensor in state.items()}
+    own = fingerprints({name: tensor for name, tensor in state.items() if len(holders[name]) > 1})
     digests: dict[str, Any] = {}
-    for name, value in mine.items():  # sorted by name, the same on every rank
+    for name, value in own.items():  # sorted by name, the same on every rank
         digests.setdefault(_key(holders[name]), xxhash.xxh3_64()).update(repr((name, value)).encode())
     gathered = world.gather({ranks: digest.hexdigest() for ranks, digest in digests.items()})  # collective
-    found = {ranks: [gathered[int(rank)].get(ranks) for rank in ranks.split()] for each in gathered for ranks in each}
-    odd = {ranks for ranks, values in found.items() if len(set(values)) > 1}
+    by_holders = {
+        ranks: [gathered[int(rank)].get(ranks) for rank in ranks.split()] for each in gathered for ranks in each
+    }
+    odd = {ranks for ranks, values in by_holders.items() if len(set(values)) > 1}
     if odd:
-        shown = {name: value for name, value in mine.items() if _key(holders[name]) in odd}
-        raise DifferenceError(_described(world.gather(shown), step, kinds()))  # collective
+        details = {name: value for name, value in own.items() if _key(holders[name]) in odd}
+        raise DifferenceError(_describe(world.gather(details), step, kinds()))  # collective
 
 
-def _holders(tensor: Tensor, world: World, known: dict[Any, list[int]]) -> list[int]:
-    """Return the ranks that hold the same part of a tensor.
-
-    [] if this rank has none.
+def _holders(tensor: Tensor, world: World, cache: dict[Any, list[int]]) -> list[int]:
+    """Return the ranks with the same part of a tensor; [] if this rank has none.
 
     Args:
-        known: cache, by mesh and placement.
+        cache: cache, by mesh and placement.
     """
     mesh: Any = getattr(tensor, "device_mesh", None)
     placements: Any = tuple(getattr(tensor, "placements", ()))
-    if (mesh, placements) not in known:
+    if (mesh, placements) not in cache:
         ranks = list(range(world.size))
         if mesh is not None:
             at = mesh.get_coordinate()
             ranks = [] if at is None else _copies(mesh.mesh, placements, at)
-        known[mesh, placements] = ranks
-    return known[mesh, placements]
+        cache[mesh, placements] = ranks
+    return cache[mesh, placements]
 
 
 def _copies(ranks: Tensor, placements: Any, at: list[int]) -> list[int]:
@@ -225,23 +224,24 @@ def _key(ranks: list[int]) -> str:
     return " ".join(map(str, ranks))
 
 
-def _described(ranks: list[dict[str, list[Any]]], step: int, kinds: Mapping[str, str]) -> str:
+def _describe(ranks: list[dict[str, list[Any]]], step: int, kinds: Mapping[str, str]) -> str:
     names = list(dict.fromkeys(name for each in ranks for name in each))
-    odd = [(name, values) for name in names if (values := _differing(ranks, name))]
+    odd = [(name, values) for name in names if (values := _differing_ranks(ranks, name))]
     if odd:
         name, cause = _cause([name for name, _ in odd], kinds)
         more = f" (and {len(odd) - 1} more tensors)" if len(odd) > 1 else ""
-        return f"after step {step} {_odd(dict(odd)[name])} in {_shown(name, kinds)}{more}; {cause}"
+        ranks_text = _describe_odd_ranks(dict(odd)[name])
+        return f"after step {step} {ranks_text} in {_tensor_label(name, kinds)}{more}; {cause}"
     few = next((name for name in names if len({repr(each.get(name, [""])[0]) for each in ranks}) > 1), "in number")
-    return f"after step {step} the replicas differ in which tensors they hold, beginning with {few}; start all alike"
+    return f"after step {step} the replicas have different tensors, beginning with {few}; start all ranks alike"
 
 
-_MEMORY = "go back to a checkpoint, and check memory"
-_WRITTEN = (
-    "each rank wrote its own: write the same on every rank in the loop's body, or in the forward from the first step "
-    "on, which makes it rank 0's"
+_MEMORY_ADVICE = "resume from a checkpoint, and test the memory"
+_WRITTEN_ADVICE = (
+    "the ranks wrote different values: write the same value on every rank in the loop's body, or write it in the "
+    "forward from the first step on, which copies rank 0's"
 )
-_UNFROZEN = "go back to a checkpoint, and change what is trained on every rank, after the same step"
+_UNFROZEN_ADVICE = "resume from a checkpoint, and unfreeze or freeze on every rank after the same step"
 
 
 def _cause(odd: list[str], kinds: Mapping[str, str]) -> tuple[str, str]:
@@ -249,21 +249,21 @@ def _cause(odd: list[str], kinds: Mapping[str, str]) -> tuple[str, str]:
 
     Tensors that updates do not write come first.
     """
-    written = [n for n in odd if n in kinds and not n.startswith("model/")] or [n for n in odd if _is_own(n)]
-    written = written or [n for n in odd if n in kinds and UNFROZEN not in kinds[n]]
-    if written:
-        return written[0], _WRITTEN
+    overwritten = [n for n in odd if n in kinds and not n.startswith("model/")] or [n for n in odd if _is_own(n)]
+    overwritten = overwritten or [n for n in odd if n in kinds and UNFROZEN not in kinds[n]]
+    if overwritten:
+        return overwritten[0], _WRITTEN_ADVICE
     weights = [name for name in odd if name.startswith("model/")]
     if weights and all(name in kinds for name in weights):
-        return weights[0], _UNFROZEN
-    return odd[0], _MEMORY
+        return weights[0], _UNFROZEN_ADVICE
+    return odd[0], _MEMORY_ADVICE
 
 
 def _is_own(name: str) -> bool:
     return name.startswith(("task/", "kept."))
 
 
-def _shown(name: str, kinds: Mapping[str, str]) -> str:
+def _tensor_label(name: str, kinds: Mapping[str, str]) -> str:
     if name in kinds:
         return kinds[name]
     if name.startswith("optimizer/"):
@@ -274,7 +274,7 @@ def _shown(name: str, kinds: Mapping[str, str]) -> str:
     return f"{name}, which `loss` or the loop's body writes" if _is_own(name) else name
 
 
-def _differing(ranks: list[dict[str, list[Any]]], name: str) -> dict[int, str]:
+def _differing_ranks(ranks: list[dict[str, list[Any]]], name: str) -> dict[int, str]:
     """Return rank -> fingerprint of a tensor part with different bits, or {}."""
     by_part: dict[str, dict[int, str]] = {}
     for rank, each in enumerate(ranks):
@@ -283,12 +283,12 @@ def _differing(ranks: list[dict[str, list[Any]]], name: str) -> dict[int, str]:
     return next((values for values in by_part.values() if len(set(values.values())) > 1), {})
 
 
-def _odd(values: dict[int, str]) -> str:
+def _describe_odd_ranks(values: dict[int, str]) -> str:
     """Describe the ranks outside the majority, or both of two."""
-    kept = list(values.values())
-    common = max(set(kept), key=kept.count)
-    if 2 * kept.count(common) > len(kept):
+    digests = list(values.values())
+    common = max(set(digests), key=digests.count)
+    if 2 * digests.count(common) > len(digests):
         odd = ", ".join(rank_label(rank) for rank, value in values.items() if value != common)
         return f"{odd} differs from the other ranks"
     ranks = sorted(values)
-    return f"{rank_label(ranks[0])} and {rank_label(ranks[-1])} differ (no majority says which is right)"
+    return f"{rank_label(ranks[0])} and {rank_label(ranks[-1])} differ (no majority)"

@@ -1,10 +1,10 @@
-"""Read steps' numbers late, and trace a loss or gradient that is not finite.
+"""Read steps' numbers late, and find the source of a loss or gradient that is not finite.
 
     found = origin(...)     # "micro-batch 3 (samples 17, 4) on rank 1: the first output that is not finite is ..."
 
-The engine has skipped the step already, on the device and in the same step. Here the micro-batches run again, without
-gradients and without the compiler, which hooks would break up, to find the first module whose output is not finite; the
-model's buffers are restored. Skipped steps are recorded in a file, so that a rollback skips them again.
+The engine has already skipped the step, on the device. `origin` runs the micro-batches again, without gradients and
+without the compiler, whose graphs hooks would break, to find the first module whose output is not finite; the model's
+buffers are restored. Skipped steps are recorded in a file, so that a rollback skips them again.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ class DeferredReader:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._lag = int(self._cuda) if self.lag is None else self.lag
-        self._flying: deque[_Copy] = deque()
+        self._in_flight: deque[_Copy] = deque()
         self._free: list[Any] = []  # completed events, for reuse
 
     @property
@@ -112,27 +112,27 @@ class DeferredReader:
             values = values.to("cpu", non_blocking=True)  # from a device this goes into pinned memory
             event = self._free.pop() if self._free else torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._flying.append(_Copy(record, micro, values, host, event))
-        return [self._landed()] if len(self._flying) > self._lag else []
+        self._in_flight.append(_Copy(record, micro, values, host, event))
+        return [self._receive()] if len(self._in_flight) > self._lag else []
 
     def rest(self) -> Iterator[ReadStep]:
         """Yield all steps that were not returned yet."""
-        while self._flying:
-            yield self._landed()
+        while self._in_flight:
+            yield self._receive()
 
-    def _landed(self) -> ReadStep:
-        record, micro, values, host, event = self._flying.popleft()
+    def _receive(self) -> ReadStep:
+        record, micro, values, host, event = self._in_flight.popleft()
         if event:
             event.synchronize()  # waits for the device, one step behind: it is busy with the next one
             self._free.append(event)
-        return _read(record, micro, _joined(host, values.tolist()))
+        return _read(record, micro, _merge_values(host, values.tolist()))
 
 
 def floats(values: Sequence[Tensor | float]) -> list[float]:
     """Return the values on the host. Waits for the device, once."""
     kind = next((v.device.type for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), "")
     host, tensors = _split(values, kind)
-    return _joined(host, torch.stack([t.reshape(()) for t in tensors]).tolist() if tensors else [])
+    return _merge_values(host, torch.stack([t.reshape(()) for t in tensors]).tolist() if tensors else [])
 
 
 def _values(record: StepRecord) -> list[Tensor | float]:
@@ -150,28 +150,28 @@ def _read(record: StepRecord, micro: list[Any], values: list[float]) -> ReadStep
     losses = values[start : start + len(record.losses)]
     if not record.gradients and not record.numbers:
         return ReadStep(record, micro, norm, losses, {}, {})
-    rest = iter(values[start + len(losses) :])
-    gradients = {name: next(rest) for name in record.gradients}
-    return ReadStep(record, micro, norm, losses, filled(record.numbers, rest), gradients)
+    remaining = iter(values[start + len(losses) :])
+    gradients = {name: next(remaining) for name in record.gradients}
+    return ReadStep(record, micro, norm, losses, filled(record.numbers, remaining), gradients)
 
 
 def _split(values: Sequence[Tensor | float], device: str) -> tuple[list[float | None], list[Tensor]]:
     """Split values into those on the host, None for others, and those on a device."""
-    there = [isinstance(value, Tensor) and value.device.type == device for value in values]
-    host = [None if away else float(value) for value, away in zip(values, there, strict=True)]
-    return host, [value for value, away in zip(values, there, strict=True) if away and isinstance(value, Tensor)]
+    on_device = [isinstance(value, Tensor) and value.device.type == device for value in values]
+    host = [None if away else float(value) for value, away in zip(values, on_device, strict=True)]
+    return host, [value for value, away in zip(values, on_device, strict=True) if away and isinstance(value, Tensor)]
 
 
-def _joined(host: list[float | None], read: list[float]) -> list[float]:
-    told = iter(read)
-    return [next(told) if value is None else value for value in host]
+def _merge_values(host: list[float | None], read: list[float]) -> list[float]:
+    device_values = iter(read)
+    return [next(device_values) if value is None else value for value in host]
 
 
 # --- skipped steps
 
 
 class Rollback(LockstepError):
-    """The run goes back to its newest checkpoint, and will skip the named step."""
+    """Request to resume from the newest checkpoint, and to skip the named step."""
 
 
 class Skips:
@@ -202,7 +202,7 @@ class Skips:
             return
         if len(self.steps) >= self._limit:
             raise LockstepError(
-                f"{why}; {self._limit} steps were left out before (--guards.limit): lower --lr or clean the data"
+                f"{why}; {self._limit} steps were skipped before (--guards.limit): lower --lr or clean the data"
             )
         self.steps.append(step)
         error = self._write() if self._world.is_main else None
@@ -210,9 +210,9 @@ class Skips:
 
     def _read(self) -> list[int]:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            found = json.loads(retry_io(lambda: self._path.read_text(encoding="utf-8")))
-            if found["plan"] == self._plan:
-                return [int(step) for step in found["steps"]]
+            data = json.loads(retry_io(lambda: self._path.read_text(encoding="utf-8")))
+            if data["plan"] == self._plan:
+                return [int(step) for step in data["steps"]]
         return []
 
     def _write(self) -> LockstepError | None:
@@ -245,61 +245,61 @@ def origin(
         samples: (step, micro-batch) -> its sample indices.
         whole: the loss covers the whole step, so that no micro-batch has its own.
     """
-    mine: list[Any] | None = None
+    own_finding: list[Any] | None = None
     losses = iter(step.losses)
     with unmoved(plain.buffers()):
         for batch in step.micro:  # all, on every rank: their forwards may have collectives
             seed(step.record.step, batch.index)
-            module, finite = _first(plain, loss_of, batch)
+            module, finite = _first_nonfinite(plain, loss_of, batch)
             before = whole or not batch.weight or math.isfinite(next(losses))
-            if mine is None and batch.weight and (module or not finite or not before):
-                mine = [batch.index, module, finite, samples(step.record.step, batch.index)]
+            if own_finding is None and batch.weight and (module or not finite or not before):
+                own_finding = [batch.index, module, finite, samples(step.record.step, batch.index)]
     at_rest(plain)
-    found = [[*each, rank] for rank, each in enumerate(world.gather(mine)) if each]  # collective
-    if not found and whole:
-        return "every micro-batch's outputs are finite: the loss over the whole step made it, or a backward"
-    if not found:
-        return "the losses are finite: the backward made it"
-    index, module, finite, chosen, rank = min(found)
-    shown = ", ".join(str(sample) for sample in chosen[:16]) + (", ..." if len(chosen) > 16 else "")
-    where = f"every module's output is finite, {'what `outputs` returned' if whole else 'its loss'} is not"
+    findings = [[*each, rank] for rank, each in enumerate(world.gather(own_finding)) if each]  # collective
+    if not findings and whole:
+        return "the outputs of all micro-batches are finite: the loss over the whole step, or a backward, is not"
+    if not findings:
+        return "the losses are finite: the backward is not"
+    index, module, finite, chosen, rank = min(findings)
+    sample_list = ", ".join(str(sample) for sample in chosen[:16]) + (", ..." if len(chosen) > 16 else "")
+    cause = f"every module's output is finite, {'what `outputs` returned' if whole else 'its loss'} is not"
     if module:
-        where = f"the first output that is not finite is of module '{module}'"
+        cause = f"the first output that is not finite is of module '{module}'"
     elif finite:
-        where = "its loss was not finite, and is when computed again: suspect the hardware"
-    return f"micro-batch {index} (samples {shown}) on {rank_label(rank)}: {where}"
+        cause = "its loss was not finite, but is when recomputed: suspect the hardware"
+    return f"micro-batch {index} (samples {sample_list}) on {rank_label(rank)}: {cause}"
 
 
-def _first(plain: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any) -> tuple[str, bool]:
+def _first_nonfinite(plain: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any) -> tuple[str, bool]:
     """Return the first module whose output is not finite, and whether the loss is finite."""
-    found: list[str] = []
+    modules: list[str] = []
 
     def hook(name: str) -> Callable[..., None]:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not found and not _finite(output):
-                found.append(name)
+            if not modules and not _is_finite(output):
+                modules.append(name)
 
         return look
 
-    handles = [module.register_forward_hook(hook(name or type(module).__name__)) for name, module in _named(plain)]
+    handles = [module.register_forward_hook(hook(name or type(module).__name__)) for name, module in _modules(plain)]
     try:
         with torch.no_grad(), eager():
             loss = float(loss_of(batch))  # waits for the device: the run stops or skips a step anyway
     finally:
         for handle in handles:
             handle.remove()
-    return (found[0] if found else ""), math.isfinite(loss)
+    return (modules[0] if modules else ""), math.isfinite(loss)
 
 
-def _named(plain: nn.Module) -> list[tuple[str, nn.Module]]:
+def _modules(plain: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in plain.named_modules() if not name.endswith("_checkpoint_wrapped_module")]
 
 
-def _finite(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not value.is_floating_point() or bool(value.isfinite().all())
     if isinstance(value, dict):
-        return all(_finite(item) for item in value.values())
+        return all(_is_finite(item) for item in value.values())
     if isinstance(value, list | tuple):
-        return all(_finite(item) for item in value)
+        return all(_is_finite(item) for item in value)
     return True

@@ -50,7 +50,7 @@ class Preemption:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before and isinstance(error, KeyboardInterrupt) and not isinstance(error, _Interrupted):
-            raise LockstepError(f"{error_line(error)} was raised by the code itself, and no Ctrl-C came") from error
+            raise LockstepError(f"{error_line(error)} was raised by the code, not by Ctrl-C") from error
 
     @property
     def ends_now(self) -> bool:

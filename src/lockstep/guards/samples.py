@@ -2,9 +2,8 @@
 
     dataset = RetryingDataset(dataset, retries=2, skips=0, rank=0)
 
-The next sample takes the place of a skipped one, on whatever rank and in whatever process loads it, so every world size
-skips alike. Each try, and the sample that takes a place, is seeded as in a run without an error. For a loader process
-that dies see `data/loader.py`.
+The next sample replaces a skipped one, on any rank and in any process, so every world size skips alike. Each try, and
+the replacement, is seeded as in a run without an error. For a loader process that dies see `data/loader.py`.
 """
 
 import logging
@@ -27,9 +26,7 @@ _PAUSE = 0.05  # seconds before a retry; a network disk may need them
 
 
 class RetryingDataset(Dataset[Any]):
-    """A dataset that retries, and names the sample that fails.
-
-    It offers only what loading needs of the inner dataset.
+    """Dataset that retries failing samples, and names those that still fail.
 
     Args:
         inner: map-style.
@@ -65,8 +62,8 @@ class RetryingDataset(Dataset[Any]):
             DataError: it cannot be loaded, and no more samples may be skipped.
         """
         while True:
-            for tried in range(self._retries + 1):
-                if tried:
+            for attempt in range(self._retries + 1):
+                if attempt:
                     self.counts[0] += 1
                     time.sleep(_PAUSE)
                 seed(index)
@@ -84,27 +81,27 @@ class RetryingDataset(Dataset[Any]):
             return [self[index] for index in indices]
 
     def _leave_out(self, index: int, error: Exception) -> None:
-        where = getattr(error, "filename", None) or getattr(self._inner, "path", None)
-        file = f" ({where})" if where else ""
-        told = (str(error).splitlines() or [""])[0]
-        line = f"{rank_label(self._rank)}: sample {index}{file} cannot be loaded: {type(error).__name__}: {told}"
+        source = getattr(error, "filename", None) or getattr(self._inner, "path", None)
+        file = f" ({source})" if source else ""
+        reason = (str(error).splitlines() or [""])[0]
+        line = f"{rank_label(self._rank)}: sample {index}{file} cannot be loaded: {type(error).__name__}: {reason}"
         if int(self.counts[1]) >= self._skips:
-            more = f"; {self._skips} were left out before" if self._skips else ""
-            raise DataError(f"{line}{more}; repair it, or leave such samples out: --guards.bad-samples N") from error
+            more = f"; {self._skips} were skipped before" if self._skips else ""
+            raise DataError(f"{line}{more}; repair it, or skip such samples: --guards.bad-samples N") from error
         self.counts[1] += 1
-        _LOG.warning("%s; sample %d takes its place", line, (index + 1) % len(self))
+        _LOG.warning("%s; using sample %d instead", line, (index + 1) % len(self))
 
 
 def loading_failures(loading: Sequence[RetryingDataset | Loader]) -> list[float]:
     """Return [retries, skipped samples, restarts of loader processes] on this rank so far."""
-    found = [0.0, 0.0, 0.0]
+    counts = [0.0, 0.0, 0.0]
     for each in loading:
         if isinstance(each, RetryingDataset):
-            found[0], found[1] = (float(count) for count in each.counts)
+            counts[0], counts[1] = (float(count) for count in each.counts)
         else:
-            found[2] = float(each.restarts)
-    return found
+            counts[2] = float(each.restarts)
+    return counts
 
 
 def _nothing(_: int) -> None:
-    """Null seeding, for a sample that draws nothing."""
+    """Do nothing, for a sample without random numbers."""

@@ -37,8 +37,8 @@ def check_programs(world: World, task: Task, order: list[int]) -> None:
     Raises:
         LockstepError: they differ; key, values and rank are named.
     """
-    found = program(task) | {"data order": hashlib.sha256(repr(order).encode()).hexdigest()[:16]}
-    world.check_same("program", found)  # collective
+    own_program = program(task) | {"data order": hashlib.sha256(repr(order).encode()).hexdigest()[:16]}
+    world.check_same("program", own_program)  # collective
 
 
 def program(task: Task) -> dict[str, str]:
@@ -59,15 +59,17 @@ def check_weights(world: World, model: nn.Module) -> None:
     Raises:
         DifferenceError: they differ; tensor and rank are named.
     """
-    held = {f"model/{name}": tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    metas = world.gather(any(tensor.is_meta for tensor in held.values()))  # collective
+    weights = {f"model/{name}": value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    metas = world.gather(any(tensor.is_meta for tensor in weights.values()))  # collective
     if any(metas):  # only rank 0 drew them; they are broadcast
         return
     try:
-        desync.check(held, world, 0)
+        desync.check(weights, world, 0)
     except DifferenceError as error:
-        told = str(error).partition("; ")[0].removeprefix("after step 0 ")
-        raise DifferenceError(f"before step 1: the initial weights differ: {told}; fix what the model draws") from error
+        difference = str(error).partition("; ")[0].removeprefix("after step 0 ")
+        raise DifferenceError(
+            f"before step 1: the initial weights differ: {difference}; seed the model alike"
+        ) from error
 
 
 def _code() -> str:

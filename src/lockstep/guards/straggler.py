@@ -1,4 +1,4 @@
-"""Find the rank that is slow, and at what.
+"""Find slow ranks, and the work that slows them down.
 
     straggler = Straggler(ratio=1.2)
     line = straggler.after(step, exchange)      # "rank 3 is slow: 41 ms per step of computing, the others 31 ms", or ""
@@ -33,11 +33,11 @@ class Straggler:
 
     def __init__(self, ratio: float, relieved: Callable[[int, int], bool] = lambda rank, step: False) -> None:
         self._ratio, self._relieved = ratio, relieved
-        self._heard: list[list[BusySeconds]] = []
+        self._windows: list[list[BusySeconds]] = []
         self._count, self._since = 0, 0
         self._strikes = 0
         self._suspect: tuple[int, str] | None = None
-        self._told: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
 
     def after(self, step: int, exchange: StepExchange) -> str:
         """Return a line when a rank is found slow, once per rank and kind.
@@ -48,29 +48,29 @@ class Straggler:
             return ""
         self._count = exchange.count
         if exchange.count > 2:  # the first ones measure the start
-            self._heard.append(exchange.heard)
-        if step - self._since < _STEPS or not self._heard:
+            self._windows.append(exchange.heard)
+        if step - self._since < _STEPS or not self._windows:
             return ""
-        heard, self._heard, self._since = self._heard, [], step
-        return self._judged(heard, step)
+        heard, self._windows, self._since = self._windows, [], step
+        return self._find_slow_rank(heard, step)
 
-    def _judged(self, heard: list[list[BusySeconds]], step: int) -> str:
-        found = None
+    def _find_slow_rank(self, heard: list[list[BusySeconds]], step: int) -> str:
+        slowest = None
         for kind in _KINDS:
             seconds = [median(getattr(vitals[rank], kind) for vitals in heard) for rank in range(len(heard[0]))]
             slow = max(range(len(seconds)), key=seconds.__getitem__)
-            others = median(value for rank, value in enumerate(seconds) if rank != slow)
+            others_median = median(value for rank, value in enumerate(seconds) if rank != slow)
             if kind in _SHARED and self._relieved(slow, step):
                 continue
-            if seconds[slow] > max(self._ratio * others, others + _LEAST) and found is None:
-                found = (slow, kind, seconds[slow], others)
-        suspect = found[:2] if found else None
+            if seconds[slow] > max(self._ratio * others_median, others_median + _LEAST) and slowest is None:
+                slowest = (slow, kind, seconds[slow], others_median)
+        suspect = slowest[:2] if slowest else None
         self._strikes = self._strikes + 1 if suspect and suspect == self._suspect else int(suspect is not None)
         self._suspect = suspect
-        if found is None or self._strikes < _STRIKES or suspect in self._told:
+        if slowest is None or self._strikes < _STRIKES or suspect in self._reported:
             return ""
-        self._told.add((found[0], found[1]))
+        self._reported.add((slowest[0], slowest[1]))
         return (
-            f"{rank_label(found[0])} is slow: {1e3 * found[2]:.1f} ms per step of {_KINDS[found[1]]}, the others "
-            f"{1e3 * found[3]:.1f} ms; all ranks wait for it"
+            f"{rank_label(slowest[0])} is slow: {1e3 * slowest[2]:.1f} ms per step of {_KINDS[slowest[1]]}, the others "
+            f"{1e3 * slowest[3]:.1f} ms; all ranks wait for it"
         )

@@ -1,8 +1,8 @@
 """Watch for hangs and lost ranks.
 
 `HangWatchdog` ends a process that makes no progress, with an error that names the rank to blame. The ranks publish
-heartbeats in their rendezvous store, without a collective; `Inquiry` asks who still answers once an exchange failed,
-and `dump` writes the stacks of a process that hangs.
+heartbeats in their rendezvous store, without a collective; `Inquiry` polls the ranks after an exchange failed, and
+`dump` writes the stacks of a hanging process.
 """
 
 import contextlib
@@ -44,20 +44,17 @@ from lockstep.errors import ConfigError, LockstepError, PeerError
 __all__ = [
     "HangWatchdog",
     "Heartbeats",
-    "Inquiry",
     "all_do",
-    "dump",
     "read_alone",
     "waited_for",
-    "where_main",
 ]
 
 
 # --- heartbeats and stacks
 
 _STEP = re.compile(r"step (\d+) ")
-_HEARTBEAT_LOOK = 0.005  # seconds between two looks for the others' answers
-_PLACES = 0.5  # seconds between two looks at the others' heartbeats
+_HEARTBEAT_LOOK = 0.005  # seconds between two checks for the others' answers
+_PLACES_INTERVAL = 0.5  # seconds between two checks of the others' heartbeats
 
 
 class Heartbeats:
@@ -81,15 +78,14 @@ class Heartbeats:
 
     def passed(self, step: int) -> list[int]:
         """Return the ranks that are past `step`, or at the end."""
-        found = {rank: _STEP.match(self.place_of(rank)) for rank in range(self.size)}
-        return [rank for rank, place in found.items() if place and int(place[1]) > step]
+        places = {rank: _STEP.match(self.place_of(rank)) for rank in range(self.size)}
+        return [rank for rank, place in places.items() if place and int(place[1]) > step]
 
 
-def all_do(told: Heartbeats | None, rank: int, what: str, step: int, patience: Callable[[], float]) -> bool:
-    """Agree on an action in the body of a step: whether every rank requests `what`.
+def all_do(heartbeats: Heartbeats | None, rank: int, action: str, step: int, patience: Callable[[], float]) -> bool:
+    """Return whether every rank requests `action` in the body of a step.
 
-    No collective: a rank that does not request it is somewhere in the next step, waiting for this one. Its heartbeat
-    shows that.
+    Uses no collective: a rank without the request waits in the next step for this one, which its heartbeat shows.
 
     Args:
         told: None in a world of one.
@@ -98,18 +94,18 @@ def all_do(told: Heartbeats | None, rank: int, what: str, step: int, patience: C
     Returns:
         True if all requested it; False if one is past the step, or after `patience`.
     """
-    if told is None:
+    if heartbeats is None:
         return True
-    mine = f"{what}-{step}"
+    request = f"{action}-{step}"
     began = looked = time.monotonic()
-    keys = [f"{told.keys}/{mine}/{other}" for other in range(told.size)]
+    keys = [f"{heartbeats.keys}/{request}/{peer}" for peer in range(heartbeats.size)]
     with suppress(RuntimeError):  # the store is gone, and the others with it
-        told.store.set(keys[rank], "1")
-        while not told.store.check(keys):
+        heartbeats.store.set(keys[rank], "1")
+        while not heartbeats.store.check(keys):
             now = time.monotonic()
-            if now - looked > _PLACES:
+            if now - looked > _PLACES_INTERVAL:
                 looked = now
-                if told.passed(step) and not told.store.check(keys):
+                if heartbeats.passed(step) and not heartbeats.store.check(keys):
                     return False
             if now - began > patience():
                 return False
@@ -118,29 +114,29 @@ def all_do(told: Heartbeats | None, rank: int, what: str, step: int, patience: C
     return False
 
 
-def waited_for(told: Heartbeats, step: int, patience: float = 2.5) -> list[int]:
-    """Return the ranks that are found past `step` within `patience` seconds."""
+def waited_for(heartbeats: Heartbeats, step: int, patience: float = 2.5) -> list[int]:
+    """Return the ranks that pass `step` within `patience` seconds."""
     end = time.monotonic() + patience
     with suppress(RuntimeError):  # the store is gone
         while time.monotonic() < end:
-            if others := told.passed(step):
-                return others
-            time.sleep(_PLACES / 5)
+            if ahead := heartbeats.passed(step):
+                return ahead
+            time.sleep(_PLACES_INTERVAL / 5)
     return []
 
 
-def read_alone(rank: int, global_step: int, others: list[int]) -> str:
-    """Make the message for a loss that only `rank` read while `others` went on."""
-    shown = " and ".join(f"rank {other}" for other in others[:8])
+def read_alone(rank: int, global_step: int, ahead: list[int]) -> str:
+    """Format the error for a loss that `rank` read but the ranks `ahead` did not."""
+    ranks = " and ".join(f"rank {peer}" for peer in ahead[:8])
     return (
-        f"rank {rank}: the loss was read after step {global_step}, and not on {shown}: read it on every rank, and "
+        f"rank {rank}: the loss was read after step {global_step}, and not on {ranks}: read it on every rank, and "
         "print it on one alone"
     )
 
 
 _COLLECTIVES = 20  # entries of the flight recorder to show
-_OURS = (__file__, *(str(module.__file__) for module in (exchange, world)))  # code that waits for the other ranks
-_WAITS = ("torch/distributed/", "torch/autograd/graph.py", "torch/cuda/", *_OURS)
+_WAITING_CODE = (__file__, *(str(module.__file__) for module in (exchange, world)))  # waits for other ranks
+_WAITS = ("torch/distributed/", "torch/autograd/graph.py", "torch/cuda/", *_WAITING_CODE)
 _OUTSIDE = ("/threading.py", "/torch/nn/modules/module.py", "/torch/_tensor.py")
 
 
@@ -189,7 +185,7 @@ def where_main() -> tuple[str, bool]:
 
 _LOG = logging.getLogger("lockstep")
 
-_CALL = 0.6  # seconds in which the ranks must answer
+_ANSWER_TIME = 0.6  # seconds in which the ranks must answer
 _STORE = timedelta(seconds=1.0)
 
 
@@ -202,77 +198,77 @@ class Inquiry:
         folder: of the run; stacks go to its logs.
 
     Attributes:
-        called: another rank asks for missing ranks.
+        called: whether another rank polls for missing ranks.
         told: the store connection for this rank's heartbeats; None in a world of one or without a store.
     """
 
     def __init__(self, world: World, progress: Progress, folder: Path) -> None:
         self._world, self._progress, self._folder = world, progress, folder
         self._keys = world.name("watch")
-        self.told = self.connect(timedelta(seconds=world.timeout))
+        self.heartbeats = self.connect(timedelta(seconds=world.timeout))
         self.called = False
         self._calling = threading.Lock()
         self._verdict = ""
         self._heard: dict[int, str] = {}
 
-    def tell(self, told: Heartbeats) -> None:
+    def tell(self, heartbeats: Heartbeats) -> None:
         """Publish this rank's position, and check whether another rank has called."""
         with contextlib.suppress(RuntimeError):
-            told.tell(self._world.rank, str(self._progress.place))
-            self.called = self.called or bool(told.value("call"))
+            heartbeats.tell(self._world.rank, str(self._progress.place))
+            self.called = self.called or bool(heartbeats.value("call"))
 
     def verdict(self, reason: str) -> str:
         """Poll all ranks, and return who is missing. Once per process."""
         with self._calling:
             if not self._verdict:
-                self._verdict = self._asked(reason)
+                self._verdict = self._run_inquiry(reason)
             return self._verdict
 
-    def _asked(self, reason: str) -> str:
+    def _run_inquiry(self, reason: str) -> str:
         place, (line, waits) = self._progress.place, where_main()
         if threading.current_thread() is threading.main_thread():
             line, waits = "its exchange with the others", True
         dump(self._folder / "logs", self._world.rank, f"{reason}; {place}, {line}")
-        _LOG.warning("%s: stands in %s, at %s", reason, place, line, extra={"only_file": True})
-        if self.told is None:
-            return f"{rank_label(self._world.rank)} made no progress: it stands in {place}, at {line}"
-        mine = {"step": place.step, "phase": place.phase, "line": line, "waits": waits}
+        _LOG.warning("%s: in %s, at %s", reason, place, line, extra={"only_file": True})
+        if self.heartbeats is None:
+            return f"{rank_label(self._world.rank)} made no progress: it is in {place}, at {line}"
+        answer = {"step": place.step, "phase": place.phase, "line": line, "waits": waits}
         answers: dict[int, str] = {}
-        asking = threading.Thread(target=self._ask, args=(json.dumps(mine), answers), daemon=True)
+        asking = threading.Thread(target=self._collect_answers, args=(json.dumps(answer), answers), daemon=True)
         asking.start()
-        asking.join(_CALL + _STORE.total_seconds())
+        asking.join(_ANSWER_TIME + _STORE.total_seconds())
         if len(answers) < self._world.size:
-            return f"{rank_label(0)} did not arrive{self._last(0)}: it holds the meeting point, which is silent"
-        return self._judged({rank: json.loads(text) if text else None for rank, text in answers.items()})
+            return f"{rank_label(0)} did not arrive{self._last_position(0)}: its rendezvous store does not answer"
+        return self._describe_missing({rank: json.loads(text) if text else None for rank, text in answers.items()})
 
-    def _ask(self, mine: str, answers: dict[int, str]) -> None:
+    def _collect_answers(self, answer: str, answers: dict[int, str]) -> None:
         """Publish this rank's position, wait for the others, and collect their answers."""
-        told = self.connect()  # the first one may block for ever
-        if told is None:
+        heartbeats = self.connect()  # the first one may block for ever
+        if heartbeats is None:
             return
         with contextlib.suppress(RuntimeError):
-            told.store.set(f"{self._keys}/alive/{self._world.rank}", mine)
-            told.store.set(f"{self._keys}/call", "1")
-            time.sleep(_CALL)
-            found = {rank: told.value(f"alive/{rank}") for rank in range(self._world.size)}
-            self._heard = {rank: told.place_of(rank) for rank, text in found.items() if not text}
-            answers |= found
+            heartbeats.store.set(f"{self._keys}/alive/{self._world.rank}", answer)
+            heartbeats.store.set(f"{self._keys}/call", "1")
+            time.sleep(_ANSWER_TIME)
+            replies = {rank: heartbeats.value(f"alive/{rank}") for rank in range(self._world.size)}
+            self._heard = {rank: heartbeats.place_of(rank) for rank, text in replies.items() if not text}
+            answers |= replies
 
-    def _judged(self, answers: dict[int, dict[str, Any] | None]) -> str:
+    def _describe_missing(self, answers: dict[int, dict[str, Any] | None]) -> str:
         missing = [rank for rank, answer in answers.items() if answer is None]
         if missing:
-            return " and ".join(f"{rank_label(rank)} did not arrive{self._last(rank)}" for rank in missing[:8])
-        known = {rank: answer for rank, answer in answers.items() if answer is not None}
-        busy = [rank for rank, answer in known.items() if not answer["waits"]]
-        behind = min(answer["step"] for answer in known.values())
-        late = busy or [rank for rank, answer in known.items() if answer["step"] == behind]
-        shown = [
-            f"{rank_label(rank)} did not arrive: it stands in step {known[rank]['step']}, at {known[rank]['line']}"
+            return " and ".join(f"{rank_label(rank)} did not arrive{self._last_position(rank)}" for rank in missing[:8])
+        replies = {rank: answer for rank, answer in answers.items() if answer is not None}
+        busy = [rank for rank, answer in replies.items() if not answer["waits"]]
+        behind = min(answer["step"] for answer in replies.values())
+        late = busy or [rank for rank, answer in replies.items() if answer["step"] == behind]
+        lines = [
+            f"{rank_label(rank)} did not arrive: it is in step {replies[rank]['step']}, at {replies[rank]['line']}"
             for rank in late[:8]
         ]
-        return " and ".join(shown)
+        return " and ".join(lines)
 
-    def _last(self, rank: int) -> str:
+    def _last_position(self, rank: int) -> str:
         """Describe the last position of a silent rank.
 
         It comes from the launcher's folder on this machine, or from its last heartbeat.
@@ -280,14 +276,14 @@ class Inquiry:
         folder = os.environ.get(FOLDER_VARIABLE) if self._world.is_first else None
         place = RankProgress.read(Path(folder) / str(rank)) if folder else None
         if place:
-            return f": it stood in {place}"
-        found = self._heard.get(rank)
-        return f": it stood in {found} when last heard" if found else ""
+            return f": it was in {place}"
+        heartbeat = self._heard.get(rank)
+        return f": it was in {heartbeat} at its last heartbeat" if heartbeat else ""
 
     def connect(self, wait: timedelta = _STORE) -> Heartbeats | None:
         """Open another connection to the store, since a thread may be blocked in the first.
 
-        None in a world of one, or if the ranks met in another way: they end by their timeouts, without names.
+        None in a world of one, or without a rendezvous store: then the ranks end by their timeouts, without names.
         """
         if self._world.size == 1 or self._world.control is None:
             return None
@@ -302,16 +298,16 @@ class Inquiry:
 
 # --- watchdog
 
-_LOOK = 0.25  # seconds between two checks of the progress
-_WISH = 0.25  # seconds between two checks for a replacement process
-_STOP = 1.0  # seconds between two checks for the file STOP
-_TELL = 1.0  # seconds between two heartbeats, in a small world
-_GIVE = 1.0  # seconds in which the main thread may find out by itself
-_HEARING = 5.0  # seconds after `--timeout` in which a wait for a lost rank must have ended
+_CHECK_INTERVAL = 0.25  # seconds between two checks of the progress
+_REPLACEMENT_INTERVAL = 0.25  # seconds between two checks for a replacement process
+_STOP_FILE_INTERVAL = 1.0  # seconds between two checks for the file STOP
+_HEARTBEAT_INTERVAL = 1.0  # seconds between two heartbeats, in a small world
+_GRACE = 1.0  # seconds in which the main thread may notice by itself
+_LOSS_GRACE = 5.0  # seconds after `--timeout` in which a wait for a lost rank must end
 _ORPHAN = 1.0  # seconds after twice its longest phase that a rank without a launcher may block
-_MISSED = "another rank misses one of us"
-_ALONE = 1.0  # seconds after which a rank that reads the loss checks whether the others went on
-_ORPHANED = "the launcher is gone, and this rank waits for something that does not come; start the command again"
+_MISSED = "another rank reports a missing rank"
+_READ_ALONE_AFTER = 1.0  # seconds after which a rank that reads the loss checks whether the others continued
+_ORPHANED = "the launcher is gone and this rank is blocked; restart the command"
 
 
 class HangWatchdog:
@@ -341,22 +337,26 @@ class HangWatchdog:
         self._exchange.progress.at(self._exchange.progress.step, COMPUTING)
         self._thread.start()
         if self._world.is_main:  # its own thread: a file system may answer late, or never
-            threading.Thread(target=self._heed_file, name="lockstep-stop", daemon=True).start()
+            threading.Thread(target=self._watch_stop_file, name="lockstep-stop", daemon=True).start()
         if self._member and self._world.is_main:
-            threading.Thread(target=self._heed_wish, args=(self._member,), name="lockstep-wish", daemon=True).start()
-        told = self._inquiry.told
-        if told is not None:  # its own thread: a store that is gone may never answer
-            threading.Thread(target=self._tell, args=(told,), name="lockstep-tell", daemon=True).start()
+            threading.Thread(
+                target=self._watch_replacements, args=(self._member,), name="lockstep-wish", daemon=True
+            ).start()
+        heartbeats = self._inquiry.heartbeats
+        if heartbeats is not None:  # its own thread: a store that is gone may never answer
+            threading.Thread(
+                target=self._publish_heartbeats, args=(heartbeats,), name="lockstep-tell", daemon=True
+            ).start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        named = self._named(error) if isinstance(error, PeerError) else None
+        named_error = self._name_lost_rank(error) if isinstance(error, PeerError) else None
         self._ended.set()
         self._thread.join()
-        if named:
-            raise named from error
+        if named_error:
+            raise named_error from error
 
-    def _named(self, error: PeerError) -> PeerError | None:
+    def _name_lost_rank(self, error: PeerError) -> PeerError | None:
         """Return an error that names the lost rank.
 
         None if `error` names it, or if the run handles the loss differently.
@@ -364,17 +364,17 @@ class HangWatchdog:
         if self._world.size == 1 or self._member or error.relayed:
             return None
         verdict = self._inquiry.verdict(f"lost the other ranks: {error}")
-        return PeerError(f"{verdict}; its own log says why, if it could still tell")
+        return PeerError(f"{verdict}; see its log for the cause")
 
     def _run(self) -> None:
-        while not self._ended.wait(_LOOK):
+        while not self._ended.wait(_CHECK_INTERVAL):
             reason = self._reason()
             if reason:
                 self._leave(reason)
 
-    def _heed_file(self) -> None:
+    def _watch_stop_file(self) -> None:
         """Watch for the file STOP on rank 0, and pass the request to the others."""
-        while not self._ended.wait(_STOP):
+        while not self._ended.wait(_STOP_FILE_INTERVAL):
             with contextlib.suppress(OSError):  # missing, or the file system fails
                 os.lstat(self._folder / "STOP")
                 self._exchange.stop(SAVE_AND_END)
@@ -382,43 +382,43 @@ class HangWatchdog:
     def _reason(self) -> str | LockstepError:
         """Return why this process must end, or the error itself; "" if all is well."""
         progress, now = self._exchange.progress, time.monotonic()
-        stands, limit = now - progress.since, self._world.timeout + (_HEARING if self._member else 0.0)
+        idle, limit = now - progress.since, self._world.timeout + (_LOSS_GRACE if self._member else 0.0)
         if progress.since != self._present[0]:
             self._longest = max(self._longest, self._present[1])
-        self._present = progress.since, stands
+        self._present = progress.since, idle
         if launcher_is_gone():  # a process blocked in a collective does not see the signal
             limit = min(limit, _ORPHAN + 2 * self._longest)
         watched = (WAITING, COMPUTING, READING) if self._world.size == 1 else (WAITING, COMPUTING, READING, IN_BODY)
-        if progress.phase == IN_BODY and IN_BODY in watched and stands > limit / 2 and not self._warned:
+        if progress.phase == IN_BODY and IN_BODY in watched and idle > limit / 2 and not self._warned:
             self._warned = True
-            where = f"{rank_label(self._world.rank)} has been in the body of the caller's loop for {stands:.0f} s"
-            _LOG.warning("%s; the other ranks wait for it, and end the run after --timeout %g s", where, limit)
-        if progress.phase in watched and stands > limit:
+            message = f"{rank_label(self._world.rank)} has been in the body of the caller's loop for {idle:.0f} s"
+            _LOG.warning("%s; the other ranks wait for it, and end the run after --timeout %g s", message, limit)
+        if progress.phase in watched and idle > limit:
             return LockstepError(_ORPHANED) if launcher_is_gone() else f"no progress for {limit:g} s"
-        told = self._inquiry.told
-        if told is None:
+        heartbeats = self._inquiry.heartbeats
+        if heartbeats is None:
             return ""
-        if progress.phase == READING and stands > _ALONE:
+        if progress.phase == READING and idle > _READ_ALONE_AFTER:
             with contextlib.suppress(RuntimeError):
-                others = told.passed(progress.step)
-                if others:
-                    return LockstepError(read_alone(self._world.rank, progress.step + 1, others))
+                ahead = heartbeats.passed(progress.step)
+                if ahead:
+                    return LockstepError(read_alone(self._world.rank, progress.step + 1, ahead))
         if self._member:
             return ""
         self._failed_since = (self._failed_since or now) if self._exchange.broken() else 0.0
-        if self._failed_since and now - self._failed_since > _GIVE:
+        if self._failed_since and now - self._failed_since > _GRACE:
             return "an exchange failed"
         return _MISSED if self._inquiry.called else ""
 
-    def _tell(self, told: Heartbeats) -> None:
-        while not self._ended.wait(max(_TELL, 0.02 * self._world.size)):
-            self._inquiry.tell(told)
+    def _publish_heartbeats(self, heartbeats: Heartbeats) -> None:
+        while not self._ended.wait(max(_HEARTBEAT_INTERVAL, 0.02 * self._world.size)):
+            self._inquiry.tell(heartbeats)
 
-    def _heed_wish(self, member: Member) -> None:
+    def _watch_replacements(self, member: Member) -> None:
         """Watch on rank 0 for a replacement process, and pass the request to the others."""
         with contextlib.suppress(RuntimeError):  # the launcher is gone
             store = member.connection()
-            while not self._ended.wait(_WISH):
+            while not self._ended.wait(_REPLACEMENT_INTERVAL):
                 if member.is_wished(store):
                     self._exchange.stop(REGROUP)
 
@@ -428,11 +428,11 @@ class HangWatchdog:
             error = reason
         else:
             verdict = self._inquiry.verdict(reason)
-            if self._ended.wait(_GIVE if reason == _MISSED else 0.0):
-                return  # the main thread found out by itself
+            if self._ended.wait(_GRACE if reason == _MISSED else 0.0):
+                return  # the main thread noticed by itself
             error = PeerError(
-                f"{verdict}; after {self._world.timeout:g} s without progress the run ends; for slow steps "
-                "or data raise --timeout"
+                f"{verdict}; the run ends after {self._world.timeout:g} s without progress; raise --timeout "
+                "for slow steps or data"
             )
         try:
             _LOG.error("%s", error)

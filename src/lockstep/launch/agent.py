@@ -53,9 +53,6 @@ from lockstep.launch.workers import Preloaded, life_pipe, private_folder
 from lockstep.report.goodput import ENDED_VARIABLE
 
 __all__ = [
-    "Child",
-    "orphans_adopted",
-    "reap_orphans",
     "run",
 ]
 
@@ -384,7 +381,7 @@ class _Agent(LocalElasticAgent):
         """
         ranks = [self._rank_of(local, group) for local in silent]
         shown = " and ".join(
-            f"{rank_label(rank, slot)} did not arrive: it stood in "
+            f"{rank_label(rank, slot)} did not arrive: it was in "
             f"{RankProgress.read(self._folder / str(slot)) or 'its start, before step 0'}"
             for rank, slot in ranks
         )

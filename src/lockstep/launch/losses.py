@@ -18,7 +18,10 @@ from typing import Protocol
 from lockstep.distributed.failures import ProcessFailure
 from lockstep.distributed.membership import Generation, LeaveReport, keys_of
 
-__all__ = ["REPEATED", "Membership", "MembershipStore"]
+__all__ = [
+    "REPEATED",
+    "Membership",
+]
 
 REPEATED = "the same line of code failed in the same step again"
 

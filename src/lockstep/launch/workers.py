@@ -31,7 +31,6 @@ from lockstep.distributed.membership import STOP_SIGNALS
 from lockstep.errors import LockstepError
 
 __all__ = [
-    "Forked",
     "Preloaded",
     "life_pipe",
     "private_folder",

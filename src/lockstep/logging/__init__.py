@@ -55,42 +55,42 @@ class Showing(Protocol):
 class Sinks:
     """Several sinks as one. A failing sink never stops the run.
 
-    Its first failure is reported as a warning. A sink whose `start` failed gets no records; one whose `log` failed
-    still gets the next record, since a full disk or a lost network may recover.
+    The first failure of each is logged as a warning. A sink whose `start` failed gets no records; one whose `log`
+    failed still gets the next record, since a full disk or a lost network may recover.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
-        self._shows: list[Any] = []
+        self._displays: list[Any] = []
         self._waiting: deque[dict[str, Any] | None] = deque()  # None: an expected record
         self._reported: set[int] = set()
 
     def start(self, info: dict[str, Any]) -> None:
         """Start each sink, and drop those that fail."""
-        self._sinks = [sink for sink in self._sinks if self._holds(sink, partial(sink.start, info))]
-        self._shows = [sink for sink in self._sinks if isinstance(sink, Showing)]
+        self._sinks = [sink for sink in self._sinks if self._call_sink(sink, partial(sink.start, info))]
+        self._displays = [sink for sink in self._sinks if isinstance(sink, Showing)]
 
     def progress(self, step: int, evaluated: tuple[int, int] | None = None) -> None:
-        """Show the progress. Call it at every step: it waits for nothing.
+        """Show the progress at every step, without waiting for anything.
 
         Args:
             step: steps trained.
             evaluated: (done, total) micro-batches of this rank in a running evaluation.
         """
-        for sink in self._shows:
-            self._holds(sink, partial(sink.progress, step, evaluated))
+        for sink in self._displays:
+            self._call_sink(sink, partial(sink.progress, step, evaluated))
 
     def best(self, text: str) -> None:
         """Show the best evaluation so far, in a few words; "" for none."""
-        for sink in self._shows:
-            self._holds(sink, partial(sink.best, text))
+        for sink in self._displays:
+            self._call_sink(sink, partial(sink.best, text))
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record to each sink, after those that are expected."""
+        """Write a record to each sink, after expected ones."""
         if self._waiting:
             self._waiting.append(record)
         else:
-            self._give(record)
+            self._write(record)
 
     def expect(self) -> None:
         """Reserve a place for a record that is still on a device.
@@ -100,9 +100,9 @@ class Sinks:
         self._waiting.append(None)
 
     def arrived(self, record: dict[str, Any]) -> None:
-        """Write the record that was expected first, and those waiting for it.
+        """Write the oldest expected record, and those queued behind it.
 
-        If none was expected, it works as `log`.
+        Without an expected record it works as `log`.
         """
         if None not in self._waiting:
             self.log(record)
@@ -110,33 +110,33 @@ class Sinks:
         self._waiting[self._waiting.index(None)] = record
         while self._waiting and (first := self._waiting[0]) is not None:
             self._waiting.popleft()
-            self._give(first)
+            self._write(first)
 
     def flush(self) -> None:
-        """Drop expected records, and write those that waited for them."""
+        """Drop expected records, and write those queued behind them."""
         waiting, self._waiting = self._waiting, deque()
         for record in waiting:
             if record is not None:
-                self._give(record)
+                self._write(record)
 
-    def _give(self, record: dict[str, Any]) -> None:
+    def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:
-            self._holds(sink, partial(sink.log, record))
+            self._call_sink(sink, partial(sink.log, record))
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Close each sink, in order."""
         self.flush()
         for sink in self._sinks:
-            self._holds(sink, partial(sink.close, summary))
+            self._call_sink(sink, partial(sink.close, summary))
 
-    def _holds(self, sink: Sink, call: Callable[[], None]) -> bool:
+    def _call_sink(self, sink: Sink, call: Callable[[], None]) -> bool:
         try:
             call()
         except Exception as error:  # any error of a third party's service; Ctrl-C passes
             if id(sink) not in self._reported:
                 self._reported.add(id(sink))
                 logging.getLogger("lockstep").warning(
-                    "%s failed and may miss records: %s: %s; training goes on",
+                    "%s failed, its records may be incomplete: %s: %s; training continues",
                     type(sink).__name__,
                     type(error).__name__,
                     error,

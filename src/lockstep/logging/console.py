@@ -1,10 +1,10 @@
 """Show a run on the terminal: progress bar, records as lines, summary.
 
     with waiting("evaluating", shown=world.is_main) as progress:
-        progress(120, 339)                  # how much is done, and of how much
+        progress(120, 339)                  # done, total
 
-`Console` is the sink of a run: a bar that is redrawn on a terminal, plain lines elsewhere. `waiting` is a bar on stderr
-for other long work; it is gone when the work is done.
+`Console` is a run's sink: a bar that is redrawn on a terminal, plain lines elsewhere. `waiting` is a bar on stderr for
+other long work; it disappears when the work is done.
 """
 
 import atexit
@@ -31,20 +31,16 @@ from lockstep.logging.plots import curve
 
 __all__ = [
     "Console",
-    "Ticker",
-    "count_text",
-    "duration_text",
-    "line_of",
-    "loss_text",
-    "summary_rows",
     "waiting",
 ]
 
 
 # Held while a timer draws, and during a fork: a loader process must not inherit a terminal's locks from a thread that
 # it does not have.
-_DRAWING = threading.RLock()
-os.register_at_fork(before=_DRAWING.acquire, after_in_parent=_DRAWING.release, after_in_child=_DRAWING.release)
+_TERMINAL_LOCK = threading.RLock()
+os.register_at_fork(
+    before=_TERMINAL_LOCK.acquire, after_in_parent=_TERMINAL_LOCK.release, after_in_child=_TERMINAL_LOCK.release
+)
 
 
 class Ticker:
@@ -69,9 +65,9 @@ class Ticker:
             self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):  # the terminal is gone: the run goes on without a bar
+        with contextlib.suppress(Exception):  # the terminal is gone: the run continues without a bar
             while not self._over.wait(self._seconds):
-                with _DRAWING:
+                with _TERMINAL_LOCK:
                     if not self._over.is_set():
                         self._tick()
 
@@ -83,7 +79,7 @@ class _Screen(Terminal):
     """
 
     def on_broken_pipe(self) -> None:
-        self.quiet = True  # the run goes on; its records and its log are in its folder
+        self.quiet = True  # the run continues; its records and its log are in its folder
         with contextlib.suppress(OSError, ValueError):  # buffered output must not fail at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
@@ -92,15 +88,15 @@ def _terminal(stream: TextIO, interactive: bool | None = None) -> Terminal:
     """Make rich's console on `stream`, without markup.
 
     Args:
-        interactive: redraw in place; None: if the stream is a terminal that can.
+        interactive: redraw in place; None: if the stream is a capable terminal.
     """
     # Not rich's own detection: FORCE_COLOR, which CI services set, would put control sequences into a log.
     able = stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-    wanted = able if interactive is None else interactive
+    redraws = able if interactive is None else interactive
     return _Screen(
         file=stream,
-        force_terminal=wanted,
-        color_system="auto" if wanted else None,
+        force_terminal=redraws,
+        color_system="auto" if redraws else None,
         force_jupyter=False,
         markup=False,
         highlight=False,
@@ -110,7 +106,7 @@ def _terminal(stream: TextIO, interactive: bool | None = None) -> Terminal:
 
 # --- texts
 
-_OWN_SHOWN = 3  # number of the task's own numbers in a line
+_TASK_NUMBERS = 3  # number of the task's own numbers in a line
 
 
 def count_text(count: float) -> str:
@@ -138,35 +134,35 @@ def loss_text(loss: float) -> str:
     return f"{loss:.4f}" if 0.001 <= abs(loss) < 10000 else f"{loss:.5g}"
 
 
-def _numbers_of(seen: Mapping[str, Any], items: str) -> list[str]:
+def _numbers_of(record: Mapping[str, Any], items: str) -> list[str]:
     """Format the record's main numbers with names, most important first.
 
     Missing ones are left out.
     """
-    shown = (
+    formats = (
         ("running_loss", lambda value: f"loss {loss_text(value)}"),
-        ("evaluation/loss", lambda value: f"evaluation {_losses(seen, value)}"),
+        ("evaluation/loss", lambda value: f"evaluation {_losses(record, value)}"),
         ("best", str),
         ("lr", lambda value: f"lr {value:.2e}"),
         ("items_per_second", lambda value: f"{count_text(value)} {items}/s"),
         ("memory", bytes_text),
     )
-    return [text(seen[name]) for name, text in shown if seen.get(name) is not None]
+    return [text(record[name]) for name, text in formats if record.get(name) is not None]
 
 
-def _losses(seen: Mapping[str, Any], loss: float) -> str:
+def _losses(record: Mapping[str, Any], loss: float) -> str:
     """Format the evaluation's loss; with several sets each one's, with its name."""
-    named = [f"{name} {loss_text(seen[f'evaluation/{name}/loss'])}" for name in _sets(seen)]
-    return "  ".join(named) or loss_text(loss)
+    by_set = [f"{name} {loss_text(record[f'evaluation/{name}/loss'])}" for name in _sets(record)]
+    return "  ".join(by_set) or loss_text(loss)
 
 
-def line_of(record: Mapping[str, Any], steps: int, items: str, left: float | None) -> str:
+def line_of(record: Mapping[str, Any], steps: int, items: str, seconds_left: float | None) -> str:
     """Format a record as one plain line of ASCII, except for the user's names.
 
     Args:
         steps: the last step.
         items: name of the items, in the plural.
-        left: seconds until the last step, if known.
+        seconds_left: seconds until the last step, if known.
     """
     parts = [f"step {record.get('global_step', '?')}/{steps}"]
     if "evaluation/loss" in record:
@@ -179,9 +175,9 @@ def line_of(record: Mapping[str, Any], steps: int, items: str, left: float | Non
     parts += [f"epoch {epochs:.2f}"] if epochs is not None else []
     parts += _numbers_of(record, items)
     parts += [f"grad {record['grad_norm']:.3g}"] if record.get("grad_norm") is not None else []
-    beside = [name for name in record if name.startswith("train/")][:_OWN_SHOWN]
-    parts += [f"{name.removeprefix('train/')} {record[name]:.5g}" for name in beside]
-    parts += [f"{duration_text(left)} left"] if left else []
+    task_names = [name for name in record if name.startswith("train/")][:_TASK_NUMBERS]
+    parts += [f"{name.removeprefix('train/')} {record[name]:.5g}" for name in task_names]
+    parts += [f"{duration_text(seconds_left)} left"] if seconds_left else []
     return "  ".join(parts)
 
 
@@ -218,16 +214,16 @@ def _evaluated(record: Mapping[str, Any], items: str) -> list[tuple[str, str]]:
 
     With several sets, those of each.
     """
-    found: list[tuple[str, str]] = []
+    numbers: list[tuple[str, str]] = []
     for prefix in [f"{name}/" for name in _sets(record)] or [""]:
         loss = record.get(f"evaluation/{prefix}loss")
         if loss is not None:
-            found.append((f"{prefix}loss", loss_text(loss)))
-            found += [(f"{prefix}perplexity", _perplexity(loss))] if items == "tokens" else []
+            numbers.append((f"{prefix}loss", loss_text(loss)))
+            numbers += [(f"{prefix}perplexity", _perplexity(loss))] if items == "tokens" else []
         own = [name.removeprefix(f"evaluation/{prefix}") for name in record if name.startswith(f"evaluation/{prefix}")]
         metrics = [name for name in own if name not in ("loss", "items")]
-        found += [(f"{prefix}{name}", f"{record[f'evaluation/{prefix}{name}']:.5g}") for name in metrics]
-    return found
+        numbers += [(f"{prefix}{name}", f"{record[f'evaluation/{prefix}{name}']:.5g}") for name in metrics]
+    return numbers
 
 
 def _sets(record: Mapping[str, Any]) -> list[str]:
@@ -251,8 +247,8 @@ def _perplexity(loss: float) -> str:
 _REDRAW = 0.2  # seconds between two drawings after a record
 _MOVE = 0.5  # the same without a new record
 _TICK = 1.0  # the same without any change: the clock goes on
-_RECENT = 20  # records over which the time left is estimated
-_WIDEST = 100  # columns; a longer bar or curve shows no more
+_PACE_RECORDS = 20  # records from which the time left is estimated
+_MAX_WIDTH = 100  # columns; a wider bar or curve adds no detail
 
 
 class Console:
@@ -260,7 +256,7 @@ class Console:
 
     Args:
         steps: the step at which training ends.
-        start: the step from which this process goes on.
+        start: the step from which this process continues.
         items: name of the items, in the plural ("tokens", "images"); for tokens the perplexity is shown too.
         earlier: records from before `start`, for the curve.
         stream: where to write; None: standard output.
@@ -279,13 +275,13 @@ class Console:
         self._steps, self._step, self._items = steps, start, items
         self._page = _Page(sys.stdout if stream is None else stream, interactive)
         self._bar: _Bar | None = None
-        self._doing: list[str] = []
-        self._seen: dict[str, Any] = {}  # latest value by name
+        self._activity: list[str] = []
+        self._latest: dict[str, Any] = {}  # latest value by name
         self._losses: list[tuple[float, float]] = []
-        self._recent: deque[tuple[int, float]] = deque([(start, time.monotonic())], _RECENT)
+        self._recent: deque[tuple[int, float]] = deque([(start, time.monotonic())], _PACE_RECORDS)
         for record in earlier:
             self._remember(record)
-        self._seen.pop("memory", None)  # the peak is per process
+        self._latest.pop("memory", None)  # the peak is per process
 
     def start(self, info: dict[str, Any]) -> None:
         """Show an empty bar, on a terminal. `info` is in the log."""
@@ -297,7 +293,7 @@ class Console:
     def log(self, record: dict[str, Any]) -> None:
         """Update the bar with the record, or print it as a line."""
         self._remember(record)
-        self._doing = []
+        self._activity = []
         if "running_loss" in record:
             self._step = int(record["global_step"])
             self._recent.append((self._step, time.monotonic()))
@@ -308,13 +304,13 @@ class Console:
 
     def progress(self, step: int, evaluated: tuple[int, int] | None = None) -> None:
         """Move the bar, now and then; during an evaluation show (done, total)."""
-        self._step, self._doing = step, [f"evaluating {evaluated[0]}/{evaluated[1]}"] if evaluated else []
+        self._step, self._activity = step, [f"evaluating {evaluated[0]}/{evaluated[1]}"] if evaluated else []
         if self._bar is not None and self._bar.is_due(_MOVE):
             self._draw()
 
     def best(self, text: str) -> None:
         """Show the best evaluation so far in the bar."""
-        self._seen = {**self._seen, "best": text or None}
+        self._latest = {**self._latest, "best": text or None}
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Close the bar, and show the summary unless the run failed.
@@ -324,11 +320,11 @@ class Console:
         Args:
             summary: any of experiment, global_step, epoch_progress, running_loss, evaluation/loss, items_per_second and
                 memory (missing ones are taken from the records), seconds, world_size, engine; `sample`, generated text;
-                `files`, paths or {name: path}; `waits`, where time was lost; `next`, the last line. None if the run
-                failed.
+                `files`, paths or {name: path}; `waits`, the largest loss of time; `next`, the last line. None if the
+                run failed.
         """
         if self._bar is not None:
-            self._doing = []
+            self._activity = []
             self._draw()
             self._bar.stop()
             self._bar = None
@@ -341,8 +337,8 @@ class Console:
             self._page.paragraph(str(summary.get("next") or ""))
 
     def _remember(self, record: Mapping[str, Any]) -> None:
-        peak = max(self._seen.get("memory") or 0, record.get("memory") or 0)
-        self._seen = {**self._seen, **record, **({"memory": peak} if peak else {})}  # a new dict: the timer reads it
+        peak = max(self._latest.get("memory") or 0, record.get("memory") or 0)
+        self._latest = {**self._latest, **record, **({"memory": peak} if peak else {})}  # new, for the timer
         if "running_loss" in record:
             self._losses.append((float(record["global_step"]), float(record["running_loss"])))
 
@@ -361,19 +357,19 @@ class Console:
 
     def _draw(self) -> None:
         if self._bar is not None:
-            numbers = [*self._doing, *_numbers_of(self._seen, self._items)]
+            numbers = [*self._activity, *_numbers_of(self._latest, self._items)]
             self._bar.draw(self._step, self._steps, self._time_left(), numbers)
 
     def _table(self, summary: Mapping[str, Any]) -> None:
         if "epoch" in summary:
-            self._seen.pop("epoch_progress", None)  # belongs to the last record's epoch, not the summary's
-        rows = summary_rows({**self._seen, **summary}, self._steps, self._items)
+            self._latest.pop("epoch_progress", None)  # belongs to the last record's epoch, not the summary's
+        rows = summary_rows({**self._latest, **summary}, self._steps, self._items)
         margin = max((len(name) for name, _ in rows), default=0)
         self._page.line("")
         for name, value in rows:
-            shown = Text(f"{name:<{margin}}  ", "cyan")
-            shown.append(printable(mask(value)), "default")
-            self._page.show(shown)
+            line = Text(f"{name:<{margin}}  ", "cyan")
+            line.append(printable(mask(value)), "default")
+            self._page.show(line)
 
     def _curve(self) -> None:
         width = self._page.width - 1
@@ -385,7 +381,7 @@ class Console:
 
     def _sample(self, text: str) -> None:
         if text:
-            self._page.paragraph("what the model writes now", "bold")
+            self._page.paragraph("sample from the model", "bold")
             for line in printable(text, keep="\n\t").expandtabs(4).split("\n"):
                 self._page.show(Text(line))
 
@@ -409,7 +405,7 @@ class _Page:
 
     @property
     def width(self) -> int:
-        return min(self.terminal.width, _WIDEST)
+        return min(self.terminal.width, _MAX_WIDTH)
 
     def paragraph(self, line: str, style: str = "") -> None:
         """Write an empty line, then this one; nothing if it is empty."""
@@ -432,8 +428,8 @@ class _Page:
 class _Bar:
     """Two lines at the bottom of the terminal: progress and latest numbers.
 
-    They are redrawn in place. What others print to stdout or stderr appears above them. The cursor is hidden until
-    `stop`, which also runs at the exit of a process that did not close the bar.
+    They are redrawn in place; other output to stdout or stderr appears above them. The cursor is hidden until `stop`,
+    which also runs when a process exits without closing the bar.
 
     Args:
         tick: called periodically in its own thread, until `stop`.
@@ -441,7 +437,7 @@ class _Bar:
 
     def __init__(self, terminal: Terminal, tick: Callable[[], None]) -> None:
         self._since = time.monotonic()
-        self._width = min(terminal.width, _WIDEST)
+        self._width = min(terminal.width, _MAX_WIDTH)
         self._live = Live(
             console=terminal,
             auto_refresh=False,
@@ -456,16 +452,16 @@ class _Bar:
     def is_due(self, seconds: float = _REDRAW) -> bool:
         return time.monotonic() - self._drawn >= seconds
 
-    def draw(self, step: int, steps: int, left: float | None, numbers: list[str]) -> None:
+    def draw(self, step: int, steps: int, seconds_left: float | None, numbers: list[str]) -> None:
         before = f"step {step}/{steps} "
-        after = f" {step / max(steps, 1):4.0%}  " + (f"{duration_text(left)} left" if left else "")
+        after = f" {step / max(steps, 1):4.0%}  " + (f"{duration_text(seconds_left)} left" if seconds_left else "")
         room = max(self._width - len(before) - max(len(after), len(" 100%  0:00:00 left")), 4)
         bar = Table.grid()
         bar.add_row(Text(before, "bold"), ProgressBar(max(steps, 1), step, width=room), Text(after))
         both = Table.grid()
         both.add_row(bar)
-        shown = [duration_text(time.monotonic() - self._since), *(numbers or ["starting"])]
-        both.add_row(Text(printable("  ".join(shown)), "cyan", overflow="ellipsis", no_wrap=True))
+        parts = [duration_text(time.monotonic() - self._since), *(numbers or ["starting"])]
+        both.add_row(Text(printable("  ".join(parts)), "cyan", overflow="ellipsis", no_wrap=True))
         self._live.update(both, refresh=True)
         self._drawn = time.monotonic()
 
@@ -485,11 +481,11 @@ def waiting(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on stderr, and yield a function to update it.
 
     Yields:
-        A function of (done, total); it draws nothing itself.
+        A function of (done, total), which does not draw by itself.
 
     Args:
         what: name of the work, in a word.
-        shown: False, or stderr that is no terminal, shows nothing.
+        shown: show the bar, if stderr is a terminal.
     """
     screen = _terminal(sys.stderr)
     if not (shown and screen.is_terminal):

@@ -1,9 +1,9 @@
 """Write and read metrics.jsonl: one JSON object per line, one line per record.
 
-    sink = JsonLines(folder / "metrics.jsonl", resume_step=500)    # forgets what came after step 500
+    sink = JsonLines(folder / "metrics.jsonl", resume_step=500)    # drops records after step 500
     sink.log({"global_step": 510, "running_loss": 2.5})
     records = read(folder / "metrics.jsonl")
-    newest = tail(folder / "metrics.jsonl")                        # the last few hundred, of a file of any size
+    newest = tail(folder / "metrics.jsonl")                        # the last few hundred, from a file of any size
 
 Every line is valid JSON. JSON has no NaN or infinity, and null would not distinguish them, so they are written as the
 strings "nan", "inf" and "-inf"; `read` converts them back to numbers.
@@ -35,12 +35,12 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class JsonLines:
     """Sink that appends records to a file, unbuffered.
 
-    Opening it removes a last line that a crash cut short and, on a resume, the records of steps that will run again.
+    Opening it removes an incomplete last line and, on a resume, the records of steps that will run again.
 
     Args:
         path: the file; created if missing, in a folder that exists.
         resume_step: the checkpoint's step; records with a later global_step are removed. None keeps all records.
-        evaluated: False removes the record of that step's own evaluation too, which will run again.
+        evaluated: False also removes the record of that step's evaluation, which will run again.
 
     Raises:
         OSError: the file cannot be read or written. Any error of a later write comes from `log`.
@@ -50,40 +50,40 @@ class JsonLines:
         if path.exists():
             _trim(path, resume_step, evaluated)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
-        self._end, self._torn = os.fstat(self._file.fileno()).st_size, False  # bytes of complete lines
+        self._end, self._incomplete = os.fstat(self._file.fileno()).st_size, False  # bytes of complete lines
 
     def start(self, info: dict[str, Any]) -> None:
-        """Do nothing: other files describe the run."""
+        """Do nothing; other files describe the run."""
 
     def log(self, record: dict[str, Any]) -> None:
         """Append the record; numpy and torch numbers become plain ones.
 
-        A tensor on a device is waited for.
+        Waits for a tensor on a device.
         """
         line = json.dumps({name: plain(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
-        self._mend()
-        end, self._torn = self._end + len(line), True
+        self._drop_incomplete_line()
+        end, self._incomplete = self._end + len(line), True
         try:
             while line:
                 line = line[self._file.write(line) or 0 :]
         except OSError:  # a full disk, perhaps in the middle of a line
             with contextlib.suppress(OSError):
-                self._mend()
+                self._drop_incomplete_line()
             raise
-        self._end, self._torn = end, False
+        self._end, self._incomplete = end, False
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Sync the file to the disk and close it."""
         if not self._file.closed:
             with self._file:
-                self._mend()
+                self._drop_incomplete_line()
                 os.fsync(self._file.fileno())
 
-    def _mend(self) -> None:
-        """Cut off the rest of a line that failed."""
-        if self._torn:
+    def _drop_incomplete_line(self) -> None:
+        """Truncate an incomplete last line."""
+        if self._incomplete:
             os.ftruncate(self._file.fileno(), self._end)
-            self._torn = False
+            self._incomplete = False
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -118,22 +118,22 @@ def each(path: Path, having: str) -> Iterator[dict[str, Any]]:
     Raises:
         OSError: the file cannot be read.
     """
-    wanted = json.dumps(having).encode()
+    needle = json.dumps(having).encode()
     with open(path, "rb") as lines:
         for line in lines:
-            if wanted in line:
+            if needle in line:
                 yield from (record for record in _records([line]) if having in record)
 
 
 def _records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    found = [_parse(line) for line in lines]
-    return [{name: _number(value) for name, value in record.items()} for record in found if record is not None]
+    parsed = [_parse(line) for line in lines]
+    return [{name: _number(value) for name, value in record.items()} for record in parsed if record is not None]
 
 
 def plain(value: Any) -> Any:
     """Convert a value for JSON: numpy and torch numbers to plain ones.
 
-    One that is not finite becomes a string.
+    NaN and infinities become strings.
     """
     if isinstance(value, str):
         return mask(value)

@@ -4,8 +4,8 @@
     logger.info("training starts")    # 2026-03-01T12:00:00.000+00:00 rank 0 INFO training starts
     close_log()
 
-Everything goes to the logger named "lockstep" and its children; the root logger, which belongs to the calling program,
-is left alone. Secrets are masked in the formatted text, so that no argument or traceback bypasses it.
+Everything goes to the logger named "lockstep" and its children; the root logger belongs to the calling program and is
+not changed. Secrets are masked in the formatted text, so that no argument or traceback bypasses it.
 """
 
 import logging
@@ -52,11 +52,11 @@ def open_log(folder: Path, rank: int, stderr: bool = True) -> logging.Logger:
 def close_log() -> None:
     """Undo `open_log`: close the files and restore the logger. Safe to call twice."""
     logger = logging.getLogger("lockstep")
-    ours = [handler for handler in logger.handlers if isinstance(handler, _File | _Stderr)]
-    for handler in ours:
+    handlers = [handler for handler in logger.handlers if isinstance(handler, _File | _Stderr)]
+    for handler in handlers:
         logger.removeHandler(handler)
         handler.close()
-    if ours:
+    if handlers:
         logger.setLevel(logging.NOTSET)
         logger.propagate = True
 
@@ -78,7 +78,7 @@ class _FileLines(logging.Formatter):
         return "\n".join(f"{when} rank {self._rank} {record.levelname} {line}" for line in lines)
 
 
-class _PersonLine(logging.Formatter):
+class _TerminalLine(logging.Formatter):
     """Format for the terminal: level only for warnings, rank only if not 0."""
 
     def __init__(self, rank: int) -> None:
@@ -87,8 +87,8 @@ class _PersonLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        who = f"{rank_label(self._rank)}: " if self._rank else ""
-        return f"{who}{level}{printable(mask(said(record.getMessage())))}"
+        prefix = f"{rank_label(self._rank)}: " if self._rank else ""
+        return f"{prefix}{level}{printable(mask(said(record.getMessage())))}"
 
 
 class _File(logging.FileHandler):
@@ -111,7 +111,7 @@ class _File(logging.FileHandler):
 
     def _report(self, error: BaseException | None) -> None:
         if not self._failed and sys.stderr is not None:
-            print(printable(mask(f"{self._path} misses lines: {type(error).__name__}: {error}")), file=sys.stderr)
+            print(printable(mask(f"{self._path} is incomplete: {type(error).__name__}: {error}")), file=sys.stderr)
         self._failed = True
 
 
@@ -120,7 +120,7 @@ class _Stderr(logging.Handler):
 
     def __init__(self, rank: int) -> None:
         super().__init__(logging.WARNING if rank else logging.INFO)
-        self.setFormatter(_PersonLine(rank))
+        self.setFormatter(_TerminalLine(rank))
         self.addFilter(lambda record: not getattr(record, "only_file", False))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -130,4 +130,4 @@ class _Stderr(logging.Handler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Do nothing: with stderr gone there is nowhere to report it."""
+        """Do nothing: without stderr there is nowhere to report it."""

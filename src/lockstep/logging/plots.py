@@ -2,8 +2,8 @@
 
     print("\\n".join(curve([(10, 5.1), (20, 3.9), (30, 3.2)])))
 
-The terminal curve uses no package: it needs no compiler to install and has a form for terminals without Unicode. The
-picture of `find_lr` uses matplotlib.
+The terminal curve needs no package, and has an ASCII form for terminals without Unicode. The picture of `find_lr` uses
+matplotlib.
 """
 
 import math
@@ -32,13 +32,13 @@ def rates_picture(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a picture needs the package matplotlib: pip install 'torch-lockstep[plot]'") from error
+        raise ConfigError("plotting needs matplotlib: pip install 'torch-lockstep[plot]'") from error
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(rates[: len(smoothed)], losses[: len(smoothed)], ".", color="0.7", label="loss of each step")
     axes.plot(rates[: len(smoothed)], smoothed, label="smoothed")
     if lr is not None:
-        axes.axvline(lr, linestyle="--", color="0.4", label=f"falls fastest: {lr:.1e}")
+        axes.axvline(lr, linestyle="--", color="0.4", label=f"steepest descent: {lr:.1e}")
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
     axes.legend()
     try:
@@ -62,31 +62,30 @@ def curve(
 ) -> list[str]:
     """Draw points as lines of text: `height` of them, and two for the x axis.
 
-    Points that are not finite are dropped; if none is left, the result is []. Points that fall on one column are
-    averaged.
+    Points that are not finite are dropped; without any finite one the result is []. Points in one column are averaged.
 
     Args:
         points: (x, y), x rising.
         width: maximum characters of a line.
         unicode: draw with braille dots; otherwise with ASCII only.
-        label: formats an x of the axis.
+        label: formats an x value for the axis.
     """
-    kept = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
-    if not kept:
+    finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    if not finite:
         return []
-    low, high = _range([y for _, y in kept])
+    low, high = _range([y for _, y in finite])
     labels = {0: f"{high:.4g}", height // 2: f"{(high - (high - low) * (height // 2) / (height - 1)):.4g}"}
     labels[height - 1] = f"{low:.4g}"
     margin = max(len(label) for label in labels.values())
     columns = width - margin - 2
     dots = (2, 4) if unicode else (1, 1)
-    lit = _pixels(kept, (low, high), columns * dots[0], height * dots[1])
+    lit = _pixels(finite, (low, high), columns * dots[0], height * dots[1])
     rows = _braille(lit, columns, height) if unicode else _ascii(lit, columns, height)
     edge, corner, line = ("│", "└", "─") if unicode else ("|", "+", "-")
     lines = [f"{labels.get(row, ''):>{margin}} {edge}{text}".rstrip() for row, text in enumerate(rows)]
-    first, last = label(kept[0][0]), label(kept[-1][0])
+    first, last = label(finite[0][0]), label(finite[-1][0])
     gap = columns - len(first) - len(last)
-    axis = first + " " * gap + last if len(kept) > 1 and gap > 0 else first
+    axis = first + " " * gap + last if len(finite) > 1 and gap > 0 else first
     return [*lines, " " * (margin + 1) + corner + line * columns, " " * (margin + 2) + axis]
 
 
@@ -103,11 +102,11 @@ def _pixels(points: list[Point], span: Point, width: int, height: int) -> set[tu
 
     Neighbouring columns are joined by a line.
     """
-    (left, _), (right, _) = points[0], points[-1]
+    (first_x, _), (last_x, _) = points[0], points[-1]
     low, high = span
     columns: dict[int, list[float]] = {}
     for x, y in points:
-        columns.setdefault(round((x - left) / ((right - left) or 1) * (width - 1)), []).append(y)
+        columns.setdefault(round((x - first_x) / ((last_x - first_x) or 1) * (width - 1)), []).append(y)
     heights = [(x, (sum(ys) / len(ys) - low) / (high - low) * (height - 1)) for x, ys in sorted(columns.items())]
     lit: set[tuple[int, int]] = set()
     for (x0, y0), (x1, y1) in zip(heights, heights[1:] or heights, strict=False):

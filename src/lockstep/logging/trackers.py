@@ -17,8 +17,6 @@ from lockstep.errors import ConfigError
 from lockstep.logging import Sink
 
 __all__ = [
-    "TensorBoard",
-    "WandB",
     "check",
     "masked",
     "remote_sinks",
@@ -67,15 +65,15 @@ class TensorBoard:
             self._writer.close()
 
 
-_START, _END = 60.0, 120.0  # seconds to wait for the service at the start and the end of a run
+_START_TIMEOUT, _FINISH_TIMEOUT = 60.0, 120.0  # seconds to wait for the service at the start and the end of a run
 
 
 @final
 class WandB:
     """Sink for a W&B run with the experiment's name as its name and id.
 
-    So a resumed run continues the same curves. A resumed run that W&B never saw starts over there. W&B drops records of
-    steps that run again after a resume, since it takes each step once; they hold the same numbers.
+    So a resumed run continues the same curves; if W&B does not know the run, it starts a new one. W&B accepts each step
+    once, so it drops records of steps that run again after a resume; their numbers are the same.
 
     Args:
         folder: the run's; W&B creates its own, `wandb`, in it.
@@ -94,14 +92,14 @@ class WandB:
 
         Raises:
             ImportError: the package is missing.
-            Exception: whatever the package raises: no key, no answer.
+            Exception: any error of the package, such as a missing key or a timeout.
         """
         import wandb
 
-        # W&B's own description of the process has the unmasked command line, and the console may have anything: neither
-        # is sent. The run's arguments are in `info`, masked.
+        # W&B's own metadata has the unmasked command line, and the console output may have secrets: neither is sent.
+        # The run's arguments are in `info`, masked.
         settings = wandb.Settings(
-            x_disable_meta=True, console="off", silent=True, init_timeout=_START, finish_timeout=_END
+            x_disable_meta=True, console="off", silent=True, init_timeout=_START_TIMEOUT, finish_timeout=_FINISH_TIMEOUT
         )
         self._run = wandb.init(
             project=self._project,
@@ -115,7 +113,7 @@ class WandB:
         )
 
     def log(self, record: dict[str, Any]) -> None:
-        """Hand over the record; the package sends it from its own process."""
+        """Queue the record; the package sends it from its own process."""
         masked = {name: mask(value) if isinstance(value, str) else value for name, value in record.items()}
         self._run.log(masked, step=int(record["global_step"]))
 
@@ -127,13 +125,13 @@ class WandB:
 
 def check(config: Config) -> None:
     """Raise ConfigError, with the pip line, if a package that a flag needs is missing."""
-    for name, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
-        if wanted and find_spec(name) is None:
-            raise ConfigError(f"--{name} needs the package {name}: pip install 'torch-lockstep[{name}]'")
+    for name, enabled in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
+        if enabled and find_spec(name) is None:
+            raise ConfigError(f"--{name} needs {name}: pip install 'torch-lockstep[{name}]'")
 
 
 def remote_sinks(config: Config, folder: Path, start: int) -> list[Sink]:
-    """Make the sinks that `config` asks for, not started yet.
+    """Build the sinks that `config` selects, not started yet.
 
     Args:
         folder: the run's.

@@ -1,6 +1,6 @@
 """Print the result of `lockstep lint --migrate FILE ...`.
 
-It shows each file's kind, its rows, and their counts.
+The output has each file's kind, its rows, and their counts.
 """
 
 import json
@@ -10,96 +10,107 @@ from pathlib import Path
 
 from lockstep.migrate import lightning, objects, plain, trainer
 from lockstep.migrate.parsing import WORK, MigrateProblem, Source, TooIntricate, place, read
-from lockstep.migrate.plain import ACTIONS, REFUSED, Row, Script
+from lockstep.migrate.plain import ACTIONS, REFUSED, MigrationRow, ParsedScript
 
 __all__ = ["migrate", "rows_of"]
 
-_OWN_LOOP = "its loop stays, with the parts of docs/own-loop.md; or write a lockstep.Task: docs/coming-from.md"
-# Kind -> its rows of a script, and where to read on. The first that fits wins, except for modules of Lightning
-# and loops around a Fabric, which may occur together.
-KINDS: dict[str, tuple[Callable[[Script], Iterator[Row]], str]] = {
-    "a Hugging Face Trainer": (trainer.rows, "one line of it becomes two: docs/hf-trainer.md"),
-    "a Lightning module": (lightning.rows, "the module stays as it is: docs/lightning.md"),
-    "an Accelerate loop": (lambda script: objects.rows(script, objects.ACCELERATE), _OWN_LOOP),
-    "a Fabric loop": (lambda script: objects.rows(script, objects.FABRIC), _OWN_LOOP),
-    "a plain DDP loop": (lambda script: plain.rows(script) if plain.is_distributed(script) else iter(()), _OWN_LOOP),
-    "a plain loop": (plain.rows, _OWN_LOOP),
+_OWN_LOOP_GUIDE = "keep the loop and use the parts in docs/own-loop.md, or write a lockstep.Task: docs/coming-from.md"
+# Kind -> (rows of a script, what to read next). The first kind with rows wins; the order matters, since a script may
+# have both a LightningModule and a Fabric loop.
+KINDS: dict[str, tuple[Callable[[ParsedScript], Iterator[MigrationRow]], str]] = {
+    "a Hugging Face Trainer": (trainer.rows, "one line becomes two: docs/hf-trainer.md"),
+    "a Lightning module": (lightning.rows, "keep the module unchanged: docs/lightning.md"),
+    "an Accelerate loop": (lambda script: objects.rows(script, objects.ACCELERATE), _OWN_LOOP_GUIDE),
+    "a Fabric loop": (lambda script: objects.rows(script, objects.FABRIC), _OWN_LOOP_GUIDE),
+    "a plain DDP loop": (
+        lambda script: plain.rows(script) if plain.is_distributed(script) else iter(()),
+        _OWN_LOOP_GUIDE,
+    ),
+    "a plain loop": (plain.rows, _OWN_LOOP_GUIDE),
 }
 
 
 def migrate(paths: list[str], form: str) -> int:
-    """Print what becomes of each file, and return the exit code.
+    """Print the migration rows of each file, and return the exit code.
 
-    It is 1 if something is refused, else 0.
+    Args:
+        paths: scripts or notebooks.
+        form: "text" or "json".
+
+    Returns:
+        1 if anything is refused, otherwise 0.
 
     Raises:
-        MigrateProblem: a path that is no file, a file that does not parse, or one without any training.
+        MigrateProblem: the path is a folder, the file does not parse, or it trains nothing.
         FileNotFoundError: the path does not exist.
     """
-    found = [(path, *_told(path)) for path in paths]
+    analyses = [(path, *_analyse(path)) for path in paths]
     if form == "json":
         print(
-            json.dumps([_data(path, kind, row, source) for path, source, kind, rows in found for row in rows], indent=2)
+            json.dumps(
+                [_json_entry(path, kind, row, source) for path, source, kind, rows in analyses for row in rows],
+                indent=2,
+            )
         )
     else:
-        print("\n\n".join(_text(path, source, kind, rows) for path, source, kind, rows in found))
-    return int(any(row.action == REFUSED for _, _, _, rows in found for row in rows))
+        print("\n\n".join(_format_text(path, source, kind, rows) for path, source, kind, rows in analyses))
+    return int(any(row.action == REFUSED for _, _, _, rows in analyses for row in rows))
 
 
-def _told(path: str) -> tuple[Source, str, list[Row]]:
+def _analyse(path: str) -> tuple[Source, str, list[MigrationRow]]:
     if not Path(path).exists():
         raise FileNotFoundError(path)
     if Path(path).is_dir():
-        raise MigrateProblem(f"--migrate {path} is a folder: name the script that trains")
+        raise MigrateProblem(f"--migrate {path} is a folder: give the training script")
     source = read(path)
     if source.problem is not None:
         raise MigrateProblem(f"--migrate {path}:{source.problem.line}: {source.problem.message}")
     kind, rows = rows_of(source)
     if not kind:
         raise MigrateProblem(
-            f"--migrate {path}: nothing trains in it (no Trainer, LightningModule, Accelerator, Fabric or backward()): "
-            "name the file that does"
+            f"--migrate {path}: no training found (no Trainer, LightningModule, Accelerator, Fabric or backward()): "
+            "give the file that trains"
         )
     return source, kind, rows
 
 
-def rows_of(source: Source) -> tuple[str, list[Row]]:
-    """Return the kind of a parsed script ("" for none) and its rows, by line.
+def rows_of(source: Source) -> tuple[str, list[MigrationRow]]:
+    """Return the kind of a parsed script ("" if it trains nothing) and its rows, sorted by line.
 
     Raises:
-        MigrateProblem: it is too large or nested to be analysed.
+        MigrateProblem: the script is too large or too deeply nested to analyse.
     """
     WORK.start()
     try:
-        script = Script(source)
+        script = ParsedScript(source)
         for kind, (rows, _) in KINDS.items():
-            found = sorted(dict.fromkeys(rows(script)), key=lambda row: (row.line, ACTIONS.index(row.action)))
-            if found:
-                return kind, found
+            ordered = sorted(dict.fromkeys(rows(script)), key=lambda row: (row.line, ACTIONS.index(row.action)))
+            if ordered:
+                return kind, ordered
     except (TooIntricate, RecursionError):
-        raise MigrateProblem(f"--migrate {source.path}: is too large or nested to be followed: split it") from None
+        raise MigrateProblem(f"--migrate {source.path}: too large or too deeply nested to analyse: split it") from None
     return "", []
 
 
-def _text(path: str, source: Source, kind: str, rows: list[Row]) -> str:
+def _format_text(path: str, source: Source, kind: str, rows: list[MigrationRow]) -> str:
     lines = [f"{path}: {kind}: {KINDS[kind][1]}", ""]
     for row in rows:
-        lines += [f"{_where(path, source, row)}: {row.there}", f"    {row.action:<8} {row.here}"]
+        lines += [f"{_location(path, source, row)}: {row.code}", f"    {row.action:<8} {row.advice}"]
     counts = Counter(row.action for row in rows)
-    told = ", ".join(f"{counts[action]} {text}" for action, text in ACTIONS_TOLD.items() if counts[action])
-    return "\n".join([*lines, "", f"{path}: {told}. Nothing was written."])
+    totals = ", ".join(f"{counts[action]} {text}" for action, text in _ACTION_LABELS.items() if counts[action])
+    return "\n".join([*lines, "", f"{path}: {totals}. Nothing was written."])
 
 
-ACTIONS_TOLD = dict(zip(ACTIONS, ("become others", "go", "stay", "refused"), strict=True))
+_ACTION_LABELS = dict(zip(ACTIONS, ("to replace", "to remove", "unchanged", "refused"), strict=True))
 
 
-def _where(path: str, source: Source, row: Row) -> str:
+def _location(path: str, source: Source, row: MigrationRow) -> str:
     cell, line = place(source.cells, row.line) if source.cells else (0, row.line)
     return f"{path}:cell {cell}:{line}" if cell else f"{path}:{line}"
 
 
-def _data(path: str, kind: str, row: Row, source: Source) -> dict[str, object]:
+def _json_entry(path: str, kind: str, row: MigrationRow, source: Source) -> dict[str, object]:
     cell, line = place(source.cells, row.line) if source.cells else (0, row.line)
-    found: dict[str, object] = {"path": path, "kind": kind, "line": line}
-    found |= {"action": row.action, "there": row.there, "here": row.here}
-    return found | ({"cell": cell} if cell else {})
+    entry: dict[str, object] = {"path": path, "kind": kind, "line": line}
+    entry |= {"action": row.action, "there": row.code, "here": row.advice}
+    return entry | ({"cell": cell} if cell else {})

@@ -1,6 +1,6 @@
-"""Analyse scripts with a LightningModule: `trainer.fit` becomes two lines, the module stays.
+"""Analyse scripts with a LightningModule: `trainer.fit` becomes two lines, the module is unchanged.
 
-Hooks, callbacks and arguments that are not served are named.
+Unsupported hooks, callbacks and arguments are reported.
 """
 
 import ast
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from lockstep.adapters.lightning.refusals import ARGUMENTS, CALLBACKS, HOOKS, PRECISIONS, WAYS
 from lockstep.migrate.parsing import Scope, Site, argument, constant, dotted, keyword
-from lockstep.migrate.plain import BECOMES, REFUSED, STAYS, Row, Script, shortened
+from lockstep.migrate.plain import BECOMES, REFUSED, STAYS, MigrationRow, ParsedScript, shorten
 
 __all__ = ["rows"]
 
@@ -19,9 +19,9 @@ _DATA = re.compile(_PACKAGE + r"(\w+\.)*LightningDataModule$")
 _TRAINER = re.compile(_PACKAGE + r"(\w+\.)*Trainer$")
 _CLI = re.compile(_PACKAGE + r"(\w+\.)*LightningCLI$")
 _CALLBACK = re.compile(_PACKAGE + r"(\w+\.)*Callback$")
-_THEIRS = re.compile(_PACKAGE)
-_LINE = "write what it does as a line in the loop of lockstep.Run"
-_AFTER = {
+_FROM_PACKAGE = re.compile(_PACKAGE)
+_IN_THE_LOOP = "do its work in the loop of lockstep.Run"
+_AFTER_FIT = {
     "test": "task.test()",
     "validate": "result.evaluation",
     "predict": "task.predict()",
@@ -29,115 +29,121 @@ _AFTER = {
 }
 
 
-def rows(script: Script) -> Iterator[Row]:
-    """Yield the rows of a script; none if it has neither module nor Trainer."""
-    trainers, modules = script.made(_TRAINER), list(script.classes(_MODULE))
-    if not (trainers or modules or script.made(_CLI)):
+def rows(script: ParsedScript) -> Iterator[MigrationRow]:
+    """Yield the rows of a script; none if it has no LightningModule, Trainer or LightningCLI."""
+    trainers, modules = script.constructions(_TRAINER), list(script.classes(_MODULE))
+    if not (trainers or modules or script.constructions(_CLI)):
         return
     for owner in modules:
-        yield from _module(script, owner)
+        yield from _module_rows(script, owner)
     for owner in script.classes(_DATA):
-        yield script.row(owner.node, STAYS, "its loaders are taken apart into dataset, batch size, collate and workers")
+        yield script.row(
+            owner.node, STAYS, "lockstep uses the dataset, batch size, collate function and workers of its loaders"
+        )
     for owner in script.classes(_CALLBACK):
-        yield script.row(owner.node, REFUSED, f"a callback of your own is not called: {_LINE}")
+        yield script.row(owner.node, REFUSED, f"custom callbacks are not called: {_IN_THE_LOOP}")
     for site in trainers:
-        yield from _trainer(script, site)
-    yield from _fits(script, trainers)
+        yield from _trainer_rows(script, site)
+    yield from _fit_rows(script, trainers)
 
 
-def _module(script: Script, owner: Scope) -> Iterator[Row]:
-    yield script.row(owner.node, STAYS, f"unedited: lockstep train --lightning {script.source.path}:{owner.name}")
+def _module_rows(script: ParsedScript, owner: Scope) -> Iterator[MigrationRow]:
+    yield script.row(owner.node, STAYS, f"unchanged: lockstep train --lightning {script.source.path}:{owner.name}")
     for name, method in owner.defs.items():
         if name in HOOKS:
             yield script.row(method.node, REFUSED, HOOKS[name])
         if name == "training_step":
-            for more, out in _OLD.items():
-                if more in method.params:
-                    yield script.row(method.node, REFUSED, out, f"{name}(..., {more})")
+            for extra, out in _REMOVED_PARAMETERS.items():
+                if extra in method.params:
+                    yield script.row(method.node, REFUSED, out, f"{name}(..., {extra})")
     for method in owner.defs.values():
         for bind in method.binds.get("self.automatic_optimization", []):
             if constant(bind.value) is False:
-                here = "its training_step takes its optimizers' steps itself: docs/lightning.md says what is served"
-                yield script.row(bind.stmt, STAYS, here)
+                advice = "manual optimization: docs/lightning.md lists what is supported"
+                yield script.row(bind.stmt, STAYS, advice)
 
 
-_OLD = {
-    "optimizer_idx": "Lightning 2 has it no more: set automatic_optimization = False",
-    "hiddens": "Lightning 2 has it no more: keep the state in the module",
-    "dataloader_iter": "which batches it reads is not known: take (batch, batch_idx)",
+_REMOVED_PARAMETERS = {
+    "optimizer_idx": "removed in Lightning 2: set automatic_optimization = False",
+    "hiddens": "removed in Lightning 2: keep the state in the module",
+    "dataloader_iter": "lockstep cannot know which batches it reads: use (batch, batch_idx)",
 }
 
 
-def _trainer(script: Script, site: Site) -> Iterator[Row]:
-    yield script.row(site.call, STAYS, "may stay as from_lightning's third argument, which reads it; it does not train")
-    for given in site.call.keywords:
-        there = f"Trainer({given.arg or '**'}{'=' if given.arg else ''}{shortened(ast.unparse(given.value))})"
-        if given.arg is None:
-            yield script.row(given.value, STAYS, "what is in it cannot be seen: docs/lightning.md has the table", there)
-        elif given.arg == "callbacks":
-            yield from _callbacks(script, given.value)
+def _trainer_rows(script: ParsedScript, site: Site) -> Iterator[MigrationRow]:
+    yield script.row(
+        site.call, STAYS, "may stay: pass it to from_lightning, which reads its settings; it does not train"
+    )
+    for option in site.call.keywords:
+        code = f"Trainer({option.arg or '**'}{'=' if option.arg else ''}{shorten(ast.unparse(option.value))})"
+        if option.arg is None:
+            yield script.row(option.value, STAYS, "its content is unknown: see the table in docs/lightning.md", code)
+        elif option.arg == "callbacks":
+            yield from _callback_rows(script, option.value)
         else:
-            action, here = _argument(given.arg, given.value)
-            yield script.row(given.value, action, here, there)
+            action, advice = _classify_argument(option.arg, option.value)
+            yield script.row(option.value, action, advice, code)
 
 
-def _argument(name: str, value: ast.expr) -> tuple[str, str]:
-    row, given = ARGUMENTS.get(name), constant(value)
-    if name == "precision" and given is not None and str(given) not in PRECISIONS:
+def _classify_argument(name: str, value: ast.expr) -> tuple[str, str]:
+    row, literal = ARGUMENTS.get(name), constant(value)
+    if name == "precision" and literal is not None and str(literal) not in PRECISIONS:
         return REFUSED, f"use one of {', '.join(PRECISIONS)}"
     if row is None:
-        return REFUSED, "lockstep does not know it: leave it out"
+        return REFUSED, "unknown to lockstep: remove it"
     if row.kind != "refused":
-        what = row.what or "it has no meaning here"
-        return STAYS, {"becomes": f"read as {what}", "task": f"read by the task: {what}"}.get(row.kind, what)
+        what = row.what or "no effect in lockstep"
+        return STAYS, {"becomes": f"becomes {what}", "task": f"read by the task: {what}"}.get(row.kind, what)
     if isinstance(value, ast.Constant):
-        return (REFUSED, row.what) if given and (name, given) not in _DEFAULTS else (STAYS, "as it is by default")
-    return REFUSED, f"where it is set: {row.what}"
+        return (REFUSED, row.what) if literal and (name, literal) not in _DEFAULTS else (STAYS, "the default")
+    return REFUSED, f"if set: {row.what}"
 
 
 _DEFAULTS = (("gradient_clip_algorithm", "norm"),)
 
 
-def _callbacks(script: Script, value: ast.expr) -> Iterator[Row]:
+def _callback_rows(script: ParsedScript, value: ast.expr) -> Iterator[MigrationRow]:
     for item in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
-        made = script.view.origins.of(item, script.module.top)
-        call = next((each.call for each in made if each.call is not None), item)
-        named = call.func if isinstance(call, ast.Call) else call
-        full = script.view.names.qualify(named, script.module.top)
-        name = full.rpartition(".")[2] if _THEIRS.search(full) else ""
+        origins = script.view.origins.of(item, script.module.top)
+        call = next((each.call for each in origins if each.call is not None), item)
+        constructor = call.func if isinstance(call, ast.Call) else call
+        full = script.view.names.qualify(constructor, script.module.top)
+        name = full.rpartition(".")[2] if _FROM_PACKAGE.search(full) else ""
         if name in CALLBACKS:
-            yield script.row(item, STAYS, CALLBACKS[name], shortened(ast.unparse(item)))
+            yield script.row(item, STAYS, CALLBACKS[name], shorten(ast.unparse(item)))
         elif isinstance(value, ast.List | ast.Tuple):
-            here = WAYS.get(name) or f"leave it out of the callbacks, and {_LINE}"
-            yield script.row(item, REFUSED, here, shortened(ast.unparse(item)))
+            advice = WAYS.get(name) or f"remove it from the callbacks, and {_IN_THE_LOOP}"
+            yield script.row(item, REFUSED, advice, shorten(ast.unparse(item)))
         else:
-            yield script.row(item, STAYS, "which callbacks these are cannot be seen", shortened(ast.unparse(item)))
+            yield script.row(item, STAYS, "these callbacks are unknown", shorten(ast.unparse(item)))
 
 
-def _fits(script: Script, trainers: list[Site]) -> Iterator[Row]:
-    keys, calls = script.named(trainers) or {"trainer"}, {site.call for site in trainers}
+def _fit_rows(script: ParsedScript, trainers: list[Site]) -> Iterator[MigrationRow]:
+    keys, calls = script.bound_names(trainers) or {"trainer"}, {site.call for site in trainers}
     for site in script.module.sites():
         if dotted(site.receiver) not in keys and site.receiver not in calls:
             continue
         if site.name == "fit":
             module, data = argument(site.call, 0, "model"), keyword(site.call, "datamodule")
             loaders = [argument(site.call, 1, "train_dataloaders"), argument(site.call, 2, "val_dataloaders")]
-            given = [ast.unparse(each) for each in (data, *loaders) if each is not None]
-            more = f", ({', '.join(given)})" if len(given) > 1 else f", {given[0]}" if given else ""
-            made = f"lockstep.from_lightning({ast.unparse(module) if module else 'module'}{more}, trainer=trainer)"
-            yield script.row(site.call, BECOMES, f"config, task = {made}; result = lockstep.train(config, task)")
-            resumed = keyword(site.call, "ckpt_path")
-            if resumed is not None and constant(resumed) not in (None, "last"):
-                here = (
-                    "a run resumes by its folder: the same experiment_name; of a Lightning checkpoint load the weights"
+            sources = [ast.unparse(each) for each in (data, *loaders) if each is not None]
+            extra = f", ({', '.join(sources)})" if len(sources) > 1 else f", {sources[0]}" if sources else ""
+            conversion = (
+                f"lockstep.from_lightning({ast.unparse(module) if module else 'module'}{extra}, trainer=trainer)"
+            )
+            yield script.row(site.call, BECOMES, f"config, task = {conversion}; result = lockstep.train(config, task)")
+            ckpt_path = keyword(site.call, "ckpt_path")
+            if ckpt_path is not None and constant(ckpt_path) not in (None, "last"):
+                advice = (
+                    "a run resumes from its folder (same experiment_name); load a Lightning checkpoint's weights first"
                 )
-                yield script.row(resumed, REFUSED, here, f"ckpt_path={ast.unparse(resumed)}")
+                yield script.row(ckpt_path, REFUSED, advice, f"ckpt_path={ast.unparse(ckpt_path)}")
         elif site.name == "tune":
             yield script.row(
                 site.call, BECOMES, "lockstep.find_lr(config, task), lockstep.find_micro_batch(config, task)"
             )
-        elif site.name in _AFTER:
-            yield script.row(site.call, BECOMES, _AFTER[site.name])
-    for site in script.made(_CLI):
-        here = "lockstep train --lightning FILE:Module --datamodule FILE:DataModule, with its flags"
-        yield script.row(site.call, BECOMES, here)
+        elif site.name in _AFTER_FIT:
+            yield script.row(site.call, BECOMES, _AFTER_FIT[site.name])
+    for site in script.constructions(_CLI):
+        advice = "lockstep train --lightning FILE:Module --datamodule FILE:DataModule, with its flags"
+        yield script.row(site.call, BECOMES, advice)

@@ -1,6 +1,6 @@
 """Import the parts of the linter that `--migrate` uses: its parser and its analysis.
 
-The extra `lint` installs it. No other file of lockstep imports the linter.
+The extra `lint` installs the linter. No other file of lockstep imports it.
 """
 
 from lockstep_lint.analysis.budget import WORK, TooIntricate

@@ -42,7 +42,6 @@ __all__ = [
     "chunk_of",
     "gelu_gradient",
     "linear_gelu",
-    "stacked_gradient",
     "summed_cross_entropy",
     "summed_loss",
 ]
@@ -86,8 +85,8 @@ def summed_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor
     if not chunk:
         return summed_cross_entropy(head(hidden), labels)
 
-    def part(rows: Tensor, wanted: Tensor) -> Tensor:
-        return summed_cross_entropy(head(rows), wanted)
+    def part(rows: Tensor, targets: Tensor) -> Tensor:
+        return summed_cross_entropy(head(rows), targets)
 
     parts = zip(torch.split(hidden.flatten(0, 1), chunk), torch.split(labels.flatten(), chunk), strict=True)
     losses = [checkpoint(part, *each, use_reentrant=False, preserve_rng_state=False) for each in parts]
@@ -97,15 +96,15 @@ def summed_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor
     return total
 
 
-def chunk_of(asked: int, tokens: int, vocab_size: int) -> int:
+def chunk_of(setting: int, tokens: int, vocab_size: int) -> int:
     """Return the chunk for a micro-batch of `tokens` tokens; 0: all at once.
 
     Args:
-        asked: a number of tokens, 0 for none, -1 to choose by size: if float32 logits would take more than 512 MiB, the
-            power of two whose logits take up to 128 MiB.
+        setting: a number of tokens, 0 for none, -1 to choose by size: if float32 logits would take more than 512 MiB,
+            the power of two whose logits take up to 128 MiB.
     """
-    if asked >= 0:
-        return asked
+    if setting >= 0:
+        return setting
     if 4 * tokens * vocab_size <= _LARGE:
         return 0
     return 1 << max(_CHUNK // (4 * vocab_size), 16).bit_length() - 1
@@ -134,8 +133,8 @@ def stacked_gradient(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     Returns:
         [tokens, 3 * width], and its column sums, [3 * width] in float32, or in float64 for such gradients.
     """
-    joined = torch.cat((query, key, value), dim=1)
-    return joined, _sums(joined)
+    stacked = torch.cat((query, key, value), dim=1)
+    return stacked, _sums(stacked)
 
 
 @torch.library.custom_op("lockstep::gelu_gradient", mutates_args=())
@@ -149,8 +148,8 @@ def gelu_gradient(gradient: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         [tokens, width], and its column sums, [width] in float32, or in float64 for such gradients.
     """
-    found = torch.ops.aten.gelu_backward(gradient, hidden, approximate="tanh").contiguous()
-    return found, _sums(found)
+    product = torch.ops.aten.gelu_backward(gradient, hidden, approximate="tanh").contiguous()
+    return product, _sums(product)
 
 
 @torch.library.custom_op("lockstep::linear_gelu", mutates_args=())
@@ -170,14 +169,14 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor
 
 @stacked_gradient.register_kernel("cuda")
 def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    joined, sums = _kernels().stacked_gradient(query, key, value)
-    return joined, sums
+    stacked, sums = _kernels().stacked_gradient(query, key, value)
+    return stacked, sums
 
 
 @gelu_gradient.register_kernel("cuda")
 def _(gradient: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    found, sums = _kernels().gelu_gradient(gradient, hidden)
-    return found, sums
+    product, sums = _kernels().gelu_gradient(gradient, hidden)
+    return product, sums
 
 
 @linear_gelu.register_kernel("cuda")
@@ -244,14 +243,14 @@ class _Gelu(torch.autograd.Function):
             hidden = F.linear(rows, weight, bias)
             activated = F.gelu(hidden, approximate="tanh")
         ctx.save_for_backward(x, weight, hidden)
-        found: Tensor = activated.view(*x.shape[:-1], -1)
-        return found
+        output: Tensor = activated.view(*x.shape[:-1], -1)
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, hidden = ctx.saved_tensors
-        found, sums = torch.ops.lockstep.gelu_gradient(gradient.reshape(hidden.shape), hidden)
-        return (*_linear_backward(ctx, x, weight, found, sums), None)
+        product, sums = torch.ops.lockstep.gelu_gradient(gradient.reshape(hidden.shape), hidden)
+        return (*_linear_backward(ctx, x, weight, product, sums), None)
 
 
 def _linear_backward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, sums: Tensor) -> tuple[Tensor | None, ...]:
@@ -280,10 +279,10 @@ class _Replacement(nn.Linear):
 
         `settings` become attributes.
         """
-        made = cls(linear.in_features, linear.out_features, device="meta")  # draws nothing
-        made.weight, made.bias = linear.weight, linear.bias
-        vars(made).update(settings)
-        return made.train(linear.training)
+        layer = cls(linear.in_features, linear.out_features, device="meta")  # draws nothing
+        layer.weight, layer.bias = linear.weight, linear.bias
+        vars(layer).update(settings)
+        return layer.train(linear.training)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The input and the parameters in one dtype, as autocast does for torch's own products."""
@@ -302,8 +301,8 @@ class QkvLinear(_Replacement):
     """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        found: tuple[Tensor, Tensor, Tensor] = _Qkv.apply(*self._operands(x))  # type: ignore[no-untyped-call]
-        return found
+        output: tuple[Tensor, Tensor, Tensor] = _Qkv.apply(*self._operands(x))  # type: ignore[no-untyped-call]
+        return output
 
 
 class GeluLinear(_Replacement):
@@ -316,5 +315,5 @@ class GeluLinear(_Replacement):
     epilogue: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = _Gelu.apply(*self._operands(x), self.epilogue)  # type: ignore[no-untyped-call]
-        return found
+        output: Tensor = _Gelu.apply(*self._operands(x), self.epilogue)  # type: ignore[no-untyped-call]
+        return output

@@ -14,7 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["CONFIGS", "Tile", "gelu_gradient", "linear_gelu", "stacked_gradient"]
+__all__ = [
+    "CONFIGS",
+    "gelu_gradient",
+    "linear_gelu",
+    "stacked_gradient",
+]
 
 
 class Tile(NamedTuple):
@@ -100,7 +105,7 @@ def _linear_gelu(  # type: ignore[no-untyped-def]
 def _gelu_gradient(  # type: ignore[no-untyped-def]
     gradient,
     hidden,
-    found,
+    product,
     sums,
     rows,
     width,
@@ -116,10 +121,10 @@ def _gelu_gradient(  # type: ignore[no-untyped-def]
         row = (tl.program_id(1) * CHUNK + first + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row[:, None] < rows) & (column[None, :] < width)
         place = row[:, None] * width + column[None, :]
-        given = tl.load(gradient + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(WIDE)
+        factor = tl.load(gradient + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(WIDE)
         derivative = _gelu_derivative(tl.load(hidden + place, mask=inside, other=0.0).to(WIDE))
-        rounded = (given * derivative).to(found.dtype.element_ty)
-        tl.store(found + place, rounded, mask=inside)
+        rounded = (factor * derivative).to(product.dtype.element_ty)
+        tl.store(product + place, rounded, mask=inside)
         total += tl.sum(rounded.to(WIDE), axis=0)
     tl.store(sums + tl.program_id(1) * width + column, total, mask=column < width)
 
@@ -129,7 +134,7 @@ def _stacked_gradient(  # type: ignore[no-untyped-def]
     query,
     key,
     value,
-    found,
+    stacked,
     sums,
     rows,
     width,
@@ -155,9 +160,9 @@ def _stacked_gradient(  # type: ignore[no-untyped-def]
     for first in range(0, CHUNK, ROWS):
         row = (tl.program_id(1) * CHUNK + first + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row[:, None] < rows) & (column[None, :] < width)
-        given = tl.load(source + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-        tl.store(found + row[:, None] * (3 * width) + part * width + column[None, :], given, mask=inside)
-        total += tl.sum(given.to(WIDE), axis=0)
+        block = tl.load(source + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+        tl.store(stacked + row[:, None] * (3 * width) + part * width + column[None, :], block, mask=inside)
+        total += tl.sum(block.to(WIDE), axis=0)
     tl.store(sums + (tl.program_id(1) * 3 + part) * width + column, total, mask=column < width)
 
 
@@ -195,14 +200,14 @@ def gelu_gradient(gradient: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply by GELU's derivative and sum the columns; see `models.fused.gelu_gradient`."""
     gradient, hidden = _rows_apart(gradient), hidden.contiguous()
     rows, width = hidden.shape
-    found, chunks = torch.empty_like(hidden), triton.cdiv(rows, _CHUNK)
+    product, chunks = torch.empty_like(hidden), triton.cdiv(rows, _CHUNK)
     sums = hidden.new_empty(chunks, width, dtype=_wide(hidden))
     if rows:
         with _device(hidden):
             _gelu_gradient[triton.cdiv(width, _COLUMNS), chunks](
-                *(gradient, hidden, found, sums, rows, width, gradient.stride(0)), **_pass(hidden)
+                *(gradient, hidden, product, sums, rows, width, gradient.stride(0)), **_pass(hidden)
             )
-    return found, sums.sum(0)
+    return product, sums.sum(0)
 
 
 def stacked_gradient(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,14 +215,14 @@ def stacked_gradient(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     query, key, value = _rows_apart(query), _rows_apart(key), _rows_apart(value)
     rows, width = query.shape
     chunks = triton.cdiv(rows, _CHUNK)
-    found, sums = query.new_empty(rows, 3 * width), query.new_empty(chunks, 3 * width, dtype=_wide(query))
+    stacked, sums = query.new_empty(rows, 3 * width), query.new_empty(chunks, 3 * width, dtype=_wide(query))
     if rows:
         strides = (query.stride(0), key.stride(0), value.stride(0))
         with _device(query):
             _stacked_gradient[triton.cdiv(width, _COLUMNS), chunks, 3](
-                *(query, key, value, found, sums, rows, width, *strides), **_pass(query)
+                *(query, key, value, stacked, sums, rows, width, *strides), **_pass(query)
             )
-    return found, sums.sum(0)
+    return stacked, sums.sum(0)
 
 
 def _pass(like: Tensor) -> dict[str, Any]:

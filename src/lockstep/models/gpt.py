@@ -24,11 +24,9 @@ from lockstep.transforms.weight_copies import weight_of
 __all__ = [
     "GPT",
     "PRESETS",
-    "Block",
     "ContextReach",
     "Further",
     "GPTConfig",
-    "Past",
     "further_logits",
     "generate",
     "plain_logits",
@@ -69,7 +67,7 @@ class GPTConfig:
                 f"GPTConfig: a width of {self.width} is not a multiple of {self.heads} heads; change either"
             )
         if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"--model.dropout: {self.dropout} is no probability below 1; give 0 <= p < 1")
+            raise ConfigError(f"--model.dropout: {self.dropout} is not a probability below 1; use 0 <= p < 1")
 
     @property
     def padded_vocab(self) -> int:
@@ -128,11 +126,11 @@ class _Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout)
         return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, time, width)))
 
-    def _heads(self, made: Tensor | tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def _heads(self, products: Tensor | tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Split queries, keys and values into heads, each [batch, heads, time, width / heads]."""
-        if isinstance(made, Tensor):
-            return made.view(*made.shape[:-1], 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        return tuple(part.view(*part.shape[:-1], self.heads, -1).transpose(1, 2) for part in made)
+        if isinstance(products, Tensor):
+            return products.view(*products.shape[:-1], 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        return tuple(part.view(*part.shape[:-1], self.heads, -1).transpose(1, 2) for part in products)
 
 
 class Block(nn.Module):

@@ -38,7 +38,6 @@ __all__ = [
     "HubTokenizer",
     "as_it_is",
     "can_chunk",
-    "chat_tokens",
     "explained",
     "further_logits",
     "inputs_of",
@@ -48,26 +47,25 @@ __all__ = [
     "repeated_blocks",
     "same_head",
     "save_trained",
-    "takes_documents",
     "transformers_for",
     "where",
     "with_loss",
 ]
 
 
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_WITHOUT = (
-    "the tokenizer has no chat template: give --tokenizer of the model's chat version (its tokenizer_config.json or "
-    "chat_template.jinja has one), or rows with the columns prompt and completion"
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NO_TEMPLATE = (
+    "the tokenizer has no chat template; set --tokenizer to the model's chat version (its tokenizer_config.json or "
+    "chat_template.jinja has one), or use rows with the columns prompt and completion"
 )
 
 
 def _chat_template(tokenizer: Any) -> str:
     """The chat template of a `transformers` tokenizer; "" if it has none."""
-    held = getattr(tokenizer, "chat_template", None)
-    if isinstance(held, Mapping):
-        held = held.get("default")
-    return held or ""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    return template or ""
 
 
 def chat_tokens(
@@ -85,24 +83,24 @@ def chat_tokens(
         DataError: no template, one that rejects these turns, or one in which a turn changes earlier text.
     """
     if not _chat_template(tokenizer):
-        raise DataError(f"--dataset-name, row {row} is a conversation, and {_WITHOUT}")
+        raise DataError(f"--dataset-name: row {row} is a conversation, but {_NO_TEMPLATE}")
     try:
         if not masked:
             tokens = _encoded(tokenizer, _rendered(tokenizer, list(messages)))
             return tokens, [True] * len(tokens)
-        if _MARKED.search(_chat_template(tokenizer)):
-            found = tokenizer.apply_chat_template(
+        if _GENERATION_MARK.search(_chat_template(tokenizer)):
+            encoding = tokenizer.apply_chat_template(
                 list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
-            return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
+            return list(encoding["input_ids"]), [bool(mark) for mark in encoding["assistant_masks"]]
         return _by_turns(tokenizer, list(messages), row)
     except DataError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())[:200]
+        message_text = " ".join(str(error).split())[:200]
         raise DataError(
-            f"--dataset-name, row {row}: the tokenizer's chat template refuses its messages ({said}); mend the row, or "
-            "leave it out"
+            f"--dataset-name, row {row}: the tokenizer's chat template rejects its messages ({message_text}); fix or "
+            "remove the row"
         ) from error
 
 
@@ -113,21 +111,21 @@ def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def _by_turns(tokenizer: Any, messages: list[Mapping[str, Any]], row: int) -> tuple[list[int], list[bool]]:
-    whole = _rendered(tokenizer, messages)
-    tokens = _encoded(tokenizer, whole)
+    text = _rendered(tokenizer, messages)
+    tokens = _encoded(tokenizer, text)
     labelled = [False] * len(tokens)
     for turn, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
         before, after = _rendered(tokenizer, messages[:turn], answer=True), _rendered(tokenizer, messages[: turn + 1])
-        if not (whole.startswith(after) and after.startswith(before)):
+        if not (text.startswith(after) and after.startswith(before)):
             raise DataError(
-                f"--dataset-name, row {row}: the tokenizer's chat template renders message {turn} otherwise among "
-                "others, so the assistant's words cannot be told apart; give a template that marks them with "
-                "{% generation %}, or --data.labels all"
+                f"--dataset-name, row {row}: the tokenizer's chat template renders message {turn} differently when "
+                "others follow, so the assistant's tokens cannot be located; use a template that marks them with "
+                "{% generation %}, or set --data.labels all"
             )
         begin = alike(tokens, _encoded(tokenizer, before))
-        end = len(tokens) if len(after) == len(whole) else alike(tokens, _encoded(tokenizer, after))
+        end = len(tokens) if len(after) == len(text) else alike(tokens, _encoded(tokenizer, after))
         labelled[begin:end] = [True] * (end - begin)
     return tokens, labelled
 
@@ -162,9 +160,9 @@ def further_logits(model: nn.Module, input_ids: Tensor, past: Any) -> tuple[Tens
 
     An architecture without a key-value cache returns None for it, and gets all tokens again.
     """
-    kept = {} if past is None else {"past_key_values": past}
-    made = model(input_ids=input_ids, use_cache=True, **kept)
-    return made.logits, getattr(made, "past_key_values", None)
+    options = {} if past is None else {"past_key_values": past}
+    output = model(input_ids=input_ids, use_cache=True, **options)
+    return output.logits, getattr(output, "past_key_values", None)
 
 
 def inputs_of(batch: Any) -> dict[str, Tensor]:
@@ -178,8 +176,8 @@ def inputs_of(batch: Any) -> dict[str, Tensor]:
 
 def takes_documents(architecture: type[nn.Module]) -> bool:
     """Whether a model class takes positions, and has no state that runs across documents."""
-    known = inspect.signature(architecture.forward).parameters
-    return "position_ids" in known and not getattr(architecture, "_is_stateful", False)
+    parameters = inspect.signature(architecture.forward).parameters
+    return "position_ids" in parameters and not getattr(architecture, "_is_stateful", False)
 
 
 def can_chunk(model: Any) -> bool:
@@ -198,31 +196,31 @@ def with_loss(model: Any, *, of_logits: bool = False) -> nn.Module:
         of_logits: take the loss of the model's own logits, however computed; then `chunk` is 0.
     """
     model.forward = MethodType(_forward_of_logits if of_logits else _forward, model)
-    model.ending = _ended_of_logits if of_logits else _ended
+    model.ending = _logits_ending if of_logits else _summed_ending
     return cast(nn.Module, model)
 
 
-def _forward(self: Any, *inputs: Any, summed_labels: Tensor | None = None, chunk: int = 0, **named: Any) -> Any:
+def _forward(self: Any, *inputs: Any, summed_labels: Tensor | None = None, chunk: int = 0, **kwargs: Any) -> Any:
     if summed_labels is None:
-        return type(self).forward(self, *inputs, **named)
-    asked = {name: value for name, value in named.items() if value is not None}  # adapters pass on whatever there is
-    hidden = self.base_model(*inputs, **asked).last_hidden_state
+        return type(self).forward(self, *inputs, **kwargs)
+    options = {name: value for name, value in kwargs.items() if value is not None}  # adapters pass on whatever there is
+    hidden = self.base_model(*inputs, **options).last_hidden_state
     loss: Tensor = self.ending(self, hidden, summed_labels, chunk)
     return loss
 
 
 def _forward_of_logits(
-    self: Any, *inputs: Any, summed_labels: Tensor | None = None, chunk: int = 0, **named: Any
+    self: Any, *inputs: Any, summed_labels: Tensor | None = None, chunk: int = 0, **kwargs: Any
 ) -> Any:
-    made = type(self).forward(self, *inputs, **named)
-    return made if summed_labels is None else self.ending(self, made.logits, summed_labels, chunk)
+    output = type(self).forward(self, *inputs, **kwargs)
+    return output if summed_labels is None else self.ending(self, output.logits, summed_labels, chunk)
 
 
-def _ended(model: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
+def _summed_ending(model: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
     return summed_loss(partial(_head, model), hidden, labels, chunk)
 
 
-def _ended_of_logits(model: Any, logits: Tensor, labels: Tensor, chunk: int) -> Tensor:
+def _logits_ending(model: Any, logits: Tensor, labels: Tensor, chunk: int) -> Tensor:
     assert not chunk
     return summed_cross_entropy(logits, labels)
 
@@ -264,12 +262,12 @@ def keeps_apart(model: nn.Module, ids: Tensor, positions: Tensor, documents: Ten
     after = end + int((documents[row] == 1)[end : end + _AFTER].sum())  # waits for the device
     span = slice(max(0, end - _BEFORE), after)
     few, places = ids[row : row + 1, span], positions[row : row + 1, span]
-    other = torch.where(first[span], (few + 1) % (int(ids.max()) + 1), few)  # waits for the device
-    one, two = (logits_of(model, each, position_ids=places)[:, end - span.start :] for each in (few, other))
-    if not one.numel():
+    changed = torch.where(first[span], (few + 1) % (int(ids.max()) + 1), few)  # waits for the device
+    left, right = (logits_of(model, each, position_ids=places)[:, end - span.start :] for each in (few, changed))
+    if not left.numel():
         return True
-    exact = one.dtype in (torch.float32, torch.float64)
-    return bool((one - two).abs().max() <= (1e-5 if exact else 1e-2) * one.abs().max())  # waits for the device
+    exact = left.dtype in (torch.float32, torch.float64)
+    return bool((left - right).abs().max() <= (1e-5 if exact else 1e-2) * left.abs().max())  # waits for the device
 
 
 def _close(loss: Tensor) -> float:
@@ -279,12 +277,12 @@ def _close(loss: Tensor) -> float:
 Say = Callable[[str], None]
 
 
-_NARROWER = ("sliding_window", "attention_chunk_size", "alibi")  # settings of attention that takes a mask
+_WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size", "alibi")  # settings of attention that takes a mask
 
 
 def _is_full(text: Any) -> bool:
     kinds = getattr(text, "layer_types", None) or ()
-    narrowed = any(getattr(text, name, None) for name in _NARROWER)
+    narrowed = any(getattr(text, name, None) for name in _WINDOW_SETTINGS)
     return not narrowed and all(kind == "full_attention" for kind in kinds)
 
 
@@ -324,9 +322,9 @@ class HubModel:
         text = self._config.get_text_config()
         self.vocab_size = int(text.vocab_size)
         self.context = int(getattr(text, "max_position_embeddings", None) or 0)
-        known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self._config), None)
-        self.takes_documents = known is None or takes_documents(known)
-        self.full_attention = known is not None and _is_full(text)
+        architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self._config), None)
+        self.takes_documents = architecture is None or takes_documents(architecture)
+        self.full_attention = architecture is not None and _is_full(text)
 
     @property
     def settings(self) -> Any:
@@ -335,11 +333,11 @@ class HubModel:
 
     def with_layers(self, layers: int) -> "HubModel":
         """Return the same architecture with `layers` layers."""
-        other, fields = copy.copy(self), self._config.to_dict()
+        model, fields = copy.copy(self), self._config.to_dict()
         fields |= {name: value[:layers] for name, value in fields.items() if name == "layer_types" and value}
-        other._config = type(self._config).from_dict({**fields, "use_cache": False})
-        other._config.get_text_config().num_hidden_layers = layers
-        return other
+        model._config = type(self._config).from_dict({**fields, "use_cache": False})
+        model._config.get_text_config().num_hidden_layers = layers
+        return model
 
     def build(self, *, vocab_size: int, dtype: torch.dtype | None, pretrained: bool = False) -> nn.Module:
         """Build a model in training mode on the CPU, initialised or with its pretrained weights.
@@ -359,7 +357,7 @@ class HubModel:
             if pretrained:
                 with once_per_node(self.name, self._cache, self._say):
                     return self._read(dtype).train()
-            model = self._drawn(vocab_size)
+            model = self._initialise(vocab_size)
             for parameter in model.parameters():  # not the tables: bfloat16 would round rotary frequencies
                 parameter.data = parameter.data.to(dtype or torch.float32)
             return model.train()
@@ -383,7 +381,7 @@ class HubModel:
         )
         return model
 
-    def _drawn(self, vocab_size: int) -> nn.Module:
+    def _initialise(self, vocab_size: int) -> nn.Module:
         config = self._config
         if vocab_size != self.vocab_size:  # a tokenizer of its own: the special tokens' numbers mean nothing there
             config = type(config).from_dict({**config.to_dict(), "vocab_size": vocab_size})
@@ -403,12 +401,12 @@ class HubModel:
             ConfigError: they are not this architecture's.
         """
         with explained("--model-name", self.name), torch.device("meta"):
-            model: Any = self._drawn(self.vocab_size)
+            model: Any = self._initialise(self.vocab_size)
             table = model.get_input_embeddings().weight
             name = next(name for name, parameter in model.named_parameters() if parameter is table)
             if name not in shapes:
-                raise ConfigError(f"--format hf: {self.name} has a tensor {name}, and the checkpoint has not")
-            model = self._drawn(shapes[name][0])
+                raise ConfigError(f"--format hf: {self.name} has a tensor {name} that the checkpoint lacks")
+            model = self._initialise(shapes[name][0])
         model.config.use_cache = True
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
@@ -440,9 +438,9 @@ class HubTokenizer:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 self._where, revision=revision or None, trust_remote_code=trust_remote_code
             )
-        known = (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id)
+        candidates = (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id)
         self.vocab_size = len(self._tokenizer)
-        self.separator = int(next((token for token in known if token is not None), -1))
+        self.separator = int(next((token for token in candidates if token is not None), -1))
         self.fingerprint = self._fingerprint()
 
     def encode_all(self, texts: list[str], special: bool = False) -> list[list[int]]:
@@ -476,8 +474,10 @@ class HubTokenizer:
         try:
             settings = transformers.GenerationConfig.from_pretrained(self._where, revision=self._revision or None)
         except OSError:
-            known = self._tokenizer
-            settings = transformers.GenerationConfig(bos_token_id=known.bos_token_id, eos_token_id=known.eos_token_id)
+            tokenizer = self._tokenizer
+            settings = transformers.GenerationConfig(
+                bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id
+            )
         settings.save_pretrained(folder)
 
     def _fingerprint(self) -> str:
@@ -585,16 +585,16 @@ def explained(flag: str, name: str) -> Iterator[None]:
 
 
 def _reason(flag: str, name: str, error: Exception) -> str:
-    said = " ".join(str(error).split())
-    if "trust_remote_code" in said:
+    message = " ".join(str(error).split())
+    if "trust_remote_code" in message:
         return (
-            "it brings Python code of its own, which is not run unasked; read that code, then give "
-            "--model.trust-remote-code and pin what you read with --model.revision"
+            "it comes with Python code, which lockstep does not run by default; read that code, then set "
+            "--model.trust-remote-code and pin the version with --model.revision"
         )
-    if "safetensors" in said:
-        return "no safetensors weights there; save them with `model.save_pretrained(FOLDER)` and give that folder"
+    if "safetensors" in message:
+        return "it has no safetensors weights; save them with `model.save_pretrained(FOLDER)` and use that folder"
     if is_hub_name(name) and isinstance(error, OSError):
-        if "not a valid model identifier" in said or "401" in said or "404" in said:
-            return "the hub has no such model, or it is private or gated: check the name, or set HF_TOKEN"
-        return f"no such folder, not in HF_HOME, and the hub is not reached; {way_out(name, 'model', flag)}"
-    return f"{said[:200]}; check what lies there"
+        if "not a valid model identifier" in message or "401" in message or "404" in message:
+            return "the hub has no such model, or it is private or gated; check the name, or set HF_TOKEN"
+        return f"no such folder, not in HF_HOME, and the hub is unreachable; {way_out(name, 'model', flag)}"
+    return f"{message[:200]}; check its files"

@@ -78,14 +78,14 @@ class HubClassifier:
             file = self._transformers.utils.cached_file(self._where, "config.json", revision=revision or None)
             commit = self._transformers.utils.extract_commit_hash(file, None) if is_hub_name(name) else ""
             self.revision = str(commit or "")
-            told = self._preprocessing() if kind == IMAGES else {}
+            preprocessing = self._preprocessing() if kind == IMAGES else {}
         if pad >= 0:
             self._config.pad_token_id = pad
         size = getattr(self._config, "image_size", 0) or 0
         self.size = int(size if isinstance(size, int) else max(size))
         self.channels = int(getattr(self._config, "num_channels", 3))
-        self.mean: tuple[float, ...] = tuple(told.get("image_mean") or [0.5] * self.channels)
-        self.std: tuple[float, ...] = tuple(told.get("image_std") or [0.5] * self.channels)
+        self.mean: tuple[float, ...] = tuple(preprocessing.get("image_mean") or [0.5] * self.channels)
+        self.std: tuple[float, ...] = tuple(preprocessing.get("image_std") or [0.5] * self.channels)
         text = self._config.get_text_config()
         self.context = int(getattr(text, "max_position_embeddings", None) or 0)
         self.vocab_size = int(getattr(text, "vocab_size", None) or 0)
@@ -111,7 +111,7 @@ class HubClassifier:
 
     def _read(self, auto: Any, dtype: torch.dtype) -> nn.Module:
         model: nn.Module
-        model, found = auto.from_pretrained(
+        model, loading_info = auto.from_pretrained(
             self._where,
             config=self._config,
             revision=self.revision or None,
@@ -121,18 +121,18 @@ class HubClassifier:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-        classes, anew = self._config.num_labels, sorted(found["missing_keys"])
-        for name, given, made in found["mismatched_keys"]:
-            if tuple(given[1:]) != tuple(made[1:]) or made[0] != classes:
+        classes, initial = self._config.num_labels, sorted(loading_info["missing_keys"])
+        for name, stored, expected in loading_info["mismatched_keys"]:
+            if tuple(stored[1:]) != tuple(expected[1:]) or expected[0] != classes:
                 raise ConfigError(
-                    f"--model-name {self.name}: its weights have a '{name}' of shape {list(given)}, and the model one "
-                    f"of {list(made)}; its config.json is another model's"
+                    f"--model-name {self.name}: '{name}' has shape {list(stored)} in its weights and {list(expected)} "
+                    "in the model; use the config.json of these weights"
                 )
-        anew = sorted({*anew, *(name for name, _, _ in found["mismatched_keys"])})
-        if anew:
-            more = f" and {len(anew) - 3} more" if len(anew) > 3 else ""
-            self._say(f"{self.name}: drawn anew for the {classes} classes: {', '.join(anew[:3])}{more}")
-        self.untrained = tuple(dict.fromkeys(name.rpartition(".")[0] for name in anew))
+        initial = sorted({*initial, *(name for name, _, _ in loading_info["mismatched_keys"])})
+        if initial:
+            more = f" and {len(initial) - 3} more" if len(initial) > 3 else ""
+            self._say(f"{self.name}: newly initialised for {classes} classes: {', '.join(initial[:3])}{more}")
+        self.untrained = tuple(dict.fromkeys(name.rpartition(".")[0] for name in initial))
         return model
 
     def _preprocessing(self) -> dict[str, Any]:
@@ -144,8 +144,8 @@ class HubClassifier:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        found: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
-        return found
+        settings: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+        return settings
 
     def save_config(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Write the config.json of a model with tensors of these shapes, by plain name.
@@ -157,15 +157,19 @@ class HubClassifier:
             model: Any = getattr(self._transformers, self._kind).from_config(
                 self._config, trust_remote_code=self._trust
             )
-            odd = [name for name, held in model.state_dict().items() if shapes.get(name) != tuple(held.shape)]
+            odd = [name for name, tensor in model.state_dict().items() if shapes.get(name) != tuple(tensor.shape)]
             if odd:
-                raise ConfigError(f"--format hf: {self.name} has a tensor {odd[0]}, and the checkpoint none like it")
+                raise ConfigError(f"--format hf: {self.name} has a tensor {odd[0]}, the checkpoint none of its shape")
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
         if self._kind == IMAGES:
-            told = {"image_mean": self.mean, "image_std": self.std, "size": {"height": self.size, "width": self.size}}
-            kept = {**self._preprocessing(), **told} if self.size else self._preprocessing()
-            (folder / "preprocessor_config.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+            image_settings = {
+                "image_mean": self.mean,
+                "image_std": self.std,
+                "size": {"height": self.size, "width": self.size},
+            }
+            settings = {**self._preprocessing(), **image_settings} if self.size else self._preprocessing()
+            (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 @final
@@ -190,10 +194,10 @@ class HubEncoder:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 where(name), revision=revision or None, trust_remote_code=trust_remote_code
             )
-        known = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
-        self.pad = int(next((token for token in known if token is not None), -1))
+        candidates = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
+        self.pad = int(next((token for token in candidates if token is not None), -1))
         if self.pad < 0:
-            raise ConfigError(f"--tokenizer {name} has no token to fill a batch up with; give one that has, or set it")
+            raise ConfigError(f"--tokenizer {name} has no padding token; set one, or use another tokenizer")
         self.vocab_size = len(self._tokenizer)
 
     def encode(self, texts: Sequence[str], pairs: Sequence[str] | None, longest: int) -> list[dict[str, list[int]]]:
@@ -202,11 +206,11 @@ class HubEncoder:
         Args:
             longest: maximum tokens of a text, special ones included; longer texts are truncated.
         """
-        found = self._tokenizer(
+        encoding = self._tokenizer(
             list(texts), *([list(pairs)] if pairs else []), truncation=True, max_length=longest, verbose=False
         )
-        keys = list(found)
-        return [dict(zip(keys, values, strict=True)) for values in zip(*(found[key] for key in keys), strict=True)]
+        keys = list(encoding)
+        return [dict(zip(keys, values, strict=True)) for values in zip(*(encoding[key] for key in keys), strict=True)]
 
     def save(self, folder: Path) -> None:
         """Write the files that `HubEncoder(folder)` reads."""

@@ -30,15 +30,12 @@ from lockstep.transforms.determinism import keep_fastpath_off
 
 __all__ = [
     "Adapters",
-    "Targets",
     "base_names",
     "chosen_modules",
     "chosen_targets",
     "exported_name",
     "inject",
     "merge",
-    "plain_name",
-    "trained_names",
     "write_config",
 ]
 
@@ -84,26 +81,28 @@ class Targets(NamedTuple):
     turned: bool
 
 
-def chosen_modules(model: nn.Module, wanted: str) -> list[str]:
+def chosen_modules(model: nn.Module, patterns: str) -> list[str]:
     """Return the modules of `--lora.modules-to-save`, in the model's order, outermost only.
 
     Args:
-        wanted: names or patterns, as for `chosen_targets`.
+        patterns: names or patterns, as for `chosen_targets`.
 
     Raises:
         ConfigError: one matches no module with parameters (the nearest is named), or one that shares a parameter with a
             module outside of it.
     """
-    named = {name: module for name, module in model.named_modules() if name and any(True for _ in module.parameters())}
+    modules = {
+        name: module for name, module in model.named_modules() if name and any(True for _ in module.parameters())
+    }
     reached = set()
-    for part in _parts(wanted):
-        found = _reached(named, part)
-        if not found:
-            close = difflib.get_close_matches(part, sorted({*named, *_lasts(named)}), n=1, cutoff=0.5)
-            meant = f"did you mean {close[0]}?" if close else f"the model's are {', '.join(_lasts(named)[:8])}"
-            raise ConfigError(f"--lora.modules-to-save: '{part}' matches no module; {meant}")
-        reached.update(found)
-    outer = [name for name in named if name in reached and not _within(name.rpartition(".")[0], reached)]
+    for part in _parts(patterns):
+        names = _reached(modules, part)
+        if not names:
+            close = difflib.get_close_matches(part, sorted({*modules, *_lasts(modules)}), n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}?" if close else f"the model's are {', '.join(_lasts(modules)[:8])}"
+            raise ConfigError(f"--lora.modules-to-save: '{part}' matches no module; {hint}")
+        reached.update(names)
+    outer = [name for name in modules if name in reached and not _within(name.rpartition(".")[0], reached)]
     for name in outer:
         _check_own(model, name)
     return outer
@@ -111,10 +110,10 @@ def chosen_modules(model: nn.Module, wanted: str) -> list[str]:
 
 def _check_own(model: nn.Module, name: str) -> None:
     owned = {id(parameter) for parameter in model.get_submodule(name).parameters()}
-    for other, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in owned and not _within(other, {name}):
+    for base_name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in owned and not _within(base_name, {name}):
             raise ConfigError(
-                f"--lora.modules-to-save: '{name}' shares its weight with '{other}', which is of the base; leave it out"
+                f"--lora.modules-to-save: '{name}' shares its weight with '{base_name}' of the base; remove '{name}'"
             )
 
 
@@ -124,32 +123,32 @@ def _within(name: str, modules: Collection[str]) -> bool:
     return any(".".join(parts[:k]) in modules for k in range(1, len(parts) + 1))
 
 
-def chosen_targets(model: nn.Module, wanted: str, whole: Collection[str] = ()) -> Targets:
+def chosen_targets(model: nn.Module, patterns: str, full: Collection[str] = ()) -> Targets:
     """Return the layers of `--lora.targets`, in the model's order.
 
     Args:
-        wanted: comma-separated names or patterns with `*`, `?`, `[...]`; a name of one part means each layer whose name
-            ends with it. "" means all linear layers but the head: the output table of a `transformers` model, and
-            layers that share their weight with another module.
-        whole: the modules that are trained whole, and have no adapters.
+        patterns: comma-separated names or patterns with `*`, `?`, `[...]`; a name of one part means each layer whose
+            name ends with it. "" means all linear layers but the head: the output table of a `transformers` model,
+            and layers that share their weight with another module.
+        full: the modules that are trained whole, and have no adapters.
 
     Raises:
         ConfigError: one matches no linear layer (the nearest is named), or there are none.
     """
-    linear = {name: module for name, module in _linear(model).items() if not _within(name, whole)}
-    found = list(dict.fromkeys(name for part in _parts(wanted) for name in _matched(model, part, linear)))
-    if not wanted.strip():
+    linear = {name: module for name, module in _linear(model).items() if not _within(name, full)}
+    names = list(dict.fromkeys(name for part in _parts(patterns) for name in _matched(model, part, linear)))
+    if not patterns.strip():
         heads = _heads(model)
-        found = [name for name in linear if name not in heads]
-    if not found:
-        raise ConfigError("--lora.rank: the model has no linear layer to adapt; adapters need torch.nn.Linear")
-    ordered = [name for name in linear if name in set(found)]
+        names = [name for name in linear if name not in heads]
+    if not names:
+        raise ConfigError("--lora.rank: the model has no torch.nn.Linear to adapt; drop the flag")
+    ordered = [name for name in linear if name in set(names)]
     turned = any(not isinstance(linear[name], nn.Linear) for name in ordered)
     return Targets(ordered, _as_peft(ordered, [name for name, _ in model.named_modules()]), turned)
 
 
-def _parts(wanted: str) -> list[str]:
-    return [part.strip() for part in wanted.split(",") if part.strip()]
+def _parts(patterns: str) -> list[str]:
+    return [part.strip() for part in patterns.split(",") if part.strip()]
 
 
 def _linear(model: nn.Module) -> dict[str, nn.Module]:
@@ -174,8 +173,8 @@ def _is_turned(module: nn.Module) -> bool:
 
 
 def _heads(model: nn.Module) -> set[str]:
-    asked = getattr(model, "get_output_embeddings", None)
-    head = asked() if callable(asked) else None
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
     owners: dict[Tensor, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -188,18 +187,18 @@ def _heads(model: nn.Module) -> set[str]:
 
 
 def _matched(model: nn.Module, pattern: str, linear: dict[str, nn.Module]) -> list[str]:
-    found = _reached(linear, pattern)
-    if found:
-        return found
-    others = _reached(dict(model.named_modules()), pattern)
-    if others:
-        kind = type(model.get_submodule(others[0])).__name__
+    layers = _reached(linear, pattern)
+    if layers:
+        return layers
+    modules = _reached(dict(model.named_modules()), pattern)
+    if modules:
+        kind = type(model.get_submodule(modules[0])).__name__
         raise ConfigError(
-            f"--lora.targets: '{pattern}' is {others[0]}, a {kind}, and adapters go beside linear layers: leave it out"
+            f"--lora.targets: '{pattern}' is {modules[0]}, a {kind}, but only linear layers take adapters; remove it"
         )
     close = difflib.get_close_matches(pattern, sorted({*_lasts(linear), *linear}), n=1, cutoff=0.5)
-    meant = f"did you mean {close[0]}?" if close else f"the model's are {', '.join(_lasts(linear)[:8]) or 'none'}"
-    raise ConfigError(f"--lora.targets: '{pattern}' matches no linear layer; {meant}")
+    hint = f"did you mean {close[0]}?" if close else f"the model's are {', '.join(_lasts(linear)[:8]) or 'none'}"
+    raise ConfigError(f"--lora.targets: '{pattern}' matches no linear layer; {hint}")
 
 
 def _lasts(names: Iterable[str]) -> list[str]:
@@ -237,7 +236,7 @@ def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
             warnings.simplefilter("ignore")  # if linear layers of both kinds are adapted, peft warns of the other kind
             peft.inject_adapter_in_model(_config(peft, adapters), model)
     except ValueError as error:
-        raise ConfigError(f"--lora.targets: peft refuses: {' '.join(str(error).split())[:200]}") from error
+        raise ConfigError(f"--lora.targets: peft rejects them: {' '.join(str(error).split())[:200]}") from error
     for name in adapters.whole:
         _compute_in(model.get_submodule(name), dtype)
     for name in trained_names(model, adapters.whole):
@@ -259,8 +258,8 @@ def _compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     module.register_forward_hook(partial(_outputs_as, base))
 
 
-def _inputs_as(dtype: torch.dtype, module: nn.Module, inputs: Any, named: Any) -> Any:
-    return _as(dtype, (inputs, named))
+def _inputs_as(dtype: torch.dtype, module: nn.Module, inputs: Any, kwargs: Any) -> Any:
+    return _as(dtype, (inputs, kwargs))
 
 
 def _outputs_as(dtype: torch.dtype, module: nn.Module, inputs: Any, outputs: Any) -> Any:
@@ -271,18 +270,18 @@ def _as(dtype: torch.dtype, values: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
 
 
-def trained_names(model: nn.Module, whole: Collection[str]) -> list[str]:
+def trained_names(model: nn.Module, full: Collection[str]) -> list[str]:
     """Return the names of the adapters' parameters and those of modules that are trained whole."""
-    return [name for name, _ in model.named_parameters() if _is_trained(name, whole)]
+    return [name for name, _ in model.named_parameters() if _is_trained(name, full)]
 
 
-def base_names(model: nn.Module, whole: Collection[str]) -> list[str]:
+def base_names(model: nn.Module, full: Collection[str]) -> list[str]:
     """Return the names of all other parameters, including second names of tied ones."""
-    return [name for name, _ in model.named_parameters(remove_duplicate=False) if not _is_trained(name, whole)]
+    return [name for name, _ in model.named_parameters(remove_duplicate=False) if not _is_trained(name, full)]
 
 
-def _is_trained(name: str, whole: Collection[str]) -> bool:
-    return bool(_ADAPTER.search(name)) or _within(name, whole)
+def _is_trained(name: str, full: Collection[str]) -> bool:
+    return bool(_ADAPTER.search(name)) or _within(name, full)
 
 
 def plain_name(name: str) -> str:
@@ -290,9 +289,9 @@ def plain_name(name: str) -> str:
     return name.replace(_INSIDE, ".")
 
 
-def exported_name(name: str, whole: Collection[str]) -> str:
+def exported_name(name: str, full: Collection[str]) -> str:
     """Return a trained tensor's name in a file of peft; "" for the base."""
-    if _within(name, whole):
+    if _within(name, full):
         return f"base_model.model.{name}"
     return f"base_model.model.{name.replace('.default.', '.')}" if _ADAPTER.search(name) else ""
 
@@ -304,7 +303,7 @@ def merge(model: nn.Module) -> dict[str, Tensor]:
     The sum is taken in the adapter's dtype if that is wider. The model itself stays unchanged.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
-    found = {}
+    tensors = {}
     for name, tensor in model.state_dict().items():
         if _ADAPTER.search(name):
             continue
@@ -312,8 +311,8 @@ def merge(model: nn.Module) -> dict[str, Tensor]:
         if layer is not None:
             change = layer.get_delta_weight("default")
             tensor = (tensor.to(torch.promote_types(tensor.dtype, change.dtype)) + change).to(tensor.dtype)
-        found[plain_name(name)] = tensor
-    return found
+        tensors[plain_name(name)] = tensor
+    return tensors
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

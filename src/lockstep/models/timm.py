@@ -41,15 +41,15 @@ class TimmModel:
         self._timm, self.name, self._classes, self._cache, self._say = _timm(name), name, classes, cache, say
         if not self._timm.is_model(name):
             close = self._timm.list_models(f"*{name.partition('.')[0]}*")[:3]
-            meant = f"it has {', '.join(close)}" if close else "timm.list_models() names them"
-            raise ConfigError(f"--model-name timm:{name}: timm has no such model; {meant}")
-        known = self._timm.get_pretrained_cfg(name)
-        told = known.to_dict() if known is not None else {}
-        self.size = int(told.get("input_size", (3, 224, 224))[-1])
-        self.mean: tuple[float, ...] = tuple(told.get("mean", (0.485, 0.456, 0.406)))
-        self.std: tuple[float, ...] = tuple(told.get("std", (0.229, 0.224, 0.225)))
-        last = told.get("classifier") or ()
-        self._last = () if told.get("num_classes") == classes else (last,) if isinstance(last, str) else tuple(last)
+            hint = f"it has {', '.join(close)}" if close else "timm.list_models() names them"
+            raise ConfigError(f"--model-name timm:{name}: timm has no such model; {hint}")
+        pretrained_cfg = self._timm.get_pretrained_cfg(name)
+        settings = pretrained_cfg.to_dict() if pretrained_cfg is not None else {}
+        self.size = int(settings.get("input_size", (3, 224, 224))[-1])
+        self.mean: tuple[float, ...] = tuple(settings.get("mean", (0.485, 0.456, 0.406)))
+        self.std: tuple[float, ...] = tuple(settings.get("std", (0.229, 0.224, 0.225)))
+        last = settings.get("classifier") or ()
+        self._last = () if settings.get("num_classes") == classes else (last,) if isinstance(last, str) else tuple(last)
         self.untrained: tuple[str, ...] = ()
 
     def build(self, *, pretrained: bool, dropout: float = 0.0) -> nn.Module:
@@ -62,12 +62,12 @@ class TimmModel:
         with explained(flag, f"timm:{self.name}"):
             settings = {"num_classes": self._classes, "drop_rate": dropout}
             if not pretrained:
-                made: nn.Module = self._timm.create_model(self.name, pretrained=False, **settings)
-                return made.train()
+                model: nn.Module = self._timm.create_model(self.name, pretrained=False, **settings)
+                return model.train()
             with once_per_node(f"timm/{self.name}", self._cache, self._say):
-                made = self._timm.create_model(self.name, pretrained=True, **settings)
+                model = self._timm.create_model(self.name, pretrained=True, **settings)
                 self.untrained = self._last
-                return made.train()
+                return model.train()
 
 
 def _timm(name: str) -> Any:

@@ -19,9 +19,7 @@ from lockstep.errors import ConfigError
 
 __all__ = [
     "MLP",
-    "Layer",
     "ResNet",
-    "Residual",
     "ViT",
     "patch_for",
 ]
@@ -145,14 +143,14 @@ def patch_for(size: int) -> int:
     Raises:
         ConfigError: no such number divides the size.
     """
-    most = min(16, max(2, size // 8))
-    found = next((patch for patch in range(most, 1, -1) if size % patch == 0), 0)
-    if not found:
+    limit = min(16, max(2, size // 8))
+    patch_size = next((patch for patch in range(limit, 1, -1) if size % patch == 0), 0)
+    if not patch_size:
         raise ConfigError(
-            f"--images.size {size}: no whole patches of 2 to {most} pixels lie in it, and builtin:vit cuts images into "
-            "patches; give a multiple of 8"
+            f"--images.size {size} is not a multiple of any patch size from 2 to {limit} pixels, which builtin:vit "
+            "needs; use a multiple of 8"
         )
-    return found
+    return patch_size
 
 
 class Layer(nn.Module):
@@ -174,8 +172,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, places, width = x.shape
-        joined = self.inputs(self.attention_norm(x)).view(batch, places, 3, self.heads, width // self.heads)
-        query, key, value = joined.permute(2, 0, 3, 1, 4).unbind(0)  # each [batch, heads, places, width / heads]
+        projections = self.inputs(self.attention_norm(x)).view(batch, places, 3, self.heads, width // self.heads)
+        query, key, value = projections.permute(2, 0, 3, 1, 4).unbind(0)  # each [batch, heads, places, width / heads]
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout if self.training else 0.0)
         x = x + self.drop(self.output(mixed.transpose(1, 2).reshape(batch, places, width)))
         return cast(Tensor, x + self.drop(self.contract(F.gelu(self.expand(self.mlp_norm(x))))))

@@ -16,7 +16,15 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 
-__all__ = ["NO_RULES", "GroupRule", "Rules", "embeddings", "freeze", "groups", "matched", "parse"]
+__all__ = [
+    "NO_RULES",
+    "Rules",
+    "embeddings",
+    "freeze",
+    "groups",
+    "matched",
+    "parse",
+]
 
 _FORM = "PATTERN: lr=RATE, decay=NUMBER; or PATTERN: freeze"
 _KINDS = ("muon", "adamw")
@@ -67,21 +75,21 @@ def parse(text: str) -> list[GroupRule]:
     Raises:
         ConfigError: the text is not of that form.
     """
-    found = []
+    rules = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         pattern, colon, settings = part.partition(":")
         if not (pattern.strip() and colon and settings.strip()):
             raise ConfigError(f"--optim.groups '{part}' is not of the form {_FORM}")
         rule = GroupRule(pattern.strip())
         for setting in settings.split(","):
-            rule = rule._replace(**_said(setting.strip(), part))
+            rule = rule._replace(**_parse_setting(setting.strip(), part))
         if rule.frozen and rule != GroupRule(rule.pattern, frozen=True):
-            raise ConfigError(f"--optim.groups '{part}': what is frozen has no rate and no decay; leave one out")
-        found.append(rule)
-    return found
+            raise ConfigError(f"--optim.groups '{part}': frozen parameters have no rate and no decay; remove either")
+        rules.append(rule)
+    return rules
 
 
-def _said(setting: str, part: str) -> dict[str, Any]:
+def _parse_setting(setting: str, part: str) -> dict[str, Any]:
     name, _, value = (word.strip() for word in setting.partition("="))
     if setting == "freeze":
         return {"frozen": True}
@@ -97,7 +105,7 @@ def _said(setting: str, part: str) -> dict[str, Any]:
     except ValueError:
         number = math.nan
     if not (math.isfinite(number) and number >= 0):
-        raise ConfigError(f"--optim.groups '{part}': '{value}' is no finite number from 0")
+        raise ConfigError(f"--optim.groups '{part}': '{value}' is not a finite number >= 0")
     return {"times" if times else name: number}
 
 
@@ -121,8 +129,8 @@ def groups(
     *,
     rules: Rules = NO_RULES,
     lr: float = 0.0,
-    apart: Collection[torch.Tensor] = (),
-    apart_lr: float = 0.0,
+    separate: Collection[torch.Tensor] = (),
+    separate_lr: float = 0.0,
 ) -> list[dict[str, Any]]:
     """Group the model's trainable parameters by rate and weight decay.
 
@@ -141,8 +149,8 @@ def groups(
         decay_embeddings: whether embeddings decay too.
         rules: exceptions to the general rule.
         lr: the base rate; used if a rule changes the rate.
-        apart: parameters that share no group with the others, and come after them.
-        apart_lr: their base rate.
+        separate: parameters that share no group with the others, and come after them.
+        separate_lr: their base rate.
 
     Returns:
         Groups for a torch optimizer: "params" (list of parameters), "names" (their names), "weight_decay", and "lr" if
@@ -154,27 +162,25 @@ def groups(
     """
     undecayed: set[torch.Tensor] = set() if decay_embeddings else embeddings(model)
     chosen, depths = matched(model, rules.patterns), _depths(model, rules)
-    found: dict[tuple[bool, bool, float, float], list[tuple[str, nn.Parameter]]] = {}
+    buckets: dict[tuple[bool, bool, float, float], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():  # a tied parameter comes once
         if not parameter.requires_grad:
             continue
         decays, rule = parameter.ndim >= 2 and parameter not in undecayed, chosen.get(name, GroupRule(""))
         decay = (weight_decay if decays else 0.0) if rule.decay is None else rule.decay
-        base = apart_lr if parameter in apart else lr
+        base = separate_lr if parameter in separate else lr
         rate = base * rule.times * depths.get(name, 1.0) if rule.lr is None else rule.lr
-        found.setdefault((parameter in apart, not decays, decay, rate), []).append((name, parameter))
-    if not found:
-        raise ConfigError(
-            "--model-name: no parameter of the model has requires_grad=True; unfreeze what is to be trained"
-        )
+        buckets.setdefault((parameter in separate, not decays, decay, rate), []).append((name, parameter))
+    if not buckets:
+        raise ConfigError("--model-name: no parameter of the model has requires_grad=True; unfreeze the ones to train")
     return [
         {
             "params": [parameter for _, parameter in members],
             "names": [name for name, _ in members],
             "weight_decay": decay,
-            **({} if rate == (apart_lr if by_itself else lr) else {"lr": rate}),
+            **({} if rate == (separate_lr if is_separate else lr) else {"lr": rate}),
         }
-        for (by_itself, _, decay, rate), members in sorted(found.items(), key=lambda item: item[0][:2])
+        for (is_separate, _, decay, rate), members in sorted(buckets.items(), key=lambda item: item[0][:2])
     ]
 
 
@@ -187,23 +193,23 @@ def embeddings(model: nn.Module) -> set[torch.Tensor]:
 def matched(model: nn.Module, rules: Sequence[GroupRule]) -> dict[str, GroupRule]:
     """Map each name to its first matching rule. Raises ConfigError for a rule without a match."""
     names = [name for name, _ in model.named_parameters()] if rules else []
-    found: dict[str, GroupRule] = {}
+    matches: dict[str, GroupRule] = {}
     for rule in rules:
         own = [name for name in names if fnmatchcase(name, rule.pattern)]
-        fresh = [name for name in own if name not in found]
+        fresh = [name for name in own if name not in matches]
         if not fresh:
-            raise ConfigError(_unmatched(rule.pattern, names, own and found[own[0]].pattern))
-        found |= dict.fromkeys(fresh, rule)
-    return found
+            raise ConfigError(_unmatched(rule.pattern, names, own and matches[own[0]].pattern))
+        matches |= dict.fromkeys(fresh, rule)
+    return matches
 
 
 def _unmatched(pattern: str, names: list[str], earlier: str | list[str]) -> str:
     if earlier:
-        return f"--optim.groups: all that '{pattern}' matches is matched by '{earlier}' before it; put it first"
+        return f"--optim.groups: '{pattern}' has no effect: '{earlier}' before it matches the same; put it first"
     modules = {f"{name.rpartition('.')[0]}.*" for name in names} | {f"{name.partition('.')[0]}.*" for name in names}
     close = difflib.get_close_matches(pattern, sorted({*names, *modules}), n=1, cutoff=0.5)
-    meant = f"did you mean {close[0]}?" if close else f"the names are like {names[0]}"
-    return f"--optim.groups: '{pattern}' matches no parameter; {meant}"
+    hint = f"did you mean {close[0]}?" if close else f"a name looks like {names[0]}"
+    return f"--optim.groups: '{pattern}' matches no parameter; {hint}"
 
 
 def _depths(model: nn.Module, rules: Rules) -> dict[str, float]:
@@ -212,15 +218,15 @@ def _depths(model: nn.Module, rules: Rules) -> dict[str, float]:
         return {}
     if len(rules.blocks) < 2:
         raise ConfigError(
-            "--optim.layer-decay: the model has no list of repeated layers; let the task name them in `blocks(model)`, "
-            "or leave it out"
+            "--optim.layer-decay: the model has no list of repeated layers; return them from the task's "
+            "`blocks(model)`, or drop the flag"
         )
     layer_of = {parameter: k for k, block in enumerate(rules.blocks, 1) for parameter in block.parameters()}
-    tables, last, seen, depths = embeddings(model), len(rules.blocks) + 1, False, {}
+    tables, last, entered, depths = embeddings(model), len(rules.blocks) + 1, False, {}
     for name, parameter in model.named_parameters():
         layer = layer_of.get(parameter)
-        seen = seen or layer is not None
+        entered = entered or layer is not None
         if layer is None:
-            layer = last if seen and parameter not in tables else 0
+            layer = last if entered and parameter not in tables else 0
         depths[name] = rules.layer_decay ** (last - layer)
     return depths

@@ -83,7 +83,7 @@ class _RowsMuon(Muon):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update once; MuonAdamW calls `closure`. Collective, except at rate 0, which moves nothing."""
-        moved: list[tuple[Tensor, dict[str, Any]]] = []
+        entries: list[tuple[Tensor, dict[str, Any]]] = []
         updates: list[Tensor] = []
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -91,10 +91,10 @@ class _RowsMuon(Muon):
                     continue
                 update = self._momentum(parameter, group)
                 if group["lr"] != 0.0:
-                    moved.append((parameter, group))
+                    entries.append((parameter, group))
                     updates.append(update)
-        if moved:
-            self._apply(moved, updates)
+        if entries:
+            self._apply(entries, updates)
 
     def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Update the momentum; return this rank's rows of the matrix to orthogonalise, in bfloat16."""
@@ -107,20 +107,20 @@ class _RowsMuon(Muon):
         update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         return update.to(torch.bfloat16, copy=True)
 
-    def _apply(self, moved: list[tuple[Tensor, dict[str, Any]]], updates: list[Tensor]) -> None:
-        mesh: Any = moved[0][0].device_mesh  # type: ignore[attr-defined]
+    def _apply(self, entries: list[tuple[Tensor, dict[str, Any]]], updates: list[Tensor]) -> None:
+        mesh: Any = entries[0][0].device_mesh  # type: ignore[attr-defined]
         last = mesh.ndim - 1  # the shards' dimension
-        shards, rank, where = mesh.get_group(last), mesh.get_local_rank(last), torch.device(mesh.device_type)
-        shapes = [tuple(parameter.shape) for parameter, _ in moved]
+        shards, rank, device = mesh.get_group(last), mesh.get_local_rank(last), torch.device(mesh.device_type)
+        shapes = [tuple(parameter.shape) for parameter, _ in entries]
         owners = shared_out([rows * columns * min(rows, columns) for rows, columns in shapes], mesh.size(last))
-        mine = [group for (_, group), owner in zip(moved, owners, strict=True) if owner == rank]
-        updates = [update.to(where) for update in updates]
-        wholes = [
-            _zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            for whole, group in zip(gather_rows(updates, shapes, owners, shards), mine, strict=True)  # collective
+        own = [group for (_, group), owner in zip(entries, owners, strict=True) if owner == rank]
+        updates = [update.to(device) for update in updates]
+        matrices = [
+            _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            for matrix, group in zip(gather_rows(updates, shapes, owners, shards), own, strict=True)  # collective
         ]
-        turned = scatter_rows(wholes, shapes, owners, updates[0], shards)  # collective
-        for (parameter, group), rows in zip(moved, turned, strict=True):
+        results = scatter_rows(matrices, shapes, owners, updates[0], shards)  # collective
+        for (parameter, group), rows in zip(entries, results, strict=True):
             local, rate = local_of(parameter), group["lr"]
             local.mul_(1 - rate * group["weight_decay"])
             step = _adjust_lr(rate, group["adjust_lr_fn"], parameter.shape)
@@ -137,22 +137,22 @@ def hidden_matrices(model: nn.Module, blocks: Sequence[nn.Module], rules: Rules)
         ConfigError: there are none, or a rule assigns to Muon a parameter that is not a real matrix.
     """
     tables, chosen = embeddings(model), matched(model, rules.patterns)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    plain = [p for p in named.values() if p.ndim == 2 and not p.is_complex() and p not in tables]
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    plain = [p for p in trainable.values() if p.ndim == 2 and not p.is_complex() and p not in tables]
     inside = {p for block in blocks for p in block.parameters()}
-    found: set[Tensor] = {p for p in plain if p in inside} if blocks else set(plain[:-1])
-    for name, parameter in named.items():
+    hidden: set[Tensor] = {p for p in plain if p in inside} if blocks else set(plain[:-1])
+    for name, parameter in trainable.items():
         by = chosen[name].by if name in chosen else ""
         if by == "muon" and (parameter.ndim != 2 or parameter.is_complex()):
             raise ConfigError(
-                f"--optim.groups '{chosen[name].pattern}: muon': {name} has shape {list(parameter.shape)}, and Muon "
-                "takes matrices of real numbers alone; narrow the pattern"
+                f"--optim.groups '{chosen[name].pattern}: muon': {name} has shape {list(parameter.shape)}, but Muon "
+                "updates only real matrices; narrow the pattern"
             )
         if by:
-            (found.add if by == "muon" else found.discard)(parameter)
-    if not found:
+            (hidden.add if by == "muon" else hidden.discard)(parameter)
+    if not hidden:
         raise ConfigError(
-            "--optim.name muon: the model has no hidden matrix, a trained 2-D weight within its layers that is no "
-            "embedding and no head; use --optim.name adamw, or name some with --optim.groups 'PATTERN: muon'"
+            "--optim.name muon: the model has no hidden matrix (a trainable 2-D weight inside its layers, neither "
+            "embedding nor head); use --optim.name adamw, or assign some with --optim.groups 'PATTERN: muon'"
         )
-    return found
+    return hidden

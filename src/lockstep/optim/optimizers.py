@@ -1,7 +1,7 @@
 """Build the optimizer that the configuration names, over the groups of `optim.groups`.
 
 optimizer = adamw(model, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-optimizer = make_optimizer(model, config)           # what --optim.name and the section `optim` say
+optimizer = make_optimizer(model, config)           # as set by --optim.name and the section `optim`
 
 `Several` combines several optimizers into one, for tasks that step their own.
 """
@@ -21,12 +21,9 @@ from lockstep.tensors import is_dtensor
 
 __all__ = [
     "Several",
-    "adam",
     "adamw",
     "make_optimizer",
-    "muon",
     "rules_of",
-    "sgd",
 ]
 
 
@@ -43,14 +40,14 @@ class Several(Optimizer):
         self.members = list(members)
         # Bound now: other code may later replace the members' `step`.
         self._steps = [_own_step(each) for each in self.members]
-        seen: set[Tensor] = set()
+        owned: set[Tensor] = set()
         for group in (group for each in self.members for group in each.param_groups):
-            if any(parameter in seen for parameter in group["params"]):
+            if any(parameter in owned for parameter in group["params"]):
                 raise ConfigError(
-                    "two of the optimizers have the same parameter, whose states could not be told apart: give each "
-                    "parameter to one"
+                    "two of the optimizers share a parameter, so its state would be ambiguous; give each parameter to "
+                    "one optimizer"
                 )
-            seen.update(group["params"])
+            owned.update(group["params"])
         super().__init__([group for each in self.members for group in each.param_groups], {})
         self.state = _States(self.members)  # type: ignore[assignment]
 
@@ -106,14 +103,14 @@ def rules_of(config: Config, blocks: Sequence[nn.Module] = ()) -> Rules:
     Raises:
         ConfigError: a rule is malformed, or needs another optimizer.
     """
-    found = parse(config.optim.groups)
-    kinds = [rule for rule in found if rule.by]
+    rules = parse(config.optim.groups)
+    kinds = [rule for rule in rules if rule.by]
     if kinds and config.optim.name != "muon":
         raise ConfigError(
-            f"--optim.groups '{kinds[0].pattern}: {kinds[0].by}' is for --optim.name muon, and it is "
-            f"{config.optim.name}: leave it out"
+            f"--optim.groups '{kinds[0].pattern}: {kinds[0].by}' needs --optim.name muon, not {config.optim.name}; "
+            f"remove '{kinds[0].by}'"
         )
-    return Rules(found, config.optim.layer_decay, blocks)
+    return Rules(rules, config.optim.layer_decay, blocks)
 
 
 def make_optimizer(model: nn.Module, config: Config, blocks: Sequence[nn.Module] = ()) -> torch.optim.Optimizer:
@@ -179,8 +176,8 @@ def adamw(
         ValueError: a number that torch refuses, such as a negative rate.
     """
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr)
-    named: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return torch.optim.AdamW(members, **named, **_kernel(members, fused))
+    settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return torch.optim.AdamW(members, **settings, **_kernel(members, fused))
 
 
 def adam(
@@ -199,8 +196,8 @@ def adam(
     Source: Kingma & Ba, arXiv 1412.6980, as implemented by torch. Arguments and errors as for `adamw`.
     """
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr)
-    named: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return torch.optim.Adam(members, **named, **_kernel(members, fused))
+    settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return torch.optim.Adam(members, **settings, **_kernel(members, fused))
 
 
 def _kernel(members: list[dict[str, Any]], fused: bool | None) -> dict[str, Any]:
@@ -238,12 +235,12 @@ def sgd(
         ConfigError: nothing is trainable, or `nesterov` without a momentum.
     """
     if nesterov and not momentum:
-        raise ConfigError("--optim.nesterov needs a momentum: give --optim.momentum a number above 0")
+        raise ConfigError("--optim.nesterov needs a momentum; set --optim.momentum above 0")
     members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr)
-    named: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    settings: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     if fused is None:
         fused = all(p.is_cuda and _fusable(p) and not is_dtensor(p) for group in members for p in group["params"])
-    return torch.optim.SGD(members, **named, **({"fused": True} if fused else {"foreach": True}))
+    return torch.optim.SGD(members, **settings, **({"fused": True} if fused else {"foreach": True}))
 
 
 _SCALES = {"match-rms": "match_rms_adamw", "original": "original"}  # as torch names them
@@ -283,16 +280,16 @@ def muon(  # noqa: PLR0913
         ConfigError: nothing is trainable, or the model has no hidden matrix.
     """
     hidden = hidden_matrices(model, rules.blocks, rules)
-    members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr, apart=hidden, apart_lr=muon_lr)
-    matrices = [group for group in members if group["params"][0] in hidden]
-    others = [group for group in members if group["params"][0] not in hidden]
-    for group in matrices:
+    members = groups(model, weight_decay, decay_embeddings, rules=rules, lr=lr, separate=hidden, separate_lr=muon_lr)
+    muon_groups = [group for group in members if group["params"][0] in hidden]
+    adamw_groups = [group for group in members if group["params"][0] not in hidden]
+    for group in muon_groups:
         group.setdefault("lr", muon_lr)
         group |= {"muon": True, "momentum": momentum, "nesterov": True, "ns_steps": ns_steps}
         group |= {"adjust_lr_fn": _SCALES[scale]}
-    for group in others:
+    for group in adamw_groups:
         group.setdefault("lr", lr)
-        group |= {"muon": False, "betas": betas, "eps": eps, **_kernel(others, fused)}
+        group |= {"muon": False, "betas": betas, "eps": eps, **_kernel(adamw_groups, fused)}
     return MuonAdamW(members)
 
 

@@ -19,8 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.errors import ConfigError
 
 __all__ = [
-    "SHAPES",
-    "TorchSchedule",
     "cycled_momentum",
     "factor",
     "torch_schedule",
@@ -29,7 +27,7 @@ __all__ = [
 
 Make = Callable[[Optimizer, int], Any]
 
-_MOMENTUM_KEYS = 0.9  # momentum of the dummy optimizer: some schedulers need one
+_DUMMY_MOMENTUM = 0.9  # momentum of the dummy optimizer: some schedulers need one
 
 
 @final
@@ -53,7 +51,7 @@ class TorchSchedule:
             ConfigError: `make` failed, returned no scheduler, or one that depends on more than the step.
         """
         if steps != self._steps:
-            self._table, self._steps = _tabulated(self._make, self._lr, steps), steps
+            self._table, self._steps = _tabulate(self._make, self._lr, steps), steps
         return self._table[min(step, steps - 1)]
 
 
@@ -70,12 +68,12 @@ def torch_schedule(make: Make, lr: float = 1.0) -> TorchSchedule:
         ConfigError: `lr` is not above 0.
     """
     if not (math.isfinite(lr) and lr > 0):
-        raise ConfigError(f"torch_schedule: lr is {lr}: it must be a rate above 0, of which the schedule makes shares")
+        raise ConfigError(f"torch_schedule: lr is {lr}; it must be a finite rate above 0")
     return TorchSchedule(make, lr)
 
 
-def _tabulated(make: Make, lr: float, steps: int) -> "array[float]":
-    optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=lr, momentum=_MOMENTUM_KEYS)
+def _tabulate(make: Make, lr: float, steps: int) -> "array[float]":
+    optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=lr, momentum=_DUMMY_MOMENTUM)
     (group,) = optimizer.param_groups
     table = array("d")
     try:
@@ -88,11 +86,11 @@ def _tabulated(make: Make, lr: float, steps: int) -> "array[float]":
                     optimizer.step()  # before the scheduler's, as torch requires
                     scheduler.step()
                 table.append(float(group["lr"]) / lr)
-                if group["momentum"] != _MOMENTUM_KEYS:
+                if group["momentum"] != _DUMMY_MOMENTUM:
                     raise ConfigError(
                         f"torch_schedule: {type(scheduler).__name__} cycles the momentum too, which a task's "
-                        "`schedule` cannot: give it cycle_momentum=False, or use --optim.schedule one-cycle, which "
-                        "does both"
+                        "`schedule` cannot; pass cycle_momentum=False, or use --optim.schedule one-cycle, which "
+                        "cycles both"
                     )
     except ConfigError:
         raise
@@ -108,18 +106,16 @@ def _check(scheduler: Any, optimizer: Optimizer) -> None:
     """Raise ConfigError unless it is a scheduler of `optimizer` that depends on the step alone."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError(
-            "torch_schedule: ReduceLROnPlateau follows the evaluations, and not the step: use --optim.schedule "
-            "plateau, which does the same, and leave `schedule` out"
+            "torch_schedule: ReduceLROnPlateau depends on evaluations, not on the step; use --optim.schedule plateau, "
+            "and remove the task's `schedule`"
         )
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(
-            f"torch_schedule: the function returned {type(scheduler).__name__}: it must return a scheduler of "
-            "torch.optim.lr_scheduler over the optimizer that it is given"
+            f"torch_schedule: the function returned {type(scheduler).__name__}; return a scheduler of "
+            "torch.optim.lr_scheduler for the given optimizer"
         )
     if scheduler.optimizer is not optimizer:
-        raise ConfigError(
-            "torch_schedule: the scheduler has another optimizer than the one that the function is given: take that"
-        )
+        raise ConfigError("torch_schedule: the scheduler belongs to another optimizer; build it with the given one")
 
 
 SHAPES = (
@@ -141,7 +137,7 @@ def factor(  # noqa: PLR0913
     power: float = 1.0,
     period: int = 0,
     gamma: float = 0.1,
-    fallen: int = 0,
+    drops: int = 0,
 ) -> float:
     """Return the factor of the base learning rate in `step` (0-based).
 
@@ -155,7 +151,7 @@ def factor(  # noqa: PLR0913
     - "constant";
     - "inverse-sqrt", 1 / sqrt(step / warmup) (Vaswani et al., arXiv 1706.03762, section 5.3), never below `floor`;
     - "step", times `gamma` after every `period` steps (0: a third of `horizon`), torch's StepLR, never below `floor`;
-    - "plateau", times `gamma` for each of the `fallen` times that evaluations stopped improving, as torch's
+    - "plateau", times `gamma` for each of the `drops` times that evaluations stopped improving, as torch's
       ReduceLROnPlateau, never below `floor`; the step itself only matters in the warm-up;
     - "cosine-periodic", which rises again after `horizon`, the closed form of torch's CosineAnnealingLR;
     - "one-cycle" (Smith & Topin, "Super-Convergence", arXiv 1708.07120), torch's OneCycleLR: over `warmup` steps half
@@ -168,7 +164,7 @@ def factor(  # noqa: PLR0913
         place, falling = _in_cycle(step, horizon, warmup)
         low = floor if falling else _CYCLE_START
         return low + (1.0 - low) * place
-    share = max(floor, gamma**fallen) if shape == "plateau" else 1.0
+    share = max(floor, gamma**drops) if shape == "plateau" else 1.0
     if step < warmup:
         return share * (step + 1) / (warmup + 1)
     if shape == "plateau":

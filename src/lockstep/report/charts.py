@@ -1,4 +1,4 @@
-"""Draw the charts of one run or of several overlaid ones, with tables.
+"""Draw the charts of one or several runs, with tables.
 
 for figure in figures([facts], points=240): figure.chart.svg, figure.rows
 """
@@ -13,12 +13,9 @@ from lockstep.report.facts import RunFacts, number, shown
 
 __all__ = [
     "COLOURS",
-    "Chart",
     "Figure",
-    "Series",
     "bar",
     "figures",
-    "plot",
 ]
 
 
@@ -34,7 +31,7 @@ class Series:
     Attributes:
         spans: in order.
         dots: mark each value, if there are few.
-        colour: its number.
+        colour: index into the palette.
         dashed: to distinguish two curves of one colour.
     """
 
@@ -72,18 +69,20 @@ def plot(series: Sequence[Series], title: str, text: str = "") -> Chart | None:
     if not spans:
         return None
     low, high = min(span.low for span in spans), max(span.high for span in spans)
-    left, right = min(span.first for span in spans), max(span.last for span in spans)
+    first_step, last_step = min(span.first for span in spans), max(span.last for span in spans)
     log = low > 0 and math.log10(high / low) > _DECADES
-    marks = _decades(low, high) if log else _round(low, high)
-    scale = _Scale(left, right, *((math.log10(marks[0]), math.log10(marks[-1])) if log else (marks[0], marks[-1])), log)
+    marks = _decade_marks(low, high) if log else _round_marks(low, high)
+    scale = _Scale(
+        first_step, last_step, *((math.log10(marks[0]), math.log10(marks[-1])) if log else (marks[0], marks[-1])), log
+    )
     lines = "".join(f'<path class="grid" d="M0 {scale.y(mark)}H{_SIDE}"/>' for mark in marks)
-    drawn = "".join(_drawn(each, scale) for each in series)
+    paths = "".join(_draw_series(each, scale) for each in series)
     svg = (
         f'<svg viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
-        f"<title>{escape(title)}</title><desc>{escape(text)}</desc>{lines}{drawn}</svg>"
+        f"<title>{escape(title)}</title><desc>{escape(text)}</desc>{lines}{paths}</svg>"
     )
     ticks = [(_label(mark), 100 * scale.y(mark) / _SIDE) for mark in marks]
-    return Chart(svg, ticks, (f"{left:,}", f"{right:,}"), log)
+    return Chart(svg, ticks, (f"{first_step:,}", f"{last_step:,}"), log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,63 +94,60 @@ class _Scale:
     log: bool
 
     def x(self, step: float) -> int:
-        """The distance from the left."""
+        """Return the distance from the left."""
         wide = self.right - self.left
         return round((step - self.left) / wide * _SIDE) if wide else _SIDE // 2
 
     def y(self, value: float) -> int:
-        """The distance from the top."""
+        """Return the distance from the top."""
         place = math.log10(value) if self.log else value
         return round(_SIDE * (1 - (place / 2 - self.low / 2) / ((self.high / 2 - self.low / 2) or 1)))
 
 
-def _drawn(series: Series, scale: _Scale) -> str:
+def _draw_series(series: Series, scale: _Scale) -> str:
     colour = f"s{series.colour % COLOURS}"
     if not series.spans:
         return ""
-    points = [(scale.x(span.step), scale.y(_inside(span))) for span in series.spans]
+    points = [(scale.x(span.step), scale.y(_clamped_mean(span))) for span in series.spans]
     line = "M" + "L".join(f"{x} {y}" for x, y in points)
-    drawn = f'<path class="line {colour}{" dash" * series.dashed}" d="{line}"/>'
+    paths = f'<path class="line {colour}{" dash" * series.dashed}" d="{line}"/>'
     if series.dots or len(points) == 1:  # a line of zero length with round caps stays round at any scale
         marks = "".join(f"M{x} {y}h0" for x, y in points)
-        drawn += f'<path class="dot {colour}" d="{marks}"/>'
+        paths += f'<path class="dot {colour}" d="{marks}"/>'
     if any(span.high > span.low for span in series.spans):
         tops = [f"{scale.x(span.step)} {scale.y(span.high)}" for span in series.spans]
         bottoms = [f"{scale.x(span.step)} {scale.y(span.low)}" for span in reversed(series.spans)]
-        drawn = f'<path class="area {colour}" d="M{"L".join(tops + bottoms)}Z"/>' + drawn
-    return drawn
+        paths = f'<path class="area {colour}" d="M{"L".join(tops + bottoms)}Z"/>' + paths
+    return paths
 
 
-def _inside(span: CurveSpan) -> float:
-    """The mean, clamped to the range: a sum of huge values is not finite."""
+def _clamped_mean(span: CurveSpan) -> float:
+    """Return the mean, clamped to the range, since a sum of huge values may overflow."""
     mean = span.mean
     return min(max(mean, span.low), span.high) if math.isfinite(mean) else span.high
 
 
 def bar(parts: Sequence[tuple[str, float]], title: str) -> str:
     """Draw shares of a whole as one bar, without numbers."""
-    whole = math.fsum(size for _, size in parts)
-    if not whole:
+    total = math.fsum(size for _, size in parts)
+    if not total:
         return ""
-    drawn, at = "", 0.0
-    for place, (name, size) in enumerate(parts):
-        wide = size / whole * _SIDE
-        drawn += (
-            f'<rect class="b{place % COLOURS}" x="{at:.1f}" y="0" width="{max(0.0, wide):.1f}" height="10">'
-            f"<title>{escape(name)}: {size / whole:.1%}</title></rect>"
+    rects, at = "", 0.0
+    for index, (name, size) in enumerate(parts):
+        wide = size / total * _SIDE
+        rects += (
+            f'<rect class="b{index % COLOURS}" x="{at:.1f}" y="0" width="{max(0.0, wide):.1f}" height="10">'
+            f"<title>{escape(name)}: {size / total:.1%}</title></rect>"
         )
         at += wide
     return (
         f'<svg class="bar" viewBox="0 0 {_SIDE} 10" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
-        f"<title>{escape(title)}</title>{drawn}</svg>"
+        f"<title>{escape(title)}</title>{rects}</svg>"
     )
 
 
-def _round(low: float, high: float) -> list[float]:
-    """Three to six marks around the range.
-
-    They are round numbers: 1, 2, 5 times a power of ten.
-    """
+def _round_marks(low: float, high: float) -> list[float]:
+    """Return three to six marks around the range: 1, 2 or 5 times a power of ten."""
     if not high / 2 - low / 2 > 1e-12 * max(abs(low), abs(high)):
         pad = abs(high) * 0.1 or 1.0
         low, high = low - pad, high + pad
@@ -163,8 +159,8 @@ def _round(low: float, high: float) -> list[float]:
     return marks if all(map(math.isfinite, marks)) else [low, high]
 
 
-def _decades(low: float, high: float) -> list[float]:
-    """At most six powers of ten around the range."""
+def _decade_marks(low: float, high: float) -> list[float]:
+    """Return at most six powers of ten around the range."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = -(-(last - first) // 5)
     marks = [10.0**place for place in range(first, last, every)] + [10.0 ** min(last, 308)]
@@ -178,8 +174,8 @@ def _label(value: float) -> str:
     return "0" if value == 0 else f"{value:.3g}"
 
 
-# (title, unit, curves that are drawn together, with their names in the legend)
-_KNOWN = (
+# (title, unit, curves drawn together: name -> label in the legend)
+_STANDARD_CHARTS = (
     ("Loss", "", {"running_loss": "training", "evaluation/loss": "evaluation"}),
     ("Learning rate", "", {"lr": "rate"}),
     ("Gradient norm", "before clipping", {"grad_norm": "norm"}),
@@ -187,8 +183,8 @@ _KNOWN = (
     ("Memory", "peak bytes", {"memory": "memory"}),
     ("Padding", "share of the items", {"padding": "padding"}),
 )
-_PLACES = ("epoch", "epoch_progress", "num_batches_remaining", "evaluation/items", "time/total")
-_MORE = 12  # further charts
+_POSITION_NAMES = ("epoch", "epoch_progress", "num_batches_remaining", "evaluation/items", "time/total")
+_EXTRA_CHARTS = 12  # further charts
 _SAMPLES = 8  # rows of a table between the first and the last
 
 
@@ -209,37 +205,43 @@ class Figure:
     note: str
 
 
-def figures(runs: Sequence[RunFacts], points: int, more: int = _MORE, samples: int = _SAMPLES) -> list[Figure]:
-    """Return the charts of the runs, in order.
+def figures(runs: Sequence[RunFacts], points: int, more: int = _EXTRA_CHARTS, samples: int = _SAMPLES) -> list[Figure]:
+    """Draw the charts of the runs, in display order.
 
     Args:
         points: maximum spans of a curve.
-        more: charts in addition to the known ones.
+        more: charts in addition to the standard ones.
         samples: rows of a table between the first and the last.
     """
-    found = [_figure(runs, title, unit, names, points, samples) for title, unit, names in _KNOWN]
+    candidates = [_figure(runs, title, unit, names, points, samples) for title, unit, names in _STANDARD_CHARTS]
     names = list(dict.fromkeys(name for facts in runs for name in facts.records.curves))
-    known = {name for _, _, drawn in _KNOWN for name in drawn}
+    drawn_names = {name for _, _, drawn in _STANDARD_CHARTS for name in drawn}
     times = {name: shown(name.removeprefix("time/"), 40) for name in names if name.startswith("time/")}
     times.pop("time/total", None)
     if len(runs) == 1 and times:
-        found.append(_figure(runs, "Time of a step", "milliseconds", times, points // 2, samples))
-        known |= times.keys()
+        candidates.append(_figure(runs, "Time of a step", "milliseconds", times, points // 2, samples))
+        drawn_names |= times.keys()
     else:
-        found.append(_figure(runs, "Time of a step", "milliseconds", {"time/total": "in all"}, points, samples))
-        known |= times.keys()
+        candidates.append(_figure(runs, "Time of a step", "milliseconds", {"time/total": "total"}, points, samples))
+        drawn_names |= times.keys()
     blocks = {name: shown(name.removeprefix("gradients/"), 40) for name in names if name.startswith("gradients/")}
     if len(runs) == 1 and blocks:
-        found.append(_figure(runs, "Gradient norms by block", "before clipping", blocks, points // 2, samples))
-        known |= blocks.keys()
+        candidates.append(_figure(runs, "Gradient norms by block", "before clipping", blocks, points // 2, samples))
+        drawn_names |= blocks.keys()
     for name in [name.removeprefix("train/") for name in names if name.startswith("train/")][:more]:
         both = {f"train/{name}": "training", f"evaluation/{name}": "evaluation"}
-        found.append(_figure(runs, shown(name, 60), "", both, points, samples))
-        known |= both.keys()
-    rest = [name for name in names if name not in known and name not in _PLACES and not name.endswith("/items")]
-    rest.sort(key=lambda name: not name.startswith("evaluation/"))
-    found += [_figure(runs, shown(name, 60), "", {name: shown(name, 40)}, points, samples) for name in rest[:more]]
-    return [figure for figure in found if figure]
+        candidates.append(_figure(runs, shown(name, 60), "", both, points, samples))
+        drawn_names |= both.keys()
+    remaining = [
+        name
+        for name in names
+        if name not in drawn_names and name not in _POSITION_NAMES and not name.endswith("/items")
+    ]
+    remaining.sort(key=lambda name: not name.startswith("evaluation/"))
+    candidates += [
+        _figure(runs, shown(name, 60), "", {name: shown(name, 40)}, points, samples) for name in remaining[:more]
+    ]
+    return [figure for figure in candidates if figure]
 
 
 def _figure(
@@ -250,39 +252,36 @@ def _figure(
     rows: list[tuple[str, str, str, str]] = []
     bad = 0
     for place, facts in enumerate(runs):
-        for among, (name, label) in enumerate(names.items()):
+        for index, (name, label) in enumerate(names.items()):
             curve = facts.records.curves.get(name)
             if curve is None or curve.count == curve.bad:
                 bad += curve.bad if curve else 0
                 continue
             bad += curve.bad
             spans = curve.spans(points)
-            colour = place if len(runs) > 1 else among
+            colour = place if len(runs) > 1 else index
             few = name.startswith("evaluation/") and len(spans) <= 32
-            dashed = len(runs) > 1 and among > 0
+            dashed = len(runs) > 1 and index > 0
             series.append(Series(label, spans, few and not dashed, colour, dashed))
-            said = label if len(runs) == 1 else f"{facts.name} · {label}" if len(names) > 1 else facts.name
-            shown_as = f"{facts.name} · {label}, dashed" if dashed else said
-            legend.append((shown_as, colour % COLOURS))
-            rows += [(said, *row) for row in _rows(curve, samples)]
-    text = "; ".join(f"{said}: {what} {value} at step {step}" for said, what, step, value in rows if what != "")
+            caption = label if len(runs) == 1 else f"{facts.name} · {label}" if len(names) > 1 else facts.name
+            entry = f"{facts.name} · {label}, dashed" if dashed else caption
+            legend.append((entry, colour % COLOURS))
+            rows += [(caption, *row) for row in _table_rows(curve, samples)]
+    text = "; ".join(f"{caption}: {kind} {value} at step {step}" for caption, kind, step, value in rows if kind != "")
     chart = plot(series, title, text[:600])
     if chart is None:
         return None
-    note = f"{bad:,} values that are not finite are not drawn" if bad else ""
+    note = f"{bad:,} non-finite values are not drawn" if bad else ""
     return Figure(title, unit, chart, legend if len(legend) > 1 else [], rows, note)
 
 
-def _rows(curve: Curve, samples: int) -> list[tuple[str, str, str]]:
-    """The rows (kind, step, value) of a table.
-
-    They are the first, lowest, highest and last, and some in between.
-    """
+def _table_rows(curve: Curve, samples: int) -> list[tuple[str, str, str]]:
+    """Return the rows (kind, step, value) of a table: first, last, lowest, highest, and samples in between."""
     show: Callable[[tuple[int, float]], tuple[str, str]] = lambda at: (f"{at[0]:,}", number(at[1]))  # noqa: E731
-    found = [("first", *show(curve.first))]
+    rows = [("first", *show(curve.first))]
     spans = curve.spans()
     if samples and len(spans) > 2:
         chosen = sorted({round(each * (len(spans) - 1) / (samples + 1)) for each in range(1, samples + 1)})
-        found += [("", f"{spans[at].last:,}", number(spans[at].mean)) for at in chosen if 0 < at < len(spans) - 1]
-    found += [("last", *show(curve.newest)), ("lowest", *show(curve.lowest)), ("highest", *show(curve.highest))]
-    return found
+        rows += [("", f"{spans[at].last:,}", number(spans[at].mean)) for at in chosen if 0 < at < len(spans) - 1]
+    rows += [("last", *show(curve.newest)), ("lowest", *show(curve.lowest)), ("highest", *show(curve.highest))]
+    return rows

@@ -2,10 +2,10 @@
 
     curve = Curve()
     for step, value in ...: curve.add(step, value)
-    curve.spans()           # at most 512, in order; a single spike among a million values is still its span's highest
+    curve.spans()           # at most 512, in order; a spike among a million values stays its span's highest
 
-The width of a span is a power of two of steps, and doubles if there would be too many; so the same values give the
-same spans, in whatever order they came.
+The width of a span is a power of two of steps, and doubles if there would be too many spans; so equal values give equal
+spans in any order.
 """
 
 import math
@@ -18,7 +18,7 @@ _MOST = 512
 
 @dataclass(slots=True)
 class CurveSpan:
-    """The finite values of the steps from `first` to `last`: count, total, lowest and highest."""
+    """Summary of the finite values of steps `first` to `last`."""
 
     first: int
     last: int
@@ -37,25 +37,25 @@ class CurveSpan:
         """The middle step."""
         return (self.first + self.last) / 2
 
-    def take(self, other: "CurveSpan") -> None:
+    def merge(self, span: "CurveSpan") -> None:
         """Merge the values of another span."""
-        self.first, self.last = min(self.first, other.first), max(self.last, other.last)
-        self.count, self.total = self.count + other.count, self.total + other.total
-        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.first, self.last = min(self.first, span.first), max(self.last, span.last)
+        self.count, self.total = self.count + span.count, self.total + span.total
+        self.low, self.high = min(self.low, span.low), max(self.high, span.high)
 
 
 class Curve:
-    """Values by step.
+    """Values by step, summarised in spans.
 
     Attributes:
         count: of all values.
-        bad: of the values that are not finite; the first was at step `first_bad`.
+        bad: count of the values that are not finite; the first was at step `first_bad`.
         first, newest: (step, value) of the first and the last finite value added.
         lowest, highest: (step, value).
     """
 
     def __init__(self, most: int = _MOST) -> None:
-        self._most, self._wide = most, 1
+        self._limit, self._width = most, 1
         self._spans: dict[int, CurveSpan] = {}
         self.count = self.bad = 0
         self.first_bad: int | None = None
@@ -69,7 +69,7 @@ class Curve:
             self.first_bad = step if self.first_bad is None else self.first_bad
             return
         self.newest = (step, value)
-        span = self._spans.get(step // self._wide)
+        span = self._spans.get(step // self._width)
         if span is None:
             self._begin(step, value)
             return
@@ -96,28 +96,28 @@ class Curve:
             self.lowest = (step, value)
         if value > self.highest[1]:
             self.highest = (step, value)
-        self._spans[step // self._wide] = CurveSpan(step, step, 1, value, value, value)
-        while len(self._spans) > self._most:
+        self._spans[step // self._width] = CurveSpan(step, step, 1, value, value, value)
+        while len(self._spans) > self._limit:
             self._double()
 
     def spans(self, most: int = _MOST) -> list[CurveSpan]:
         """Return at most `most` spans, in order of steps."""
-        found, wide = dict(self._spans), 1
-        while len(found) > most:
-            wide *= 2
-            found = _merged(self._spans, wide)
-        return [found[place] for place in sorted(found)]
+        merged, width = dict(self._spans), 1
+        while len(merged) > most:
+            width *= 2
+            merged = _merge(self._spans, width)
+        return [merged[place] for place in sorted(merged)]
 
     def _double(self) -> None:
-        self._spans, self._wide = _merged(self._spans, 2), self._wide * 2
+        self._spans, self._width = _merge(self._spans, 2), self._width * 2
 
 
-def _merged(spans: dict[int, CurveSpan], wide: int) -> dict[int, CurveSpan]:
-    found: dict[int, CurveSpan] = {}
+def _merge(spans: dict[int, CurveSpan], width: int) -> dict[int, CurveSpan]:
+    spans_by_place: dict[int, CurveSpan] = {}
     for place, span in spans.items():
         own = CurveSpan(span.first, span.last, span.count, span.total, span.low, span.high)
-        if place // wide in found:
-            found[place // wide].take(own)
+        if place // width in spans_by_place:
+            spans_by_place[place // width].merge(own)
         else:
-            found[place // wide] = own
-    return found
+            spans_by_place[place // width] = own
+    return spans_by_place

@@ -1,9 +1,9 @@
-"""Gather all that a run's folder records, as plain values.
+"""Gather everything that a run's folder records, as plain values.
 
     facts = gather(Path("outputs/digits"))
-    facts.verdict()                 # a sentence or two: how it ended, how good it is, what cost time
+    facts.verdict()                 # a sentence or two: how it ended, its quality, where time was lost
 
-Missing or damaged files are noted, and are no error. `gather` raises ConfigError if the folder is no run's.
+Missing or damaged files become notes, not errors. `gather` raises ConfigError if the folder is not a run's.
 """
 
 import contextlib
@@ -31,19 +31,17 @@ from lockstep.report.goodput import EVALUATION, LOADING, SAVES, TRAINING, Goodpu
 from lockstep.run_state import RunState, Selection
 
 __all__ = [
-    "Records",
     "RunFacts",
-    "StoredCheckpoint",
     "gather",
     "number",
     "shown",
 ]
 
 
-_SMALL = 16 << 20  # bytes of a file that is read whole
+_SMALL_FILE = 16 << 20  # bytes of a file that is read whole
 _RECORD_LINE = 1 << 20  # bytes of a line, at most
-_NAMES = 200  # curves that are kept
-_STEPS = 1 << 53
+_MAX_CURVES = 200  # curves that are kept
+_MAX_STEP = 1 << 53
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -66,12 +64,12 @@ def _small_text(path: Path, notes: list[str]) -> str | None:
     try:
         if not path.exists():
             return None
-        if not path.is_file() or path.stat().st_size > _SMALL:
-            notes.append(f"{path.name} is no file of a run, or too large")
+        if not path.is_file() or path.stat().st_size > _SMALL_FILE:
+            notes.append(f"{path.name} is not a regular file, or too large")
             return None
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
+        notes.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}")
         return None
 
 
@@ -84,9 +82,9 @@ def _small_json(path: Path, notes: list[str]) -> dict[str, Any]:
     if text is None:
         return {}
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(text)
-        if isinstance(found, dict):
-            return found
+        data = json.loads(text)
+        if isinstance(data, dict):
+            return data
     notes.append(f"{path.name} is damaged")
     return {}
 
@@ -100,15 +98,15 @@ def _small_toml(path: Path, notes: list[str]) -> dict[str, Any]:
     if text is None:
         return {}
     with contextlib.suppress(ValueError, RecursionError):
-        return dict(_dotted(tomllib.loads(text)))
+        return dict(_flatten(tomllib.loads(text)))
     notes.append(f"{path.name} is damaged")
     return {}
 
 
-def _dotted(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in table.items():
         if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 
@@ -122,12 +120,12 @@ def _lines_of(path: Path, notes: list[str]) -> Iterator[bytes]:
         if not path.is_file():
             return
         with open(path, "rb") as file:
-            whole = True
+            at_line_start = True
             while line := file.readline(_RECORD_LINE):
                 ends = line.endswith(b"\n")
-                if whole and (ends or len(line) < _RECORD_LINE):
+                if at_line_start and (ends or len(line) < _RECORD_LINE):
                     yield line
-                whole = ends
+                at_line_start = ends
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror}")
 
@@ -139,7 +137,7 @@ class Records:
         curves: by name, in order of appearance; numbers only.
         left_out: names beyond the limit.
         count: of training records.
-        words: the newest value of each name that is no number.
+        words: the newest value of each name whose values are text.
         steps, losses, norms: of the training records, float64 each, for exact comparisons.
     """
 
@@ -157,21 +155,21 @@ class Records:
         Args:
             digits: keep steps, losses and norms too, 24 bytes a record.
         """
-        found = cls()
+        records = cls()
         for line in _lines_of(path, notes):
-            found._take(line, digits)
-        if found.damaged:
-            many = f"{found.damaged} lines" if found.damaged > 1 else "1 line"
-            notes.append(f"{many} of {path.name} could not be read")
-        if found.left_out:
-            notes.append(f"{path.name} has more than {_NAMES} names; the others are not drawn")
-        return found
+            records._add_record(line, digits)
+        if records.damaged:
+            lines = f"{records.damaged} lines" if records.damaged > 1 else "1 line"
+            notes.append(f"{lines} of {path.name} could not be read")
+        if records.left_out:
+            notes.append(f"{path.name} has more than {_MAX_CURVES} curves; the rest are not drawn")
+        return records
 
-    def _take(self, line: bytes, digits: bool) -> None:
+    def _add_record(self, line: bytes, digits: bool) -> None:
         try:
             record = json.loads(line)
             step = record["global_step"]
-            if type(step) is not int or not 0 <= step < _STEPS:
+            if type(step) is not int or not 0 <= step < _MAX_STEP:
                 raise ValueError
         except (ValueError, RecursionError, TypeError, KeyError):
             self.damaged += bool(line.strip())
@@ -191,13 +189,13 @@ class Records:
 
     def _add(self, name: str, step: int, value: Any) -> None:
         if isinstance(value, str):
-            if len(self.words) < _NAMES:
+            if len(self.words) < _MAX_CURVES:
                 self.words[name] = value
             return
         curve = self.curves.get(name)
         if curve is None:
-            if len(self.curves) >= _NAMES:
-                if len(self.left_out) < _NAMES:
+            if len(self.curves) >= _MAX_CURVES:
+                if len(self.left_out) < _MAX_CURVES:
                     self.left_out.add(name)
                 return
             curve = self.curves[name] = Curve()
@@ -217,18 +215,18 @@ def _float(value: Any) -> float:
     return math.inf
 
 
-_OF_A_RUN = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints", "timeline.jsonl")
-_READ = 512 << 20  # bytes of checkpoints read for their fingerprints
+_RUN_FILES = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints", "timeline.jsonl")
+_READ_BUDGET = 512 << 20  # bytes of checkpoints read for their fingerprints
 _LOGS, _LINES = 64, 12  # files that are read, and lines that are shown
 _CHECKPOINTS, _CERTIFICATES, _VERDICTS = 24, 4, 8
 _LINE = re.compile(rb"(\S+) rank (\d+) (WARNING|ERROR) (.*)")
 _SPIKE = b"three times the usual or more"  # as the guards log it
 _TROUBLES = {
-    "skipped_steps": "updates that were not applied, in the last start",
-    "steps_left_out": "steps left out by a guard",
-    "loading/retries": "tries of a sample that failed",
-    "loading/left_out": "samples left out",
-    "loading/restarts": "loader processes started again",
+    "skipped_steps": "updates not applied, in the last start",
+    "steps_left_out": "steps skipped by a guard",
+    "loading/retries": "failed attempts to load a sample",
+    "loading/left_out": "samples skipped",
+    "loading/restarts": "loader processes restarted",
 }
 
 
@@ -237,7 +235,7 @@ class StoredCheckpoint:
     """A checkpoint in the run's folder.
 
     Attributes:
-        fingerprint: the digest of the parameters, or why there is none.
+        fingerprint: the digest of the parameters, or the reason it is missing.
         whole: whether it is complete.
     """
 
@@ -255,7 +253,7 @@ class RunFacts:
 
     Attributes:
         changed: settings that differ from their defaults, by name: (value, default), as text without secrets.
-        chosen: settings that lockstep chose ("auto"), by name, as text.
+        chosen: settings that were "auto", by name: the value chosen, as text.
         config: all settings as text, for comparisons.
         troubles: (kind, how often).
         warnings: the newest warning lines of the logs: (time, rank, level, text).
@@ -285,25 +283,25 @@ class RunFacts:
 
     @property
     def step(self) -> int:
-        """Steps so far, by the newest record, checkpoint or state."""
+        """Steps trained, by the newest record, checkpoint or state."""
         curves = [curve.newest[0] for curve in self.records.curves.values() if curve.count > curve.bad]
-        said = [self.state.global_step, whole(self.ended.get("step"))]
+        stored = [self.state.global_step, integer_of(self.ended.get("step"))]
         return max(
-            [*curves, *(each for each in said if each is not None), *(each.step for each in self.checkpoints), 0]
+            [*curves, *(each for each in stored if each is not None), *(each.step for each in self.checkpoints), 0]
         )
 
     @property
     def steps(self) -> int | None:
         """Planned steps; None if unknown."""
-        return whole(self.state.plan.get("steps")) or whole(_number_of(self.config.get("max_steps"))) or None
+        return integer_of(self.state.plan.get("steps")) or integer_of(_number_of(self.config.get("max_steps"))) or None
 
     @property
     def status(self) -> str:
-        """How it ended, as it recorded itself."""
-        said = self.ended.get("status")
-        if said in ("finished", "stopped", "abandoned", "interrupted", "preempted", "failed"):
-            return str(said)
-        return "no word of its end"
+        """How the run ended, by its own record."""
+        status = self.ended.get("status")
+        if status in ("finished", "stopped", "abandoned", "interrupted", "preempted", "failed"):
+            return str(status)
+        return "no end recorded"
 
     @property
     def best(self) -> tuple[str, float, int] | None:
@@ -312,69 +310,69 @@ class RunFacts:
         return (shown(best.metric, 60), best.judged_value, best.step) if best else None
 
     def verdict(self) -> str:
-        """Summarise how it ended, how good it is, and what went wrong."""
+        """Summarise how the run ended, its quality, and its problems."""
         of = f" of {self.steps:,}" if self.steps else ""
         words = {
             "finished": f"Finished: {self.step:,}{of} steps",
             "failed": f"Failed after {self.step:,}{of} steps",
-            "no word of its end": f"No word of its end: it goes on, or was killed, at step {self.step:,}{of}",
+            "no end recorded": f"No end recorded: still running, or killed at step {self.step:,}{of}",
         }
         text = words.get(self.status, f"{self.status.capitalize()} after {self.step:,}{of} steps")
         if self.account:
             text += f" in {duration(self.account.wall)}"
         loss = self.records.curves.get("running_loss")
         if loss and loss.count > loss.bad:
-            text += f"; the training loss went from {number(loss.first[1])} to {number(loss.newest[1])}"
+            text += f"; training loss from {number(loss.first[1])} to {number(loss.newest[1])}"
         if self.best:
             metric, value, step = self.best
-            text += f"; the best evaluation was {metric} {number(value)} after step {step:,}"
+            text += f"; best evaluation {metric} {number(value)} after step {step:,}"
         text += "."
         if self.account:
-            text += f" {self.account.share:.0%} of the time went into training steps that were kept."
-        if said := self.waits():
-            text += f" {said}."
+            text += f" {self.account.share:.0%} of the time was spent on training steps that were kept."
+        if sentence := self.waits():
+            text += f" {sentence}."
         if self.profiles:
             text += f" {shown(self.profiles[-1].get('sentence', ''), 300)}"
-        wrong = [f"{what}: {count}" for what, count in self.troubles]
-        return f"{text} On the way: {'; '.join(wrong)}." if wrong else text
+        problems = [f"{kind}: {count}" for kind, count in self.troubles]
+        return f"{text} Problems: {'; '.join(problems)}." if problems else text
 
     def waits(self) -> str:
-        """Describe a part that took more time than is normal; else ""."""
+        """Describe the part that most exceeds its normal time; "" if none does."""
         if not self.account:
             return ""
         parts: dict[str, float] = {}
         for name, curve in self.records.curves.items():
             if name.startswith("time/") and name != "time/total" and curve.count - curve.bad > 1:
-                rest = (
+                total = (
                     sum(span.mean * span.count for span in curve.spans()) - curve.first[1]
                 )  # the first includes the start
-                parts[name.removeprefix("time/")] = max(0.0, rest)
+                parts[name.removeprefix("time/")] = max(0.0, total)
         seconds = self.account.seconds
-        steps, whole = seconds[TRAINING] + seconds[LOADING], sum(parts.values())
-        found = {"steps": steps, "saves": seconds[SAVES], "evaluation": seconds[EVALUATION]}
-        found |= {name: steps * parts.get(name, 0.0) / whole for name in ("data", "exchange") if whole}
+        steps, step_total = seconds[TRAINING] + seconds[LOADING], sum(parts.values())
+        by_part = {"steps": steps, "saves": seconds[SAVES], "evaluation": seconds[EVALUATION]}
+        by_part |= {name: steps * parts.get(name, 0.0) / step_total for name in ("data", "exchange") if step_total}
         workers = _number_of(self.config.get("data.workers")) or 0
-        return waits(found, workers=workers, ranks=self.account.starts[-1].world)
+        return waits(by_part, workers=workers, ranks=self.account.starts[-1].world)
 
 
 def gather(folder: Path, *, digits: bool = False) -> RunFacts:
     """Gather the facts of a run's folder.
 
     Args:
-        digits: keep losses and norms to the last digit too, for comparisons.
+        digits: keep exact losses and norms too, for comparisons.
 
     Raises:
-        ConfigError: no such folder, or none of a run.
+        ConfigError: the folder is missing, or not a run's.
     """
     folder = folder.expanduser()
-    where = shown(str(folder))
+    label = shown(str(folder))
     try:
         if not folder.is_dir():
-            raise ConfigError(f"{where} is no folder; give a run's: SAVE_DIR/EXPERIMENT_NAME")
-        if not any((folder / name).exists() for name in _OF_A_RUN):
-            raise ConfigError(f"{where} is no run's folder: it has none of {', '.join(_OF_A_RUN)}")
+            raise ConfigError(f"{label} is not a folder; give a run's folder, SAVE_DIR/EXPERIMENT_NAME")
+        if not any((folder / name).exists() for name in _RUN_FILES):
+            raise ConfigError(f"{label} is not a run's folder: it has none of {', '.join(_RUN_FILES)}")
     except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror or error}") from error
+        raise ConfigError(f"{label}: {error.strerror or error}") from error
     notes: list[str] = []
     records = Records.read(folder / "metrics.jsonl", notes, digits=digits)
     facts = RunFacts(folder, shown(folder.resolve().name, 100), records, notes)
@@ -388,7 +386,7 @@ def gather(folder: Path, *, digits: bool = False) -> RunFacts:
         facts.account = goodput(folder / "timeline.jsonl")
         notes += facts.account.notes
     except ConfigError:
-        notes.append("there is no timeline.jsonl that says where the time went")
+        notes.append("timeline.jsonl is missing: the wall time is unknown")
     _read_logs(facts)
     _read_checkpoints(facts)
     _read_proofs(facts)
@@ -401,7 +399,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if 1e5 <= abs(value) < 1e12 and value == int(value) else f"{value:.5g}"
 
 
-def whole(value: Any) -> int | None:
+def integer_of(value: Any) -> int | None:
     """Return the value if it is an integer, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53 else None
 
@@ -411,11 +409,11 @@ def _number_of(text: str | None) -> int | None:
 
 
 def _read_config(facts: RunFacts) -> None:
-    found = _small_toml(facts.folder / "config.toml", facts.notes)
-    own = kind_of(str(found.get("task", ""))) == OWN
+    settings = _small_toml(facts.folder / "config.toml", facts.notes)
+    own_task = kind_of(str(settings.get("task", ""))) == OWN
     plain = Config()
-    defaults: Mapping[str, Any] = cli.flat(plain, own_task=own)
-    for name, value in found.items():
+    defaults: Mapping[str, Any] = cli.flat(plain, own_task=own_task)
+    for name, value in settings.items():
         name = shown(name, 80)
         text = "***" if is_secret_name(name) and value else shown(value)
         facts.config[name] = text
@@ -431,15 +429,15 @@ def _read_logs(facts: RunFacts) -> None:
     last: deque[tuple[str, str, str, str]] = deque(maxlen=_LINES)
     files = sorted((facts.folder / "logs").glob("rank-*.log")) if (facts.folder / "logs").is_dir() else []
     for path in files[:_LOGS]:
-        mine: deque[tuple[str, str, str, str]] = deque(maxlen=_LINES)
+        newest: deque[tuple[str, str, str, str]] = deque(maxlen=_LINES)
         for line in _lines_of(path, facts.notes):
             match = _LINE.match(line)
             if match:
                 facts.warned += 1
                 facts.spikes += _SPIKE in line
                 when, rank, level, text = (part.decode("utf-8", "replace") for part in match.groups())
-                mine.append((shown(when[:19], 20), rank[:6], level, shown(text, 300)))
-        last = deque(sorted([*last, *mine])[-_LINES:], _LINES)
+                newest.append((shown(when[:19], 20), rank[:6], level, shown(text, 300)))
+        last = deque(sorted([*last, *newest])[-_LINES:], _LINES)
     facts.warnings = list(last)
 
 
@@ -449,7 +447,7 @@ def _read_checkpoints(facts: RunFacts) -> None:
     except (CheckpointError, StorageError) as error:
         facts.notes.append(shown(str(error)))
         return
-    left = _READ
+    budget = _READ_BUDGET
     for step in reversed(steps[-_CHECKPOINTS:]):
         path = checkpoint.path_of(facts.folder, step)
         try:
@@ -461,11 +459,11 @@ def _read_checkpoints(facts: RunFacts) -> None:
         if problems := unusable(path, manifest):
             facts.checkpoints.append(StoredCheckpoint(step, world, engine, size, shown(problems[0]), False))
             continue
-        if size > left:
-            text = f"not read here: `lockstep checkpoint inspect --step {step}` says it"
+        if size > budget:
+            text = f"not computed: run `lockstep checkpoint inspect --step {step}`"
             facts.checkpoints.append(StoredCheckpoint(step, world, engine, size, text, True))
             continue
-        left -= size
+        budget -= size
         try:
             facts.checkpoints.append(StoredCheckpoint(step, world, engine, size, checkpoint.fingerprint(path), True))
         except (CheckpointError, StorageError, OSError) as error:
@@ -477,28 +475,30 @@ def _read_proofs(facts: RunFacts) -> None:
     for path in sorted(facts.folder.glob("*.json")):
         if path.name in ("state.json", "ended.json", "environment.json"):
             continue
-        found = _small_json(path, [])
-        rows = found.get("rows")
-        if isinstance(rows, list) and "fingerprints" in found and len(facts.certificates) < _CERTIFICATES:
-            kept = [row for row in rows[:_CHECKPOINTS] if isinstance(row, dict)]
-            facts.certificates.append({"file": shown(path.name), "steps": shown(found.get("steps", "?")), "rows": kept})
+        data = _small_json(path, [])
+        rows = data.get("rows")
+        if isinstance(rows, list) and "fingerprints" in data and len(facts.certificates) < _CERTIFICATES:
+            certificate = [row for row in rows[:_CHECKPOINTS] if isinstance(row, dict)]
+            facts.certificates.append(
+                {"file": shown(path.name), "steps": shown(data.get("steps", "?")), "rows": certificate}
+            )
     paths = sorted((facts.folder / "profile").glob("*-*/verdict.json"), key=lambda path: path.parent.name)
-    found_all = [(path, _small_json(path, facts.notes)) for path in paths[-_VERDICTS:]]
-    facts.profiles = [verdict for _, verdict in found_all if isinstance(verdict.get("parts"), dict)]
+    verdicts = [(path, _small_json(path, facts.notes)) for path in paths[-_VERDICTS:]]
+    facts.profiles = [verdict for _, verdict in verdicts if isinstance(verdict.get("parts"), dict)]
     facts.profiles.sort(key=lambda verdict: str(verdict.get("steps")))
 
 
 def _count_troubles(facts: RunFacts) -> None:
-    for name, what in _TROUBLES.items():
+    for name, kind in _TROUBLES.items():
         count = facts.records.newest(name)
         if count:
-            facts.troubles.append((what, f"{count:,.0f}"))
+            facts.troubles.append((kind, f"{count:,.0f}"))
     restarts, losses = facts.state.restarts, facts.state.losses
-    for count, what in ((restarts, "restarts after a failure"), (losses, "ranks lost while the others went on")):
+    for count, kind in ((restarts, "restarts after a failure"), (losses, "ranks lost while the others continued")):
         if count:
-            facts.troubles.append((what, f"{count:,}"))
+            facts.troubles.append((kind, f"{count:,}"))
     if facts.spikes:
-        facts.troubles.append(("spikes of the gradient's norm, by the logs", f"{facts.spikes:,}"))
+        facts.troubles.append(("gradient norm spikes, by the logs", f"{facts.spikes:,}"))
     loss = facts.records.curves.get("running_loss")
     if loss and loss.bad:
-        facts.troubles.append(("records whose loss was not finite", f"{loss.bad:,}"))
+        facts.troubles.append(("records with a non-finite loss", f"{loss.bad:,}"))

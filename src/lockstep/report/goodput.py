@@ -1,13 +1,13 @@
-"""Account for all the wall time of a run, over its starts, from its timeline.jsonl.
+"""Account for a run's wall time over all its starts, from its timeline.jsonl.
 
     found = goodput(folder / "timeline.jsonl")
     found.seconds["training"] / found.wall            # its goodput
     show(folder, as_json=False)                       # the table
 
 `Timeline` writes the file during the run. The parts add up to the wall time. A process's own parts come from a
-monotonic clock; the time between two processes is the difference of wall clocks. Steps that a later start did not find
-in its checkpoint were wasted: all time spent on them is "redone". If a line covers both kinds of steps, its time is
-divided by the number of steps.
+monotonic clock; the time between two processes is the difference of wall clocks. Steps missing from the checkpoint of a
+later start ran again: all time spent on them is "redone". The time of a line that covers both kinds of steps is divided
+by the number of steps.
 """
 
 import contextlib
@@ -41,7 +41,6 @@ __all__ = [
     "START",
     "TRAINING",
     "Goodput",
-    "Start",
     "Timeline",
     "duration",
     "goodput",
@@ -53,18 +52,16 @@ __all__ = [
 TRAINING, LOADING, EVALUATION, SAVES = "training", "loading", "evaluation", "saves"
 START, RECOVERY, BODY, ENDING = "start", "recovery", "body", "ending"
 
-ENDED_VARIABLE = (
-    "LOCKSTEP_ENDED_AT"  # set by `lockstep launch` on a restart: the time at which it saw the processes end
-)
-_SHORTEST = 1.0  # seconds between two lines
+ENDED_VARIABLE = "LOCKSTEP_ENDED_AT"  # set by `lockstep launch` on a restart: when it saw the processes end
+_LINE_INTERVAL = 1.0  # seconds between two lines
 _GROWTH = 100_000  # bytes of the file that add a second to it
-_BEGUN: list[bool] = []  # non-empty once this process has begun one
+_STARTED: list[bool] = []  # non-empty once this process has started a run
 
 _LOG = logging.getLogger("lockstep")
 
 
 class Timeline:
-    """The parts of this process's time. Every rank keeps it; the one that opens the file writes.
+    """Recorder of this process's time by part. Every rank has one; the rank that opens the file writes.
 
     Times come from a monotonic clock; the lines' "t" is wall time, and connects the processes of a run.
     """
@@ -75,15 +72,15 @@ class Timeline:
         self._step, self._size, self._due = 0, 0, 0.0
         self._file: int | None = None
         self._begins, self._failed = b"", False
-        self._waited: Callable[[], float] = float
+        self._read_waited: Callable[[], float] = float
         self._waited_before = 0.0
 
     def begin(self) -> None:
-        """Start the account of a run; a command's first starts with its process."""
+        """Start accounting for a run; a command's first run starts with its process."""
         self._since = time.perf_counter()
-        if not _BEGUN and SETTINGS.flags:
-            self._spent[START] = _age()
-        _BEGUN.append(True)
+        if not _STARTED and SETTINGS.flags:
+            self._spent[START] = _process_age()
+        _STARTED.append(True)
 
     @property
     def is_open(self) -> bool:
@@ -91,12 +88,12 @@ class Timeline:
         return self._file is not None
 
     def open(self, path: Path, step: int, world: int, *, recovered: bool = False) -> None:
-        """Open the file for a start, or to replace a lost rank that wrote.
+        """Open the file at a start, or to replace a lost writer.
 
         Args:
-            step: steps so far that are kept.
+            step: steps trained and kept.
             world: number of ranks.
-            recovered: the run continues here after the loss.
+            recovered: this rank replaces a lost writer.
         """
         self.shut()
         try:
@@ -126,10 +123,10 @@ class Timeline:
         self._step = step
         self._write("recovered", world=world)
 
-    def measures(self, waited: Callable[[], float]) -> None:
+    def measures(self, seconds_waited: Callable[[], float]) -> None:
         """Set the function that returns the total seconds that steps waited for samples: LOADING."""
-        self._take_waited()
-        self._waited, self._waited_before = waited, waited()
+        self._move_waiting_time()
+        self._read_waited, self._waited_before = seconds_waited, seconds_waited()
 
     def enter(self, part: str) -> None:
         """Account the time from now on to `part`."""
@@ -162,49 +159,49 @@ class Timeline:
         self.shut()
 
     def shut(self) -> None:
-        """Close the file without a line; a second call does nothing."""
+        """Close the file without writing; a second call does nothing."""
         if self._file is not None:
             handle, self._file = self._file, None
             os.close(handle)
 
-    def _take_waited(self) -> None:
+    def _move_waiting_time(self) -> None:
         """Move the time that steps waited for samples from TRAINING to LOADING."""
-        waited = self._waited()
-        part = min(max(0.0, waited - self._waited_before), self._spent.get(TRAINING, 0.0))
-        self._waited_before = waited
+        total = self._read_waited()
+        part = min(max(0.0, total - self._waited_before), self._spent.get(TRAINING, 0.0))
+        self._waited_before = total
         if part:
             self._spent[TRAINING] -= part
             self._spent[LOADING] = self._spent.get(LOADING, 0.0) + part
 
-    def _write(self, what: str, **more: Any) -> None:
+    def _write(self, event: str, **more: Any) -> None:
         now = time.perf_counter()
         self._spent[self._part] = self._spent.get(self._part, 0.0) + now - self._since
         self._since = now
-        self._due = now + max(_SHORTEST, self._size / _GROWTH)
+        self._due = now + max(_LINE_INTERVAL, self._size / _GROWTH)
         if self._file is None:
             self._spent = {}
             return
-        self._take_waited()
+        self._move_waiting_time()
         spent = {part: round(seconds, 6) for part, seconds in self._spent.items() if seconds >= 5e-7}
-        line = {"t": round(time.time(), 3), "what": what, "step": self._step, **more, "spent": spent}
+        line = {"t": round(time.time(), 3), "what": event, "step": self._step, **more, "spent": spent}
         data = self._begins + json.dumps(line).encode() + b"\n"
         try:
-            written = os.write(self._file, data)
+            count = os.write(self._file, data)
         except OSError as error:  # the time is kept for the next line
             self._warn(error)
             return
-        self._begins = b"" if written == len(data) else b"\n"
-        self._size += written
-        self._spent = {} if written == len(data) else self._spent
+        self._begins = b"" if count == len(data) else b"\n"
+        self._size += count
+        self._spent = {} if count == len(data) else self._spent
 
     def _warn(self, error: OSError) -> None:
         if not self._failed:
             self._failed = True
-            _LOG.warning("timeline.jsonl cannot be written: %s; training goes on", error.strerror or error)
+            _LOG.warning("cannot write timeline.jsonl: %s; training continues", error.strerror or error)
 
 
-def _age() -> float:
-    """Seconds since this process started; 0 if the system does not report it."""
+def _process_age() -> float:
+    """Return the seconds since this process started; 0 if unknown."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -213,55 +210,55 @@ def _age() -> float:
         return 0.0
 
 
-_LEAST = 10.0  # seconds of steps, saves and evaluations; in a shorter run the start dominates
-# Normal shares of that time: loaders that keep up leave next to nothing, an exchange takes some of a
-# step wherever it is not hidden, and evaluations are wanted.
-_NORMAL = {"data": 0.1, "exchange": 0.3, "saves": 0.05, "evaluation": 0.25}
+_MIN_SECONDS = 10.0  # seconds of steps, saves and evaluations; in a shorter run the start dominates
+# Normal shares of that time: fast loaders cost next to nothing, an exchange that is not hidden takes part of a step,
+# and users want evaluations.
+_NORMAL_SHARES = {"data": 0.1, "exchange": 0.3, "saves": 0.05, "evaluation": 0.25}
 
 
 def waits(seconds: Mapping[str, float], *, workers: int, ranks: int) -> str:
     """Return a sentence on the part that most exceeds its normal share, or "".
 
     Args:
-        seconds: `steps` in all, of these `data` waiting for samples and `exchange` for gradients; and outside the steps
-            `saves` and `evaluation`. Unknown parts are left out.
-        workers: loader processes of a rank.
-        ranks: of the run.
+        seconds: `steps` in total, of which `data` waits for samples and `exchange` for gradients; outside the steps
+            `saves` and `evaluation`. Unknown parts are omitted.
+        workers: loader processes per rank.
+        ranks: number of ranks.
     """
-    whole = sum(seconds.get(name, 0.0) for name in ("steps", "saves", "evaluation"))
-    if whole < _LEAST:
+    total = sum(seconds.get(name, 0.0) for name in ("steps", "saves", "evaluation"))
+    if total < _MIN_SECONDS:
         return ""
-    shares = {name: seconds.get(name, 0.0) / whole for name in _NORMAL}
-    most = max(shares, key=lambda name: shares[name] - _NORMAL[name])
-    if shares[most] <= _NORMAL[most]:
+    shares = {name: seconds.get(name, 0.0) / total for name in _NORMAL_SHARES}
+    most = max(shares, key=lambda name: shares[name] - _NORMAL_SHARES[name])
+    if shares[most] <= _NORMAL_SHARES[most]:
         return ""
-    others = " or for another rank" if ranks > 1 else ""
-    what, advice = {
-        "data": (f"waiting for samples{others}", f"--data.workers {workers + 1} or more loads beside the steps"),
-        "exchange": ("exchanging gradients", "a larger --batch-size with the same micro-batches exchanges less often"),
-        "saves": ("waiting for checkpoints", "a larger --ckpt-freq, or --checkpoint.mode async, waits less"),
-        "evaluation": ("evaluating", "a larger --eval-freq evaluates less often"),
+    suffix = " or for another rank" if ranks > 1 else ""
+    activity, advice = {
+        "data": (f"waiting for samples{suffix}", f"set --data.workers to {workers + 1} or more"),
+        "exchange": ("exchanging gradients", "raise --batch-size with the same micro-batches to exchange less often"),
+        "saves": ("waiting for checkpoints", "raise --ckpt-freq, or set --checkpoint.mode async"),
+        "evaluation": ("evaluating", "raise --eval-freq to evaluate less often"),
     }[most]
-    return f"{shares[most]:.0%} of the time went into {what}: {advice}; `lockstep profile` says what that would gain"
+    return f"{shares[most]:.0%} of the time was spent {activity}: {advice}; `lockstep profile` predicts the gain"
 
 
 LABELS = {
     TRAINING: "training",
-    "redone": "redone: steps that were taken once more",
+    "redone": "redone: steps that ran again",
     LOADING: "stalls: steps waited for samples",
-    RECOVERY: "stalls: a rank was lost, or taken in",
-    SAVES: "saves: the loop waited for them",
+    RECOVERY: "stalls: a rank was lost or joined",
+    SAVES: "saves: the loop waited for checkpoints",
     EVALUATION: "evaluation",
     BODY: "the caller's own loop body",
     START: "start: until the first step",
     ENDING: "ending: the last save, the summary",
     "lost": "lost: between an end and the next start",
-    "unknown": "unknown: a process ended without a word",
+    "unknown": "unknown: a process ended without a record",
 }
 _STEPS = (TRAINING, LOADING, SAVES, EVALUATION, BODY)
-_LONGEST = 1e10  # seconds; longer than any run
+_MAX_SECONDS = 1e10  # seconds; longer than any run
 _LINE = 1 << 16  # bytes of a line, at most
-_PIECES = 20_000  # kept separately; beyond, neighbours are merged
+_MAX_PIECES = 20_000  # more are merged with their neighbours
 
 
 @dataclass(slots=True)
@@ -272,10 +269,9 @@ class Start:
         at: when it was ready, in seconds since 1970.
         first, last: steps before it, and at its last line.
         world: ranks at its start.
-        ended: how: a status of `run.Result`, "failed" or "rolled back"; "" without a line of its end, or if it still
-            runs.
+        ended: a status of `run.Result`, "failed" or "rolled back"; "" without a record of its end, or while it runs.
         lost: seconds from the previous line to its start.
-        losses: how often it continued after ranks were lost or joined.
+        losses: how often it continued after a rank was lost or joined.
     """
 
     at: float
@@ -288,8 +284,8 @@ class Start:
 
 
 @dataclass(slots=True)
-class _Spent:
-    """The time between two lines of one process, for the steps from `first` to `last`."""
+class _Piece:
+    """Time between two lines of one process, for steps `first` to `last`."""
 
     first: int
     last: int
@@ -298,7 +294,7 @@ class _Spent:
 
 @dataclass(slots=True)
 class Goodput:
-    """The wall time of a run by part, in seconds; all parts, in display order."""
+    """Wall time of a run by part, in seconds and display order."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LABELS, 0.0))
     starts: list[Start] = field(default_factory=list)
@@ -325,30 +321,30 @@ def show(folder: Path, *, as_json: bool) -> None:
     """Print the wall time of the run in `folder` by part.
 
     Raises:
-        ConfigError: its files do not record it.
+        ConfigError: the folder has no readable timeline.
     """
-    found = goodput(folder.expanduser() / "timeline.jsonl")
+    account = goodput(folder.expanduser() / "timeline.jsonl")
     if as_json:
-        print(json.dumps(found.as_json(), indent=1))
+        print(json.dumps(account.as_json(), indent=1))
         return
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
     for title in ("part", "time", "share"):
         table.add_column(title, justify="left" if title == "part" else "right", no_wrap=True)
-    for part, seconds in found.seconds.items():
+    for part, seconds in account.seconds.items():
         if seconds or part == TRAINING:
-            table.add_row(LABELS[part], duration(seconds), f"{seconds / (found.wall or 1):.1%}")
-    table.add_row("wall time", duration(found.wall), "100.0%")
+            table.add_row(LABELS[part], duration(seconds), f"{seconds / (account.wall or 1):.1%}")
+    table.add_row("wall time", duration(account.wall), "100.0%")
     console.print(table)
-    losses = sum(start.losses for start in found.starts)
-    more = f", {losses} changes of the ranks on the way" if losses else ""
-    count = len(found.starts)
-    print(f"goodput {found.share:.1%}: training steps that were kept; {count} start{'s' * (count != 1)}{more}")
-    for start in found.starts if count > 1 else ():
-        ended = start.ended or "no word of its end"
+    losses = sum(start.losses for start in account.starts)
+    more = f", {losses} changes of the world size" if losses else ""
+    count = len(account.starts)
+    print(f"goodput {account.share:.1%}: training steps that were kept; {count} start{'s' * (count != 1)}{more}")
+    for start in account.starts if count > 1 else ():
+        ended = start.ended or "no end recorded"
         line = f"  steps {start.first} to {start.last}, {start.world} rank{'s' * (start.world != 1)}: {ended}"
         console.print(Text(printable(line)))
-    for note in found.notes:
+    for note in account.notes:
         print(f"note: {note}")
 
 
@@ -356,75 +352,75 @@ def duration(seconds: float) -> str:
     """Format seconds for users: 0.4 s, 12:05, 3:12:05, 4 d 03:12:05."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, second = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
+    clock = f"{hours}:{minutes:02}:{second:02}" if hours or days else f"{minutes}:{second:02}"
     return f"{days} d {clock:0>8}" if days else clock
 
 
 def goodput(path: Path) -> Goodput:
-    """Read a timeline; torn or foreign lines are skipped, and noted.
+    """Read a timeline; invalid lines are skipped, and noted.
 
     Raises:
-        ConfigError: there is none, or no line of it can be read.
+        ConfigError: the file is missing, or no line is valid.
     """
-    found, pieces = Goodput(), list[_Spent]()
+    account, pieces = Goodput(), list[_Piece]()
     before: float | None = None  # the time of the last line
-    said, step, bad = False, 0, 0  # whether the previous process recorded its end
+    end_recorded, step, bad = False, 0, 0  # whether the previous process recorded its end
     for line in _lines(path):
         if line is None:
             bad += 1
             continue
         spent = line["spent"]
-        if line["what"] == "start" or not found.starts:
+        if line["what"] == "start" or not account.starts:
             began = line["t"] - sum(spent.values())
             gap = max(0.0, began - before) if before is not None else 0.0
             if before is not None:
-                _share_gap(found, before, began, gap, said, line.get("ended"))
-            _undo(pieces, line["step"], found)
-            found.starts.append(Start(line["t"], line["step"], line["step"], line.get("world", 1), lost=gap))
-            if len(found.starts) == 1 and line["step"]:
-                found.notes.append(f"the timeline begins at step {line['step']}: what came before is not in it")
+                _split_gap(account, before, began, gap, end_recorded, line.get("ended"))
+            _mark_redone(pieces, line["step"], account)
+            account.starts.append(Start(line["t"], line["step"], line["step"], line.get("world", 1), lost=gap))
+            if len(account.starts) == 1 and line["step"]:
+                account.notes.append(f"the timeline begins at step {line['step']}; earlier time is missing")
             step = line["step"]
         elif line["what"] == "recovered":
             if before is not None:  # time that rank 0 had not yet written when it was lost
-                found.seconds["unknown"] += max(0.0, line["t"] - sum(spent.values()) - before)
-            found.starts[-1].losses += 1
-            _undo(pieces, line["step"], found)
+                account.seconds["unknown"] += max(0.0, line["t"] - sum(spent.values()) - before)
+            account.starts[-1].losses += 1
+            _mark_redone(pieces, line["step"], account)
             step = min(step, line["step"])
-        _add(found, pieces, step, line["step"], spent)
-        step, before, said = line["step"], line["t"], line["what"] == "end"
-        found.starts[-1].last = step
-        found.starts[-1].ended = line.get("status", "ended") if said else ""
-    if not found.starts:
-        raise ConfigError(f"{path} holds no line of a run's timeline; it is damaged, or another program's")
+        _add(account, pieces, step, line["step"], spent)
+        step, before, end_recorded = line["step"], line["t"], line["what"] == "end"
+        account.starts[-1].last = step
+        account.starts[-1].ended = line.get("status", "ended") if end_recorded else ""
+    if not account.starts:
+        raise ConfigError(f"{path} has no timeline records: it is damaged, or from another program")
     if bad:
-        found.notes.append(f"{bad} line{'s' * (bad > 1)} of the timeline could not be read")
+        account.notes.append(f"{bad} line{'s' * (bad > 1)} of the timeline could not be read")
     for piece in pieces:
         for part, seconds in piece.spent.items():
-            found.seconds[part] += seconds
-    return found
+            account.seconds[part] += seconds
+    return account
 
 
-def _share_gap(found: Goodput, before: float, began: float, gap: float, said: bool, ended: Any) -> None:
+def _split_gap(account: Goodput, before: float, began: float, gap: float, end_recorded: bool, ended: Any) -> None:
     """Split the time between two processes into "lost" and "unknown".
 
-    Nothing ran if the first recorded its end, or from when the launcher saw it; the rest is unknown.
+    Time after a recorded end, or after the launcher saw the exit, is lost; the rest is unknown.
     """
-    if said:
-        found.seconds["lost"] += gap
+    if end_recorded:
+        account.seconds["lost"] += gap
         return
-    seen = isinstance(ended, float) and before <= ended <= began
-    unknown = ended - before if seen else gap
-    found.seconds["unknown"] += unknown
-    found.seconds["lost"] += gap - unknown
+    exit_seen = isinstance(ended, float) and before <= ended <= began
+    unknown = ended - before if exit_seen else gap
+    account.seconds["unknown"] += unknown
+    account.seconds["lost"] += gap - unknown
 
 
-def _add(found: Goodput, pieces: list[_Spent], first: int, last: int, spent: dict[str, float]) -> None:
-    """Add a line's time; the steps' share waits, since a later start may undo them."""
+def _add(account: Goodput, pieces: list[_Piece], first: int, last: int, spent: dict[str, float]) -> None:
+    """Add a line's time; the steps' share is pending, since a later start may undo them."""
     for part in spent.keys() - set(_STEPS):
-        found.seconds[part if part in found.seconds else "unknown"] += spent[part]
+        account.seconds[part if part in account.seconds else "unknown"] += spent[part]
     of_steps = {part: spent[part] for part in _STEPS if part in spent}
     if not of_steps:
         return
@@ -432,52 +428,52 @@ def _add(found: Goodput, pieces: list[_Spent], first: int, last: int, spent: dic
         for part, seconds in of_steps.items():
             pieces[-1].spent[part] = pieces[-1].spent.get(part, 0.0) + seconds
     else:
-        pieces.append(_Spent(first, last, of_steps))
-    if len(pieces) > _PIECES:
-        pieces[:] = [_joined(*pieces[at : at + 2]) for at in range(0, len(pieces), 2)]
+        pieces.append(_Piece(first, last, of_steps))
+    if len(pieces) > _MAX_PIECES:
+        pieces[:] = [_merge_pieces(*pieces[at : at + 2]) for at in range(0, len(pieces), 2)]
 
 
-def _joined(piece: _Spent, *more: _Spent) -> _Spent:
+def _merge_pieces(piece: _Piece, *more: _Piece) -> _Piece:
     spent = dict(piece.spent)
-    for part, seconds in (each for other in more for each in other.spent.items()):
+    for part, seconds in (each for each_piece in more for each in each_piece.spent.items()):
         spent[part] = spent.get(part, 0.0) + seconds
-    return _Spent(piece.first, max(each.last for each in (piece, *more)), spent)
+    return _Piece(piece.first, max(each.last for each in (piece, *more)), spent)
 
 
-def _undo(pieces: list[_Spent], step: int, found: Goodput) -> None:
+def _mark_redone(pieces: list[_Piece], step: int, account: Goodput) -> None:
     """Account the time spent on steps after `step` as redone."""
     while pieces and pieces[-1].last > step:
         piece = pieces.pop()
-        kept = max(0, step - piece.first) / (piece.last - piece.first) if piece.last > piece.first else 0.0
-        found.seconds["redone"] += (1 - kept) * sum(piece.spent.values())
-        if kept:
-            pieces.append(_Spent(piece.first, step, {part: kept * each for part, each in piece.spent.items()}))
+        kept_share = max(0, step - piece.first) / (piece.last - piece.first) if piece.last > piece.first else 0.0
+        account.seconds["redone"] += (1 - kept_share) * sum(piece.spent.values())
+        if kept_share:
+            pieces.append(_Piece(piece.first, step, {part: kept_share * each for part, each in piece.spent.items()}))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the lines; None for one that is no timeline's."""
+    """Yield the lines; None for an invalid one."""
     try:
         if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "no plain file")
+            raise OSError(errno.EINVAL, "not a regular file")
         with open(path, "rb") as file:
             while data := file.readline(_LINE):
-                yield _parsed(data)
+                yield _parse_line(data)
     except OSError as error:
         why = (
-            "this run has no timeline.jsonl: it was trained by an older lockstep, or is no run's folder"
+            "timeline.jsonl is missing: not a run's folder, or trained by an older lockstep"
             if isinstance(error, FileNotFoundError)
             else f"timeline.jsonl: {error.strerror or error}"
         )
         raise ConfigError(f"{path.parent}: {why}") from error
 
 
-def _parsed(data: bytes) -> dict[str, Any] | None:
+def _parse_line(data: bytes) -> dict[str, Any] | None:
     with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
         line = json.loads(data)
         when, step, spent = line["t"], line["step"], line["spent"]
         numbers = [when, *spent.values()]
-        fit = all(type(each) in (int, float) and 0 <= each < _LONGEST for each in numbers)
-        known = line["what"] in ("start", "at", "recovered", "end") and type(step) is int and 0 <= step < 1 << 60
-        if fit and known and type(line.get("world", 1)) is int and type(line.get("status", "")) is str:
+        times_valid = all(type(each) in (int, float) and 0 <= each < _MAX_SECONDS for each in numbers)
+        event_valid = line["what"] in ("start", "at", "recovered", "end") and type(step) is int and 0 <= step < 1 << 60
+        if times_valid and event_valid and type(line.get("world", 1)) is int and type(line.get("status", "")) is str:
             return {**line, "spent": {str(part): float(each) for part, each in spent.items()}}
     return None

@@ -25,9 +25,11 @@ from lockstep.tasks.images import DTYPES
 from lockstep.tasks.language_model import cache_of
 from lockstep.text.hub import DataRequest, HubTable, open_table
 
-__all__ = ["TextClassification", "Texts", "make"]
+__all__ = [
+    "make",
+]
 
-_USUAL = ("text", "sentence", "content", "review")
+_TEXT_COLUMNS = ("text", "sentence", "content", "review")
 _CHARACTERS = 5  # characters of a token, roughly; only for balancing the work
 _FILLS = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 0}  # input_ids get the tokenizer's pad token
 
@@ -59,8 +61,8 @@ class Texts:
     def __getitems__(self, indices: list[int]) -> list[tuple[dict[str, list[int]], int]]:
         """Return the samples of a batch, in order."""
         first, *second = ([column[index] for index in indices] for column in self.texts)
-        made = self.encoder.encode(first, second[0] if second else None, self.longest)
-        return list(zip(made, self.labels[indices].tolist(), strict=True))
+        inputs = self.encoder.encode(first, second[0] if second else None, self.longest)
+        return list(zip(inputs, self.labels[indices].tolist(), strict=True))
 
 
 @final
@@ -122,12 +124,12 @@ class TextClassification(Task):
     def collate(self, samples: list[tuple[dict[str, list[int]], int]]) -> tuple[dict[str, Tensor], Tensor]:
         """Pad the inputs at the end: (name -> int64 [samples, longest], classes int64 [samples])."""
         fills = {**_FILLS, "input_ids": self.encoder.pad}
-        made = {}
+        inputs = {}
         for name in samples[0][0]:
             rows = [sample[name] for sample, _ in samples]
             longest = max(map(len, rows))
-            made[name] = torch.tensor([row + [fills.get(name, 0)] * (longest - len(row)) for row in rows])
-        return made, torch.tensor([label for _, label in samples])
+            inputs[name] = torch.tensor([row + [fills.get(name, 0)] * (longest - len(row)) for row in rows])
+        return inputs, torch.tensor([label for _, label in samples])
 
     def work(self, dataset: Texts, samples: Sequence[int]) -> float:
         """Estimate the cost of a batch: its characters if padded to the longest text.
@@ -153,11 +155,11 @@ class TextClassification(Task):
         inputs, labels = batch
         logits = _wide(text_logits(model, inputs))
         best = logits.argmax(dim=1)
-        found: dict[str, Any] = {"accuracy": ((best == labels).sum(), len(labels))}
+        metrics: dict[str, Any] = {"accuracy": ((best == labels).sum(), len(labels))}
         if self._f1 is not None:
             self._f1.update(best.cpu(), labels.cpu())  # waits for the device
-            found["f1"] = self._f1
-        return F.cross_entropy(logits, labels, reduction="sum"), found
+            metrics["f1"] = self._f1
+        return F.cross_entropy(logits, labels, reduction="sum"), metrics
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the repeated blocks of an unwrapped model from `model`."""
@@ -171,32 +173,32 @@ def make(config: Config, say: Say) -> TextClassification:
         ConfigError: no such model or tokenizer, or they do not fit each other.
         DataError: no data is named, or it lacks such a column or classes.
     """
-    name, asked, data = config.dataset_name, config.model, config.data
+    name, model_config, data = config.dataset_name, config.model, config.data
     if not name:
-        raise DataError("--task classification: name the data with --dataset-name (csv, json, parquet, or OWNER/NAME)")
+        raise DataError("--task classification needs data; set --dataset-name (csv, json, parquet, or OWNER/NAME)")
     flag, cache = f"--dataset-name {name}", cache_of(config)
-    wanted = DataRequest(name, data.subset, data.split, data.revision, data.text_column, data.encoding)
-    table = open_table(wanted, data.evaluation, cache / "tables", say)
+    request = DataRequest(name, data.subset, data.split, data.revision, data.text_column, data.encoding)
+    table = open_table(request, data.evaluation, cache / "tables", say)
     columns = _text_columns(table, data.text_column, flag)
     label = find_column(table.kinds, data.label_column, "", ("label", "labels", "class"), flag, "--data.label-column")
     classes, labels = class_labels(table, label, flag)
-    settings: dict[str, Any] = {"trust_remote_code": asked.trust_remote_code, "cache": cache, "say": say}
-    revision = "" if config.tokenizer else asked.revision
+    settings: dict[str, Any] = {"trust_remote_code": model_config.trust_remote_code, "cache": cache, "say": say}
+    revision = "" if config.tokenizer else model_config.revision
     encoder = HubEncoder(config.tokenizer or config.model_name, revision=revision, **settings)
     source = HubClassifier(
-        config.model_name, TEXTS, classes=classes, revision=asked.revision, pad=encoder.pad, **settings
+        config.model_name, TEXTS, classes=classes, revision=model_config.revision, pad=encoder.pad, **settings
     )
     if source.context and config.seq_len > source.context:
         raise ConfigError(
             f"--seq-len {config.seq_len} is longer than the context of {source.name}, {source.context}; lower it"
         )
     if encoder.vocab_size > source.vocab_size:
-        known = f"{encoder.vocab_size} tokens and {source.name} {source.vocab_size}"
+        sizes = f"{encoder.vocab_size} tokens and {source.name} {source.vocab_size}"
         raise ConfigError(
-            f"--tokenizer {config.tokenizer} knows {known}: leave it out"
+            f"--tokenizer {config.tokenizer} has {sizes}; drop the flag"
             if config.tokenizer
-            else f"--model-name: its tokenizer knows {known}: widen its token table "
-            "(model.resize_token_embeddings(len(tokenizer))), save both into one folder, and name that"
+            else f"--model-name: its tokenizer has {sizes}; resize its token table "
+            "(model.resize_token_embeddings(len(tokenizer))), and save both into one folder"
         )
     texts = zip(*(table.values(column) for column in columns), strict=True)
     train, evaluation = (
@@ -210,7 +212,7 @@ def make(config: Config, say: Say) -> TextClassification:
         source,
         classes=classes,
         dtype=DTYPES.get(config.precision, torch.float32),
-        pretrained=asked.pretrained,
+        pretrained=model_config.pretrained,
         digest=xxhash.xxh3_128_hexdigest(
             repr((table.digest, columns, label, data.evaluation, config.tokenizer)).encode()
         ),
@@ -218,13 +220,13 @@ def make(config: Config, say: Say) -> TextClassification:
     )
 
 
-def _text_columns(table: HubTable, wanted: str, flag: str) -> list[str]:
+def _text_columns(table: HubTable, option: str, flag: str) -> list[str]:
     """The column of the texts, or the two columns of pairs."""
-    names = [name.strip() for name in wanted.split(",")]
+    names = [name.strip() for name in option.split(",")]
     if len(names) > 2:
-        raise DataError(f"{flag}: --data.text-column {wanted} names {len(names)} columns; give one, or two for pairs")
+        raise DataError(f"{flag}: --data.text-column {option} names {len(names)} columns; name one, or two for pairs")
     kinds = {name: "string" if kind.endswith("string") else kind for name, kind in table.kinds.items()}
-    return [find_column(kinds, name, "string", _USUAL, flag, "--data.text-column") for name in names]
+    return [find_column(kinds, name, "string", _TEXT_COLUMNS, flag, "--data.text-column") for name in names]
 
 
 def _f1(classes: int) -> Any:

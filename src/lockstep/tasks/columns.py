@@ -42,9 +42,9 @@ def digits(flag: str) -> tuple[Tensor, Tensor]:
     Raises:
         ConfigError: scikit-learn is not installed; `flag` is the flag that needs it.
     """
-    found = _datasets(flag).load_digits()
-    pixels = torch.from_numpy(found.images).reshape(-1, 1, 8, 8) * 255 / 16
-    return pixels.round().to(torch.uint8), torch.from_numpy(found.target).long()
+    bunch = _datasets(flag).load_digits()
+    pixels = torch.from_numpy(bunch.images).reshape(-1, 1, 8, 8) * 255 / 16
+    return pixels.round().to(torch.uint8), torch.from_numpy(bunch.target).long()
 
 
 def diabetes(flag: str) -> dict[str, list[float]]:
@@ -55,9 +55,9 @@ def diabetes(flag: str) -> dict[str, list[float]]:
     Raises:
         ConfigError: scikit-learn is not installed; `flag` is the flag that needs it.
     """
-    found = _datasets(flag).load_diabetes(scaled=False)
-    columns = {name: found.data[:, place].tolist() for place, name in enumerate(found.feature_names)}
-    return {**columns, "target": found.target.tolist()}
+    bunch = _datasets(flag).load_diabetes(scaled=False)
+    columns = {name: bunch.data[:, place].tolist() for place, name in enumerate(bunch.feature_names)}
+    return {**columns, "target": bunch.target.tolist()}
 
 
 def parted(samples: int, fraction: float) -> tuple[list[int], list[int]]:
@@ -67,8 +67,8 @@ def parted(samples: int, fraction: float) -> tuple[list[int], list[int]]:
     """
     count = min(max(round(samples * fraction), 1), samples - 1)
     evaluated = sorted(Shuffled(samples, _SPLIT_SEED).at(0, count)[1].tolist())
-    apart = set(evaluated)
-    return [sample for sample in range(samples) if sample not in apart], evaluated
+    excluded = set(evaluated)
+    return [sample for sample in range(samples) if sample not in excluded], evaluated
 
 
 def _datasets(flag: str) -> Any:
@@ -82,14 +82,16 @@ def _datasets(flag: str) -> Any:
 _SHOWN = 8
 
 
-def find_column(kinds: Mapping[str, str], wanted: str, kind: str, usual: Sequence[str], flag: str, option: str) -> str:
+def find_column(
+    kinds: Mapping[str, str], option_value: str, kind: str, usual: Sequence[str], flag: str, option: str
+) -> str:
     """Find the requested column, or else a column by its usual name or its kind.
 
     Without a request it is the first of the `usual` names that exists, else the only column of `kind`.
 
     Args:
         kinds: column -> its content: "Image", "ClassLabel", or a dtype such as "string".
-        wanted: the requested column; "": none.
+        option_value: the requested column; "": none.
         kind: the required content; "": any.
         usual: names to look for.
         flag, option: for messages: the data, and the option that names another column.
@@ -97,21 +99,23 @@ def find_column(kinds: Mapping[str, str], wanted: str, kind: str, usual: Sequenc
     Raises:
         DataError: there is none, or it has other content; the message lists the columns.
     """
-    shown = ", ".join(kinds) or "none"
-    if wanted:
-        if wanted not in kinds:
-            raise DataError(f"{flag} has no column '{wanted}'; its columns: {shown}; name one with {option}")
-        if kind and kinds[wanted] != kind:
-            raise DataError(f"{flag}: the column '{wanted}' holds {kinds[wanted]}, no {kind}; its columns: {shown}")
-        return wanted
+    names = ", ".join(kinds) or "none"
+    if option_value:
+        if option_value not in kinds:
+            raise DataError(f"{flag} has no column '{option_value}'; its columns: {names}; name one with {option}")
+        if kind and kinds[option_value] != kind:
+            raise DataError(
+                f"{flag}: the column '{option_value}' has {kinds[option_value]}, not {kind}; its columns: {names}"
+            )
+        return option_value
     fitting = [name for name in kinds if not kind or kinds[name] == kind]
-    found = next((name for name in usual if name in fitting), "")
-    if not found and kind and len(fitting) == 1:
-        found = fitting[0]
-    if not found:
-        what = " or ".join(f"'{name}'" for name in usual)
-        raise DataError(f"{flag} has no column {what}; its columns: {shown}; name the one with {option}")
-    return found
+    column = next((name for name in usual if name in fitting), "")
+    if not column and kind and len(fitting) == 1:
+        column = fitting[0]
+    if not column:
+        choices = " or ".join(f"'{name}'" for name in usual)
+        raise DataError(f"{flag} has no column {choices}; its columns: {names}; name the one with {option}")
+    return column
 
 
 def class_labels(table: HubTable, column: str, flag: str) -> tuple[tuple[str, ...], tuple[Tensor, Tensor]]:
@@ -127,26 +131,24 @@ def class_labels(table: HubTable, column: str, flag: str) -> tuple[tuple[str, ..
         bad = next((row for row, value in enumerate(values) if _missing(value)), None)
         if bad is not None:
             raise DataError(
-                f"{flag}: row {bad} of the {split} split has {values[bad]!r} in the column '{column}', which is no "
-                "class; give each row one, or name another column with --data.label-column"
+                f"{flag}: row {bad} of the {split} split has {values[bad]!r} in the column '{column}', which is not "
+                "a class; fix the row, or name another column with --data.label-column"
             )
-    named = table.classes.get(column)
-    values = list(range(len(named))) if named else sorted(set(parts[0]))
-    names = tuple(named or map(str, values))
+    class_names = table.classes.get(column)
+    values = list(range(len(class_names))) if class_names else sorted(set(parts[0]))
+    names = tuple(class_names or map(str, values))
     if len(names) < 2:
-        raise DataError(
-            f"{flag}: the column '{column}' has one class, '{names[0]}', and there is nothing to tell apart"
-        )
+        raise DataError(f"{flag}: the column '{column}' has one class, '{names[0]}'; classification needs at least two")
     place = {value: label for label, value in enumerate(values)}
-    strange = next((value for part in parts for value in part if value not in place), None)
-    if strange is not None:
-        known = _told_classes(names)
-        raise DataError(f"{flag}: the column '{column}' has {strange!r}, which is none of its classes ({known})")
+    unknown = next((value for part in parts for value in part if value not in place), None)
+    if unknown is not None:
+        listing = _class_list(names)
+        raise DataError(f"{flag}: the column '{column}' has {unknown!r}, which is not one of its classes ({listing})")
     train, evaluation = (torch.tensor([place[value] for value in part], dtype=torch.int64) for part in parts)
     return names, (train, evaluation)
 
 
-def _told_classes(names: Sequence[str]) -> str:
+def _class_list(names: Sequence[str]) -> str:
     """Format the names of the classes, shortened: `cat, dog`."""
     more = f", ... ({len(names)} in all)" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
@@ -163,7 +165,7 @@ def fingerprint_of(classes: Sequence[str], digest: str) -> str:
 def _classes_of(names: Sequence[str]) -> str:
     """Identify classes by their names, or the first ones and a hash."""
     more = f" {xxhash.xxh3_64_hexdigest(repr(tuple(names)).encode())}" if len(names) > _SHOWN else ""
-    return (_told_classes(names) + more).replace(";", ",")
+    return (_class_list(names) + more).replace(";", ",")
 
 
 def names_of(classes: Sequence[str]) -> str:
@@ -181,10 +183,10 @@ def check_classes(before: str, task: Task, run: str) -> None:
         DataError: it has others.
     """
     names = getattr(task, "classes", None)
-    known = before.partition("; ")[0]
-    if names and known != (now := _classes_of(names)):
+    trained = before.partition("; ")[0]
+    if names and trained != (now := _classes_of(names)):
         raise DataError(
-            f"{printable(run)} was trained on the classes {printable(known)}, and its data now has {printable(now)}"
+            f"{printable(run)} was trained on the classes {printable(trained)}, but the data now has {printable(now)}"
         )
 
 

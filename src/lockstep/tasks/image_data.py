@@ -28,10 +28,8 @@ from lockstep.text.hub import DataRequest, open_table, table_files
 __all__ = [
     "DIGITS",
     "ImageData",
-    "ImageError",
     "Raw",
     "open_images",
-    "opened",
 ]
 
 
@@ -41,8 +39,8 @@ _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif",
 class ImageError(Exception):
     """An image that cannot be read. `filename` is its path, or "" if it has none."""
 
-    def __init__(self, filename: str, told: str) -> None:
-        super().__init__(told)
+    def __init__(self, filename: str, message: str) -> None:
+        super().__init__(message)
         self.filename = filename
 
     def __reduce__(self) -> tuple[type["ImageError"], tuple[str, str]]:
@@ -84,8 +82,8 @@ def opened(source: str | PathLike[str] | bytes, *, channels: int, size: int, nam
             image = image.resize(shape, pillow.Image.Resampling.BILINEAR)
         pixels = np.array(image, dtype=np.uint8).reshape(*image.size[::-1], channels)
     except Exception as error:  # decoders may raise any exception on a damaged file
-        told = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise ImageError(name, told) from error
+        message = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise ImageError(name, message) from error
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
@@ -93,7 +91,7 @@ def _plain(pillow: Any, image: Any, channels: int) -> Any:
     if image.mode.startswith("I;16"):
         image = pillow.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
-        raise ValueError(f"its pixels are of mode {image.mode}, whose range nobody says; save it with 8 or 16 bits")
+        raise ValueError(f"its pixel mode {image.mode} has no defined range; save it with 8 or 16 bits")
     return image.convert("L" if channels == 1 else "RGB")
 
 
@@ -206,20 +204,22 @@ def _folder(name: str, fraction: float) -> ImageData:
     """Open ROOT/CLASS/FILE, with a share for evaluation, or ROOT/train and ROOT/validation (val, test)."""
     root, flag = Path(name).expanduser(), f"--dataset-name {name}"
     if not root.is_dir():
-        raise DataError(f"{flag}: no such folder; give one with a folder of images for each class, or {DIGITS}")
-    held = next((part for part in _EVALUATION if (root / "train").is_dir() and (root / part).is_dir()), "")
-    classes = _classes(root / "train" if held else root, flag)
-    train = _images(root, "train" if held else "", classes, flag)
-    if held:
-        others = sorted(set(_classes(root / held, flag)) - set(classes))
-        if others:
-            raise DataError(f"{flag}: {held}/ has the class '{others[0]}', which train/ has not; each needs a folder")
-        evaluation = _images(root, held, classes, flag)
+        raise DataError(f"{flag}: no such folder; name one with a folder of images for each class, or {DIGITS}")
+    evaluation_part = next((part for part in _EVALUATION if (root / "train").is_dir() and (root / part).is_dir()), "")
+    classes = _classes(root / "train" if evaluation_part else root, flag)
+    train = _images(root, "train" if evaluation_part else "", classes, flag)
+    if evaluation_part:
+        extra = sorted(set(_classes(root / evaluation_part, flag)) - set(classes))
+        if extra:
+            raise DataError(
+                f"{flag}: {evaluation_part}/ has the class '{extra[0]}', which train/ lacks; add its folder"
+            )
+        evaluation = _images(root, evaluation_part, classes, flag)
     else:
         if len(train) < 2:
-            raise DataError(f"{flag}: one image, and an evaluation needs one more; give more")
-        kept, apart = parted(len(train), fraction)
-        train, evaluation = [train[sample] for sample in kept], [train[sample] for sample in apart]
+            raise DataError(f"{flag}: one image, too few to split off an evaluation; add more")
+        trained, evaluated = parted(len(train), fraction)
+        train, evaluation = [train[sample] for sample in trained], [train[sample] for sample in evaluated]
     content = [(file, (root / file).stat().st_size, label) for file, label in (*train, *evaluation)]
     digest = xxhash.xxh3_128_hexdigest(repr((content, len(train))).encode())
     return ImageData(_Files(root, train), _Files(root, evaluation), tuple(classes), 3, digest)
@@ -227,19 +227,19 @@ def _folder(name: str, fraction: float) -> ImageData:
 
 def _classes(root: Path, flag: str) -> list[str]:
     """The names of the folders, sorted."""
-    found = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    names = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     loose = [path for path in root.iterdir() if path.is_file() and path.suffix.lower() in _SUFFIXES]
-    if not found:
-        what = f"{len(loose)} images that are in no folder" if loose else "neither folders nor images"
-        raise DataError(f"{flag}: {root} has {what}; put the images of each class into a folder of the class's name")
-    if len(found) == 1:
-        raise DataError(f"{flag}: {root} has one class, '{found[0]}', and there is nothing to tell apart; give two")
-    return found
+    if not names:
+        content = f"{len(loose)} images outside any folder" if loose else "neither folders nor images"
+        raise DataError(f"{flag}: {root} has {content}; put the images of each class into a folder named after it")
+    if len(names) == 1:
+        raise DataError(f"{flag}: {root} has one class, '{names[0]}'; classification needs at least two")
+    return names
 
 
 def _images(root: Path, part: str, classes: list[str], flag: str) -> list[tuple[str, int]]:
     """List (path below `root`, label) of each image, nested folders included, by class and name."""
-    found = []
+    images = []
     for label, name in enumerate(classes):
         folder = root / part / name
         paths = [path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file()]
@@ -249,10 +249,10 @@ def _images(root: Path, part: str, classes: list[str], flag: str) -> list[tuple[
                 f"{flag}: {folder} has no images ({', '.join(sorted(_SUFFIXES))}); put those of '{name}' there, or "
                 "remove the folder"
             )
-        found += [(file, label) for file in files]
-    if not found:
+        images += [(file, label) for file in files]
+    if not images:
         raise DataError(f"{flag}: {root / part} has no images")
-    return found
+    return images
 
 
 @final
@@ -270,8 +270,8 @@ class _ImageColumn:
 
 def _table(config: Config, say: Say) -> ImageData:
     data, flag = config.data, f"--dataset-name {config.dataset_name}"
-    wanted = DataRequest(config.dataset_name, data.subset, data.split, data.revision, "", data.encoding)
-    table = open_table(wanted, data.evaluation, cache_of(config) / "tables", say)
+    request = DataRequest(config.dataset_name, data.subset, data.split, data.revision, "", data.encoding)
+    table = open_table(request, data.evaluation, cache_of(config) / "tables", say)
     image = find_column(table.kinds, data.image_column, "Image", ("image", "img"), flag, "--data.image-column")
     label = find_column(table.kinds, data.label_column, "", ("label", "labels", "class"), flag, "--data.label-column")
     classes, labels = class_labels(table, label, flag)

@@ -31,10 +31,6 @@ from lockstep.tasks.language_model import cache_of
 
 __all__ = [
     "DTYPES",
-    "ImageClassification",
-    "ImageModel",
-    "Prepared",
-    "Preparing",
     "make",
 ]
 
@@ -80,17 +76,17 @@ def _image_model(config: Config, *, classes: Sequence[str], channels: int, own_s
     Raises:
         ConfigError: no such model, a package is missing, or --images.size does not fit it.
     """
-    name, asked = config.model_name, config.model
+    name, model_config = config.model_name, config.model
     if name in _BUILT_IN:
-        if asked.pretrained:
+        if model_config.pretrained:
             raise ConfigError(
-                f"--model.pretrained: {name} has no pretrained weights; leave it out, or name a hub model"
+                f"--model.pretrained: {name} has no pretrained weights; drop the flag, or use a hub model"
             )
         return _built_in(config, len(classes), channels, config.images.size or own_size or _SIZE)
     if name.startswith("timm:"):
         source = TimmModel(name.removeprefix("timm:"), classes=len(classes), cache=cache_of(config), say=say)
         return ImageModel(
-            partial(source.build, pretrained=asked.pretrained, dropout=asked.dropout),
+            partial(source.build, pretrained=model_config.pretrained, dropout=model_config.dropout),
             _plain,
             lambda model: None,
             config.images.size or source.size,
@@ -102,10 +98,9 @@ def _image_model(config: Config, *, classes: Sequence[str], channels: int, own_s
     if is_hub_name(name) or (Path(name).expanduser() / "config.json").is_file():
         return _hub(config, classes, say)
     close = difflib.get_close_matches(name, _BUILT_IN, n=1, cutoff=0.4)
-    meant = f"did you mean {close[0]}?" if close else f"choose {' or '.join(_BUILT_IN)}."
+    hint = f"did you mean {close[0]}?" if close else f"choose {' or '.join(_BUILT_IN)}."
     raise ConfigError(
-        f"--model-name '{name}' is unknown: {meant} A model of timm is timm:NAME, one of the hub OWNER/NAME, a local "
-        "one its folder"
+        f"--model-name '{name}' is unknown: {hint} Other models: timm:NAME, OWNER/NAME on the hub, or a local folder"
     )
 
 
@@ -119,27 +114,27 @@ def _built_in(config: Config, classes: int, channels: int, size: int) -> ImageMo
 
 
 def _hub(config: Config, classes: Sequence[str], say: Say) -> ImageModel:
-    asked = config.model
-    if asked.dropout:
+    model_config = config.model
+    if model_config.dropout:
         raise ConfigError(
-            f"--model.dropout is of the built-in models and timm's: leave it out with {config.model_name}"
+            f"--model.dropout works only with the built-in models and timm's, not {config.model_name}; drop the flag"
         )
     source = HubClassifier(
         config.model_name,
         IMAGES,
         classes=classes,
-        revision=asked.revision,
-        trust_remote_code=asked.trust_remote_code,
+        revision=model_config.revision,
+        trust_remote_code=model_config.trust_remote_code,
         cache=cache_of(config),
         say=say,
     )
     dtype = DTYPES.get(config.precision, torch.float32)
     if source.channels not in (1, 3):
         raise ConfigError(
-            f"--model-name {config.model_name} takes images of {source.channels} channels; here are 1 or 3"
+            f"--model-name {config.model_name} takes images of {source.channels} channels; use a model with 1 or 3"
         )
     return ImageModel(
-        partial(source.build, dtype=dtype, pretrained=asked.pretrained),
+        partial(source.build, dtype=dtype, pretrained=model_config.pretrained),
         image_logits,
         repeated_blocks,
         config.images.size or source.size or 224,
@@ -210,13 +205,13 @@ class Prepared:
         how = self.how
         image = self.source.raw(index, channels=how.channels, size=how.size)
         if self.augmented:
-            image = self._drawn(image)
+            image = self._augment(image)
         else:
             top, left = ((length - how.size) // 2 for length in image.shape[1:])
             image = image[:, top : top + how.size, left : left + how.size]
         return (image.to(how.dtype) / 255 - self._mean) / self._std, self.source.labels[index]
 
-    def _drawn(self, image: Tensor) -> Tensor:
+    def _augment(self, image: Tensor) -> Tensor:
         """Crop the padded image at random, and maybe mirror it.
 
         He et al., arXiv 1512.03385, section 4.2.
@@ -303,10 +298,10 @@ class ImageClassification(Task):
         images, labels = batch
         logits = _wide(self.source.logits(model, images))
         best = logits.topk(min(_TOP, logits.shape[1]), dim=1).indices == labels[:, None]
-        found = {"top1": (best[:, 0].sum(), len(labels))}
+        metrics = {"top1": (best[:, 0].sum(), len(labels))}
         if logits.shape[1] > _TOP:
-            found["top5"] = (best.sum(), len(labels))
-        return F.cross_entropy(logits, labels, reduction="sum"), found
+            metrics["top5"] = (best.sum(), len(labels))
+        return F.cross_entropy(logits, labels, reduction="sum"), metrics
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
         """Return the repeated blocks of an unwrapped model from `model`; None: to be searched for."""
@@ -323,15 +318,15 @@ def make(config: Config, say: Callable[[str], None]) -> ImageClassification:
     data = open_images(config, say)
     digits = config.dataset_name == DIGITS
     source = _image_model(config, classes=data.classes, channels=data.channels, own_size=8 * digits, say=say)
-    asked = config.images
-    padding = asked.padding if asked.padding >= 0 else source.size // 8
+    image_config = config.images
+    padding = image_config.padding if image_config.padding >= 0 else source.size // 8
     how = Preparing(
         source.size,
         source.channels,
         source.mean,
         source.std,
         padding,
-        asked.flip == "true" or (asked.flip == "auto" and not digits),
+        image_config.flip == "true" or (image_config.flip == "auto" and not digits),
         DTYPES.get(config.precision, torch.float32),
     )
     revisions = {config.model_name: source.revision, config.dataset_name: data.revision}
@@ -339,7 +334,7 @@ def make(config: Config, say: Callable[[str], None]) -> ImageClassification:
         data,
         source,
         how,
-        label_smoothing=asked.label_smoothing,
+        label_smoothing=image_config.label_smoothing,
         pretrained=config.model.pretrained,
         sources={name: revision for name, revision in revisions.items() if revision},
     )

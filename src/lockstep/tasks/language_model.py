@@ -45,22 +45,18 @@ from lockstep.text.token_store import Packing, Samples, TokenCorpus, TokenizerTo
 __all__ = [
     "IGNORED",
     "CausalLM",
-    "CorpusChoice",
     "HubCausalLM",
-    "LanguageModel",
     "Sampling",
     "cache_of",
     "corpus_for",
-    "count_labels",
     "hub_task",
     "loss_inside",
-    "pad_tokens",
     "trained_size",
 ]
 
 
-_SAMPLE = 120  # tokens of a sample of text
-_ROWS = 16  # texts that are generated together
+_SAMPLE_TOKENS = 120  # tokens of a sample of text
+_GROUP_SIZE = 16  # texts that are generated together
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +91,7 @@ class Sampling:
         All have the same number of tokens, at least one, and go through the model together. Each has its own generator,
         all with the same seed.
         """
-        written = generate(
+        tokens = generate(
             model,
             torch.tensor(begins, device=device),
             self.tokens,
@@ -108,7 +104,7 @@ class Sampling:
             stop=stop,
         )
         length = len(begins[0])
-        return [_to_stop(row, length, stop) for row in written.tolist()]
+        return [_to_stop(row, length, stop) for row in tokens.tolist()]
 
 
 class LanguageModel(Task):
@@ -173,7 +169,7 @@ class LanguageModel(Task):
         """
         begin = self.corpus.begun(self._prompt) if self._prompt else self.corpus.opening()
         # as many collectives as forwards, where the model is split
-        return self._written(model, [begin], device, Sampling(tokens=_SAMPLE), stop=-1)[0]
+        return self._continue(model, [begin], device, Sampling(tokens=_SAMPLE_TOKENS), stop=-1)[0]
 
     def write(
         self, model: nn.Module, prompts: Sequence[str], device: torch.device, sampling: Sampling
@@ -189,24 +185,24 @@ class LanguageModel(Task):
         """
         begins = [self.corpus.begun(prompt) for prompt in prompts]
         if not all(begins):
-            raise ConfigError("--prompt is empty, and this model was trained without a token that begins a text")
+            raise ConfigError("--prompt is empty, but this model has no token that begins a text; set --prompt")
         return self._in_order(model, begins, device, sampling)
 
     def _in_order(
         self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling
     ) -> Iterator[str]:
         texts: dict[int, str] = {}
-        told = 0
-        for places in _together(begins):
+        position = 0
+        for places in _by_length(begins):
             chosen = [begins[place] for place in places]
-            written = self._written(model, chosen, device, sampling, stop=self.corpus.separator)
-            texts |= zip(places, written, strict=True)
-            while told in texts:
-                yield texts.pop(told)
-                told += 1
+            continued = self._continue(model, chosen, device, sampling, stop=self.corpus.separator)
+            texts |= zip(places, continued, strict=True)
+            while position in texts:
+                yield texts.pop(position)
+                position += 1
 
     @abstractmethod
-    def _written(
+    def _continue(
         self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling, stop: int
     ) -> list[str]:
         """The texts of `begins`, all of one length, with their continuations."""
@@ -245,8 +241,8 @@ class CausalLM(LanguageModel):
             raise ConfigError(f"--seq-len {seq_len} is longer than the model's context of {config.context}; lower it")
         if corpus.vocab_size > config.vocab_size:
             raise ConfigError(
-                f"--model-name: the model knows {config.vocab_size} tokens and the data has {corpus.vocab_size}; "
-                "give the model the data's vocabulary"
+                f"--model-name: the model has {config.vocab_size} tokens but the data {corpus.vocab_size}; build the "
+                "model with the data's vocabulary"
             )
         self.config = config
 
@@ -257,18 +253,18 @@ class CausalLM(LanguageModel):
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy in nats, summed over the labelled tokens, in float32 or float64."""
         ids, labels = batch["input_ids"], batch["labels"]
-        apart = {name: batch[name] for name in ("positions", "documents") if name in batch}
+        layout = {name: batch[name] for name in ("positions", "documents") if name in batch}
         chunk = chunk_of(self._loss_chunk, ids.numel(), self.config.padded_vocab)
         if chunk or self._inside:
-            return cast(Tensor, model(ids, **apart, labels=labels, chunk=chunk))
-        return summed_cross_entropy(model(ids, **apart), labels)
+            return cast(Tensor, model(ids, **layout, labels=labels, chunk=chunk))
+        return summed_cross_entropy(model(ids, **layout), labels)
 
-    def _written(
+    def _continue(
         self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling, stop: int
     ) -> list[str]:
         further = further_logits(self.config.layers)
-        written = sampling.go_on(model, begins, device, self.config, stop=stop, further=further)
-        return [self.corpus.decode(tokens) for tokens in written]
+        sequences = sampling.go_on(model, begins, device, self.config, stop=stop, further=further)
+        return [self.corpus.decode(tokens) for tokens in sequences]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the repeated blocks of an unwrapped model from `model`."""
@@ -288,8 +284,8 @@ def _to_stop(tokens: list[int], begin: int, stop: int) -> list[int]:
     return tokens[: tokens.index(stop, begin) + 1] if stop in tokens[begin:] else tokens
 
 
-def _together(begins: Sequence[list[int]]) -> list[list[int]]:
-    """Group indices of prompts of equal length, at most `_ROWS` a group.
+def _by_length(begins: Sequence[list[int]]) -> list[list[int]]:
+    """Group indices of prompts of equal length, at most `_GROUP_SIZE` a group.
 
     The groups are in the order of their first indices.
     """
@@ -297,7 +293,7 @@ def _together(begins: Sequence[list[int]]) -> list[list[int]]:
     open_ones: dict[int, list[int]] = {}
     for place, begin in enumerate(begins):
         part = open_ones.get(len(begin))
-        if part is None or len(part) == _ROWS:
+        if part is None or len(part) == _GROUP_SIZE:
             part = open_ones[len(begin)] = []
             parts.append(part)
         part.append(place)
@@ -324,7 +320,7 @@ def count_labels(batch: Mapping[str, Tensor]) -> int:
 
 
 _DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}
-_LEAST_VOCABULARY = 257  # every byte, and the separator
+_MIN_VOCABULARY = 257  # every byte, and the separator
 
 Say = Callable[[str], None]
 
@@ -370,27 +366,27 @@ class HubCausalLM(LanguageModel):
         loss_chunk: int = -1,
         inside: bool = False,
         other_tokenizer: bool = False,
-        whole: bool = False,
+        full: bool = False,
     ) -> None:
         super().__init__(corpus, sources, prompt, loss_chunk, inside)
-        self.attention_mask = _has_mask(corpus, source, whole)
-        seq_len, held = corpus.train.seq_len, source.vocab_size if pretrained else vocab_size
+        self.attention_mask = _has_mask(corpus, source, full)
+        seq_len, model_vocab = corpus.train.seq_len, source.vocab_size if pretrained else vocab_size
         if source.context and seq_len > source.context:
             raise ConfigError(
                 f"--seq-len {seq_len} is longer than the context of {source.name}, {source.context}; lower it"
             )
-        if corpus.vocab_size > held:
-            known = f"{corpus.vocab_size} tokens and {source.name} {held}"
+        if corpus.vocab_size > model_vocab:
+            sizes = f"{corpus.vocab_size} tokens and {source.name} {model_vocab}"
             raise ConfigError(
-                f"--tokenizer knows {known}; leave out --tokenizer, or --model.pretrained"
+                f"--tokenizer has {sizes}; drop --tokenizer or --model.pretrained"
                 if other_tokenizer
-                else f"--model-name: its tokenizer knows {known}, and some have no row in its token table: widen it "
-                "(model.resize_token_embeddings(len(tokenizer))), save both into one folder, and name that"
+                else f"--model-name: its tokenizer has {sizes}, too few rows in its token table; resize it "
+                "(model.resize_token_embeddings(len(tokenizer))), and save both into one folder"
             )
         self.defaults = "fine-tuning" if pretrained else "language-model"
         self._name, self._tried = source.name, False
         self._reach = _HubReach(source.context, corpus.vocab_size)
-        self._vocab_size = held
+        self._vocab_size = model_vocab
         self._build = partial(source.build, vocab_size=vocab_size, dtype=dtype, pretrained=pretrained)
 
     def model(self) -> nn.Module:
@@ -399,16 +395,16 @@ class HubCausalLM(LanguageModel):
         Raises:
             ConfigError: a loss in chunks was requested, for an architecture with logits that are not its head's alone.
         """
-        made = self._build()
-        if can_chunk(made) and self._loss_chunk:
-            return with_loss(made)
+        model = self._build()
+        if can_chunk(model) and self._loss_chunk:
+            return with_loss(model)
         if self._loss_chunk > 0:
             raise ConfigError(
-                f"--model.loss-chunk {self._loss_chunk}: the logits of {self._name} are not its head's alone; leave it "
-                "out"
+                f"--model.loss-chunk {self._loss_chunk}: {self._name} changes the logits after its head; set "
+                "--model.loss-chunk 0"
             )
         self._loss_chunk = 0
-        return with_loss(made, of_logits=True) if self._inside else made
+        return with_loss(model, of_logits=True) if self._inside else model
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy in nats, summed over the labelled tokens, in float32 or float64."""
@@ -433,22 +429,22 @@ class HubCausalLM(LanguageModel):
         ids = batch["input_ids"]
         if "documents" in batch and not keeps_apart(model, ids, batch["positions"], batch["documents"]):
             raise ConfigError(
-                f"--data.packing documents: {self._name} looks from one document into the next whatever its positions "
-                "say; use --data.packing padded"
+                f"--data.packing documents: {self._name} attends across documents despite their positions; use "
+                "--data.packing padded"
             )
         if self._loss_chunk and not same_head(model, ids, summed_cross_entropy):
             raise ConfigError(
-                f"--model.loss-chunk: the logits of {self._name} are not its head's alone; give --model.loss-chunk 0"
+                f"--model.loss-chunk: {self._name} changes the logits after its head; set --model.loss-chunk 0"
             )
 
-    def _written(
+    def _continue(
         self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling, stop: int
     ) -> list[str]:
         reach = self._reach
-        written = sampling.go_on(
+        sequences = sampling.go_on(
             model, begins, device, reach, stop=stop, logits_of=logits_of, further=hf_further_logits
         )
-        return [self.corpus.decode(tokens) for tokens in written]
+        return [self.corpus.decode(tokens) for tokens in sequences]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the repeated blocks of an unwrapped model from `model`."""
@@ -476,10 +472,10 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
         ConfigError: the model or the tokenizer is unavailable, needs code of its own, or does not fit the data.
         DataError: see `lockstep.text.token_store.prepare`.
     """
-    name, asked = config.model_name, config.model
+    name, model_config = config.model_name, config.model
     cache = cache_of(config)
-    get = partial(HubModel, trust_remote_code=asked.trust_remote_code, cache=cache, say=say)
-    source = get(name, revision=asked.revision)
+    get = partial(HubModel, trust_remote_code=model_config.trust_remote_code, cache=cache, say=say)
+    source = get(name, revision=model_config.revision)
     if source.context and config.seq_len > source.context:  # before the data is prepared at that length
         raise ConfigError(
             f"--seq-len {config.seq_len} is longer than the context of {name}, {source.context}; lower it"
@@ -493,7 +489,7 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
         HubTokenizer,
         name,
         revision=source.revision,
-        trust_remote_code=asked.trust_remote_code,
+        trust_remote_code=model_config.trust_remote_code,
         cache=cache,
         say=say,
     )
@@ -504,27 +500,27 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
         source,
         vocab_size=corpus.vocab_size if chosen.other_tokenizer else max(source.vocab_size, corpus.vocab_size),
         dtype=None if config.lora.rank else _DTYPES.get(config.precision, torch.float32),
-        pretrained=asked.pretrained,
+        pretrained=model_config.pretrained,
         sources=_sources({name: source.revision, config.dataset_name: chosen.revision}),
         prompt=config.data.prompt,
-        loss_chunk=asked.loss_chunk,
+        loss_chunk=model_config.loss_chunk,
         inside=loss_inside(config),
         other_tokenizer=chosen.other_tokenizer,
-        whole=bool(config.compile) and config.compile_scope == "whole",
+        full=bool(config.compile) and config.compile_scope == "whole",
     )
 
 
-def _has_mask(corpus: TokenCorpus, source: HubModel, whole: bool) -> bool | None:
+def _has_mask(corpus: TokenCorpus, source: HubModel, full: bool) -> bool | None:
     """Whether the model's attention receives a mask; None if unknown.
 
     Args:
-        whole: the model is compiled as a whole: `transformers` cannot inspect positions then, and makes a mask in case
+        full: the model is compiled as a whole: `transformers` cannot inspect positions then, and makes a mask in case
             documents are packed.
     """
     if isinstance(corpus.train, Packed):
         return True
     plain = isinstance(corpus.train, Windows | TokenBlocks) and source.full_attention
-    return False if plain and not whole else None
+    return False if plain and not full else None
 
 
 def corpus_for(config: Config, own: Callable[[], Tokenizer | TokenizerToTrain], say: Say) -> CorpusChoice:
@@ -539,16 +535,16 @@ def corpus_for(config: Config, own: Callable[[], Tokenizer | TokenizerToTrain], 
     """
     data, name = config.data, config.dataset_name
     if data.packing == "blocks" and config.seq_len < 2:
-        raise ConfigError("--seq-len 1 leaves a block nothing to predict; give 2 or more, or --data.packing stream")
+        raise ConfigError("--seq-len 1 leaves a block nothing to predict; use 2 or more, or --data.packing stream")
     if data.packing == "documents" and config.attention == "flash":
-        raise ConfigError("--attention flash takes no mask, which --data.packing documents needs; leave it out")
+        raise ConfigError("--attention flash takes no mask, which --data.packing documents needs; use auto")
     cache = cache_of(config)
     tokenizer = _named_tokenizer(config, cache, say) if config.tokenizer else own()
     packing = Packing(data.packing, config.seq_len, data.evaluation, data.labels)
     if is_hub_name(name) or table_files(name):
         columns = data.text_column, data.encoding, packing.answers
-        asked = DataRequest(name, data.subset, data.split, data.revision, *columns)
-        rows = open_rows(asked, say)
+        request = DataRequest(name, data.subset, data.split, data.revision, *columns)
+        rows = open_rows(request, say)
     else:
         rows = plain_rows(name)
     corpus = prepare(name, rows.digest, rows.documents, tokenizer, packing, cache=cache, say=say)
@@ -569,9 +565,9 @@ def trained_size(tokenizer: str) -> int:
     kind, colon, size = tokenizer.partition(":")
     if kind != "train" or not colon:
         return 0
-    if not size.isascii() or not size.isdigit() or int(size) < _LEAST_VOCABULARY:
+    if not size.isascii() or not size.isdigit() or int(size) < _MIN_VOCABULARY:
         raise ConfigError(
-            f"--tokenizer {tokenizer}: give a number of tokens from {_LEAST_VOCABULARY}, as in train:8192"
+            f"--tokenizer {tokenizer}: the number of tokens must be at least {_MIN_VOCABULARY}, as in train:8192"
         )
     return int(size)
 
@@ -581,7 +577,7 @@ def _named_tokenizer(config: Config, cache: Path, say: Say) -> Tokenizer | Token
     if size := trained_size(name):
         return TokenizerToTrain(size)
     if not is_hub_name(name) and not Path(name).expanduser().is_dir():
-        raise ConfigError(f"--tokenizer {name}: no such folder; give one, a hub name (OWNER/NAME), or train:VOCAB")
+        raise ConfigError(f"--tokenizer {name}: no such folder; use a folder, OWNER/NAME on the hub, or train:VOCAB")
     return HubTokenizer(name, trust_remote_code=config.model.trust_remote_code, cache=cache, say=say)
 
 

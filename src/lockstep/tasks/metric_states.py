@@ -13,7 +13,7 @@ from torch import Tensor, nn
 __all__ = ["merge", "obstacle"]
 
 _RULES = ("dim_zero_sum", "dim_zero_mean", "dim_zero_max", "dim_zero_min", "dim_zero_cat")
-_THEIRS = "torchmetrics"
+_PACKAGE = "torchmetrics"
 
 
 def merge(metric: Any, states: list[dict[str, Any]]) -> None:
@@ -28,8 +28,8 @@ def merge(metric: Any, states: list[dict[str, Any]]) -> None:
             metric.merge_state(state)
         return
     for name, reduction in metric._reductions.items():
-        values = [_on(state[name], metric.device) for state in states]
-        setattr(metric, name, _joined(values, reduction))
+        values = [_to_device(state[name], metric.device) for state in states]
+        setattr(metric, name, _merge_values(values, reduction))
     metric._update_count, metric._computed = len(states), None
 
 
@@ -42,41 +42,41 @@ def obstacle(metric: Any, state: dict[str, Any]) -> str:
     if _merges_itself(metric):
         return ""
     if any(hasattr(each, "metric_state") for each in list(metric.modules())[1:]):
-        return "it is made of other metrics: return each of them by itself"
-    theirs = type(metric).__module__.partition(".")[0] == _THEIRS  # a test covers each of them
-    if not theirs and getattr(metric, "full_state_update", None) is not False:
-        return "its `full_state_update` is not False: set it where `update` needs no earlier batch"
+        return "it contains other metrics: return each of them separately"
+    from_torchmetrics = type(metric).__module__.partition(".")[0] == _PACKAGE  # a test covers each of them
+    if not from_torchmetrics and getattr(metric, "full_state_update", None) is not False:
+        return "its `full_state_update` is not False: set it to False if `update` needs no earlier batch"
     for name, reduction in metric._reductions.items():
-        how, value = getattr(reduction, "__name__", ""), state[name]
-        if reduction is not None and how not in _RULES:
-            return f"its state '{name}' has a reduction of its own: write `merge_state`"
-        if reduction is None and isinstance(value, Tensor) and not theirs:
-            return f"its state '{name}' has no reduction: name one in add_state, or write `merge_state`"
-        if how == "dim_zero_mean" and not _same(value, metric._defaults[name]):
-            return f"its state '{name}' is a mean, whose weight nobody knows: keep a sum and a count"
+        rule, value = getattr(reduction, "__name__", ""), state[name]
+        if reduction is not None and rule not in _RULES:
+            return f"its state '{name}' has a custom reduction: define `merge_state`"
+        if reduction is None and isinstance(value, Tensor) and not from_torchmetrics:
+            return f"its state '{name}' has no reduction: set one in add_state, or define `merge_state`"
+        if rule == "dim_zero_mean" and not _same(value, metric._defaults[name]):
+            return f"its state '{name}' is a mean of unknown weight: store a sum and a count"
     return ""
 
 
 def _merges_itself(metric: Any) -> bool:
     own: Any = getattr(type(metric), "merge_state", None)
-    inherited = own is None or own.__module__ == f"{_THEIRS}.metric"
+    inherited = own is None or own.__module__ == f"{_PACKAGE}.metric"
     return not (isinstance(metric, nn.Module) and inherited)
 
 
-def _joined(values: list[Any], reduction: Any) -> Any:
+def _merge_values(values: list[Any], reduction: Any) -> Any:
     """Merge the states of one name, as torchmetrics does between ranks."""
-    how = getattr(reduction, "__name__", "")
+    rule = getattr(reduction, "__name__", "")
     if isinstance(values[0], list):
         return [each for value in values for each in value]
-    if how == "dim_zero_cat":
+    if rule == "dim_zero_cat":
         return torch.cat([value.reshape(1) if not value.ndim else value for value in values])
     together = torch.stack(values)
-    if how == "dim_zero_sum":
+    if rule == "dim_zero_sum":
         return together.sum(0)
-    if how == "dim_zero_mean":
+    if rule == "dim_zero_mean":
         return values[0] if all(torch.equal(value, values[0]) for value in values) else together.mean(0)
-    if how in ("dim_zero_max", "dim_zero_min"):
-        return together.amax(0) if how == "dim_zero_max" else together.amin(0)
+    if rule in ("dim_zero_max", "dim_zero_min"):
+        return together.amax(0) if rule == "dim_zero_max" else together.amin(0)
     return together if reduction is None else reduction(together)
 
 
@@ -84,5 +84,5 @@ def _same(value: Any, default: Any) -> bool:
     return isinstance(value, Tensor) and isinstance(default, Tensor) and torch.equal(value.cpu(), default.cpu())
 
 
-def _on(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else [each.to(device) for each in value]

@@ -28,10 +28,6 @@ from lockstep.tasks.language_model import cache_of
 from lockstep.text.hub import DataRequest, open_table
 
 __all__ = [
-    "DIABETES",
-    "MODEL",
-    "Columns",
-    "Regression",
     "RowsMetric",
     "make",
     "on_columns_of",
@@ -62,9 +58,9 @@ class RowsMetric:
         self._rows = []
 
     def clone(self) -> Self:
-        made = copy.copy(self)
-        made._rows = list(self._rows)
-        return made
+        copied = copy.copy(self)
+        copied._rows = list(self._rows)
+        return copied
 
     def cpu(self) -> Self:
         return self
@@ -208,7 +204,7 @@ def make(config: Config, say: Say) -> Regression:
         DataError: no such data or column, or values that are no numbers.
     """
     if config.model_name != MODEL:
-        raise ConfigError(f"--model-name '{config.model_name}' is unknown: regression has {MODEL}")
+        raise ConfigError(f"--model-name '{config.model_name}' is unknown; regression has only {MODEL}")
     name, data, flag = config.dataset_name, config.data, f"--dataset-name {config.dataset_name}"
     revision = ""
     if name == DIABETES:
@@ -216,23 +212,23 @@ def make(config: Config, say: Say) -> Regression:
         kinds = dict.fromkeys(columns, "float64")
         parts = parted(len(columns["target"]), data.evaluation)
         values = {key: tuple([column[row] for row in part] for part in parts) for key, column in columns.items()}
-        target, features = _chosen(kinds, config, flag)
+        target, features = _choose_columns(kinds, config, flag)
     elif name.startswith("builtin:"):
         raise DataError(f"{flag}: unknown; the built-in table is {DIABETES}")
     else:
-        wanted = DataRequest(name, data.subset, data.split, data.revision, "", data.encoding)
-        table = open_table(wanted, data.evaluation, cache_of(config) / "tables", say)
-        target, features = _chosen(table.kinds, config, flag)
+        request = DataRequest(name, data.subset, data.split, data.revision, "", data.encoding)
+        table = open_table(request, data.evaluation, cache_of(config) / "tables", say)
+        target, features = _choose_columns(table.kinds, config, flag)
         values = {key: table.values(key) for key in (target, *features)}
         digest, revision = table.digest, table.revision
     splits = []
     for place, split in enumerate(("training", "evaluation")):
-        held = {
+        columns_of_split = {
             key: [_number(key, row, value, split, flag) for row, value in enumerate(values[key][place])]
             for key in (target, *features)
         }
-        rows = [list(row) for row in zip(*(held[key] for key in features), strict=True)]
-        splits.append(Columns(rows, held[target]))
+        rows = [list(row) for row in zip(*(columns_of_split[key] for key in features), strict=True)]
+        splits.append(Columns(rows, columns_of_split[target]))
     content = xxhash.xxh3_128_hexdigest(repr((digest, target, features, data.evaluation)).encode())
     return Regression(
         *splits,
@@ -268,33 +264,33 @@ def on_columns_of(sources: Mapping[str, str], run: str, config: Config, say: Cal
     return task
 
 
-def _chosen(kinds: dict[str, str], config: Config, flag: str) -> tuple[str, list[str]]:
+def _choose_columns(kinds: dict[str, str], config: Config, flag: str) -> tuple[str, list[str]]:
     """Choose the target's column, and the feature columns."""
     numbers = [name for name, kind in kinds.items() if kind.startswith(("int", "uint", "float", "bool"))]
-    shown = ", ".join(kinds) or "none"
-    wanted, usual = config.data.target_column, [name for name in ("target", "y") if name in numbers]
-    if not wanted and not usual and not numbers:
-        raise DataError(f"{flag} has no column of numbers; its columns: {shown}")
-    target = find_column(kinds, wanted, "", [*usual, *numbers[-1:]], flag, "--data.target-column")
-    asked = [name.strip() for name in config.data.feature_columns.split(",") if name.strip()]
-    features = asked or [name for name in numbers if name != target]
+    names = ", ".join(kinds) or "none"
+    option, defaults = config.data.target_column, [name for name in ("target", "y") if name in numbers]
+    if not option and not defaults and not numbers:
+        raise DataError(f"{flag} has no column of numbers; its columns: {names}")
+    target = find_column(kinds, option, "", [*defaults, *numbers[-1:]], flag, "--data.target-column")
+    listed = [name.strip() for name in config.data.feature_columns.split(",") if name.strip()]
+    features = listed or [name for name in numbers if name != target]
     for name in (target, *features):
         if name not in kinds:
-            raise DataError(f"{flag} has no column '{name}'; its columns: {shown}; see --data.feature-columns")
+            raise DataError(f"{flag} has no column '{name}'; its columns: {names}; see --data.feature-columns")
         if name not in numbers:
-            raise DataError(f"{flag}: the column '{name}' holds {kinds[name]}, no numbers; its columns: {shown}")
+            raise DataError(f"{flag}: the column '{name}' has {kinds[name]}, not numbers; its columns: {names}")
     if target in features:
-        raise DataError(f"{flag}: '{target}' is the target; leave it out of --data.feature-columns")
+        raise DataError(f"{flag}: '{target}' is the target; remove it from --data.feature-columns")
     if not features:
-        raise DataError(f"{flag}: beside the target '{target}' no column holds numbers; its columns: {shown}")
+        raise DataError(f"{flag}: no column except the target '{target}' has numbers; its columns: {names}")
     return target, features
 
 
 def _number(column: str, row: int, value: Any, split: str, flag: str) -> float:
     if value is None or not math.isfinite(value):
         raise DataError(
-            f"{flag}: row {row} of the {split} split has {value} in the column '{column}'; fill such values in, remove "
-            "the rows, or leave the column out with --data.feature-columns"
+            f"{flag}: row {row} of the {split} split has {value} in the column '{column}'; fill in such values, remove "
+            "the rows, or exclude the column with --data.feature-columns"
         )
     return float(value)
 

@@ -27,7 +27,6 @@ from lockstep.errors import ConfigError
 from lockstep.files import sync
 
 __all__ = [
-    "alone",
     "default_cache",
     "prepared",
     "reach",
@@ -37,14 +36,14 @@ __all__ = [
 
 
 @contextlib.contextmanager
-def alone(folder: Path, say: Callable[[str], None], what: str) -> Iterator[None]:
+def alone(folder: Path, say: Callable[[str], None], label: str) -> Iterator[None]:
     """Context manager that locks `folder` against other processes of this machine.
 
     The system frees the lock when its holder dies.
 
     Args:
         say: gets a line if another process is waited for.
-        what: for that line.
+        label: for that line.
 
     Raises:
         OSError: the parent folder is not writable.
@@ -54,7 +53,7 @@ def alone(folder: Path, say: Callable[[str], None], what: str) -> Iterator[None]
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        say(f"waiting for another process that prepares {what}")
+        say(f"waiting for another process to prepare {label}")
         lock.acquire()
     try:
         yield
@@ -66,27 +65,27 @@ _FACTS = "facts.json"  # written last: facts about the content, and the size of 
 
 
 def prepared(
-    folder: Path, write: Callable[[Path], dict[str, Any]], *, say: Callable[[str], None], what: str
+    folder: Path, write: Callable[[Path], dict[str, Any]], *, say: Callable[[str], None], label: str
 ) -> dict[str, Any]:
     """Return the facts of `folder`, first filling it by `write(temporary folder)` if needed.
 
     Args:
         write: fills the folder, and returns its facts.
         say: gets a line if another process is waited for.
-        what: for that line.
+        label: for that line.
 
     Raises:
         ConfigError: the cache cannot be written.
     """
-    if (found := _facts(folder)) is not None:
-        return found
+    if (facts := _facts(folder)) is not None:
+        return facts
     try:
-        with alone(folder, say, what):
-            return _facts(folder) or _written(folder, write)
+        with alone(folder, say, label):
+            return _facts(folder) or _fill(folder, write)
     except OSError as error:
         raise ConfigError(
-            f"cannot write the cache {folder.parent}: {error.strerror or error}; point LOCKSTEP_CACHE to a folder "
-            "with room"
+            f"cannot write the cache {folder.parent}: {error.strerror or error}; set LOCKSTEP_CACHE to a folder "
+            "with space"
         ) from error
 
 
@@ -103,20 +102,20 @@ def default_cache() -> Path:
     try:
         return Path.home() / ".cache" / "lockstep"
     except RuntimeError as error:
-        raise ConfigError("this user has no home folder to cache data in; point LOCKSTEP_CACHE to a folder") from error
+        raise ConfigError("this user has no home folder for the cache; set LOCKSTEP_CACHE to a folder") from error
 
 
 def _facts(folder: Path) -> dict[str, Any] | None:
     """The folder's facts if it is complete, else None."""
     try:
         facts: dict[str, Any] = json.loads((folder / _FACTS).read_bytes())
-        whole = all((folder / file).stat().st_size == size for file, size in facts["sizes"].items())
+        complete = all((folder / file).stat().st_size == size for file, size in facts["sizes"].items())
     except (OSError, ValueError, KeyError):
         return None
-    return facts if whole else None
+    return facts if complete else None
 
 
-def _written(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def _fill(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     # The name includes the machine, since the locks of some file systems do not extend to other machines.
     temporary = folder.with_name(f"{folder.name}.{platform.node()}.tmp")
     for dead in (temporary, folder):  # this process has the lock: one that began either of these is gone
@@ -152,7 +151,7 @@ def reach(say: Callable[[str], None]) -> bool:
         return False
     if getproxies() or _answers(_endpoint()):
         return True
-    say(f"{_endpoint()} does not answer: only what is in HF_HOME ({_home()}) can be used")
+    say(f"{_endpoint()} does not answer; using only HF_HOME ({_home()})")
     os.environ["HF_HUB_OFFLINE"] = "1"
     for module in ("huggingface_hub.constants", "datasets.config"):  # maybe imported by the caller's program already
         if module in sys.modules:
@@ -167,13 +166,13 @@ def snapshot(name: str, kind: str, revision: str = "") -> Path | None:
         revision: branch, tag or commit; "": the newest.
     """
     root = Path(os.environ.get("HF_HUB_CACHE") or Path(_home()).expanduser() / "hub")
-    held = root / f"{kind}s--{name.replace('/', '--')}"
+    repository = root / f"{kind}s--{name.replace('/', '--')}"
     try:
-        commit = (held / "refs" / (revision or "main")).read_text().strip()
+        commit = (repository / "refs" / (revision or "main")).read_text().strip()
     except OSError:
         commit = revision
-    found = held / "snapshots" / commit
-    return found if commit and found.is_dir() else None
+    files = repository / "snapshots" / commit
+    return files if commit and files.is_dir() else None
 
 
 def way_out(name: str, kind: str, flag: str) -> str:
@@ -183,8 +182,8 @@ def way_out(name: str, kind: str, flag: str) -> str:
         kind: "model" or "dataset".
     """
     return (
-        f"on a machine with a network run `hf download {name} --repo-type {kind}` and bring its HF_HOME here "
-        f"(now {_home()}), or give {flag} a local folder"
+        f"run `hf download {name} --repo-type {kind}` on a machine with a network and copy its HF_HOME to "
+        f"{_home()}, or set {flag} to a local folder"
     )
 
 

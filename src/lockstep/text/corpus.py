@@ -35,7 +35,7 @@ __all__ = [
 # Part of the key of a prepared corpus: all that affects the tokens of a text.
 SETTINGS = {"kind": "byte-level bpe", "pattern": "gpt2", "min_frequency": "2"}
 
-_SMALLEST = 257  # every byte, and the separator
+_MIN_VOCABULARY = 257  # every byte, and the separator
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
@@ -53,7 +53,7 @@ class ByteBPE:
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
-        _hold_threads()
+        _allow_threads()
         self._tokenizer = tokenizer
         self.separator = tokenizer.get_vocab_size()
         self.vocab_size = self.separator + 1
@@ -67,8 +67,10 @@ class ByteBPE:
         """
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-        if vocab_size < _SMALLEST:
-            raise ConfigError(f"vocab_size {vocab_size} is too small: a byte-level one needs {_SMALLEST} at least")
+        if vocab_size < _MIN_VOCABULARY:
+            raise ConfigError(
+                f"vocab_size {vocab_size} is too small; a byte-level tokenizer needs {_MIN_VOCABULARY} or more"
+            )
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -116,7 +118,7 @@ class ByteBPE:
         return str(self._tokenizer.decode([int(token) for token in tokens if token < self.separator]))
 
 
-def _hold_threads() -> None:
+def _allow_threads() -> None:
     # Unless this is set, the package prints a warning in every data worker that is forked after it has used threads.
     # Workers only read tokens, so threads are safe.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -160,10 +162,10 @@ class _TokenRows:
 
     def _read(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """Return the rows, int64 [samples, width], and their labels, with -100 where not learned."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < self._count):
-            raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {self._count}")
-        places = wanted[:, None] * self.seq_len + self._row
+        samples = np.asarray(indices, dtype=np.int64)
+        if len(samples) and not (samples.min() >= 0 and samples.max() < self._count):
+            raise IndexError(f"samples {samples.min()} to {samples.max()} of {self._count}")
+        places = samples[:, None] * self.seq_len + self._row
         rows = torch.from_numpy(self._tokens[places].astype(np.int64))
         if self._labels is None:
             return rows, rows

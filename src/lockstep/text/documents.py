@@ -80,30 +80,30 @@ def tokens_of(
     """
     texts = [e.text for e in examples if not e.messages]
     plain = iter(tokenizer.encode_all(texts, special) if texts else [])
-    asked = [e.text[: e.given] for e in examples if e.given and masked]
-    prompts = iter(tokenizer.encode_all(asked, special) if asked else [])
-    found = []
+    prefixes = [e.text[: e.given] for e in examples if e.given and masked]
+    prompts = iter(tokenizer.encode_all(prefixes, special) if prefixes else [])
+    results = []
     for example in examples:
         if example.messages:
             encode = getattr(tokenizer, "encode_chat", None)
             if encode is None:
                 raise DataError(
-                    "--dataset-name has conversations (messages), and a tokenizer that is trained here has no template "
-                    "for them: give --tokenizer of a chat model, rows with the columns prompt and completion, or "
-                    "--data.text-column text where they are written out in such a column"
+                    "--dataset-name has conversations (messages), but a tokenizer trained here has no chat template; "
+                    "set --tokenizer to a chat model's, use rows with the columns prompt and completion, or set "
+                    "--data.text-column to a column with the rendered text"
                 )
-            found.append(encode(example.messages, example.row, masked))
+            results.append(encode(example.messages, example.row, masked))
             continue
         tokens = next(plain)
-        begun = alike(tokens, next(prompts)) if example.given and masked else 0
-        found.append((tokens, [place >= begun for place in range(len(tokens))]))
-    return found
+        start = alike(tokens, next(prompts)) if example.given and masked else 0
+        results.append((tokens, [place >= start for place in range(len(tokens))]))
+    return results
 
 
-def alike(one: Sequence[int], other: Sequence[int]) -> int:
+def alike(left: Sequence[int], right: Sequence[int]) -> int:
     """Count the leading tokens that are equal in both."""
-    short = min(len(one), len(other))
-    return next((place for place in range(short) if one[place] != other[place]), short)
+    short = min(len(left), len(right))
+    return next((place for place in range(short) if left[place] != right[place]), short)
 
 
 _OFFSET = np.dtype("<i8")
@@ -193,14 +193,14 @@ class Packed(_TokenDocuments):
         sample = {name: np.zeros(self.seq_len, np.int64) for name in ("input_ids", "labels", "positions", "documents")}
         sample["labels"][:] = IGNORED
         place = 0
-        held = self._order[self._packs[index] : self._packs[index + 1]]
-        for number, document in enumerate(held):
+        members = self._order[self._packs[index] : self._packs[index + 1]]
+        for number, document in enumerate(members):
             inputs, labels = self._document(int(document))
             span = slice(place, place + len(inputs))
             sample["input_ids"][span], sample["labels"][span] = inputs, labels
             sample["positions"][span], sample["documents"][span] = np.arange(len(inputs)), number
             place += len(inputs)
-        sample["positions"][place:], sample["documents"][place:] = np.arange(self.seq_len - place), len(held)
+        sample["positions"][place:], sample["documents"][place:] = np.arange(self.seq_len - place), len(members)
         return {name: torch.from_numpy(values) for name, values in sample.items()}
 
 
@@ -211,22 +211,22 @@ def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
     Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the fewest windows, plus a few.
     """
     windows: list[list[int]] = []
-    left: dict[int, list[int]] = {}  # space left -> the windows with that much left
-    known: list[int] = []  # its keys, in order
+    open_windows: dict[int, list[int]] = {}  # space left -> the windows with that much left
+    spaces: list[int] = []  # its keys, in order
     for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         length = lengths[document]
-        at = bisect_left(known, length)
-        if at == len(known):
-            window, over = len(windows), room - length
+        at = bisect_left(spaces, length)
+        if at == len(spaces):
+            window, space = len(windows), room - length
             windows.append([])
         else:
-            over = known[at] - length
-            window = left[known[at]].pop()
-            if not left[known[at]]:
-                del left[known.pop(at)]
+            space = spaces[at] - length
+            window = open_windows[spaces[at]].pop()
+            if not open_windows[spaces[at]]:
+                del open_windows[spaces.pop(at)]
         windows[window].append(document)
-        if over:
-            if over not in left:
-                insort(known, over)
-            left.setdefault(over, []).append(window)
+        if space:
+            if space not in open_windows:
+                insort(spaces, space)
+            open_windows.setdefault(space, []).append(window)
     return windows

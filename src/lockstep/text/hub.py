@@ -30,13 +30,11 @@ from lockstep.text.sources import DocumentSpan, TextFile, find, pieces, split
 __all__ = [
     "DataRequest",
     "Documents",
-    "HubRows",
     "HubSplit",
     "HubTable",
     "open_rows",
     "open_table",
     "plain_rows",
-    "reader",
     "table_files",
 ]
 
@@ -58,14 +56,14 @@ _MESSAGES = "messages"
 Row = Mapping[str, Any]
 
 
-def reader(columns: Mapping[str, bool], wanted: str, flag: str, *, answers: bool) -> Callable[[Row], Example]:
+def reader(columns: Mapping[str, bool], column: str, flag: str, *, answers: bool) -> Callable[[Row], Example]:
     """Return a function that reads a row of these columns as an example.
 
     It reads a missing value as an empty text.
 
     Args:
         columns: name -> whether the column has text.
-        wanted: the requested column; "" takes "messages", else prompt with completion or response, else instruction
+        column: the requested column; "" takes "messages", else prompt with completion or response, else instruction
             (and input) with output, else the only column with text.
         flag: the start of a message.
         answers: prefer columns that mark the answer over "text", as with `--data.labels completion`.
@@ -74,15 +72,15 @@ def reader(columns: Mapping[str, bool], wanted: str, flag: str, *, answers: bool
         DataError: no such column, or no unambiguous one; the message lists the columns. (From the function:) "messages"
             that are no list of turns with a role each.
     """
-    shown = ", ".join(columns) or "none"
-    if wanted:
-        if wanted not in columns:
-            raise DataError(f"{flag} has no column '{wanted}'; its columns: {shown}; name one with --data.text-column")
-        if wanted == _MESSAGES and not columns[wanted]:
+    names = ", ".join(columns) or "none"
+    if column:
+        if column not in columns:
+            raise DataError(f"{flag} has no column '{column}'; its columns: {names}; name one with --data.text-column")
+        if column == _MESSAGES and not columns[column]:
             return lambda row: _conversation(row, flag)
-        if not columns[wanted]:
-            raise DataError(f"{flag}: the column '{wanted}' holds no text; its columns: {shown}; name another")
-        return _column(wanted)
+        if not columns[column]:
+            raise DataError(f"{flag}: the column '{column}' has no text; its columns: {names}; name another")
+        return _column(column)
     if columns.get("text") and not (answers and _answers(columns)):
         return _column("text")
     if columns.get(_MESSAGES) is False:
@@ -97,22 +95,22 @@ def reader(columns: Mapping[str, bool], wanted: str, flag: str, *, answers: bool
         return _column(texts[0])
     raise DataError(
         f"{flag} has no column 'text' or 'messages', no 'prompt' with 'completion' or 'response', and no 'instruction' "
-        f"with 'output'; its columns: {shown}; name the one to learn with --data.text-column"
+        f"with 'output'; its columns: {names}; name the one to learn with --data.text-column"
     )
 
 
-def _has_prompts(columns: Mapping[str, bool], wanted: str, *, answers: bool) -> bool:
+def _has_prompts(columns: Mapping[str, bool], column: str, *, answers: bool) -> bool:
     """Whether the rows, as `reader` reads them, mark the answer."""
-    if wanted:
-        return wanted == _MESSAGES and not columns[wanted]
+    if column:
+        return column == _MESSAGES and not columns[column]
     return bool(_answers(columns)) and (answers or not columns.get("text"))
 
 
-def _passed_over(columns: Mapping[str, bool], wanted: str, *, answers: bool) -> str:
+def _ignored_note(columns: Mapping[str, bool], column: str, *, answers: bool) -> str:
     """A note if `reader` ignores a column "text"; else ""."""
-    if not (answers and not wanted and columns.get("text") and (found := _answers(columns))):
+    if not (answers and not column and columns.get("text") and (names := _answers(columns))):
         return ""
-    return f"learning from {' and '.join(found)}; the column text is left aside (--data.text-column text takes it)"
+    return f"learning from {' and '.join(names)}; the column text is ignored (--data.text-column text uses it)"
 
 
 def _answers(columns: Mapping[str, bool]) -> tuple[str, ...]:
@@ -150,8 +148,8 @@ def _conversation(row: Row, flag: str) -> Example:
     ):
         raise DataError(f"{flag}: 'messages' must be a list of turns such as {{'role': 'user', 'content': 'Hi'}}")
     # a table has every key in every turn: None where a turn lacks it
-    kept = ({key: value for key, value in turn.items() if value is not None} for turn in turns)
-    return Example("", messages=tuple({"content": "", **turn} for turn in kept))
+    present = ({key: value for key, value in turn.items() if value is not None} for turn in turns)
+    return Example("", messages=tuple({"content": "", **turn} for turn in present))
 
 
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -272,35 +270,35 @@ def table_files(name: str) -> list[Path]:
         return [root] if root.suffix.lower() in _KINDS else []
     if not root.is_dir():
         return []
-    found = [path for path in sorted(root.rglob("*")) if path.is_file() and not _hidden(path, root)]
-    tables = [path for path in found if path.suffix.lower() in _KINDS]
-    prose = [p for p in found if p.suffix.lower() in (".txt", ".md", ".py") and not p.stem.upper().startswith("README")]
+    files = [path for path in sorted(root.rglob("*")) if path.is_file() and not _hidden(path, root)]
+    tables = [path for path in files if path.suffix.lower() in _KINDS]
+    prose = [p for p in files if p.suffix.lower() in (".txt", ".md", ".py") and not p.stem.upper().startswith("README")]
     return [] if prose else tables
 
 
-def open_rows(wanted: DataRequest, say: Say) -> HubRows:
+def open_rows(request: DataRequest, say: Say) -> HubRows:
     """Locate the dataset.
 
     Raises:
         DataError: no such dataset, or files that cannot be read in the encoding. (From `documents`:) no such split or
             column, or fewer than two rows.
     """
-    if is_hub_name(wanted.name):
-        return _from_hub(wanted, say)
-    files = table_files(wanted.name)
-    root = Path(wanted.name).expanduser()
+    if is_hub_name(request.name):
+        return _from_hub(request, say)
+    files = table_files(request.name)
+    root = Path(request.name).expanduser()
     digests = [[path.relative_to(root).as_posix() if path != root else path.name, _digest(path)] for path in files]
-    digest = _named(wanted, digests)
+    digest = _content_digest(request, digests)
 
     def documents(fraction: float, scratch: Path) -> Documents:
-        with _explained(wanted):
-            builder = _datasets(wanted).load_dataset_builder(**_local(wanted, files, root), cache_dir=str(scratch))
-            return _split(builder, wanted, fraction)
+        with _one_line_errors(request):
+            builder = _datasets(request).load_dataset_builder(**_local(request, files, root), cache_dir=str(scratch))
+            return _split(builder, request, fraction)
 
     return HubRows(digest, "", documents)
 
 
-def open_table(wanted: DataRequest, fraction: float, cache: Path, say: Say) -> HubTable:
+def open_table(request: DataRequest, fraction: float, cache: Path, say: Say) -> HubTable:
     """Open the rows of a hub dataset or of files, in any number of processes.
 
     Args:
@@ -310,103 +308,107 @@ def open_table(wanted: DataRequest, fraction: float, cache: Path, say: Say) -> H
     Raises:
         DataError: no such dataset or split, or fewer than two rows.
     """
-    if is_hub_name(wanted.name):
-        builder, commit = _hub_builder(wanted, say)
-        say(f"downloading {wanted.name}, unless it is in HF_HOME")
-        digest, revision = _named(wanted, [wanted.name, commit]), commit
+    if is_hub_name(request.name):
+        builder, commit = _hub_builder(request, say)
+        say(f"downloading {request.name}, unless it is in HF_HOME")
+        digest, revision = _content_digest(request, [request.name, commit]), commit
     else:
-        files, root, revision = table_files(wanted.name), Path(wanted.name).expanduser(), ""
+        files, root, revision = table_files(request.name), Path(request.name).expanduser(), ""
         if not files:
-            known = ", ".join(kind.lstrip(".") for kind in _KINDS)
-            raise DataError(f"--dataset-name {wanted.name}: no such file, nor a folder of such: give {known}")
-        digest = _named(wanted, [[path.name, _digest(path)] for path in files])
-        with _explained(wanted):
-            builder = _datasets(wanted).load_dataset_builder(**_local(wanted, files, root), cache_dir=str(cache))
-    with _explained(wanted):
-        parts = tuple(table for table, _ in _parts(builder, wanted, fraction))
+            suffixes = ", ".join(kind.lstrip(".") for kind in _KINDS)
+            raise DataError(f"--dataset-name {request.name}: no such file or folder of files; supported: {suffixes}")
+        digest = _content_digest(request, [[path.name, _digest(path)] for path in files])
+        with _one_line_errors(request):
+            builder = _datasets(request).load_dataset_builder(**_local(request, files, root), cache_dir=str(cache))
+    with _one_line_errors(request):
+        parts = tuple(table for table, _ in _parts(builder, request, fraction))
     features = parts[0].features
-    named = {name: tuple(kind.names) for name, kind in features.items() if hasattr(kind, "names")}
+    classes = {name: tuple(kind.names) for name, kind in features.items() if hasattr(kind, "names")}
     kinds = {name: str(getattr(kind, "dtype", "")) for name, kind in features.items()}
     kinds |= {name: type(kind).__name__ for name, kind in features.items() if type(kind).__name__ != "Value"}
-    return HubTable(kinds, named, digest, revision, parts)
+    return HubTable(kinds, classes, digest, revision, parts)
 
 
-def _from_hub(wanted: DataRequest, say: Say) -> HubRows:
-    builder, commit = _hub_builder(wanted, say)
+def _from_hub(request: DataRequest, say: Say) -> HubRows:
+    builder, commit = _hub_builder(request, say)
 
     def documents(fraction: float, scratch: Path) -> Documents:
-        say(f"downloading {wanted.name}, unless it is in HF_HOME")
-        with _explained(wanted):
-            return _split(builder, wanted, fraction)
+        say(f"downloading {request.name}, unless it is in HF_HOME")
+        with _one_line_errors(request):
+            return _split(builder, request, fraction)
 
-    return HubRows(_named(wanted, [wanted.name, commit]), commit, documents)
+    return HubRows(_content_digest(request, [request.name, commit]), commit, documents)
 
 
-def _hub_builder(wanted: DataRequest, say: Say) -> tuple[Any, str]:
+def _hub_builder(request: DataRequest, say: Say) -> tuple[Any, str]:
     """Return the hub's dataset and its commit; without the hub, those that are in HF_HOME."""
-    datasets = _datasets(wanted)
-    held = None if reach(say) else snapshot(wanted.name, "dataset", wanted.revision)
-    where, revision = (str(held), None) if held else (wanted.name, wanted.revision or None)
-    with _explained(wanted):
-        builder = datasets.load_dataset_builder(where, wanted.subset or None, revision=revision)
-    return builder, held.name if held else str(builder.hash)
+    datasets = _datasets(request)
+    folder = None if reach(say) else snapshot(request.name, "dataset", request.revision)
+    path, revision = (str(folder), None) if folder else (request.name, request.revision or None)
+    with _one_line_errors(request):
+        builder = datasets.load_dataset_builder(path, request.subset or None, revision=revision)
+    return builder, folder.name if folder else str(builder.hash)
 
 
-def _named(wanted: DataRequest, content: list[Any]) -> str:
+def _content_digest(request: DataRequest, content: list[Any]) -> str:
     """Digest the content, and the flags that select from it."""
-    chosen = [wanted.subset, wanted.split, wanted.text_column, wanted.encoding, *["answers"] * wanted.answers]
+    chosen = [request.subset, request.split, request.text_column, request.encoding, *["answers"] * request.answers]
     return xxhash.xxh3_128_hexdigest(repr([content, chosen]).encode())
 
 
-def _local(wanted: DataRequest, files: list[Path], root: Path) -> dict[str, Any]:
+def _local(request: DataRequest, files: list[Path], root: Path) -> dict[str, Any]:
     """The arguments of `load_dataset_builder` for local files; file names decide a folder's splits."""
     texts = [path for path in files if path.suffix.lower() != ".parquet"]
-    encodings = {_encoding(path, wanted) for path in texts}
+    encodings = {_encoding(path, request) for path in texts}
     if len(encodings) > 1:
         raise DataError(
-            f"--dataset-name {wanted.name}: its files have the encodings {', '.join(sorted(encodings))}; convert them "
+            f"--dataset-name {request.name}: its files have the encodings {', '.join(sorted(encodings))}; convert them "
             "to one"
         )
     options: dict[str, Any] = {"encoding": encodings.pop()} if encodings else {}
     if root.is_file():
         return {"path": _KINDS[root.suffix.lower()], "data_files": {"train": [str(root)]}, **options}
-    return {"path": str(root), "name": wanted.subset or None, **options}
+    return {"path": str(root), "name": request.subset or None, **options}
 
 
-def _split(builder: Any, wanted: DataRequest, fraction: float) -> Documents:
-    (train, rows), (evaluation, others) = _parts(builder, wanted, fraction)
+def _split(builder: Any, request: DataRequest, fraction: float) -> Documents:
+    (train, rows), (evaluation, evaluation_rows) = _parts(builder, request, fraction)
     columns = {key: str(getattr(kind, "dtype", "")).endswith("string") for key, kind in train.features.items()}
-    column, answers = wanted.text_column, wanted.answers
-    read = reader(columns, column, f"--dataset-name {wanted.name}", answers=answers)
-    parts = _part(train, read, rows), _part(evaluation, read, others)
-    note, prompts = _passed_over(columns, column, answers=answers), _has_prompts(columns, column, answers=answers)
+    column, answers = request.text_column, request.answers
+    read = reader(columns, column, f"--dataset-name {request.name}", answers=answers)
+    parts = _part(train, read, rows), _part(evaluation, read, evaluation_rows)
+    note, prompts = _ignored_note(columns, column, answers=answers), _has_prompts(columns, column, answers=answers)
     return Documents(*parts, note, prompts=prompts)
 
 
-def _parts(builder: Any, wanted: DataRequest, fraction: float) -> tuple[Numbered, Numbered]:
+def _parts(builder: Any, request: DataRequest, fraction: float) -> tuple[Numbered, Numbered]:
     """Both splits of a dataset, downloaded and converted now unless the package has it cached."""
     builder.download_and_prepare()
-    known = list(builder.info.splits)
-    name = wanted.split.partition("[")[0]  # "train[:10%]" is a part of the split "train"
-    if name not in known:
-        raise DataError(f"--data.split {wanted.split}: --dataset-name {wanted.name} has the splits {', '.join(known)}")
-    train = builder.as_dataset(split=wanted.split)
-    own = next((split for split in _EVALUATION if split in known and split != name), None)
+    splits = list(builder.info.splits)
+    name = request.split.partition("[")[0]  # "train[:10%]" is a part of the split "train"
+    if name not in splits:
+        raise DataError(
+            f"--data.split {request.split}: --dataset-name {request.name} has the splits {', '.join(splits)}"
+        )
+    train = builder.as_dataset(split=request.split)
+    own = next((split for split in _EVALUATION if split in splits and split != name), None)
     if own is not None:
         evaluation = builder.as_dataset(split=own)
         return (train, range(len(train))), (evaluation, range(len(evaluation)))
     if len(train) < 2:
-        raise DataError(f"--dataset-name {wanted.name}: {len(train)} row, and an evaluation needs one more; give more")
-    kept, evaluated = _parted(len(train), fraction)
-    return (train.select(kept), kept), (train.select(evaluated), evaluated)
+        raise DataError(
+            f"--dataset-name {request.name}: {len(train)} row, too few to split off an evaluation; add more"
+        )
+    trained, evaluated = _split_rows(len(train), fraction)
+    return (train.select(trained), trained), (train.select(evaluated), evaluated)
 
 
-def _parted(rows: int, fraction: float) -> tuple[list[int], list[int]]:
+def _split_rows(rows: int, fraction: float) -> tuple[list[int], list[int]]:
     """Split rows into (training, evaluation), each in the data's order and at least one."""
     count = min(max(round(rows * fraction), 1), rows - 1)
     evaluated = sorted(Shuffled(rows, _SPLIT_SEED).at(0, count)[1].tolist())
-    apart = set(evaluated)
-    return [row for row in range(rows) if row not in apart], evaluated
+    excluded = set(evaluated)
+    return [row for row in range(rows) if row not in excluded], evaluated
 
 
 def _part(table: Any, read: Callable[[dict[str, Any]], Example], rows: Sequence[int]) -> HubSplit:
@@ -425,13 +427,13 @@ def _part(table: Any, read: Callable[[dict[str, Any]], Example], rows: Sequence[
     return HubSplit(len(table), documents, lambda example: 1)
 
 
-def _encoding(path: Path, wanted: DataRequest) -> str:
+def _encoding(path: Path, request: DataRequest) -> str:
     """The requested encoding, else the byte order mark's, else UTF-8.
 
     The file is read to check it.
     """
-    if wanted.encoding:
-        encoding = wanted.encoding
+    if request.encoding:
+        encoding = request.encoding
     else:
         with path.open("rb") as file:
             begin = file.read(4)
@@ -442,10 +444,10 @@ def _encoding(path: Path, wanted: DataRequest) -> str:
             while text.read(_PIECE):
                 pass
     except LookupError:
-        raise DataError(f"--data.encoding {encoding} is unknown; such as utf-8, cp1252 or utf-16") from None
+        raise DataError(f"--data.encoding {encoding} is unknown; use one such as utf-8, cp1252 or utf-16") from None
     except UnicodeError as error:
         raise DataError(
-            f"--dataset-name {wanted.name}: {path.name} is not {encoding} ({error}); name "
+            f"--dataset-name {request.name}: {path.name} is not {encoding} ({error}); name "
             "its encoding, such as --data.encoding cp1252"
         ) from error
     return encoding
@@ -463,40 +465,40 @@ def _hidden(path: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
-def _datasets(wanted: DataRequest) -> Any:
+def _datasets(request: DataRequest) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the package's own imports: nothing that a user could act on
             import datasets  # type: ignore[import-untyped]
     except ImportError as error:
         raise DataError(
-            f"--dataset-name {wanted.name} needs the package datasets ({error.name} is missing): "
+            f"--dataset-name {request.name} needs the package datasets ({error.name} is missing): "
             "pip install 'torch-lockstep[hf]'"
         ) from error
     datasets.logging.set_verbosity_error()
-    if not is_hub_name(wanted.name):
+    if not is_hub_name(request.name):
         datasets.disable_progress_bars()
     return datasets
 
 
 @contextmanager
-def _explained(wanted: DataRequest) -> Iterator[None]:
+def _one_line_errors(request: DataRequest) -> Iterator[None]:
     """Context manager that turns the package's errors into a DataError of one line."""
     try:
         yield
     except LockstepError:
         raise
     except Exception as error:
-        name, said = wanted.name, " ".join(str(error).split())
+        name, message = request.name, " ".join(str(error).split())
         if is_hub_name(name) and isinstance(error, ConnectionError):
-            text = f"no such file or folder, not in HF_HOME, and the hub is not reached; {_way_out(wanted)}"
+            text = f"no such file or folder, not in HF_HOME, and the hub is unreachable; {_way_out(request)}"
         else:
-            text = f"{said[:300]}; check the file, or --data.subset, --data.revision"
+            text = f"{message[:300]}; check the file, or --data.subset, --data.revision"
         raise DataError(f"--dataset-name {name}: {text}") from error
 
 
-def _way_out(wanted: DataRequest) -> str:
-    return way_out(wanted.name, "dataset", "--dataset-name")
+def _way_out(request: DataRequest) -> str:
+    return way_out(request.name, "dataset", "--dataset-name")
 
 
 def plain_rows(name: str) -> HubRows:
@@ -509,7 +511,7 @@ def plain_rows(name: str) -> HubRows:
 
     def check() -> None:
         if _file_digest(find(name)) != _file_digest(sources):
-            raise DataError(f"--dataset-name {name}: its files changed while they were prepared; start again")
+            raise DataError(f"--dataset-name {name}: its files changed during preparation; start the run again")
 
     return HubRows(_file_digest(sources), "", documents)
 
@@ -521,7 +523,7 @@ def _file_digest(sources: list[TextFile]) -> str:
 def _note(sources: list[TextFile]) -> str:
     unreadable = sum(not source.readable for source in sources)
     size = bytes_text(sum(source.size for source in sources))
-    return f"{len(sources)} files ({size}), {unreadable} of them empty or not UTF-8 and left out"
+    return f"{len(sources)} files ({size}), {unreadable} of them empty or not UTF-8 and skipped"
 
 
 def _plain_part(spans: list[DocumentSpan]) -> HubSplit:

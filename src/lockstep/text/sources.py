@@ -29,7 +29,7 @@ _STDLIB = "builtin:stdlib"
 _PROSE = {".txt", ".text", ".md", ".rst", ".tex", ".org", ".html", ".htm"}
 _CODE = {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts", ".rb", ".sh", ".sql"}
 _TEXT = frozenset(_PROSE | _CODE)
-_SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
+_SKIP = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 _TESTS = frozenset({"test", "tests", "idle_test"})
 _PIECE = 1 << 20  # bytes read and tokenized at a time; a longer document is cut at the next line's end
 
@@ -77,18 +77,20 @@ def find(name: str) -> list[TextFile]:
         DataError: no such file or folder, or no readable text in it.
     """
     try:
-        found = _named(name)
+        paths = _list_files(name)
     except OSError as error:
-        raise DataError(f"--dataset-name {name}: cannot read {error.filename}: {error.strerror}; allow it") from error
-    sources = [_scan(label, path, name) for label, path in sorted(found)]
+        raise DataError(
+            f"--dataset-name {name}: cannot read {error.filename}: {error.strerror}; fix its permissions"
+        ) from error
+    sources = [_scan(label, path, name) for label, path in sorted(paths)]
     if not any(source.readable for source in sources):
-        raise DataError(f"--dataset-name {name}: none of its {len(sources)} files holds UTF-8 text; give text")
+        raise DataError(f"--dataset-name {name}: none of its {len(sources)} files is UTF-8 text; convert them")
     return sources
 
 
-def _named(name: str) -> list[tuple[str, Path]]:
+def _list_files(name: str) -> list[tuple[str, Path]]:
     if name == _STDLIB:
-        return _walk(Path(sysconfig.get_path("stdlib")), frozenset({".py"}), _SKIPPED | _TESTS)
+        return _walk(Path(sysconfig.get_path("stdlib")), frozenset({".py"}), _SKIP | _TESTS)
     if name.startswith("builtin:"):
         raise DataError(f"--dataset-name {name}: unknown; the built-in corpus is {_STDLIB}")
     root = Path(os.path.expanduser(name))  # Path.expanduser raises where there is no such user
@@ -98,26 +100,26 @@ def _named(name: str) -> list[tuple[str, Path]]:
         raise DataError(
             f"--dataset-name {name}: no such file or folder; give a text file, a folder of text files, or {_STDLIB}"
         )
-    found = _walk(root, _TEXT, _SKIPPED)
-    if not found:
+    paths = _walk(root, _TEXT, _SKIP)
+    if not paths:
         raise DataError(f"--dataset-name {name}: the folder has no text files (.txt, .md, .py, ...); name another")
-    return found
+    return paths
 
 
 def _walk(root: Path, suffixes: frozenset[str], skipped: frozenset[str]) -> list[tuple[str, Path]]:
-    found = []
+    paths = []
     for folder, folders, files in os.walk(
-        root, onerror=_refuse
+        root, onerror=_raise
     ):  # links to folders are not followed: they may lead in a circle
         folders[:] = [child for child in folders if child not in skipped and not child.startswith(".")]
         for file in files:
             path = Path(folder, file)
             if path.suffix.lower() in suffixes and not file.startswith(".") and path.is_file():
-                found.append((path.relative_to(root).as_posix(), path))
-    return found
+                paths.append((path.relative_to(root).as_posix(), path))
+    return paths
 
 
-def _refuse(error: OSError) -> None:
+def _raise(error: OSError) -> None:
     raise error  # os.walk would skip an unreadable folder, and the run would train on less
 
 
@@ -133,10 +135,10 @@ def _scan(label: str, path: Path, name: str) -> TextFile:
                 readable = readable and _decodes(decoder, block)
     except OSError as error:
         raise DataError(
-            f"--dataset-name {name}: cannot read {path}: {error.strerror}; remove it or allow it"
+            f"--dataset-name {name}: cannot read {path}: {error.strerror}; fix its permissions, or remove it"
         ) from error
-    whole = readable and _decodes(decoder, b"", final=True)
-    return TextFile(label, path, size, digest.hexdigest(), whole and size > 0)
+    complete = readable and _decodes(decoder, b"", final=True)
+    return TextFile(label, path, size, digest.hexdigest(), complete and size > 0)
 
 
 def _decodes(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = False) -> bool:
@@ -202,13 +204,13 @@ def pieces(spans: Iterable[DocumentSpan]) -> Iterator[tuple[str, bool]]:
             with span.path.open("rb") as file:
                 yield from _read(file, span)
         except OSError as error:
-            raise DataError(f"cannot read {span.path} any more: {error.strerror}; start again") from error
+            raise DataError(f"cannot read {span.path} any more: {error.strerror}; start the run again") from error
 
 
 def _read(file: BinaryIO, span: DocumentSpan) -> Iterator[tuple[str, bool]]:
     file.seek(span.start)
-    while (left := span.stop - file.tell()) > 0:
-        block = file.read(min(_PIECE, left))
+    while (remaining := span.stop - file.tell()) > 0:
+        block = file.read(min(_PIECE, remaining))
         block += file.readline(max(span.stop - file.tell(), 0))
         if not block:  # the file became shorter since it was found
             return

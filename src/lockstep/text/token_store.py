@@ -34,15 +34,13 @@ __all__ = [
     "Samples",
     "TokenCorpus",
     "TokenizerToTrain",
-    "Written",
     "prepare",
-    "write_split",
 ]
 
 
 _GROUP = 1000  # examples that are tokenized, and in "blocks" concatenated, together
 # Maximum characters of such a group: tokens in Python lists are large. Blocks do not cross a group's end.
-_MOST, _MOST_BLOCKS = 1 << 22, 1 << 25
+_MAX_CHARACTERS, _MAX_CHARACTERS_BLOCKS = 1 << 22, 1 << 25
 
 Progress = Callable[[Sequence[Example]], None]
 
@@ -109,37 +107,43 @@ def write_split(
     Raises:
         DataError: see `tokens_of`.
     """
-    found = Written()
+    counts = Written()
     if packing.apart:
-        _write_documents(tokenizer, part, packing, path, found, (masked, prompts), progress)
+        _write_documents(tokenizer, part, packing, path, counts, (masked, prompts), progress)
     else:
-        _write_joined(tokenizer, part, packing, path, found, masked, progress)
-    return found
+        _write_stream(tokenizer, part, packing, path, counts, masked, progress)
+    return counts
 
 
-def _write_joined(
-    tokenizer: Tokenizer, part: HubSplit, packing: Packing, path: Path, found: Written, masked: bool, progress: Progress
+def _write_stream(
+    tokenizer: Tokenizer,
+    part: HubSplit,
+    packing: Packing,
+    path: Path,
+    counts: Written,
+    masked: bool,
+    progress: Progress,
 ) -> None:
     blocks, kind = packing.kind == "blocks", token_type(tokenizer.vocab_size)
     with path.open("wb") as file, path.with_suffix(LABELS).open("wb") as marks:
-        for group in _groups(part.read(), _MOST_BLOCKS if blocks else _MOST):
+        for group in _groups(part.read(), _MAX_CHARACTERS_BLOCKS if blocks else _MAX_CHARACTERS):
             examples = [example for example, _ in group]
-            joined: list[int] = []
+            stream: list[int] = []
             marked: list[bool] = []
             for (tokens, labelled), (example, last) in zip(
                 tokens_of(tokenizer, examples, blocks, masked), group, strict=True
             ):
-                joined += tokens
+                stream += tokens
                 marked += labelled
                 if last and not blocks and not example.messages and tokenizer.separator >= 0:
-                    joined.append(tokenizer.separator)
+                    stream.append(tokenizer.separator)
                     marked.append(True)
-            found.tokens += len(joined)
-            found.labels += sum(marked)
-            kept = len(joined) // packing.seq_len * packing.seq_len if blocks else len(joined)
-            file.write(np.array(joined[:kept], dtype=kind).tobytes())
+            counts.tokens += len(stream)
+            counts.labels += sum(marked)
+            length = len(stream) // packing.seq_len * packing.seq_len if blocks else len(stream)
+            file.write(np.array(stream[:length], dtype=kind).tobytes())
             if masked:
-                marks.write(np.array(marked[:kept], dtype="u1").tobytes())
+                marks.write(np.array(marked[:length], dtype="u1").tobytes())
             progress(examples)
     if not masked:
         path.with_suffix(LABELS).unlink()
@@ -150,25 +154,25 @@ def _write_documents(
     part: HubSplit,
     packing: Packing,
     path: Path,
-    found: Written,
-    how: tuple[bool, bool],
+    counts: Written,
+    flags: tuple[bool, bool],
     progress: Progress,
 ) -> None:
-    (masked, prompts), room = how, packing.seq_len + 1
+    (masked, prompts), room = flags, packing.seq_len + 1
     kind, starts = token_type(tokenizer.vocab_size), [0]
-    lost: list[int] = []  # rows
+    skipped: list[int] = []  # rows
     cut = 0
     with path.open("wb") as file, path.with_suffix(LABELS).open("wb") as marks:
         for tokens, labelled, row in _documents(tokenizer, part, packing, masked, progress):
-            found.tokens += len(tokens)
+            counts.tokens += len(tokens)
             cut += prompts and len(tokens) > room
             begins = [0] if prompts else range(0, max(len(tokens) - 1, 1), packing.seq_len)
             for begin in begins:
                 piece, learned = tokens[begin : begin + room], labelled[begin : begin + room]
                 if not any(learned[1:]):
-                    lost.append(row)
+                    skipped.append(row)
                     continue
-                found.labels += sum(learned[1:])
+                counts.labels += sum(learned[1:])
                 file.write(np.array(piece, dtype=kind).tobytes())
                 if masked:
                     marks.write(np.array(learned, dtype="u1").tobytes())
@@ -180,20 +184,18 @@ def _write_documents(
         windows = packed((np.diff(starts) - 1).tolist(), packing.seq_len)
         _numbers(path.with_suffix(".order"), [document for window in windows for document in window])
         _numbers(path.with_suffix(".packs"), np.cumsum([0, *map(len, windows)]).tolist())
-    found.notes = _notes(path.stem, packing.seq_len, cut, lost)
+    counts.notes = _notes(path.stem, packing.seq_len, cut, skipped)
 
 
-def _notes(split: str, seq_len: int, cut: int, lost: list[int]) -> list[str]:
+def _notes(split: str, seq_len: int, cut: int, skipped: list[int]) -> list[str]:
     notes = []
     if cut:
+        notes.append(f"{cut} example{'s' * (cut > 1)} of the {split} split truncated to --seq-len {seq_len}")
+    if skipped:
+        first = f" (first: row {skipped[0]})" if skipped[0] >= 0 else ""
         notes.append(
-            f"{cut} example{'s' * (cut > 1)} of the {split} split end at --seq-len {seq_len}, the rest cut off"
-        )
-    if lost:
-        where = f" (the first: row {lost[0]})" if lost[0] >= 0 else ""
-        notes.append(
-            f"{len(lost)} example{'s' * (len(lost) > 1)} of the {split} split{where} have nothing to learn within "
-            f"--seq-len {seq_len} and are left out; a larger one takes in more of each"
+            f"{len(skipped)} example{'s' * (len(skipped) > 1)} of the {split} split{first} skipped: no label within "
+            f"--seq-len {seq_len}; raise it to keep more of each"
         )
     return notes
 
@@ -223,7 +225,7 @@ def _documents(
     begin = _begin_of(tokenizer, packing)
     tokens: list[int] = []
     labelled: list[bool] = []
-    for group in _groups(part.read(), _MOST):
+    for group in _groups(part.read(), _MAX_CHARACTERS):
         examples = [example for example, _ in group]
         for (more, marks), (example, last) in zip(tokens_of(tokenizer, examples, False, masked), group, strict=True):
             tokens += more
@@ -238,15 +240,15 @@ def _documents(
         progress(examples)
 
 
-def _groups(examples: Iterator[tuple[Example, bool]], most: int) -> Iterator[list[tuple[Example, bool]]]:
+def _groups(examples: Iterator[tuple[Example, bool]], limit: int) -> Iterator[list[tuple[Example, bool]]]:
     group: list[tuple[Example, bool]] = []
-    held = 0
+    characters = 0
     for example in examples:
         group.append(example)
-        held += len(example[0].text)
-        if len(group) == _GROUP or held > most:
+        characters += len(example[0].text)
+        if len(group) == _GROUP or characters > limit:
             yield group
-            group, held = [], 0
+            group, characters = [], 0
     if group:
         yield group
 
@@ -258,7 +260,7 @@ def _numbers(path: Path, values: Sequence[Any]) -> None:
 _FORMAT = 3  # of the folder; another number is another key
 _KINDS: dict[str, Any] = {"stream": Windows, "blocks": TokenBlocks, "padded": PaddedDocuments, "documents": Packed}
 
-_OPENING, _LONGEST = 8, 256  # a sample of text begins with so many tokens of a text, or a prompt of at most so many
+_OPENING, _LONGEST = 8, 256  # tokens of plain text that begin a sample of text; maximum tokens of a prompt
 
 Samples = Windows | TokenBlocks | PaddedDocuments | Packed
 Say = Callable[[str], None]
@@ -311,17 +313,17 @@ class TokenCorpus:
     def begun(self, prompt: str) -> list[int]:
         """Return the tokens of a document's beginning `prompt`; in a conversation, the user's message."""
         if self.chat:
-            found: list[int] = getattr(self.tokenizer, "chat_prompt")(prompt)  # noqa: B009  only such a one made it
-            return found
+            tokens: list[int] = getattr(self.tokenizer, "chat_prompt")(prompt)  # noqa: B009  only such a one made it
+            return tokens
         return [*self.begin, *self.encode(prompt)]
 
     def opening(self) -> list[int]:
         """Return the evaluation's first tokens: its prompt, or eight tokens of plain text."""
         sample = self.evaluation[0]
         inputs, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
-        given = next((place for place, label in enumerate(labels) if label != IGNORED), 0) + 1
-        begun = isinstance(self.evaluation, Windows)  # its first window has no separator before it
-        return [*self.begin * begun, *inputs[: given if 1 < given <= _LONGEST else _OPENING]]
+        length = next((place for place, label in enumerate(labels) if label != IGNORED), 0) + 1
+        separated = isinstance(self.evaluation, Windows)  # its first window has no separator before it
+        return [*self.begin * separated, *inputs[: length if 1 < length <= _LONGEST else _OPENING]]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens."""
@@ -358,14 +360,14 @@ def prepare(
     def write(temporary: Path) -> dict[str, Any]:
         with TemporaryDirectory(dir=temporary, prefix="rows-") as scratch:
             say(f"preparing {name}")
-            found = documents(packing.fraction, Path(scratch))
-            if found.note:
-                say(found.note)
-            facts = _write(found, tokenizer, packing, temporary, say)
-            found.check()
+            splits = documents(packing.fraction, Path(scratch))
+            if splits.note:
+                say(splits.note)
+            facts = _write(splits, tokenizer, packing, temporary, say)
+            splits.check()
         return {"fingerprint": key, "name": name, **facts}
 
-    facts = prepared(folder, write, say=say, what=name)
+    facts = prepared(folder, write, say=say, label=name)
     for note in facts["notes"]:
         say(f"--dataset-name {name}: {note}")
     corpus = TokenCorpus(folder, facts, None if isinstance(tokenizer, TokenizerToTrain) else tokenizer, packing)
@@ -375,44 +377,46 @@ def prepare(
 
 
 def _check_split(name: str, part: str, samples: int, facts: dict[str, Any], packing: Packing) -> None:
-    found = f"--dataset-name {name}: its {part} split has"
+    subject = f"--dataset-name {name}: its {part} split has"
     if not facts["labels"][part] and facts["tokens"][part]:
         raise DataError(
-            f"{found} nothing to learn: no completion, and no turn of an assistant, lies within --seq-len "
-            f"{packing.seq_len}; give a larger one, other rows, or --data.labels all"
+            f"{subject} no labels: no completion and no assistant turn within --seq-len {packing.seq_len}; raise it, "
+            "or set --data.labels all"
         )
     if not samples:
         least = {"stream": "window of --seq-len {} + 1", "blocks": "block of --seq-len {}"}
         kind = least.get(packing.kind, "document").format(packing.seq_len)
         raise DataError(
-            f"{found} {facts['tokens'][part]} tokens, fewer than one {kind}; give more text, a smaller --seq-len or a "
-            "larger --data.evaluation"
+            f"{subject} {facts['tokens'][part]} tokens, fewer than one {kind}; add text, lower --seq-len or raise "
+            "--data.evaluation"
         )
 
 
 def _key(digest: str, tokenizer: Tokenizer | TokenizerToTrain, packing: Packing) -> str:
     trained = isinstance(tokenizer, TokenizerToTrain)
-    how = {**SETTINGS, "vocab_size": tokenizer.vocab_size} if trained else getattr(tokenizer, "fingerprint", "")
+    tokenizer_id = (
+        {**SETTINGS, "vocab_size": tokenizer.vocab_size} if trained else getattr(tokenizer, "fingerprint", "")
+    )
     length = 0 if packing.kind == "stream" else packing.seq_len  # windows of any length share one file
-    made = [_FORMAT, digest, how, packing.kind, length, packing.fraction, packing.labels]
-    return xxhash.xxh3_128_hexdigest(json.dumps(made, sort_keys=True).encode())
+    parts = [_FORMAT, digest, tokenizer_id, packing.kind, length, packing.fraction, packing.labels]
+    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
 def _write(
-    found: Documents, tokenizer: Tokenizer | TokenizerToTrain, packing: Packing, folder: Path, say: Say
+    documents: Documents, tokenizer: Tokenizer | TokenizerToTrain, packing: Packing, folder: Path, say: Say
 ) -> dict[str, Any]:
-    if packing.labels == "completion" and not found.prompts:
+    if packing.labels == "completion" and not documents.prompts:
         raise DataError(
-            "--data.labels completion: the data does not say which part of a row is the answer; give rows with the "
-            "columns prompt and completion, instruction and output, or messages, or leave it out"
+            "--data.labels completion: the rows do not mark the answer; use rows with the columns prompt and "
+            "completion, instruction and output, or messages, or drop the flag"
         )
     if isinstance(tokenizer, TokenizerToTrain):
         say(f"learning a vocabulary of {tokenizer.vocab_size} tokens")
-        trained = ByteBPE.train((example.text for example, _ in found.train.read()), tokenizer.vocab_size)
+        trained = ByteBPE.train((example.text for example, _ in documents.train.read()), tokenizer.vocab_size)
         trained.save(folder / "tokenizer.json")
         tokenizer = trained
-    masked = found.prompts and packing.answers
-    first = next((example for example, _ in found.train.read()), Example(""))
+    masked = documents.prompts and packing.answers
+    first = next((example for example, _ in documents.train.read()), Example(""))
     facts: dict[str, Any] = {
         "vocab_size": tokenizer.vocab_size,
         "separator": tokenizer.separator,
@@ -423,9 +427,9 @@ def _write(
         "labels": {},
         "notes": [],
     }
-    for name, part in (("train", found.train), ("evaluation", found.evaluation)):
+    for name, part in (("train", documents.train), ("evaluation", documents.evaluation)):
         report, path = _progress(name, part, say), folder / f"{name}.bin"
-        written = write_split(tokenizer, part, packing, path, masked=masked, prompts=found.prompts, progress=report)
+        written = write_split(tokenizer, part, packing, path, masked=masked, prompts=documents.prompts, progress=report)
         facts["tokens"][name], facts["labels"][name] = written.tokens, written.labels
         facts["notes"] += written.notes
     return facts
@@ -433,14 +437,14 @@ def _write(
 
 def _progress(name: str, part: HubSplit, say: Say) -> Callable[[Sequence[Example]], None]:
     """Report each quarter of the split."""
-    done, told = 0, 0
+    weight, percent = 0, 0
 
     def report(examples: Sequence[Example]) -> None:
-        nonlocal done, told
-        done += sum(map(part.weigh, examples))
-        reached = min(100, 100 * done // max(1, part.size))
-        if reached >= told + 25:
-            told = reached
+        nonlocal weight, percent
+        weight += sum(map(part.weigh, examples))
+        reached = min(100, 100 * weight // max(1, part.size))
+        if reached >= percent + 25:
+            percent = reached
             say(f"tokenizing the {name} split: {reached}%")
 
     return report

@@ -41,7 +41,6 @@ __all__ = [
     "check_shared",
     "datasets_of",
     "guarded",
-    "lines_of",
     "log_ranks",
     "watch_new_modules",
 ]

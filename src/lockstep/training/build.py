@@ -73,10 +73,8 @@ from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = [
     "Built",
-    "TrainingSet",
     "announce",
     "build",
-    "groups_of",
     "notify",
     "show_groups",
     "stream_of",
@@ -250,7 +248,7 @@ class Built:
             power=optim.power,
             period=optim.period,
             gamma=optim.gamma,
-            fallen=fallen(self.state.selection),
+            drops=fallen(self.state.selection),
         )
         return (lambda step: own_factor(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
 

@@ -48,7 +48,6 @@ from lockstep.transforms.precision import eager, uncompiled
 
 __all__ = [
     "Groups",
-    "Kernels",
     "compiled_or_not",
     "engine_of",
     "kernels_of",
@@ -210,8 +209,8 @@ def model_of(config: Config, task: Task, world: World, state: RunState, say: Say
             grad_dtype=config.grad_dtype,
         ),
         blocks=find_blocks(model).modules if named is None else list(named),
-        named=named is not None,
-        as_made=base,
+        from_task=named is not None,
+        keep_dtype=base,
         say=say,
     )
 

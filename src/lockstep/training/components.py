@@ -40,7 +40,6 @@ from lockstep.training.session import HookContext, ReadNumbers, Session
 from lockstep.training.trainable import note_body
 
 __all__ = [
-    "StepComponents",
     "after_first_step",
     "end_of",
     "handed_on",

@@ -43,9 +43,7 @@ __all__ = [
     "SGD",
     "Lying",
     "all_fast",
-    "asked",
     "batchnorms",
-    "capability",
     "described_loss",
     "described_optimizer",
     "described_step",
@@ -54,7 +52,6 @@ __all__ = [
     "idle",
     "is_open",
     "largest_micro_batch",
-    "memory_bound",
     "warm_up",
     "warnings",
 ]

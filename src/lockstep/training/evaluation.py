@@ -46,7 +46,6 @@ __all__ = [
     "evaluate",
     "evaluate_all",
     "is_metric",
-    "merged",
     "named_sets",
     "numbered",
     "one_step",

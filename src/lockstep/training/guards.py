@@ -49,7 +49,6 @@ __all__ = [
     "RunGuards",
     "device_of",
     "differing",
-    "most_slots",
     "ranges",
 ]
 

@@ -59,7 +59,6 @@ from lockstep.transforms.determinism import check_precision, pin
 __all__ = [
     "ExportRequest",
     "InferenceRequest",
-    "Used",
     "config_of",
     "evaluate_run",
     "export_run",

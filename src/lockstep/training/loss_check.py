@@ -35,9 +35,7 @@ from lockstep.training.defaults import explained
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 __all__ = [
-    "Cut",
     "Measure",
-    "Probe",
     "Trial",
     "as_it_was",
     "call",

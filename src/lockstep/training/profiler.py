@@ -52,16 +52,7 @@ from lockstep.training.recorder import memory
 
 __all__ = [
     "Profiling",
-    "ThreadUsage",
     "check_range",
-    "cold_ms",
-    "cores",
-    "fused_ns",
-    "handed_ms",
-    "operations_us",
-    "page_us",
-    "positions",
-    "threads_gain",
 ]
 
 

@@ -27,10 +27,7 @@ from lockstep.training.defaults import ADAM, FEW, FLOOR, FLOORS, KINDS, LORA, SG
 from lockstep.training.resume import RunPlan, in_epoch
 
 __all__ = [
-    "CheckpointFacts",
-    "Draft",
     "Facts",
-    "Resolved",
     "StartFacts",
     "checkpoint_facts",
     "draft_of",

@@ -33,14 +33,12 @@ from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import judged_by
 
 __all__ = [
-    "PlanDifference",
     "RunPlan",
     "check_extends",
     "check_longer",
     "check_plan",
     "chosen",
     "described",
-    "differences",
     "fill",
     "in_epoch",
     "plan_before",

@@ -35,7 +35,6 @@ from lockstep.run_state import RunState, Selection
 
 __all__ = [
     "RunFolder",
-    "RunLock",
     "describe",
     "kept_variables",
     "sources_of",

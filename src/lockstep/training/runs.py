@@ -27,7 +27,6 @@ from lockstep.run_state import RunState
 from lockstep.training.run_dir import RunFolder
 
 __all__ = [
-    "RunRow",
     "listed",
     "show",
 ]

@@ -23,7 +23,6 @@ from lockstep.run_state import BestEvaluation, PatienceCount, PlateauCount, Sele
 from lockstep.training.evaluation import ANY
 
 __all__ = [
-    "Judge",
     "brief",
     "check_evaluated",
     "fallen",

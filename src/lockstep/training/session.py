@@ -29,7 +29,6 @@ __all__ = [
     "HookContext",
     "ReadNumbers",
     "Session",
-    "Wishes",
     "kept",
 ]
 

@@ -65,7 +65,6 @@ from lockstep.training.selection import out_of_patience, shown
 from lockstep.training.session import HookContext, Session
 
 __all__ = [
-    "Frozen",
     "Training",
     "training",
 ]

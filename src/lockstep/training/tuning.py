@@ -41,9 +41,6 @@ from lockstep.training.inference import joined
 from lockstep.training.open_run import load_state
 
 __all__ = [
-    "FoundRates",
-    "FoundSizes",
-    "Took",
     "find_lr",
     "find_micro_batch",
     "judged",

@@ -64,8 +64,8 @@ def prepare(  # noqa: PLR0913
     move: bool = True,
     chosen: Transforms | None = None,
     blocks: Sequence[nn.Module] = (),
-    named: bool = True,
-    as_made: Sequence[Tensor] = (),
+    from_task: bool = True,
+    keep_dtype: Sequence[Tensor] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> nn.Module:
     """Transform the model in place, in the order below.
@@ -78,8 +78,8 @@ def prepare(  # noqa: PLR0913
         move: move it to `device`; False leaves it where it is.
         chosen: the techniques; None: the defaults.
         blocks: the model's repeated blocks, in order; () if unknown.
-        named: the task itself named the blocks. Blocks that were only detected are not compiled one by one.
-        as_made: tensors of the model that keep their dtype in any `precision`.
+        from_task: the task itself named the blocks. Blocks that were only detected are not compiled one by one.
+        keep_dtype: tensors of the model that keep their dtype in any `precision`.
         say: reports a line to the user.
 
     Raises:
@@ -103,7 +103,7 @@ def prepare(  # noqa: PLR0913
         say(line)
     model = attention(model, chosen.attention, blocks, order)
     model = checkpointed(model, chosen.activation_checkpointing, blocks)
-    model = parameters_in(model, dtype, as_made=as_made, mixes=precision in AUTOCAST, say=say)
+    model = parameters_in(model, dtype, keep_dtype=keep_dtype, mixes=precision in AUTOCAST, say=say)
     if move:
         model = model.to(device)
     if chosen.weight_copies == "step":
@@ -111,19 +111,19 @@ def prepare(  # noqa: PLR0913
     if precision in AUTOCAST:
         model = autocast(model, AUTOCAST[precision], device.type)
     if compile_model:
-        model = compiled(model, _to_compile(chosen.compile_scope, blocks, named))
+        model = compiled(model, _to_compile(chosen.compile_scope, blocks, from_task))
     return model
 
 
 def _check(chosen: Transforms, blocks: Sequence[nn.Module]) -> None:
     if chosen.exact and chosen.batchnorm != "replay":
         raise ConfigError(
-            f"--exact cannot hold with --batchnorm {chosen.batchnorm}, which depends on the world size; use replay"
+            f"--exact cannot run with --batchnorm {chosen.batchnorm}, which depends on the world size; use replay"
         )
     if chosen.attention == "cudnn" and (chosen.exact or torch.are_deterministic_algorithms_enabled()):
         raise ConfigError(
-            "--attention cudnn cannot hold with --exact or --guards.audit: torch refuses cuDNN's attention where "
-            "kernels must be deterministic; leave it out"
+            "--attention cudnn cannot run with --exact or --guards.audit: torch refuses cuDNN's attention in "
+            "deterministic mode; use auto"
         )
     twice = check_policy(chosen.activation_checkpointing) and chosen.batchnorm != "replay"
     norms = nn.modules.batchnorm._BatchNorm
@@ -136,19 +136,18 @@ def _check(chosen: Transforms, blocks: Sequence[nn.Module]) -> None:
 
 def _check_compiler() -> None:
     """Raise ConfigError if the compiler is set to choose kernels by speed, which varies by run."""
-    asked = autotuned()
-    if asked:
+    variables = autotuned()
+    if variables:
         raise ConfigError(
-            f"--exact with --compile cannot hold with {asked[0]}=1, which takes the kernel that happens to be fastest; "
-            "unset it"
+            f"--exact with --compile cannot run with {variables[0]}=1, which picks kernels by speed; unset it"
         )
 
 
-def _to_compile(scope: str, blocks: Sequence[nn.Module], named: bool) -> Sequence[nn.Module]:
+def _to_compile(scope: str, blocks: Sequence[nn.Module], from_task: bool) -> Sequence[nn.Module]:
     """Return the blocks to compile one by one; () for the whole model."""
     if scope == "blocks" and not blocks:
         raise ConfigError(
-            "--compile-scope blocks: the model's blocks are not known; return them from the task's blocks(model), or "
+            "--compile-scope blocks: the model's blocks are unknown; return them from the task's blocks(model), or "
             "use --compile-scope whole"
         )
-    return () if scope == "whole" or (scope == "auto" and not named) else blocks
+    return () if scope == "whole" or (scope == "auto" and not from_task) else blocks

@@ -21,7 +21,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep.errors import ConfigError
 
-__all__ = ["AS_TORCH", "AttentionFacts", "KernelOrder", "attention", "described", "facts_of", "order_of"]
+__all__ = [
+    "attention",
+    "described",
+    "facts_of",
+    "order_of",
+]
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -32,8 +37,8 @@ _BACKENDS = {
 _NAMES = {int(backend.value): name for name, backend in _BACKENDS.items()}
 
 
-_PREFERS = 91500  # torch puts cuDNN first on Hopper above this version, after out-of-bounds reads (pytorch#171627)
-_MASKS = 92600  # from this version on its backward with a mask has no NaN on Hopper (pytorch#196678)
+_CUDNN_FIRST = 91500  # torch puts cuDNN first on Hopper above this version, after out-of-bounds reads (pytorch#171627)
+_CUDNN_MASKS = 92600  # from this version on its backward with a mask has no NaN on Hopper (pytorch#196678)
 
 
 class AttentionFacts(NamedTuple):
@@ -94,16 +99,14 @@ def order_of(facts: AttentionFacts, *, masked: bool | None) -> KernelOrder:
     plain, hopper = tuple(name for name in _BACKENDS if name != "cudnn"), facts.capability[0] == 9
     if facts.deterministic:
         return KernelOrder(plain, (("cudnn", "deterministic algorithms refuse it"),))
-    if masked is not False and hopper and facts.cudnn < _MASKS:
-        why = "beside a mask it gives NaN before 9.26"
-        return KernelOrder(
-            plain, (("cudnn", why if masked else f"{why}, and this task does not say that it has none"),)
-        )
+    if masked is not False and hopper and facts.cudnn < _CUDNN_MASKS:
+        why = "with a mask it gives NaN before 9.26"
+        return KernelOrder(plain, (("cudnn", why if masked else f"{why}, and this task may have one"),))
     if masked is None:
         return AS_TORCH
-    if hopper and facts.cudnn > _PREFERS and _TAKES_ORDER:
+    if hopper and facts.cudnn > _CUDNN_FIRST and _HAS_PRIORITY:
         return KernelOrder(("cudnn", *plain))
-    return KernelOrder((), (("cudnn", "torch takes it first only above 9.15.0"),) if hopper else ())
+    return KernelOrder((), (("cudnn", "torch tries it first only above 9.15.0"),) if hopper else ())
 
 
 def attention(
@@ -121,16 +124,16 @@ def attention(
     if not names:
         return model
     for module in dict.fromkeys((*blocks, model)):
-        module.forward = _within(module.forward, names)
+        module.forward = _restrict(module.forward, names)
     return model
 
 
-def _within(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    def chosen(*inputs: Any, **named: Any) -> Any:
+def _restrict(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    def restricted(*inputs: Any, **kwargs: Any) -> Any:
         with _only(names):
-            return forward(*inputs, **named)
+            return forward(*inputs, **kwargs)
 
-    return chosen
+    return restricted
 
 
 def _only(names: tuple[str, ...]) -> AbstractContextManager[Any]:
@@ -140,7 +143,7 @@ def _only(names: tuple[str, ...]) -> AbstractContextManager[Any]:
     return sdpa_kernel(backends)
 
 
-_TAKES_ORDER = "set_priority" in inspect.signature(sdpa_kernel).parameters
+_HAS_PRIORITY = "set_priority" in inspect.signature(sdpa_kernel).parameters
 
 
 class Shape(NamedTuple):
@@ -193,15 +196,15 @@ def described(
     names = order.names if choice == "auto" else (choice,)
     with _only(names) if names else nullcontext():
         runs = _NAMES.get(torch._fused_sdp_choice(query, query, query, mask, shape.dropout, not masked), "math")
-    what = f"{shape.heads} heads of {shape.size}, {str(dtype).removeprefix('torch.')}, causal, "
-    what += {True: "a mask", False: "no mask", None: "masks not known"}[masked]
-    others = [
+    shape_text = f"{shape.heads} heads of {shape.size}, {str(dtype).removeprefix('torch.')}, causal, "
+    shape_text += {True: "a mask", False: "no mask", None: "masks unknown"}[masked]
+    exclusions = [
         f"not {name}: {reasons.get(name) or ('another is faster' if choice == 'auto' else f'--attention {choice}')}"
         for name in _BACKENDS
         if name != runs
     ]
     version = f"; cuDNN {_dotted(facts_of(device).cudnn)}" if facts_of(device).cudnn else ""
-    return f"attention: {runs} ({what}); {'; '.join(others)}{version}"
+    return f"attention: {runs} ({shape_text}); {'; '.join(exclusions)}{version}"
 
 
 def _dotted(version: int) -> str:
@@ -224,8 +227,8 @@ def heads_of(model: nn.Module) -> Shape | None:
 
 
 def _number(config: Any, *names: str) -> float:
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int | float) and not isinstance(value, bool)), 0)
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int | float) and not isinstance(value, bool)), 0)
 
 
 def _refusal(name: str, query: Tensor, mask: Tensor | None, dropout: float) -> str:
@@ -236,9 +239,9 @@ def _refusal(name: str, query: Tensor, mask: Tensor | None, dropout: float) -> s
         return "its CPU kernel has no dropout" if dropout else ""
     can = getattr(torch.backends.cuda, f"can_use_{name}_attention")
     params = torch.backends.cuda.SDPAParams(query, query, query, mask, dropout, mask is None, False)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if can(params, debug=True):
             return ""
-    told = " ".join(str(said[-1].message).split()) if said else "this GPU's architecture or torch's build has it not"
-    return told.split(" (Triggered")[0].rstrip(".")
+    reason = " ".join(str(caught[-1].message).split()) if caught else "this GPU or this build of torch lacks it"
+    return reason.split(" (Triggered")[0].rstrip(".")

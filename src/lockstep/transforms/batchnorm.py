@@ -55,10 +55,10 @@ class Recording(_BatchNorm):
         # A recomputed compiled graph must not keep tensors that a second run writes, not even for their shape.
         mean, var = (input.new_zeros(self.num_features, dtype=self.mean.dtype) for _ in range(2))
         share = 1.0 if self.share is None else self.share  # with 1 the kernel stores the batch's own statistics
-        found = F.batch_norm(input, mean, var, self.weight, self.bias, True, share, self.eps)
-        for held, added in ((self.mean, mean), (self.var, var)):
-            held.copy_(held + added if self.share is None else held * (1.0 - share) + added)
-        return found
+        output = F.batch_norm(input, mean, var, self.weight, self.bias, True, share, self.eps)
+        for statistic, added in ((self.mean, mean), (self.var, var)):
+            statistic.copy_(statistic + added if self.share is None else statistic * (1.0 - share) + added)
+        return output
 
 
 class _Recording1d(Recording, nn.BatchNorm1d):
@@ -81,23 +81,23 @@ def recording(model: nn.Module, say: Callable[[str], None]) -> nn.Module:
 
     A layer of a derived class has its own forward and is left unchanged; `say` gets a line.
     """
-    left = []
+    skipped = []
     for name, module in model.named_modules():
         if type(module) in _KINDS and module.track_running_stats:
             module.__class__ = _KINDS[type(module)]
         elif _is_other(module):
-            left.append(f"{name} ({type(module).__name__})")
-    if left:
+            skipped.append(f"{name} ({type(module).__name__})")
+    if skipped:
         say(
-            f"--batchnorm replay leaves {len(left)} layers of other classes as they are, beginning with {left[0]}: "
-            "their running statistics are those of each rank's own micro-batches"
+            f"--batchnorm replay skips {len(skipped)} layers of other classes, the first is {skipped[0]}: their "
+            "running statistics cover only each rank's own micro-batches"
         )
     return model
 
 
 def _is_other(module: nn.Module) -> bool:
-    known = (Recording, nn.SyncBatchNorm, *_KINDS)
-    return isinstance(module, _BatchNorm) and type(module) not in known and not isinstance(module, Recording)
+    kinds = (Recording, nn.SyncBatchNorm, *_KINDS)
+    return isinstance(module, _BatchNorm) and type(module) not in kinds and not isinstance(module, Recording)
 
 
 def recorders(model: nn.Module) -> list[Recording]:
@@ -115,13 +115,12 @@ def synchronised(model: nn.Module, device: torch.device, say: Callable[[str], No
         return model
     if device.type == "cpu":
         raise ConfigError(
-            "--batchnorm sync needs a GPU: torch's SyncBatchNorm has no CPU kernel; use --batchnorm replay, which "
-            "needs no exchange within the forward"
+            "--batchnorm sync needs a GPU: torch's SyncBatchNorm has no CPU kernel; use --batchnorm replay"
         )
     say(
-        "--batchnorm sync: statistics are taken over the micro-batches that all ranks compute at one time, so the "
-        "training changes with the world size; it is worth that, and two exchanges a layer, where a micro-batch has "
-        "fewer than about 16 samples (Wu & He, arXiv 1803.08494)"
+        "--batchnorm sync: statistics cover the micro-batches that all ranks compute at the same time, so results "
+        "depend on the world size; use it, at two collectives a layer, only for micro-batches of fewer than about 16 "
+        "samples (Wu & He, arXiv 1803.08494)"
     )
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return converted

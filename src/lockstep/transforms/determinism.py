@@ -1,6 +1,6 @@
 """Set the process settings that change results, before a run builds its model.
 
-pin(exact=True, matmul="highest", device=world.device)      # then a plain run: what the caller had comes back
+pin(exact=True, matmul="highest", device=world.device)      # then a plain run, which restores the caller's settings
 pin(exact=False, matmul="high", device=world.device)
 """
 
@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 __all__ = ["autotuned", "check_graphs", "check_precision", "keep_fastpath_off", "pin", "pin_compiler"]
 
 _AUTOTUNE = tuple(f"TORCHINDUCTOR_MAX_AUTOTUNE{which}" for which in ("", "_POINTWISE", "_GEMM"))
-_SHAPES = 64  # of one compiled function
+_SHAPE_LIMIT = 64  # of one compiled function
 _DYNAMO = "torch._dynamo.config"
 
 
@@ -35,7 +35,7 @@ class _ProcessSetting(NamedTuple):
     write: Callable[[Any], Any]
 
 
-class _Turned(NamedTuple):
+class _Override(NamedTuple):
     """Values of a setting: the caller's, and the one that lockstep set."""
 
     before: Any  # the caller's value
@@ -111,7 +111,7 @@ _DYNAMOS = tuple(
     for name in ("automatic_dynamic_shapes", "optimize_ddp", "recompile_limit", "fail_on_recompile_limit_hit")
 )
 
-_turned: dict[str, _Turned] = {}  # by setting name: those that lockstep has changed from the caller's value
+_overrides: dict[str, _Override] = {}  # by setting name: those that lockstep has changed from the caller's value
 
 
 def _table(device: torch.device) -> tuple[tuple[_ProcessSetting, Any, Any], ...]:
@@ -147,7 +147,7 @@ def pin(*, exact: bool, matmul: str, device: torch.device) -> None:
     """
     torch.set_float32_matmul_precision(matmul)
     torch.backends.cudnn.allow_tf32 = matmul != "highest"  # convolutions have their own setting, on by default
-    _turn({switch: pinned if exact else plain for switch, pinned, plain in _table(device)})
+    _write_settings({switch: pinned if exact else plain for switch, pinned, plain in _table(device)})
     if not exact:
         _unpin_compiler()
     elif device.type == "cuda":
@@ -161,41 +161,41 @@ def pin_compiler() -> None:
     plain run.
     """
     config: Any = importlib.import_module(_DYNAMO)
-    wanted = (
+    values = (
         False,
         False,  # it splits a graph at DDP's buckets only
-        max(config.recompile_limit, _SHAPES),
+        max(config.recompile_limit, _SHAPE_LIMIT),
         True,
     )
-    _change_compiler({each: value for both, value in zip(_DYNAMOS, wanted, strict=True) for each in both})
+    _change_compiler({each: value for both, value in zip(_DYNAMOS, values, strict=True) for each in both})
 
 
 def _unpin_compiler() -> None:
     switches = [each for both in _DYNAMOS for each in both]
-    if any(switch.name in _turned for switch in switches):
+    if any(switch.name in _overrides for switch in switches):
         _change_compiler(dict.fromkeys(switches))
 
 
-def _change_compiler(wanted: Mapping[_ProcessSetting, Any]) -> None:
-    before = [switch.read() for switch in wanted]
-    _turn(wanted)
-    if before != [switch.read() for switch in wanted]:
+def _change_compiler(values: Mapping[_ProcessSetting, Any]) -> None:
+    before = [switch.read() for switch in values]
+    _write_settings(values)
+    if before != [switch.read() for switch in values]:
         # Earlier compilations count toward the recompile limit, and may have dynamic shapes: compile again.
         importlib.import_module("torch._dynamo").reset()
 
 
-def _turn(wanted: Mapping[_ProcessSetting, Any]) -> None:
+def _write_settings(values: Mapping[_ProcessSetting, Any]) -> None:
     """Write each value; None restores the caller's, unless the caller has changed it since."""
-    found = [(switch, value, switch.read()) for switch, value in wanted.items()]  # one may change another
-    for switch, value, now in found:
-        turned = _turned.pop(switch.name, None)
-        if turned is not None and turned.ours != now:
-            turned = None
+    current = [(switch, value, switch.read()) for switch, value in values.items()]  # one may change another
+    for switch, value, now in current:
+        override = _overrides.pop(switch.name, None)
+        if override is not None and override.ours != now:
+            override = None
         if value is not None:
-            _turned[switch.name] = _Turned(now if turned is None else turned.before, value)
+            _overrides[switch.name] = _Override(now if override is None else override.before, value)
             switch.write(value)
-        elif turned is not None:
-            switch.write(turned.before)
+        elif override is not None:
+            switch.write(override.before)
 
 
 def _check_cublas(device: torch.device) -> None:
@@ -210,13 +210,13 @@ def _check_cublas(device: torch.device) -> None:
         return
     except RuntimeError as error:
         refused = error
-    _turn({switch: None for switch, *_ in _table(device)})
-    kept = [(switch, switch.read()) for switch in (_DETERMINISTIC, _INDUCTOR)]
+    _write_settings({switch: None for switch, *_ in _table(device)})
+    saved = [(switch, switch.read()) for switch in (_DETERMINISTIC, _INDUCTOR)]
     _DETERMINISTIC.write((False, False))
     try:
         torch.mm(ones, ones)  # raises if the device itself is at fault
     finally:
-        for switch, value in kept:
+        for switch, value in saved:
             switch.write(value)
     raise ConfigError(
         "--exact and --guards.audit: cuBLAS started without CUBLAS_WORKSPACE_CONFIG=:4096:8 in this process (now it is "
@@ -226,7 +226,7 @@ def _check_cublas(device: torch.device) -> None:
 
 def keep_fastpath_off() -> None:
     """Disable the fast path of attention layers for good: no later `pin` enables it again."""
-    _turned.pop(_FASTPATH.name, None)
+    _overrides.pop(_FASTPATH.name, None)
     _FASTPATH.write(False)
 
 
@@ -246,7 +246,7 @@ def check_graphs() -> None:
     """
     if os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1":
         raise ConfigError(
-            "--compile cannot hold with TORCHINDUCTOR_CUDAGRAPHS=1, which overwrites the gradients that a step "
+            "--compile cannot run with TORCHINDUCTOR_CUDAGRAPHS=1, which overwrites the gradients that a step "
             "accumulates; unset it"
         )
 
@@ -262,5 +262,5 @@ def check_precision(precision: str, device: torch.device) -> None:
     except (RuntimeError, TypeError) as error:
         line = str(error).splitlines()[0]
         raise ConfigError(
-            f"--precision {precision}: {device} cannot do it ({line}); use --precision float32"
+            f"--precision {precision}: {device} does not support it ({line}); use --precision float32"
         ) from error

@@ -19,7 +19,6 @@ from lockstep.errors import ConfigError
 
 __all__ = [
     "AUTOCAST",
-    "HOW",
     "PARAMETERS",
     "autocast",
     "check_policy",
@@ -34,7 +33,7 @@ __all__ = [
 
 _ATEN = torch.ops.aten
 # Outputs that `selective` keeps: products, which cost the most to recompute for their memory.
-_KEPT = [
+_SAVED_OPERATORS = [
     operator.default
     for operator in (
         _ATEN.mm,
@@ -80,26 +79,26 @@ def checkpointed(model: nn.Module, policy: str, blocks: Sequence[nn.Module]) -> 
     if len(blocks) < every:
         raise ConfigError(
             f"--activation-checkpointing {policy}: the model has {len(blocks)} known blocks, so nothing would be "
-            "computed again; return its repeated blocks from the task's blocks(model), or leave it out"
+            "recomputed; return its repeated blocks from the task's blocks(model), or drop the flag"
         )
-    again = _again_but_products if policy == "selective" else _again
+    wrap = _recompute_selectively if policy == "selective" else _recompute
     for block in blocks[every - 1 :: every]:
-        block.forward = again(block.forward)
+        block.forward = wrap(block.forward)
     return model
 
 
-def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def recomputed(*inputs: Any, **named: Any) -> Any:
-        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=True, **named)
+def _recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(*inputs: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
     return recomputed
 
 
-def _again_but_products(forward: Callable[..., Any]) -> Callable[..., Any]:
-    contexts = partial(create_selective_checkpoint_contexts, _KEPT)
+def _recompute_selectively(forward: Callable[..., Any]) -> Callable[..., Any]:
+    contexts = partial(create_selective_checkpoint_contexts, _SAVED_OPERATORS)
 
-    def recomputed(*inputs: Any, **named: Any) -> Any:
-        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=True, context_fn=contexts, **named)
+    def recomputed(*inputs: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=True, context_fn=contexts, **kwargs)
 
     return recomputed
 
@@ -136,7 +135,7 @@ def parameters_in(
     model: nn.Module,
     dtype: torch.dtype,
     *,
-    as_made: Sequence[Tensor] = (),
+    keep_dtype: Sequence[Tensor] = (),
     mixes: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> nn.Module:
@@ -152,25 +151,25 @@ def parameters_in(
     Args:
         model: to be converted.
         dtype: the parameters' new dtype.
-        as_made: tensors of the model that keep their dtype in any case, without a report.
+        keep_dtype: tensors of the model that keep their dtype in any case, without a report.
         mixes: autocast will reconcile the dtypes, so there is nothing to report.
         say: reports a line to the user if the model mixes dtypes that torch may refuse to multiply.
     """
-    asked = set(as_made)
+    exempt = set(keep_dtype)
     frozen = {
         name: p
         for name, p in model.named_parameters()
-        if p not in asked
+        if p not in exempt
         and not p.requires_grad
         and p.dtype not in _DEFAULTS
         and (p.is_floating_point() or p.is_complex())
     }
-    tables = {name: b for name, b in _tables(model).items() if b not in asked} if dtype is torch.bfloat16 else {}
-    kept = {*frozen.values(), *tables.values(), *asked}
+    tables = {name: b for name, b in _tables(model).items() if b not in exempt} if dtype is torch.bfloat16 else {}
+    unchanged = {*frozen.values(), *tables.values(), *exempt}
     wide = torch.complex128 if dtype is torch.float64 else torch.complex64
 
     def cast(tensor: Tensor) -> Tensor:
-        if tensor in kept:
+        if tensor in unchanged:
             return tensor
         if tensor.is_complex():
             return tensor.to(wide)
@@ -178,8 +177,10 @@ def parameters_in(
 
     model._apply(cast)  # type: ignore[no-untyped-call]  # as nn.Module.to does it
     if not mixes:
-        _tell("frozen parameters", {name: p for name, p in frozen.items() if p.dtype is not dtype}, dtype, say)
-        _tell("buffers that are no state", {name: b for name, b in tables.items() if b.dtype is not dtype}, dtype, say)
+        _report_dtypes("frozen parameters", {name: p for name, p in frozen.items() if p.dtype is not dtype}, dtype, say)
+        _report_dtypes(
+            "non-persistent buffers", {name: b for name, b in tables.items() if b.dtype is not dtype}, dtype, say
+        )
     return model
 
 
@@ -193,13 +194,13 @@ def _tables(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _tell(what: str, tensors: dict[str, Tensor], dtype: torch.dtype, say: Callable[[str], None]) -> None:
+def _report_dtypes(kind: str, tensors: dict[str, Tensor], dtype: torch.dtype, say: Callable[[str], None]) -> None:
     if tensors:
         first, tensor = next(iter(tensors.items()))
         more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
         say(
-            f"{len(tensors)} {what} stay as they were made, beside {_name(dtype)}: {first} ({_name(tensor.dtype)})"
-            f"{more}; where torch refuses to multiply the two, cast in the forward, or use --precision bf16"
+            f"{len(tensors)} {kind} keep a dtype other than {_name(dtype)}: {first} ({_name(tensor.dtype)}){more}; if "
+            "torch refuses to multiply the two, cast in the forward, or use --precision bf16"
         )
 
 
@@ -240,21 +241,21 @@ def compiled(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> nn.Module:
     """
     for module in blocks or [model]:
         if "forward" not in vars(module) and type(module).forward.__module__.startswith("torch."):
-            module.forward = _in_a_frame(module.forward)
+            module.forward = _wrap_in_frame(module.forward)
         module.compile(**HOW)
     for module in _with_ending(model) if blocks else ():
         module.ending = torch.compile(module.ending, **HOW)
     return model
 
 
-def _in_a_frame(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_in_frame(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a forward of torch's, since the compiler starts at functions outside torch.
 
     Without the wrapper an nn.Sequential would stay eager.
     """
 
-    def framed(*inputs: Any, **named: Any) -> Any:
-        return forward(*inputs, **named)
+    def framed(*inputs: Any, **kwargs: Any) -> Any:
+        return forward(*inputs, **kwargs)
 
     return framed
 

@@ -23,7 +23,12 @@ from torch.nn import functional as F
 from lockstep.errors import ConfigError
 from lockstep.files import bytes_text
 
-__all__ = ["CopiedLinear", "WeightCopies", "copies_of", "operands_of", "weight_of"]
+__all__ = [
+    "WeightCopies",
+    "copies_of",
+    "operands_of",
+    "weight_of",
+]
 
 
 class _WeightCopy(NamedTuple):
@@ -77,16 +82,15 @@ class WeightCopies:
                     copied[master] = nn.Parameter(master.detach().to(dtype))
         if not copied:
             raise ConfigError(
-                "--weight-copies step: the model has no nn.Linear with float32 weights, which alone are copied; leave "
-                "it out"
+                "--weight-copies step: the model has no nn.Linear with float32 weights to copy; drop the flag"
             )
         copies = cls([_WeightCopy(names[master], master, copy) for master, copy in copied.items()], dtype, narrow)
         copies._check_hooks()
         for module, attributes in modules.items():
             _attach(module, attributes, copies, copied)
-        size, whole = sum(copy.numel() for copy in copied.values()), sum(p.numel() for p in names)
+        size, count = sum(copy.numel() for copy in copied.values()), sum(p.numel() for p in names)
         say(
-            f"--weight-copies step: {len(copied)} of {len(names)} parameters have a copy, {size / whole:.0%} of their "
+            f"--weight-copies step: {len(copied)} of {len(names)} parameters have a copy, {size / count:.0%} of their "
             f"numbers ({bytes_text(copies.nbytes)})"
         )
         return copies
@@ -143,10 +147,11 @@ class WeightCopies:
 
     def _check_hooks(self) -> None:
         for name, master, _ in self._pairs:
-            held: Any = master
-            if held._backward_hooks or held._post_accumulate_grad_hooks:
+            tensor: Any = master
+            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                 raise ConfigError(
-                    f"--weight-copies step: {name} has a hook on its gradient, which would see none; leave either out"
+                    f"--weight-copies step: {name} has a hook on its gradient, which would never run; remove the hook "
+                    "or the flag"
                 )
 
 
@@ -179,8 +184,8 @@ def weight_of(module: Any, input: Tensor) -> Tensor:
     The module's own, or its copy while that is in use.
     """
     copies = getattr(module, "copies", None)
-    found: Tensor = module.weight if copies is None or not copies.serve(input) else module.weight_copy
-    return found
+    weight: Tensor = module.weight if copies is None or not copies.serve(input) else module.weight_copy
+    return weight
 
 
 def operands_of(module: Any, input: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,8 +201,8 @@ def operands_of(module: Any, input: Tensor) -> tuple[Tensor, Tensor]:
 
 def copies_of(model: nn.Module) -> WeightCopies | None:
     """Return the copies of a model's weights; None if it has none."""
-    found = (vars(module).get("copies") for module in model.modules())
-    return next((copies for copies in found if isinstance(copies, WeightCopies)), None)
+    candidates = (vars(module).get("copies") for module in model.modules())
+    return next((copies for copies in candidates if isinstance(copies, WeightCopies)), None)
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
@@ -209,12 +214,12 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 def _attach(module: nn.Module, attributes: Sequence[str], copies: WeightCopies, copied: dict[Tensor, Tensor]) -> None:
     """Set copies on a module as plain attributes, which are neither parameters nor state."""
-    held = vars(module)
+    attrs = vars(module)
     for attribute in attributes:
         master = module._parameters.get(attribute)
-        held[f"{attribute}_copy"] = None if master is None else copied.get(master)
-    if held["weight_copy"] is None:  # its weight is not float32
+        attrs[f"{attribute}_copy"] = None if master is None else copied.get(master)
+    if attrs["weight_copy"] is None:  # its weight is not float32
         return
-    held["copies"] = copies
+    attrs["copies"] = copies
     if type(module) is nn.Linear:
         module.__class__ = CopiedLinear

@@ -24,20 +24,6 @@ from lockstep.verify.request import Fault, FaultContext, Seed
 from lockstep.verify.wrappers import EngineWrapper, TaskWrapper
 
 __all__ = [
-    "BitFlip",
-    "ClipBeforeUnscale",
-    "DroppedOnResume",
-    "ExtraStep",
-    "LocalBatchNorm",
-    "OtherRate",
-    "OverlappingShards",
-    "PaddedEvaluation",
-    "RankAverage",
-    "RankSeed",
-    "RankWeights",
-    "SwappedState",
-    "TiedDropout",
-    "UnsentGradient",
     "fault",
 ]
 

@@ -26,7 +26,12 @@ from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
 from lockstep.verify.tolerance import EXACT, Scales, Tolerance, digest
 
-__all__ = ["Limit", "Named", "ReferenceComparer", "ReferenceWriter", "TensorStore", "compare", "cut"]
+__all__ = [
+    "Named",
+    "ReferenceComparer",
+    "ReferenceWriter",
+    "TensorStore",
+]
 
 Named = list[tuple[str, Tensor]]
 

@@ -27,7 +27,6 @@ from lockstep.verify.tolerance import EXACT, Tolerance, tolerance_of
 
 __all__ = [
     "REFERENCE",
-    "STAGES",
     "Combination",
     "Difference",
     "Fault",

@@ -24,7 +24,6 @@ __all__ = [
     "EXACT",
     "FINE",
     "DtypeTracker",
-    "Line",
     "OperationLog",
     "Scales",
     "Tolerance",

@@ -52,14 +52,8 @@ from lockstep.verify.tolerance import FINE, Tolerance, first_unequal, tolerance_
 from lockstep.verify.worker import log_operations, read_trace, run_rank
 
 __all__ = [
-    "Executor",
-    "LocalExecutor",
     "RankFailed",
-    "TorchrunExecutor",
-    "Verification",
-    "measured_rounding",
     "prove",
-    "repeats",
     "run",
     "start",
 ]

@@ -31,7 +31,7 @@ def test_a_container_that_may_take_less_than_it_sees(tmp_path):
     (folder / "cpu.max").write_text("200000 100000\n")
     assert machine.quota_of(tmp_path) == 2.0
     found = machine.judge_cores(64, 2.0, 64, place())
-    wrong([found], "cores", "1 x 64 threads on 2 cores' time that the container may take", "OMP_NUM_THREADS=2")
+    wrong([found], "cores", "1 x 64 threads on the container's quota of 2 cores", "OMP_NUM_THREADS=2")
     (folder / "cpu.max").write_text("max 100000\n")
     assert machine.quota_of(tmp_path) == 0.0
 
@@ -102,9 +102,7 @@ def test_little_memory_by_the_machine_or_by_the_containers_limit(tmp_path):
     (tmp_path / "proc").mkdir()
     told = tmp_path / "proc/meminfo"
     told.write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {1 << 10} kB\n")
-    wrong(
-        machine.memory(place(root=tmp_path)).findings, "memory", "1 MiB of 64 GiB are free, by the machine", "end what"
-    )
+    wrong(machine.memory(place(root=tmp_path)).findings, "memory", r"1 MiB of 64 GiB free \(machine\)")
     told.write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {32 << 20} kB\n")
     silent(machine.memory(place(root=tmp_path)).findings)
     folder = tmp_path / "sys/fs/cgroup"
@@ -116,7 +114,7 @@ def test_little_memory_by_the_machine_or_by_the_containers_limit(tmp_path):
     }.items():
         (folder / name).write_text(f"{text}\n")
     found = machine.memory(place(LAUNCHED, root=tmp_path)).findings
-    wrong(found, "memory", "of 2 GiB are free, by the container's limit", "2 ranks need 1 GiB")
+    wrong(found, "memory", r"of 2 GiB free \(container limit\)", "2 ranks need 1 GiB")
     (folder / "memory.stat").write_text(f"anon 1\ninactive_file {2 * GIB - 10000}\n")
     silent(machine.memory(place(LAUNCHED, root=tmp_path)).findings)
 
@@ -127,7 +125,7 @@ def test_a_containers_small_shared_memory():
     wrong([found], "shared memory", "60 MiB free of 64 MiB, for 2 loader processes", "--shm-size=8g or --ipc=host")
     assert found.level == "FAIL"
     full = machine.judge_shared(8 * GIB, 1 << 20, place(config=with_workers))
-    wrong([full], "shared memory", "remove what lies in /dev/shm")
+    wrong([full], "shared memory", "delete files in /dev/shm")
     wrong([machine.judge_shared(64 << 20, 60 << 20, place(LAUNCHED, devices=2))], "shared memory", "for NCCL")
     silent([machine.judge_shared(64 << 20, 60 << 20, place())])
     silent([machine.judge_shared(8 * GIB, 8 * GIB, place(config=with_workers))])
@@ -142,7 +140,7 @@ def test_few_open_files_for_this_world():
         silent(machine.open_files(place(LAUNCHED)).findings)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    wrong(found, "open files", "4096 open files are allowed, and 4096 ranks need about", "ulimit -n 65536")
+    wrong(found, "open files", "4096 open files.* 4096 ranks need about", "ulimit -n 65536")
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
@@ -152,12 +150,12 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
     asked = place(config={"save_dir": str(tmp_path)})
     silent(disk.disk(asked).findings)
     monkeypatch.setattr(disk.tempfile, "TemporaryFile", refuse)
-    wrong(disk.disk(asked).findings, "disk", f"{tmp_path} cannot be written to: Read-only", "another --save-dir")
+    wrong(disk.disk(asked).findings, "disk", f"{tmp_path}: Read-only", "another --save-dir")
 
 
 def test_a_disk_that_is_slow_or_full(tmp_path):
     wrong(list(disk.judge_disk(tmp_path, 1e6, 10 * GIB)), "disk", "writes and syncs 977 KiB a second", "local disk")
-    wrong(list(disk.judge_disk(tmp_path, 1e9, 1 << 20)), "disk", "has 1 MiB free, and this needs 1 GiB", "make room")
+    wrong(list(disk.judge_disk(tmp_path, 1e9, 1 << 20)), "disk", "has 1 MiB free, .* 1 GiB")
     silent(disk.judge_disk(tmp_path, 1e9, 10 * GIB))
 
 
@@ -165,13 +163,13 @@ def test_locks_that_are_not_there_or_do_not_hold(tmp_path, monkeypatch):
     asked = place(config={"save_dir": str(tmp_path)})
     silent(disk.locks(asked).findings)
     monkeypatch.setattr(disk.fcntl, "flock", lambda handle, how: None)
-    wrong(disk.locks(asked).findings, "locks", "can be taken twice", "mount it with locks")
+    wrong(disk.locks(asked).findings, "locks", "can be locked again", "mount it with locking")
 
     def refuse(handle, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(disk.fcntl, "flock", refuse)
-    wrong(disk.locks(asked).findings, "locks", f"{tmp_path} takes no locks: No locks available", "nolock")
+    wrong(disk.locks(asked).findings, "locks", f"{tmp_path}: No locks available", "nolock")
     assert list(tmp_path.iterdir()) == []
     assert fcntl.LOCK_EX
 
@@ -179,8 +177,8 @@ def test_locks_that_are_not_there_or_do_not_hold(tmp_path, monkeypatch):
 def test_a_file_server_with_another_time(tmp_path):
     asked = place(config={"save_dir": str(tmp_path)})
     silent(disk.clock(asked).findings)
-    wrong([disk.judge_clock(1000.0, 1030.0, 1030.5)], "folder's clock", "dated 30.0 s apart", "keep time")
-    wrong([disk.judge_clock(1040.0, 1030.0, 1030.5)], "folder's clock", "dated 9.5 s apart")
+    wrong([disk.judge_clock(1000.0, 1030.0, 1030.5)], "folder's clock", "30.0 s off", "chronyc")
+    wrong([disk.judge_clock(1040.0, 1030.0, 1030.5)], "folder's clock", "9.5 s off")
 
 
 @pytest.mark.parametrize("name", ["missing", "missing/deeper"])

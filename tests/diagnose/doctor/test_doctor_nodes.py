@@ -69,17 +69,15 @@ def test_two_nodes_whose_names_lead_to_loopback_and_then_the_way_out(nodes, tmp_
     code, out, _ = ended(one)
     ended(other)
     assert code == 3, out
-    assert (
-        f"FAIL  names           rank 1 on {HOST}: its host name leads to 127.0.0.1, where gloo would be met by" in out
-    )
-    assert "GLOO_SOCKET_IFNAME is the loopback, and there are several nodes" in out
+    assert f"FAIL  names           rank 1 on {HOST}: its host name resolves to 127.0.0.1" in out
+    assert "GLOO_SOCKET_IFNAME is the loopback" in out
     assert "set GLOO_SOCKET_IFNAME to the interface between the nodes" in out
     assert f"rank 0 on {HOST} cannot reach rank 1 on {HOST} at 127.0.0.1:" in out
     one, other = [on_node(nodes, rank, tmp_path, GLOO_SOCKET_IFNAME="wire") for rank in (0, 1)]
     code, out, error = ended(one)
     assert (code, ended(other)[0]) == (0, 0), out + error
-    assert "gloo: 3 on all ranks, as it should be" in out
-    assert "ok    names           gloo takes 10.78.0.1 (wire)" in out
+    assert "gloo: 3 on all ranks" in out
+    assert "ok    names           gloo uses 10.78.0.1 (wire)" in out
 
 
 def test_a_master_at_an_address_that_nobody_has_or_that_a_firewall_hides(nodes, tmp_path):
@@ -91,5 +89,5 @@ def test_a_master_at_an_address_that_nobody_has_or_that_a_firewall_hides(nodes, 
     assert f"rank 1 on {HOST} cannot reach rank 0 at 10.79.0.1:29666: " in error
     code, _, error = ended(loop)
     assert code == 3
-    assert "refused: the machine answers, and nobody listens there" in error
-    assert f"MASTER_ADDR 127.0.0.1 is the loopback on rank 1 on {HOST}, which looks for rank 0 at itself" in error
+    assert "connection refused" in error
+    assert f"MASTER_ADDR 127.0.0.1 is the loopback on rank 1 on {HOST}" in error

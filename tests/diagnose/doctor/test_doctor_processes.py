@@ -35,8 +35,8 @@ def ended(process):
 def test_a_rank_that_was_not_started():
     code, out, error = ended(started(0, free_port(), "--wait", "1"))
     assert code == 3
-    assert f"FAIL  meeting         rank 1 of 2 did not come within 1 s; there are those of {HOST}; look at the" in out
-    assert error == "lockstep: error: doctor: FAIL in meeting; its lines say what to do\n"
+    assert f"FAIL  meeting         rank 1 of 2 did not connect within 1 s; connected hosts: {HOST}; " in out
+    assert error == "lockstep: error: doctor: FAIL in meeting; see the remedy on each FAIL line\n"
 
 
 def test_a_port_that_is_taken():
@@ -52,7 +52,7 @@ def test_a_master_that_is_not_there():
     port = free_port()
     code, out, error = ended(started(1, port, "--wait", "1"))
     assert (code, out) == (3, "")
-    where = f"rank 1 on {HOST} cannot reach rank 0 at 127.0.0.1:{port}: refused: the machine answers"
+    where = f"rank 1 on {HOST} cannot reach rank 0 at 127.0.0.1:{port}: connection refused"
     assert where in error
     assert "check MASTER_ADDR and MASTER_PORT" in error
 
@@ -64,17 +64,19 @@ def test_a_rank_that_came_twice_and_one_too_many():
     code, out, _ = ended(started(0, port, "--wait", "8", size=3))
     others = list(map(ended, others))
     assert code == 3
-    assert re.search(r"FAIL  meeting +rank 1 came twice: process \d+ on \S+ and process \d+ on", out), out
-    assert f"rank 3 on {HOST} came too: WORLD_SIZE is 4 there, 3 here; start all nodes with the same" in out
+    assert re.search(r"FAIL  meeting +rank 1 connected twice: process \d+ on \S+ and process \d+ on", out), out
+    assert f"rank 3 on {HOST} connected too: WORLD_SIZE is 4 there, 3 here; " in out
     said = [error for _, _, error in others]
-    assert sum("says that it is rank 1, and so does another" in error for error in said) == 1
+    assert sum("has RANK 1, and so does another process" in error for error in said) == 1
 
 
 def test_a_wrong_rank_does_not_take_anothers_place():
     port = free_port()
     code, out, _ = ended(started(2, port, "--wait", "1"))
     assert code == 3
-    assert re.search(rf"FAIL  variables +process \d+ on {HOST}: RANK is 2 and WORLD_SIZE 2: ranks are 0 to 1; ", out)
+    assert re.search(
+        rf"FAIL  variables +process \d+ on {HOST}: RANK is 2, but WORLD_SIZE is 2: ranks are 0 to 1; ", out
+    )
 
 
 @pytest.mark.parametrize("how", ["launch", "torchrun"])
@@ -100,7 +102,7 @@ def test_a_fault_ends_the_launcher_with_3():
     broken = environment(GLOO_SOCKET_IFNAME="eth77")
     done = subprocess.run(command, env=broken, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 3, done.stdout + done.stderr
-    line = "FAIL  settings        all ranks: GLOO_SOCKET_IFNAME names eth77, and there is no such interface; name one"
+    line = "FAIL  settings        all ranks: GLOO_SOCKET_IFNAME is 'eth77': no such interface; "
     assert line in done.stdout
     assert "FAIL in settings" in done.stderr
 

@@ -217,7 +217,7 @@ def test_gradients_that_were_not_exchanged(digits):
     told = "\n".join(lines)
     assert failed == ["gradients", "weights"]
     assert (
-        "FAIL  gradients       rank 1 on node-1 has other gradients than rank 0 after one backward: 1.weight and 3"
+        "FAIL  gradients       rank 1 on node-1 has different gradients than rank 0 after one backward: 1.weight and 3"
         in told
     )
 

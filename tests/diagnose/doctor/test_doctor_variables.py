@@ -13,16 +13,16 @@ from lockstep.diagnose.doctor.finding import chosen, page_rows
 @pytest.mark.parametrize(
     ("changes", "texts"),
     [
-        ({"RANK": "2"}, ["RANK is 2 and WORLD_SIZE 2: ranks are 0 to 1", "lockstep launch"]),
-        ({"RANK": None}, ["RANK is not set, and WORLD_SIZE is"]),
-        ({"WORLD_SIZE": None}, ["WORLD_SIZE is not set, and RANK is"]),
+        ({"RANK": "2"}, ["RANK is 2, but WORLD_SIZE is 2: ranks are 0 to 1", "lockstep launch"]),
+        ({"RANK": None}, ["RANK is not set, but WORLD_SIZE is"]),
+        ({"WORLD_SIZE": None}, ["WORLD_SIZE is not set, but RANK is"]),
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, ["MASTER_ADDR, MASTER_PORT are not set"]),
         ({"LOCAL_RANK": None}, ["LOCAL_RANK is not set"]),
-        ({"WORLD_SIZE": "two"}, ["WORLD_SIZE is 'two', and must be a number from 1"]),
+        ({"WORLD_SIZE": "two"}, ["WORLD_SIZE is 'two'", "at least 1"]),
         ({"RANK": "-1"}, ["RANK is '-1'"]),
-        ({"LOCAL_RANK": "2", "RANK": "1"}, ["LOCAL_RANK is 2, and LOCAL_WORLD_SIZE 2: they are 0 to 1"]),
-        ({"LOCAL_RANK": "1"}, ["LOCAL_RANK is 1, more than RANK, 0"]),
-        ({"LOCAL_WORLD_SIZE": "4"}, ["LOCAL_WORLD_SIZE is 4, more than WORLD_SIZE, 2"]),
+        ({"LOCAL_RANK": "2", "RANK": "1"}, ["LOCAL_RANK is 2, but LOCAL_WORLD_SIZE is 2: local ranks are 0 to 1"]),
+        ({"LOCAL_RANK": "1"}, ["LOCAL_RANK is 1, .* RANK 0"]),
+        ({"LOCAL_WORLD_SIZE": "4"}, ["LOCAL_WORLD_SIZE is 4, .* WORLD_SIZE 2"]),
         ({"MASTER_PORT": "70000"}, ["MASTER_PORT is '70000'", "from 1 to 65535"]),
     ],
 )
@@ -88,11 +88,11 @@ def system(root, interfaces=("eth0", "lo"), ports=()):
 @pytest.mark.parametrize(
     ("environ", "level", "texts"),
     [
-        ({"GLOO_SOCKET_IFNAME": "eth7"}, "FAIL", ["GLOO_SOCKET_IFNAME names eth7, and there is no", "eth0, eth01, lo"]),
-        ({"NCCL_SOCKET_IFNAME": "ib"}, "FAIL", ["NCCL_SOCKET_IFNAME is 'ib', and no interface", "=NAME"]),
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, "FAIL", ["GLOO_SOCKET_IFNAME is 'eth7'", "eth0, eth01, lo"]),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, "FAIL", ["NCCL_SOCKET_IFNAME is 'ib'", "=NAME"]),
         ({"NCCL_TIMEOUT": "1800"}, "warn", ["NCCL_TIMEOUT=1800", "--timeout"]),
         ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, "warn", ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]),
-        ({"NCCL_DEBUG_FILE": "/tmp/nccl_rank_%r.log"}, "warn", ["%r stands for nothing", "--nccl-debug"]),
+        ({"NCCL_DEBUG_FILE": "/tmp/nccl_rank_%r.log"}, "warn", ["%r is no placeholder", "--nccl-debug"]),
         ({"NCCL_IB_DISABLE": "1"}, "warn", ["NCCL_IB_DISABLE=1"]),
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "warn", ["makes the host wait for every kernel"]),
         ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, "warn", ["compares every collective"]),
@@ -116,9 +116,7 @@ def test_one_log_for_all_ranks_and_the_loopback_between_nodes(tmp_path):
         settings(place(LAUNCHED | {"NCCL_DEBUG_FILE": "nccl.log"}, root=root)).findings, "settings", "one file for all"
     )
     nodes = LAUNCHED | {"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    wrong(
-        settings(place(nodes, root=root)).findings, "settings", "the loopback, and there are several nodes", "eth0, lo"
-    )
+    wrong(settings(place(nodes, root=root)).findings, "settings", "GLOO_SOCKET_IFNAME is the loopback", "eth0, lo")
     fine = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_BUFFSIZE": "1048576"}
     fine |= {"NCCL_SOCKET_IFNAME": "eth0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
     silent(settings(place(LAUNCHED | fine, root=root)).findings)

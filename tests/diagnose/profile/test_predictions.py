@@ -121,7 +121,7 @@ def in_turns(rank, slower):
 def test_ranks_that_are_late_in_turns_are_found_where_one_is_also_slower(slower):
     found = verdict(in_turns(0, slower), in_turns(1, slower))
     assert found.bottleneck == "imbalance", found.sentence
-    assert "in each step another rank is late" in found.sentence
+    assert "a different rank is late in each step" in found.sentence
     waited = 4.0 - slower / 2000  # what is left of that where the slower one is waited for in every step
     assert found.gain == pytest.approx(20.0 / (20.0 - waited), rel=0.01)
 

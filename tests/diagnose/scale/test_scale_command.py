@@ -73,14 +73,14 @@ def test_sizes_are_ascending_numbers(text):
         (["train"], "`--` is missing before `train`"),
         (["--", "--engine", "single"], "--engine single is one process"),
         (["--runs", "a", "b", "--", "--lr", "1"], "takes no flags of train"),
-        (["--runs", "a", "b"], "--runs: a is no run's folder"),
+        (["--runs", "a", "b"], "--runs: a is not a complete run folder"),
         (["--", "--batch-sise", "4"], "did you mean --batch-size"),
         (["--", "train", "--batch-size", "5", "--micro-batch-size", "2"], "--batch-size 5 is not a multiple"),
         (["--world-sizes", "1,4", "--", "--batch-size", "4", "--micro-batch-size", "2"], "would compute nothing"),
         (["--", "--shares", "9,7"], "--shares 9,7 fits one number of ranks"),
         (
             ["--weak", "--world-sizes", "2,4", "--", "--batch-size", "6", "--micro-batch-size", "2"],
-            "which 2 ranks cannot share alike",
+            "which 2 ranks cannot share equally",
         ),
     ],
 )
@@ -216,7 +216,7 @@ def test_the_first_error_of_a_run_is_what_is_said():
     said = "warning\nlockstep: error: rank 1 (host): RuntimeError: boom\nlockstep: error: another\n"
     assert runs.first_error(said, 1) == "rank 1 (host): RuntimeError: boom"
     assert runs.first_error("Traceback\n  x\nValueError: no\n\n", 1) == "ValueError: no"
-    assert runs.first_error("", -9) == "it ended with code -9 and said nothing"
+    assert runs.first_error("", -9) == "exited with code -9 without output"
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_runs_of_several_nodes_are_compared_and_carried_on(tmp_path, capsys):
     (further,) = found["extrapolated"]
     assert (further["ranks"], further["idle"]) == (64, True)
     notes = " ".join(found["notes"])
-    assert "made before, and not in turns" in notes
+    assert "records of earlier runs" in notes
     assert "no network between nodes" not in notes
     assert "gloo" not in notes
 
@@ -75,7 +75,7 @@ def test_what_else_differs_is_said(tmp_path, capsys):
     paths = [folder(tmp_path / "a", 1, 100.0, seed=1), folder(tmp_path / "b", 2, 190.0, precision="bf16", seed=2)]
     notes = printed(capsys, *paths)["notes"]
     assert [line for line in notes if "differ in" in line] == [
-        "the runs also differ in precision (auto, bf16), and not in their ranks alone"
+        "the runs also differ in precision (auto, bf16), not only in ranks"
     ]
 
 
@@ -85,9 +85,9 @@ def test_runs_that_cannot_be_compared_are_one_line(tmp_path):
         ([one], "all are of 1 ranks"),
         ([one, folder(tmp_path / "again", 1, 101.0)], "all are of 1 ranks"),
         ([one, folder(tmp_path / "other", 3, 190.0, 90)], "64 on 1, 90 on 3 ranks"),
-        ([one, folder(tmp_path / "cut", 2, 190.0, micro=4)], "cut a step alike"),
-        ([one, tmp_path / "nowhere"], "is no run's folder"),
-        ([one, tmp_path / "a" / "state.json"], "is no run's folder"),
+        ([one, folder(tmp_path / "cut", 2, 190.0, micro=4)], "micro-batches of 4"),
+        ([one, tmp_path / "nowhere"], "is not a complete run folder"),
+        ([one, tmp_path / "a" / "state.json"], "is not a complete run folder"),
     ):
         with pytest.raises(ConfigError, match=line) as caught:
             existing(paths, (), 0)
@@ -97,12 +97,12 @@ def test_runs_that_cannot_be_compared_are_one_line(tmp_path):
         existing([one, two], (), 0)
     for damage in ("{", "[]", '{"world_size": "2"}', '{"world_size": 0}', "{}", "[" * 100_000):
         (two / "state.json").write_text(damage)
-        with pytest.raises(ConfigError, match="is no run's folder"):
+        with pytest.raises(ConfigError, match="is not a complete run folder"):
             existing([one, two], (), 0)
     (two / "state.json").write_text('{"world_size": 2}')
     for damage in ("x = [", "batch_size = 'y'\nmicro_batch_size = 1\n", ""):
         (two / "config.toml").write_text(damage)
-        with pytest.raises(ConfigError, match="is no run's folder"):
+        with pytest.raises(ConfigError, match="is not a complete run folder"):
             existing([one, two], (), 0)
 
 

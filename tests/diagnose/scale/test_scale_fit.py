@@ -158,7 +158,7 @@ def test_what_is_measured_is_carried_on_with_its_limits_said():
     assert further[1].speedup < 8
     assert 0.85 < further[2].efficiency < 0.97
     outcome = Outcome(request, machine, 2, rows, further=further)
-    assert any("goes from 1, 2, 4 ranks to others as if" in line for line in outcome.notes())
+    assert any("extrapolation from 1, 2, 4 ranks" in line for line in outcome.notes())
     assert any("64 ranks (strong) are more than a step has micro-batches" in line for line in outcome.notes())
     assert len(outcome.plain()["extrapolated"]) == 4
 

@@ -26,7 +26,7 @@ __all__ = [
 
 
 _PARAMETERS = {torch.float32: "float32", torch.bfloat16: "bf16-true", torch.float64: "float64"}
-_ALL_KEPT = 10**6
+_NO_LIMIT = 10**6
 
 
 def value(setting: Any) -> Any:
@@ -41,26 +41,28 @@ def check_arguments(trainer: Any) -> None:
         ConfigError: an argument is set and not served; one line that names it.
     """
     args = trainer.args
-    for spec in _theirs(args):
-        given = getattr(args, spec.name, None)
+    for spec in _argument_fields(args):
+        setting = getattr(args, spec.name, None)
         row = ARGUMENTS.get(spec.name)
         if row and row.kind != "refused":
             continue
-        if _is_set(spec, given):
-            why = row.what if row else "lockstep does not know it: leave it out"
-            raise _refused(spec.name, given, why)
+        if _is_set(spec, setting):
+            why = row.what if row else "it is unknown to lockstep: leave it out"
+            raise _unsupported(spec.name, setting, why)
     sampling = getattr(args, "train_sampling_strategy", "random")
     if sampling not in SAMPLING:
-        raise _refused("train_sampling_strategy", sampling, "batches by length would depend on the data: use random")
+        raise _unsupported(
+            "train_sampling_strategy", sampling, "batches by length would depend on the data: use random"
+        )
     unknown = [name for name in getattr(args, "report_to", None) or [] if name not in SINKS]
     if unknown:
-        raise _refused(
+        raise _unsupported(
             "report_to", unknown, "the sinks are tensorboard and wandb: log to others in the loop of lockstep.Run"
         )
 
 
 def _step_size(trainer: Any, devices: int) -> int:
-    """Samples of a step on `devices` devices; 0: on the Trainer's own number."""
+    """Return the samples of a step on `devices` devices; 0: on the Trainer's own number."""
     args = trainer.args
     if devices:
         return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * devices)
@@ -84,7 +86,7 @@ def config_of(trainer: Any, devices: int = 0) -> Config:
         "micro_batch_size": args.per_device_train_batch_size,
         "eval_micro_batch_size": args.per_device_eval_batch_size,
         **_frequencies(args),
-        **_judged(trainer),
+        **_best_metric(trainer),
         "precision": _precision(trainer),
         "matmul_precision": "high" if args.tf32 else "highest",
         "activation_checkpointing": _checkpointing(args),
@@ -105,59 +107,61 @@ def config_of(trainer: Any, devices: int = 0) -> Config:
         "clip": float(args.max_grad_norm or 0.0),
         **_plateau(args),
     }
-    fields |= {"data": data, "optim": optim, "checkpoint": {"keep": args.save_total_limit or _ALL_KEPT}}
+    fields |= {"data": data, "optim": optim, "checkpoint": {"keep": args.save_total_limit or _NO_LIMIT}}
     return Config(**fields)
 
 
-def _theirs(args: Any) -> list[Any]:
-    """The fields of TrainingArguments itself, plus the known fields of classes derived from it."""
+def _argument_fields(args: Any) -> list[Any]:
+    """Return the fields of TrainingArguments, plus the known fields of classes derived from it."""
     base = next((kind for kind in type(args).__mro__ if kind.__name__ == "TrainingArguments"), type(args))
     own = {spec.name for spec in dataclasses.fields(base)}
     return [spec for spec in dataclasses.fields(args) if spec.name in own or spec.name in ARGUMENTS]
 
 
-def _is_set(spec: Any, given: Any) -> bool:
+def _is_set(spec: Any, setting: Any) -> bool:
     if spec.name == "accelerator_config":
-        return _accelerates(given)
+        return _changes_batching(setting)
     if spec.name == "torch_compile_backend":
-        return given not in (None, "inductor")
+        return setting not in (None, "inductor")
     if spec.name == "torch_compile_mode":
-        return given not in (None, "default")
+        return setting not in (None, "default")
     default = spec.default
     if default is dataclasses.MISSING:
         default = None if spec.default_factory is dataclasses.MISSING else spec.default_factory()
-    return bool(given) and value(given) != value(default)
+    return bool(setting) and value(setting) != value(default)
 
 
-def _accelerates(given: Any) -> bool:
+def _changes_batching(accelerator: Any) -> bool:
     """Whether accelerate is configured to split batches in another way than lockstep."""
     cuts = ("split_batches", "dispatch_batches", "gradient_accumulation_kwargs")
-    return any(getattr(given, name, None) for name in cuts) or not getattr(given, "use_seedable_sampler", True)
+    return any(getattr(accelerator, name, None) for name in cuts) or not getattr(
+        accelerator, "use_seedable_sampler", True
+    )
 
 
-def _refused(name: str, given: Any, why: str) -> ConfigError:
-    shown = repr(value(given))
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return ConfigError(f"from_trainer: TrainingArguments({name}={shown}) is not served: {why}")
+def _unsupported(name: str, setting: Any, why: str) -> ConfigError:
+    text = repr(value(setting))
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return ConfigError(f"from_trainer: TrainingArguments({name}={text}) is not supported: {why}")
 
 
 def _name(output_dir: str) -> dict[str, Any]:
     path = Path(output_dir)
     if not path.name or path.name.startswith("."):
-        raise _refused("output_dir", output_dir, "give it a name of its own, which the run's folder has")
+        raise _unsupported("output_dir", output_dir, "give a folder with a name, which becomes the run's")
     return {"save_dir": str(path.parent), "experiment_name": path.name}
 
 
 def _length(args: Any, samples: int, batch_size: int) -> dict[str, Any]:
-    """The Config fields for the length: epochs or steps, and an epoch's used share."""
+    """Return the Config fields for the length: epochs or steps, and an epoch's used share."""
     limit = samples // batch_size if args.dataloader_drop_last else 0
-    found = {"limit_train_batches": limit} if limit and limit * batch_size != samples else {}
+    limits = {"limit_train_batches": limit} if limit and limit * batch_size != samples else {}
     if args.max_steps > 0:
-        return {**found, "max_steps": args.max_steps}
+        return {**limits, "max_steps": args.max_steps}
     epochs = args.num_train_epochs
     if float(epochs).is_integer():
-        return {**found, "num_epochs": int(epochs)}
-    return {**found, "max_steps": max(1, math.ceil(epochs * (limit or samples / batch_size)))}
+        return {**limits, "num_epochs": int(epochs)}
+    return {**limits, "max_steps": max(1, math.ceil(epochs * (limit or samples / batch_size)))}
 
 
 def _frequencies(args: Any) -> dict[str, Any]:
@@ -179,8 +183,8 @@ def _span(steps: float) -> int | str:
     return f"{100 * steps:.6f}".rstrip("0").rstrip(".") + "%"
 
 
-def _judged(trainer: Any) -> dict[str, Any]:
-    """The Config field for the best metric.
+def _best_metric(trainer: Any) -> dict[str, Any]:
+    """Return the Config field for the best metric.
 
     The Trainer's name starts with `eval_`, and with the name of the set if there are several.
     """
@@ -197,7 +201,7 @@ def _judged(trainer: Any) -> dict[str, Any]:
     if name == "loss" and not more:
         return {"best_metric": "loss"}
     if name == "loss":
-        raise _refused("greater_is_better", True, "the best loss is the least: leave it out")
+        raise _unsupported("greater_is_better", True, "the best loss is the lowest: leave it out")
     return {"best_metric": f"{name}:{'max' if more else 'min'}"}
 
 
@@ -207,10 +211,10 @@ def _precision(trainer: Any) -> str:
     half = "bf16" if args.bf16 else "fp16" if args.fp16 else ""
     if dtypes == {torch.float32}:
         return half or "float32"
-    shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     if len(dtypes) > 1 or half == "fp16" or dtypes - _PARAMETERS.keys():
         raise ConfigError(
-            f"from_trainer: the model's parameters are {shown}{' with fp16=True' if half == 'fp16' else ''}, which is "
+            f"from_trainer: the model's parameters are {names}{' with fp16=True' if half == 'fp16' else ''}, which is "
             "not served: load it with dtype=torch.float32"
         )
     return _PARAMETERS[dtypes.pop()]
@@ -221,35 +225,35 @@ def _checkpointing(args: Any) -> str:
         return "none"
     more = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
     if more.get("offload"):
-        raise _refused("activation_checkpointing_kwargs", more, "activations are not offloaded: leave offload out")
+        raise _unsupported("activation_checkpointing_kwargs", more, "activations are not offloaded: leave offload out")
     every = int(more.get("every_n_layers", 1))
     return "full" if every == 1 else f"every:{every}"
 
 
 def _plateau(args: Any) -> dict[str, Any]:
-    """The `optim` section for a plateau schedule.
+    """Return the `optim` section for a plateau schedule.
 
     It is the only schedule that depends on the evaluations, so the task cannot compute it from the step.
     """
     kind = value(args.lr_scheduler_type)
     if kind == "greedy":
-        raise _refused("lr_scheduler_type", kind, "use another, or dataclasses.replace(config, optim=...)")
+        raise _unsupported("lr_scheduler_type", kind, "use another, or dataclasses.replace(config, optim=...)")
     if kind != "reduce_lr_on_plateau":
         return {}
-    given = dict(args.lr_scheduler_kwargs or {})
-    relative = given.pop("threshold_mode", "rel") == "rel" and given.get("threshold", 1e-4)
-    known = {"factor", "patience", "cooldown", "mode", "threshold", "min_lr", "eps"}
-    if relative or given.keys() - known or not isinstance(given.get("min_lr", 0.0), int | float):
-        raise _refused(
-            *("lr_scheduler_kwargs", given),
-            "of a plateau factor, patience, cooldown and min_lr are, with threshold=0, or threshold_mode='abs' and "
-            "the threshold of the EarlyStoppingCallback",
+    options = dict(args.lr_scheduler_kwargs or {})
+    relative = options.pop("threshold_mode", "rel") == "rel" and options.get("threshold", 1e-4)
+    keys = {"factor", "patience", "cooldown", "mode", "threshold", "min_lr", "eps"}
+    if relative or options.keys() - keys or not isinstance(options.get("min_lr", 0.0), int | float):
+        raise _unsupported(
+            *("lr_scheduler_kwargs", options),
+            "a plateau takes factor, patience, cooldown and min_lr, with threshold=0, or threshold_mode='abs' and the "
+            "threshold of the EarlyStoppingCallback",
         )
     return {
         "schedule": "plateau",
-        "gamma": float(given.get("factor", 0.1)),
-        "plateau_patience": int(given.get("patience", 10)),
-        "plateau_cooldown": int(given.get("cooldown", 0)),
-        "floor": float(given.get("min_lr", 0.0)) / (args.learning_rate or 1.0),
+        "gamma": float(options.get("factor", 0.1)),
+        "plateau_patience": int(options.get("patience", 10)),
+        "plateau_cooldown": int(options.get("cooldown", 0)),
+        "floor": float(options.get("min_lr", 0.0)) / (args.learning_rate or 1.0),
         "warmup_steps": 0,
     }

@@ -42,7 +42,6 @@ from lockstep.optim.schedule import torch_schedule
 from lockstep.task import Order, Task
 
 __all__ = [
-    "LabelledTrainerTask",
     "TrainerTask",
     "check_optimizer",
     "from_trainer",
@@ -51,34 +50,34 @@ __all__ = [
 
 
 # Callbacks that print, log or decide when to: the run does this itself. `report_to` turns sinks on.
-_DONE = (
+_REPLACED_BY_RUN = (
     *("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback"),
     *("JITCheckpointCallback", "RichProgressCallback"),
 )
 _SINKS = {"TensorBoardCallback": "tensorboard", "WandbCallback": "wandb"}
-_EARLY = "EarlyStoppingCallback"
-_THEIRS = ("transformers.", "trl.")
+_EARLY_STOPPING = "EarlyStoppingCallback"
+_PACKAGES = ("transformers.", "trl.")
 
 
 def settings_of(trainer: Any, config: Config) -> Config:
     """Convert the Trainer's callbacks to settings, and add them to the config.
 
     Raises:
-        ConfigError: a callback that is not served; the message names its class.
+        ConfigError: a callback that is not supported; the message names its class.
     """
     changes: dict[str, Any] = {}
     for each in trainer.callback_handler.callbacks:
         name = type(each).__name__
-        theirs = name if type(each).__module__.startswith(_THEIRS) else ""
-        if theirs in _SINKS:
-            changes[_SINKS[theirs]] = True
-        elif theirs == _EARLY:
+        builtin = name if type(each).__module__.startswith(_PACKAGES) else ""
+        if builtin in _SINKS:
+            changes[_SINKS[builtin]] = True
+        elif builtin == _EARLY_STOPPING:
             changes |= {"patience": int(each.early_stopping_patience)}
             changes |= {"min_delta": float(each.early_stopping_threshold or 0.0)}
-        elif theirs not in _DONE:
+        elif builtin not in _REPLACED_BY_RUN:
             raise ConfigError(
-                f"from_trainer: the callback {name} is not served: trainer.remove_callback({name}), and write what it "
-                "does as a line in the loop of lockstep.Run"
+                f"from_trainer: the callback {name} is not supported: call trainer.remove_callback({name}), and do its "
+                "work in the loop of lockstep.Run"
             )
     if changes.get("patience") and not config.eval_freq:
         raise ConfigError("from_trainer: EarlyStoppingCallback needs evaluations: set eval_strategy='steps' or 'epoch'")
@@ -109,56 +108,56 @@ def check_optimizer(trainer: Any) -> None:
     name = value(trainer.args.optim)
     if name not in OPTIMIZERS and not _is_own_method(trainer, "create_optimizer"):
         raise ConfigError(
-            f"from_trainer: TrainingArguments(optim='{name}') is not served: use one of {', '.join(OPTIMIZERS)}, or "
+            f"from_trainer: TrainingArguments(optim='{name}') is not supported: use one of {', '.join(OPTIMIZERS)}, or "
             "give the Trainer optimizer_cls_and_kwargs"
         )
 
 
-def _given_optimizer(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
+def _optimizer_factory(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
     """Return a factory that rebuilds the Trainer's optimizer over parameters of the same names.
 
     Raises:
         ConfigError: it has already stepped, or has parameters that are not in the Trainer's model.
     """
-    given = trainer.optimizer
-    if given is None:
+    optimizer = trainer.optimizer
+    if optimizer is None:
         return None
-    if given.state:
-        raise ConfigError("from_trainer: the optimizer of the Trainer has stepped already: give it a new one")
+    if optimizer.state:
+        raise ConfigError("from_trainer: the Trainer's optimizer has already stepped: pass a new one")
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     groups = []
-    for group in given.param_groups:
+    for group in optimizer.param_groups:
         if any(parameter not in names for parameter in group["params"]):
             raise ConfigError(
-                "from_trainer: the optimizer of the Trainer holds parameters that are not of its model: make it from "
+                "from_trainer: the Trainer's optimizer has parameters outside its model: build it from "
                 "model.parameters()"
             )
         options = {key: option for key, option in group.items() if key not in ("params", "initial_lr")}
         options["lr"] = group.get("initial_lr", group["lr"])  # a scheduler has multiplied the other
         groups.append(([_plain(names[parameter]) for parameter in group["params"]], options))
-    kind, known = type(given), inspect.signature(type(given)).parameters
-    defaults = {key: option for key, option in given.defaults.items() if key in known}
+    kind, accepts = type(optimizer), inspect.signature(type(optimizer)).parameters
+    defaults = {key: option for key, option in optimizer.defaults.items() if key in accepts}
 
     def make(model: nn.Module) -> Optimizer:
         parameters = {_plain(name): parameter for name, parameter in model.named_parameters()}
-        members = [{**options, "params": [parameters[name] for name in held]} for held, options in groups]
-        made: Optimizer = kind(members, **defaults)
-        return made
+        members = [{**options, "params": [parameters[name] for name in group_names]} for group_names, options in groups]
+        result: Optimizer = kind(members, **defaults)
+        return result
 
     return make
 
 
-def _made_optimizer(trainer: Any, model: nn.Module) -> Optimizer:
+def _create_optimizer(trainer: Any, model: nn.Module) -> Optimizer:
     """Call the Trainer's `create_optimizer` for `model`, and drop groups without parameters."""
-    held = trainer.model
+    former = trainer.model
     trainer.model, trainer.optimizer = model, None
     try:
         takes = "model" in inspect.signature(trainer.create_optimizer).parameters
-        made: Optimizer = trainer.create_optimizer(model) if takes else trainer.create_optimizer()
+        optimizer: Optimizer = trainer.create_optimizer(model) if takes else trainer.create_optimizer()
     finally:
-        trainer.model = held
-    made.param_groups[:] = [group for group in made.param_groups if group["params"]]
-    return made
+        trainer.model = former
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer
 
 
 def _schedule_of(trainer: Any) -> Rates | None:
@@ -169,25 +168,27 @@ def _schedule_of(trainer: Any) -> Rates | None:
     Raises:
         ConfigError: the Trainer has a scheduler that is no function of the step.
     """
-    given = trainer.lr_scheduler
-    if given is not None:
-        if not isinstance(given, LambdaLR) or any(each is not given.lr_lambdas[0] for each in given.lr_lambdas):
+    scheduler = trainer.lr_scheduler
+    if scheduler is not None:
+        if not isinstance(scheduler, LambdaLR) or any(
+            each is not scheduler.lr_lambdas[0] for each in scheduler.lr_lambdas
+        ):
             raise ConfigError(
-                f"from_trainer: the scheduler of the Trainer, {type(given).__name__}, is not served: give a LambdaLR "
-                "with one function, or say it as lr_scheduler_type"
+                f"from_trainer: the Trainer's scheduler, {type(scheduler).__name__}, is not supported: pass a LambdaLR "
+                "with one function, or set lr_scheduler_type"
             )
-        rate = given.lr_lambdas[0]
+        rate = scheduler.lr_lambdas[0]
         return lambda step, steps: float(rate(step))
     if value(trainer.args.lr_scheduler_type) == "reduce_lr_on_plateau":
         return None
 
     def make(optimizer: Optimizer, steps: int) -> Any:
-        held = trainer.optimizer
+        former = trainer.optimizer
         trainer.optimizer, trainer.lr_scheduler = optimizer, None
         try:
             return trainer.create_scheduler(steps, optimizer)
         finally:
-            trainer.optimizer, trainer.lr_scheduler = held, None
+            trainer.optimizer, trainer.lr_scheduler = former, None
 
     return torch_schedule(make, lr=float(trainer.args.learning_rate) or 1.0)
 
@@ -204,8 +205,8 @@ def _plain(name: str) -> str:
 
 
 # Modules that define methods lockstep replaces; an override from elsewhere would not be called.
-_KNOWN = ("transformers.", "trl.trainer.sft_trainer")  # their methods do not change a step
-_DECIDING = (
+_KNOWN_MODULES = ("transformers.", "trl.trainer.sft_trainer")  # their methods do not change a step
+_FINGERPRINT_ARGUMENTS = (
     *("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
     *("label_smoothing_factor", "data_seed", "train_sampling_strategy"),
 )
@@ -249,14 +250,14 @@ class TrainerTask(Task):
     def __init__(self, trainer: Any, batching: Batching, training: Any, *, evaluates: bool) -> None:
         self.trainer, self._batching, self._training = trainer, batching, training
         self._evaluates = evaluates
-        self._rates, self._recipe = _schedule_of(trainer), _given_optimizer(trainer)
+        self._rates, self._recipe = _schedule_of(trainer), _optimizer_factory(trainer)
         self._predictions = Predictions(trainer)
         self._loss_takes = inspect.signature(trainer.compute_loss).parameters
-        decided = [str(value(getattr(trainer.args, name, None))) for name in _DECIDING]
-        self.fingerprint = hashlib.sha256("\n".join(decided).encode()).hexdigest()[:16]
+        settings = [str(value(getattr(trainer.args, name, None))) for name in _FINGERPRINT_ARGUMENTS]
+        self.fingerprint = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:16]
         _align(trainer, trainer.model)
         self._first: nn.Module | None = trainer.model
-        self._kept = None if trainer.model_init is not None else _copied(trainer.model)
+        self._initial = None if trainer.model_init is not None else _copied(trainer.model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the batching for a loader process, and not the Trainer."""
@@ -268,21 +269,21 @@ class TrainerTask(Task):
         With `model_init` every call makes a new model.
         """
         trainer = self.trainer
-        if self._kept is None:
-            made = _drawn(trainer)
+        if self._initial is None:
+            model = _init_model(trainer)
         else:
-            made = copy.deepcopy(self._kept) if self._first is None else self._first
+            model = copy.deepcopy(self._initial) if self._first is None else self._first
         self._first = None
-        trainer.model = trainer.model_wrapped = made
-        return made.train()
+        trainer.model = trainer.model_wrapped = model
+        return model.train()
 
     def dataset(self, split: str) -> Any:
         if split == "train":
             return self._training
-        found = self.trainer.eval_dataset if self._evaluates else None
-        if isinstance(found, dict):
-            return {name: samples_of(self.trainer, each, f"eval_dataset['{name}']") for name, each in found.items()}
-        return None if found is None else samples_of(self.trainer, found, "eval_dataset")
+        dataset = self.trainer.eval_dataset if self._evaluates else None
+        if isinstance(dataset, dict):
+            return {name: samples_of(self.trainer, each, f"eval_dataset['{name}']") for name, each in dataset.items()}
+        return None if dataset is None else samples_of(self.trainer, dataset, "eval_dataset")
 
     def collate(self, samples: list[Any]) -> Any:
         return self._batching.collate(samples)
@@ -292,38 +293,38 @@ class TrainerTask(Task):
         inputs = self.trainer._prepare_inputs(batch)
         items = self._items(inputs)
         more = {} if items is None or not self._takes("num_items_in_batch") else {"num_items_in_batch": items}
-        with _alone(self.trainer), self.trainer.compute_loss_context_manager():
+        with _single_process(self.trainer), self.trainer.compute_loss_context_manager():
             loss: Tensor = self.trainer.compute_loss(model, inputs, **more)
         return loss
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
         """Return the loss and, with `compute_metrics`, the predictions, from one `prediction_step`."""
         trainer, predictions = self.trainer, self._predictions
-        alone = trainer.compute_metrics is None or trainer.args.prediction_loss_only
-        with _alone(trainer):
-            loss, logits, labels = trainer.prediction_step(model, batch, alone)
+        loss_only = trainer.compute_metrics is None or trainer.args.prediction_loss_only
+        with _single_process(trainer):
+            loss, logits, labels = trainer.prediction_step(model, batch, loss_only)
         if loss is None:
             raise ConfigError(
                 "from_trainer: the eval_dataset has no labels, so it has no loss: give it the columns "
                 f"{', '.join(trainer.label_names) or 'that the model needs'}, or leave eval_dataset out"
             )
-        if alone:
+        if loss_only:
             return loss, {}
         if trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)
-        wanted, main = trainer.args.include_for_metrics, getattr(trainer.model, "main_input_name", "input_ids")
-        inputs = batch[main] if "inputs" in wanted else None
-        losses = loss.repeat(_rows(batch)) if "loss" in wanted else None
+        include, main = trainer.args.include_for_metrics, getattr(trainer.model, "main_input_name", "input_ids")
+        inputs = batch[main] if "inputs" in include else None
+        losses = loss.repeat(_rows(batch)) if "loss" in include else None
         predictions.add(logits, labels, inputs, losses)
         return loss, {"": predictions}
 
     def optimizer(self, model: nn.Module, config: Config) -> Optimizer:
-        made = self._recipe(model) if self._recipe else _made_optimizer(self.trainer, model)
+        optimizer = self._recipe(model) if self._recipe else _create_optimizer(self.trainer, model)
         if config.exact:  # the fused kernel rounds by an element's place in its shard
-            for group in made.param_groups:
+            for group in optimizer.param_groups:
                 group["fused"] = False if group.get("fused") else group.get("fused")
-        self.trainer.optimizer = made
-        return made
+        self.trainer.optimizer = optimizer
+        return optimizer
 
     def schedule(self, step: int, steps: int) -> float | None:
         return None if self._rates is None else self._rates(step, steps)
@@ -339,8 +340,8 @@ class TrainerTask(Task):
         return None
 
     def _takes(self, name: str) -> bool:
-        known = self._loss_takes
-        return name in known or any(each.kind is each.VAR_KEYWORD for each in known.values())
+        parameters = self._loss_takes
+        return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 class LabelledTrainerTask(TrainerTask):
@@ -367,19 +368,19 @@ def _check_trainer(trainer: Any) -> None:
     if not any(
         kind.__name__ == "Trainer" and kind.__module__.startswith("transformers.") for kind in type(trainer).__mro__
     ):
-        raise ConfigError(f"from_trainer takes a made transformers.Trainer, and this is {type(trainer).__name__}")
+        raise ConfigError(f"from_trainer takes a transformers.Trainer object, not {type(trainer).__name__}")
     name = type(trainer).__name__
     if trainer.train_dataset is None:
-        raise ConfigError("from_trainer: the Trainer has no train_dataset: give it one")
+        raise ConfigError("from_trainer: the Trainer has no train_dataset: pass one")
     if trainer.state.global_step:
-        raise ConfigError("from_trainer: the Trainer has trained already: make a new one, with its model if need be")
+        raise ConfigError("from_trainer: the Trainer has already trained: build a new one")
     if getattr(trainer.model, "quantization_method", None) is not None:
-        raise ConfigError("from_trainer: the model is quantised, which is not served: load it as it is")
+        raise ConfigError("from_trainer: the model is quantised, which is not supported: load it unquantised")
     own = [method for method in LOOP if _is_own(trainer, method)]
     if own:
         raise ConfigError(
-            f"from_trainer: {name} has its own `{own[0]}`, which lockstep would not call: write it as a line in the "
-            "loop of lockstep.Run, or what it computes as `compute_loss`"
+            f"from_trainer: {name} overrides `{own[0]}`, which lockstep does not call: do it in the loop of "
+            "lockstep.Run, or compute it in `compute_loss`"
         )
 
 
@@ -394,15 +395,15 @@ def _evaluates(trainer: Any) -> bool:
     own = [method for method in EVALUATION if _is_own(trainer, method)]
     if own and value(trainer.args.eval_strategy) != "no":
         raise ConfigError(
-            f"from_trainer: {type(trainer).__name__} has its own `{own[0]}`, which lockstep would not call: set "
+            f"from_trainer: {type(trainer).__name__} overrides `{own[0]}`, which lockstep does not call: set "
             "eval_strategy='no', and call it after the training"
         )
     return not own
 
 
 def _is_own(trainer: Any, method: str) -> bool:
-    found = getattr(type(trainer), method, None)
-    return found is not None and not found.__module__.startswith(_KNOWN)
+    function = getattr(type(trainer), method, None)
+    return function is not None and not function.__module__.startswith(_KNOWN_MODULES)
 
 
 def _counts_labels(trainer: Any, batching: Batching, training: Any) -> bool:
@@ -423,7 +424,7 @@ def _counts_labels(trainer: Any, batching: Batching, training: Any) -> bool:
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            f"from_trainer: the first samples of the train_dataset make no batch: {type(error).__name__}: {line}"
+            f"from_trainer: the first samples of train_dataset cannot be collated: {type(error).__name__}: {line}"
         ) from error
     finally:
         torch.set_rng_state(states[0])
@@ -433,25 +434,25 @@ def _counts_labels(trainer: Any, batching: Batching, training: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _alone(trainer: Any) -> Iterator[None]:
+def _single_process(trainer: Any) -> Iterator[None]:
     """Context manager in which the Trainer sees a single process and exchanges nothing."""
     args = trainer.args
-    held = getattr(args, "average_tokens_across_devices", False)
+    former = getattr(args, "average_tokens_across_devices", False)
     args.average_tokens_across_devices = False
     try:
         yield
     finally:
-        args.average_tokens_across_devices = held
+        args.average_tokens_across_devices = former
 
 
-def _drawn(trainer: Any) -> nn.Module:
+def _init_model(trainer: Any) -> nn.Module:
     """Call `model_init` under the Trainer's seed, as the Trainer does."""
     random.seed(trainer.args.seed)
     np.random.seed(trainer.args.seed)
     torch.manual_seed(trainer.args.seed)
-    made: nn.Module = trainer.call_model_init()
-    _align(trainer, made)
-    return made
+    model: nn.Module = trainer.call_model_init()
+    _align(trainer, model)
+    return model
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -465,16 +466,16 @@ def _copied(model: nn.Module) -> nn.Module:
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            f"from_trainer: the model cannot be copied ({line}), and a run may need it as it was at first: give the "
+            f"from_trainer: the model cannot be copied ({line}), and a run may need its initial state: pass the "
             "Trainer a model_init"
         ) from error
 
 
 def _align(trainer: Any, model: nn.Module) -> None:
     """Align the model's special tokens with its tokenizer, as the Trainer does before training."""
-    theirs = of_transformers(trainer)
-    align: Callable[..., None] | None = getattr(theirs, "align_special_tokens", None)
-    kinds = tuple(getattr(theirs, name) for name in ("PreTrainedTokenizerBase", "ProcessorMixin"))
+    module = of_transformers(trainer)
+    align: Callable[..., None] | None = getattr(module, "align_special_tokens", None)
+    kinds = tuple(getattr(module, name) for name in ("PreTrainedTokenizerBase", "ProcessorMixin"))
     if align is not None and isinstance(trainer.processing_class, kinds) and hasattr(model, "config"):
         align(model, trainer.processing_class)
 

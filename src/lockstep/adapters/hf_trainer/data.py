@@ -45,8 +45,8 @@ def samples_of(trainer: Any, dataset: Any, name: str) -> Any:
     """
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
-            f"from_trainer: the {name} of the Trainer is iterable ({type(dataset).__name__}), and any sample must be "
-            "had by its index: write it out, or load it without streaming"
+            f"from_trainer: the Trainer's {name} is iterable ({type(dataset).__name__}), but samples must be "
+            "accessible by index: write it to disk, or load it without streaming"
         )
     if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
         return trainer._remove_unused_columns(dataset, description=name)
@@ -91,8 +91,8 @@ class Batching:
 
     def count(self, batch: Any) -> int:
         """Count the labels of a batch in host memory."""
-        found = labelled(batch, shifts=self.shifts)
-        return 0 if found is None else int(found)
+        labels = labelled(batch, shifts=self.shifts)
+        return 0 if labels is None else int(labels)
 
 
 @final
@@ -139,28 +139,28 @@ class Predictions(RowsMetric):
             values: predictions, labels, inputs and losses, nested as the model returns them, or None.
         """
         row: list[Tensor] = []
-        self._form = tuple(_taken_apart(value, row) for value in values)
+        self._form = tuple(_flatten(value, row) for value in values)
         self._rows.append(row)
 
     def compute(self) -> dict[str, float]:
         """Return the numbers of `compute_metrics`; values that are no number are dropped."""
-        theirs, args = of_transformers(self._trainer), self._trainer.args
-        found = {}
+        module, args = of_transformers(self._trainer), self._trainer.args
+        arrays = {}
         for place, kind in enumerate(_KINDS):
-            held = theirs.EvalLoopContainer(args.eval_do_concat_batches, padding_index=-100)
+            container = module.EvalLoopContainer(args.eval_do_concat_batches, padding_index=-100)
             for row in self._rows:
-                value = _together(self._form[place], row)
+                value = _unflatten(self._form[place], row)
                 if value is not None:
-                    held.add(value)
-            found[kind] = held.get_arrays()
-        wanted = {name for name in ("inputs", "losses") if found[name] is None}
-        given = {name: value for name, value in found.items() if name not in wanted}
-        said = self._trainer.compute_metrics(theirs.EvalPrediction(**given))
-        if not isinstance(said, Mapping):
+                    container.add(value)
+            arrays[kind] = container.get_arrays()
+        missing = {name for name in ("inputs", "losses") if arrays[name] is None}
+        inputs = {name: value for name, value in arrays.items() if name not in missing}
+        metrics = self._trainer.compute_metrics(module.EvalPrediction(**inputs))
+        if not isinstance(metrics, Mapping):
             raise ConfigError(
-                f"from_trainer: compute_metrics returned {type(said).__name__}: it must return a dict, name -> number"
+                f"from_trainer: compute_metrics returned {type(metrics).__name__}: return a dict, name -> number"
             )
-        plain = {str(name).removeprefix("eval_"): _number(value) for name, value in said.items()}
+        plain = {str(name).removeprefix("eval_"): _number(value) for name, value in metrics.items()}
         return {name: value for name, value in plain.items() if value is not None and name not in ("loss", "items")}
 
 
@@ -172,7 +172,7 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _taken_apart(value: Any, row: list[Tensor]) -> Any:
+def _flatten(value: Any, row: list[Tensor]) -> Any:
     """Append the tensors of a nested value to `row`, and return the value's structure."""
     if value is None:
         return None
@@ -181,18 +181,18 @@ def _taken_apart(value: Any, row: list[Tensor]) -> Any:
         row.append((value.float() if value.dtype is torch.bfloat16 else value).cpu())  # waits for the device
         return len(row) - 1
     if isinstance(value, Mapping):
-        return {key: _taken_apart(each, row) for key, each in value.items()}
+        return {key: _flatten(each, row) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return tuple(_taken_apart(each, row) for each in value)
+        return tuple(_flatten(each, row) for each in value)
     raise ConfigError(
-        f"from_trainer: the model's outputs have a {type(value).__name__}, which cannot be kept for compute_metrics: "
-        "choose what it needs with preprocess_logits_for_metrics"
+        f"from_trainer: the model's outputs have a {type(value).__name__}, which compute_metrics cannot receive: "
+        "select its inputs with preprocess_logits_for_metrics"
     )
 
 
-def _together(form: Any, row: list[Tensor]) -> Any:
+def _unflatten(form: Any, row: list[Tensor]) -> Any:
     if isinstance(form, int):
         return row[form]
     if isinstance(form, dict):
-        return {key: _together(each, row) for key, each in form.items()}
-    return tuple(_together(each, row) for each in form) if isinstance(form, tuple) else None
+        return {key: _unflatten(each, row) for key, each in form.items()}
+    return tuple(_unflatten(each, row) for each in form) if isinstance(form, tuple) else None

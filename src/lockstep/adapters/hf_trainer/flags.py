@@ -1,8 +1,8 @@
 """Read and check `--hf-script FILE.py --hf-args FILE.json` of `lockstep train` before torch is loaded.
 
 parser = with_flags(options.parser_of(argv, "lockstep train"))
-given = vars(parser.read(argv))
-script = asked(given, options.told(given))      # None without --hf-script
+values = vars(parser.read(argv))
+script = asked(values, options.told(values))    # None without --hf-script
 """
 
 import argparse
@@ -42,52 +42,49 @@ def with_flags(parser: _P) -> _P:
     return parser
 
 
-def asked(given: Mapping[str, Any], told: Mapping[str, Any]) -> Script | None:
+def asked(values: Mapping[str, Any], options: Mapping[str, Any]) -> Script | None:
     """Return the script that the flags name, or None.
 
     Args:
-        given: the parsed values.
-        told: the options that the flags and the file set, by dotted name.
+        values: the parsed values.
+        options: the options that the flags and the file set, by dotted name.
 
     Raises:
         ConfigError: one of the two flags without the other, a file that does not exist or is no JSON object, or an
             option that the script decides.
     """
-    script, arguments = given["hf_script"], given["hf_args"]
+    script, arguments = values["hf_script"], values["hf_args"]
     if not script and not arguments:
         return None
     if not script:
-        raise ConfigError(
-            f"--hf-args {arguments}: what it means is decided by the script that reads it; name that too: "
-            "--hf-script run_clm.py"
-        )
+        raise ConfigError(f"--hf-args {arguments} needs the script that reads it: --hf-script run_clm.py")
     if not arguments:
         raise ConfigError(f"--hf-script {script} needs its arguments as a JSON file: --hf-args args.json")
     path = Path(script)
     if path.suffix != ".py" or not path.is_file():
-        raise ConfigError(f"--hf-script {script}: there is no such Python file; name a script that makes a Trainer")
-    found = Script(path, Path(arguments))
-    _check_arguments(found.arguments)
-    _check_told(told)
-    return found
+        raise ConfigError(f"--hf-script {script}: no such Python file; give a script that builds a Trainer")
+    result = Script(path, Path(arguments))
+    _check_arguments(result.arguments)
+    _check_options(options)
+    return result
 
 
 def _check_arguments(path: Path) -> None:
     if path.suffix != ".json":  # the scripts recognise it by its suffix
         raise ConfigError(f"--hf-args {path}: give a file whose name ends in .json")
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--hf-args {path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"--hf-args {path} is not a JSON file: {str(error).splitlines()[0]}") from None
-    if not isinstance(held, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f'--hf-args {path} must be one JSON object, such as {{"output_dir": "out"}}')
-    if held.get("do_train") is False:
+    if content.get("do_train") is False:
         raise ConfigError(f'--hf-args {path}: "do_train" is false, so there is nothing to train: set it to true')
 
 
-def _check_told(told: Mapping[str, Any]) -> None:
+def _check_options(options: Mapping[str, Any]) -> None:
     """Refuse an option that the script decides: its model and its data.
 
     Raises:
@@ -96,5 +93,5 @@ def _check_told(told: Mapping[str, Any]) -> None:
     for owner, prefix in sections(Config()):
         for spec in dataclasses.fields(owner):
             name = prefix + spec.name
-            if name in told and (spec.name in _ALSO or not belongs(spec, OWN)):
-                raise ConfigError(f"{flag(name)} does not go with --hf-script, which has its own model and data")
+            if name in options and (spec.name in _ALSO or not belongs(spec, OWN)):
+                raise ConfigError(f"{flag(name)} does not work with --hf-script, which has its own model and data")

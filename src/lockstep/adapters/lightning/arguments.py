@@ -24,7 +24,6 @@ from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 
 __all__ = [
-    "TrainerLength",
     "check_arguments",
     "config_of",
     "describe",
@@ -88,11 +87,11 @@ def check_arguments(trainer: Any) -> None:
     plugins = [getattr(connector, name, None) for name in ("_precision_plugin_flag", "_cluster_environment_flag")]
     plugins.append(getattr(connector, "checkpoint_io", None))
     algorithm = trainer.gradient_clip_algorithm
-    stop = next((each for each in trainer.callbacks if type(each).__name__ == "Timer"), None)
+    timer = next((each for each in trainer.callbacks if type(each).__name__ == "Timer"), None)
     set_ = {
         "min_epochs": trainer.min_epochs,
         "min_steps": trainer.min_steps,
-        "max_time": stop and type(stop).__name__,
+        "max_time": timer and type(timer).__name__,
         "overfit_batches": trainer.overfit_batches,
         "gradient_clip_algorithm": algorithm if str(getattr(algorithm, "value", algorithm)) == "value" else None,
         "profiler": None
@@ -103,28 +102,28 @@ def check_arguments(trainer: Any) -> None:
         "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs,
         "model_registry": getattr(trainer, "_model_registry", None),
     }
-    for name, given in set_.items():
-        if given:
-            raise refused(name, given, ARGUMENTS[name].what)
+    for name, setting in set_.items():
+        if setting:
+            raise refused(name, setting, ARGUMENTS[name].what)
     if str(trainer.precision) not in _PRECISIONS:
         raise refused("precision", trainer.precision, f"use one of {', '.join(_PRECISIONS)}")
     if getattr(trainer, "_val_check_time_interval", None):
-        raise refused("val_check_interval", "a time", "say it in batches, or as a share of an epoch")
+        raise refused("val_check_interval", "a time", "set it in batches, or as a share of an epoch")
 
 
-def refused(name: str, given: Any, why: str) -> ConfigError:
-    """Build the error for an argument that is not served."""
-    return ConfigError(f"from_lightning: Trainer({name}={given!r}) is not served: {why}")
+def refused(name: str, setting: Any, why: str) -> ConfigError:
+    """Build the error for an argument that is not supported."""
+    return ConfigError(f"from_lightning: Trainer({name}={setting!r}) is not supported: {why}")
 
 
-def describe(standing: Standing, trainer: Any, devices: int) -> None:
+def describe(stand_in: Standing, trainer: Any, devices: int) -> None:
     """Copy the real Trainer's settings to the stand-in that the module sees."""
-    standing.num_devices, standing.num_nodes = devices, 1
+    stand_in.num_devices, stand_in.num_nodes = devices, 1
     if trainer is None:
         return
     for name in _PLAIN:
-        setattr(standing, name, getattr(trainer, name))
-    standing.callbacks, standing.loggers = list(trainer.callbacks), list(trainer.loggers)
+        setattr(stand_in, name, getattr(trainer, name))
+    stand_in.callbacks, stand_in.loggers = list(trainer.callbacks), list(trainer.loggers)
 
 
 def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Config:
@@ -184,7 +183,7 @@ def _of_trainer(trainer: Any, devices: int, *, evaluates: bool) -> dict[str, Any
 
 
 def _length(trainer: Any) -> dict[str, Any]:
-    """The Config field for the length: epochs or steps.
+    """Return the Config field for the length: epochs or steps.
 
     Lightning's default here is a thousand epochs.
     """
@@ -199,35 +198,35 @@ def _length(trainer: Any) -> dict[str, Any]:
 
 
 def _limits(trainer: Any, devices: int) -> dict[str, Any]:
-    """The Config fields that limit the data. Lightning's limits count batches on each device."""
-    found: dict[str, Any] = {}
+    """Return the Config fields that limit the data. Lightning's limits count batches on each device."""
+    fields: dict[str, Any] = {}
     train, held_out = trainer.limit_train_batches, trainer.limit_val_batches
     if isinstance(train, float) and train < 1.0:
-        found["limit_train_batches"] = _percent(train)
+        fields["limit_train_batches"] = _percent(train)
     elif isinstance(train, int) and not trainer.fast_dev_run:
-        found["limit_train_batches"] = max(1, train // trainer.accumulate_grad_batches)
+        fields["limit_train_batches"] = max(1, train // trainer.accumulate_grad_batches)
     if isinstance(held_out, float) and 0 < held_out < 1.0:
-        found["limit_eval_batches"] = _percent(held_out)
+        fields["limit_eval_batches"] = _percent(held_out)
     elif isinstance(held_out, int) and held_out:
-        found["limit_eval_batches"] = held_out * devices
+        fields["limit_eval_batches"] = held_out * devices
     if trainer.fast_dev_run:
-        found["ckpt_freq"] = 0
-    return found
+        fields["ckpt_freq"] = 0
+    return fields
 
 
 def _evaluations(trainer: Any) -> Any:
-    """The interval between evaluations, in steps or epochs."""
+    """Return the interval between evaluations, in steps or epochs."""
     every, interval = trainer.check_val_every_n_epoch or 1, trainer.val_check_interval
-    within = isinstance(interval, int) or interval < 1.0  # 1.0 is an epoch, and 1 a batch
-    if within and every > 1:
+    is_partial = isinstance(interval, int) or interval < 1.0  # 1.0 is an epoch, and 1 a batch
+    if is_partial and every > 1:
         raise refused(
             "check_val_every_n_epoch",
             every,
-            f"beside val_check_interval={interval}, part of an epoch: set one of them",
+            f"val_check_interval={interval} is part of an epoch: set one of them",
         )
     if isinstance(interval, int):
         return max(1, interval // trainer.accumulate_grad_batches)
-    if within:
+    if is_partial:
         return f"{interval:g}epochs"
     return f"{every}epochs" if every > 1 else "1epoch"
 

@@ -34,8 +34,6 @@ from lockstep.seeds import derive
 from lockstep.task_file import imported_class
 
 __all__ = [
-    "ManualTask",
-    "WholeBatchTask",
     "configured",
     "from_lightning",
     "load",
@@ -46,37 +44,37 @@ def _check_module(module: Any, trainer: Any) -> None:
     """Check that this is a LightningModule that a run can train.
 
     Raises:
-        ConfigError: it is no module, or uses a method that is not served; one line.
+        ConfigError: it is no module, or uses a method that is not supported; one line.
     """
     if isinstance(module, type):
-        raise ConfigError(f"from_lightning: {module.__name__} is a class: give an object of it, {module.__name__}()")
+        raise ConfigError(f"from_lightning: {module.__name__} is a class: pass an object, {module.__name__}()")
     if kind_of(module, "LightningModule") is None:
-        raise ConfigError(f"from_lightning takes a LightningModule, and this is {type(module).__name__}")
+        raise ConfigError(f"from_lightning takes a LightningModule, not {type(module).__name__}")
     if trainer is not None and kind_of(trainer, "Trainer") is None:
-        raise ConfigError(f"from_lightning: trainer is {type(trainer).__name__}: give a Trainer of Lightning, or none")
+        raise ConfigError(f"from_lightning: trainer is {type(trainer).__name__}: pass a Lightning Trainer, or None")
     name = type(module).__name__
-    for needed in ("training_step", "configure_optimizers"):
-        if not written(module, needed):
-            raise ConfigError(f"from_lightning: {name} has no `{needed}`: write it")
+    for mandatory in ("training_step", "configure_optimizers"):
+        if not written(module, mandatory):
+            raise ConfigError(f"from_lightning: {name} has no `{mandatory}`: define it")
     for hook, out in HOOKS.items():
-        if _has(module, hook):
-            raise ConfigError(f"from_lightning: {name} has its own `{hook}`, which is not served: {out}")
+        if _overrides(module, hook):
+            raise ConfigError(f"from_lightning: {name} overrides `{hook}`, which is not supported: {out}")
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(module, step, None)
         if method is not None and takes(method, "dataloader_iter"):
             raise ConfigError(
-                f"from_lightning: {step} of {name} takes a dataloader_iter, and which batches it reads is not known: "
-                "take (batch, batch_idx)"
+                f"from_lightning: {step} of {name} takes a dataloader_iter, which is not supported: take (batch, "
+                "batch_idx)"
             )
     for more, out in (
-        ("optimizer_idx", "Lightning 2 has it no more: set automatic_optimization = False"),
-        ("hiddens", "Lightning 2 has it no more: keep the state in the module"),
+        ("optimizer_idx", "Lightning 2 removed it: set automatic_optimization = False"),
+        ("hiddens", "Lightning 2 removed it: keep the state in the module"),
     ):
         if takes(module.training_step, more):
             raise ConfigError(f"from_lightning: training_step of {name} takes `{more}`: {out}")
 
 
-def _made_whole(module: Any, train: LoaderParts) -> None:
+def _materialise(module: Any, train: LoaderParts) -> None:
     """Materialise lazy parameters by one `training_step` on the first samples.
 
     Raises:
@@ -98,12 +96,12 @@ def _made_whole(module: Any, train: LoaderParts) -> None:
         module._current_fx_name = before
     if any(is_lazy(parameter) for parameter in module.parameters()):
         raise ConfigError(
-            f"from_lightning: the parameter {name} is lazy, and training_step on the first samples does not make it "
-            f"({reason}): call the module on a batch before"
+            f"from_lightning: the parameter {name} is lazy, and training_step on the first samples does not "
+            f"materialise it ({reason}): call the module on a batch first"
         )
 
 
-def _has(module: Any, hook: str) -> bool:
+def _overrides(module: Any, hook: str) -> bool:
     return hasattr(module, hook) and written(module, hook)
 
 
@@ -126,18 +124,18 @@ def from_lightning(
     if trainer is not None:
         check_arguments(trainer)
     devices = devices or (int(trainer.num_devices * trainer.num_nodes) if trainer is not None else 1)
-    standing = Standing(module, datamodule if kind_of(datamodule, "LightningDataModule") else None)
-    describe(standing, trainer, devices)
-    module.trainer = standing
-    loaders = begun(module, datamodule, standing)
+    stand_in = Standing(module, datamodule if kind_of(datamodule, "LightningDataModule") else None)
+    describe(stand_in, trainer, devices)
+    module.trainer = stand_in
+    loaders = begun(module, datamodule, stand_in)
     if trainer is not None and trainer.limit_val_batches == 0:
         loaders.validation.clear()
-    _made_whole(module, loaders.train)
+    _materialise(module, loaders.train)
     config = config_of(module, loaders, trainer, devices)
     kind = ManualTask if not module.automatic_optimization else LightningTask
     if loaders.train.whole:
         kind = WholeBatchManualTask if kind is ManualTask else WholeBatchTask
-    return config, kind(module, loaders, standing, devices)
+    return config, kind(module, loaders, stand_in, devices)
 
 
 class WholeBatchTask(LightningTask):
@@ -146,8 +144,8 @@ class WholeBatchTask(LightningTask):
     items_per_sample = None
 
     def collate(self, samples: list[Any]) -> Any:
-        made = super().collate(samples)
-        return made._replace(samples=rows_of(made.data))
+        batch = super().collate(samples)
+        return batch._replace(samples=rows_of(batch.data))
 
 
 class ManualTask(LightningTask):
@@ -159,8 +157,8 @@ class ManualTask(LightningTask):
     reduction = "sum"
     _manual: ManualSteps
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.own_steps = self._manual = ManualSteps(self.life)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -176,14 +174,14 @@ class ManualTask(LightningTask):
         """Return a 0-dim placeholder that receives the summed loss during the engine's step."""
         turn = self.life.take_turn()
         if turn is None:
-            tried = self._manual.tried(lambda: self._stepped(model, batch, None))
-            return tried * float(batch.samples)
+            mean = self._manual.tried(lambda: self._run_training_step(model, batch, None))
+            return mean * float(batch.samples)
         device = self.trainer.device
-        return self._manual.note(lambda: self._stepped(model, batch, turn), batch.samples, device)
+        return self._manual.note(lambda: self._run_training_step(model, batch, turn), batch.samples, device)
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
-        loss, found = super().evaluate(model, batch)
-        return loss * batch.samples, found
+        loss, metrics = super().evaluate(model, batch)
+        return loss * batch.samples, metrics
 
     def schedule(self, step: int, steps: int) -> float | None:
         """Return the factor that the module's own schedulers have applied to the first group's rate."""
@@ -197,25 +195,25 @@ class ManualTask(LightningTask):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._manual.restored()
 
-    def _stepping(self, found: Configured) -> Optimizer:
-        return self._manual.configured(found)
+    def _build_optimizer(self, configuration: Configured) -> Optimizer:
+        return self._manual.configured(configuration)
 
 
 class WholeBatchManualTask(WholeBatchTask, ManualTask):
     """A module with manual optimization and a dataset of whole batches."""
 
 
-_MUST = {"--lightning": ["training_step"], "--datamodule": ["from_datasets"]}  # a module has train_dataloader too
+_MARKERS = {"--lightning": ["training_step"], "--datamodule": ["from_datasets"]}  # a module has train_dataloader too
 
 
-def load(named: str, seed: int = 0) -> LightningTask:
+def load(spec: str, seed: int = 0) -> LightningTask:
     """Make the task of `lightning:FILE.py:Module` or `lightning:FILE.py:Module,FILE.py:DM`.
 
     Raises:
         ConfigError: the file or class does not exist, cannot be made without arguments, or uses a feature that is not
             served.
     """
-    return _made(named, seed)[1]
+    return _build(spec, seed)[1]
 
 
 def configured(values: dict[str, Any]) -> tuple[Config, LightningTask]:
@@ -223,29 +221,29 @@ def configured(values: dict[str, Any]) -> tuple[Config, LightningTask]:
 
     Flags and file override the values that the module's loaders imply.
     """
-    asked = cli.build(values)
-    suited, task = _made(asked.task, asked.seed)
+    config = cli.build(values)
+    task_config, task = _build(config.task, config.seed)
     plain = cli.flat(Config(), own_task=True)
-    derived = {name: value for name, value in cli.flat(suited, own_task=True).items() if value != plain[name]}
+    derived = {name: value for name, value in cli.flat(task_config, own_task=True).items() if value != plain[name]}
     if "batch_size" in values and values["batch_size"] % derived.get("micro_batch_size", 1):
         derived.pop("micro_batch_size", None)
     return cli.build({**derived, **values}), task
 
 
-def _made(named: str, seed: int) -> tuple[Config, LightningTask]:
-    module, _, data = named.removeprefix("lightning:").partition(",")
+def _build(spec: str, seed: int) -> tuple[Config, LightningTask]:
+    module, _, data = spec.removeprefix("lightning:").partition(",")
     torch.manual_seed(derive(seed, "model"))
-    made = _object(module, "--lightning")
-    return from_lightning(made, _object(data, "--datamodule") if data else None)
+    instance = _instantiate(module, "--lightning")
+    return from_lightning(instance, _instantiate(data, "--datamodule") if data else None)
 
 
-def _object(named: str, flag: str) -> Any:
-    kind = imported_class(named, flag, _MUST[flag])
+def _instantiate(spec: str, flag: str) -> Any:
+    kind = imported_class(spec, flag, _MARKERS[flag])
     try:
         return kind()
     except Exception as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"{flag} '{named}': {kind.__name__}() failed ({line}); it must need no arguments: give them defaults, or "
-            "call lockstep.from_lightning in a script"
+            f"{flag} '{spec}': {kind.__name__}() failed ({line}); it is called without arguments: give them "
+            "defaults, or call lockstep.from_lightning in a script"
         ) from error

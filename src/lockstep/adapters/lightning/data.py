@@ -40,15 +40,12 @@ from lockstep.seeds import derive
 from lockstep.task import Order
 
 __all__ = [
-    "LoaderOrder",
     "LoaderParts",
     "Loaders",
     "Placed",
     "Sampled",
     "begun",
-    "named_loaders",
     "predicted",
-    "taken_apart",
     "tested",
 ]
 
@@ -126,27 +123,26 @@ def taken_apart(loader: Any, name: str) -> LoaderParts:
     """
     if not isinstance(loader, DataLoader):
         raise ConfigError(
-            f"from_lightning: {name} returned {type(loader).__name__}, and its samples are not known: return a "
-            "torch.utils.data.DataLoader"
+            f"from_lightning: {name} returned {type(loader).__name__}: return a torch.utils.data.DataLoader"
         )
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
-            f"from_lightning: the dataset of {name} is iterable ({type(dataset).__name__}), and any sample must be had "
-            "by its index: write it out, or load it without streaming"
+            f"from_lightning: the dataset of {name} is iterable ({type(dataset).__name__}), but samples must be "
+            "accessible by index: write it to disk, or load it without streaming"
         )
     own = type(loader).__iter__ is not DataLoader.__iter__
     if own:
         raise ConfigError(
-            f"from_lightning: {name} returned {type(loader).__name__}, which makes its batches in a way of its own "
-            "(`__iter__`): return a torch.utils.data.DataLoader with a sampler and a collate_fn"
+            f"from_lightning: {name} returned {type(loader).__name__}, which overrides `__iter__`: return a "
+            "torch.utils.data.DataLoader with a sampler and a collate_fn"
         )
     collate, whole, in_batches, size = loader.collate_fn, False, False, loader.batch_size
     sampler: Any = loader.sampler
     if size is None and loader.batch_sampler is None:  # no automatic batches: an item is a batch
         size, whole, collate = 1, True, _ReadyBatch(loader.collate_fn)
     elif size is None:
-        sampler, size, in_batches = _of_batches(loader.batch_sampler, name)
+        sampler, size, in_batches = _unpack_batch_sampler(loader.batch_sampler, name)
     samples = len(dataset)
     if isinstance(sampler, DistributedSampler):
         sampler = sampler if sampler.shuffle else "sequential"
@@ -163,22 +159,22 @@ def taken_apart(loader: Any, name: str) -> LoaderParts:
     return LoaderParts(dataset, sampler, in_batches, int(size), whole, collate, workers, prefetch, drop_last)
 
 
-def named_loaders(found: Any, name: str) -> dict[str, Any]:
+def named_loaders(loaders: Any, name: str) -> dict[str, Any]:
     """Return the loaders of an evaluation by name.
 
     The name is "" for a single loader, `dataloader_idx_N` or the mapping's own key for several.
     """
-    if found is None:
+    if loaders is None:
         return {}
-    inner = getattr(found, "iterables", None) if type(found).__name__ == "CombinedLoader" else None
-    found = found if inner is None else inner
-    if isinstance(found, Mapping):
-        return {str(key): loader for key, loader in found.items()}
-    if isinstance(found, list | tuple):
-        if len(found) == 1:
-            return {"": found[0]}
-        return {f"dataloader_idx_{place}": loader for place, loader in enumerate(found)}
-    return {"": found}
+    inner = getattr(loaders, "iterables", None) if type(loaders).__name__ == "CombinedLoader" else None
+    loaders = loaders if inner is None else inner
+    if isinstance(loaders, Mapping):
+        return {str(key): loader for key, loader in loaders.items()}
+    if isinstance(loaders, list | tuple):
+        if len(loaders) == 1:
+            return {"": loaders[0]}
+        return {f"dataloader_idx_{place}": loader for place, loader in enumerate(loaders)}
+    return {"": loaders}
 
 
 @final
@@ -214,13 +210,13 @@ class LoaderOrder(EpochOrder):
                 for each in within(self._sampler):
                     if callable(getattr(each, "set_epoch", None)):
                         each.set_epoch(now)
-                found = list(self._flat())
-        if len(found) < self.size:
+                indices = list(self._flat())
+        if len(indices) < self.size:
             raise ConfigError(
-                f"from_lightning: the sampler {type(self._sampler).__name__} gave {len(found)} samples in epoch "
-                f"{epoch}, and {self.size} by its length: every epoch must have as many"
+                f"from_lightning: the sampler {type(self._sampler).__name__} gave {len(indices)} samples in epoch "
+                f"{epoch}, but its length is {self.size}: every epoch must have that many"
             )
-        return np.asarray(found[: self.size], dtype=np.int64)
+        return np.asarray(indices[: self.size], dtype=np.int64)
 
     def _flat(self) -> Iterator[int]:
         for each in self._sampler:
@@ -247,7 +243,7 @@ def _is_shuffle(sampler: Any) -> bool:
     return plain and sampler.num_samples == len(sampler.data_source)
 
 
-def _of_batches(batch_sampler: Any, name: str) -> tuple[Any, int, bool]:
+def _unpack_batch_sampler(batch_sampler: Any, name: str) -> tuple[Any, int, bool]:
     """Return (sampler, batch size, whether it yields lists) of a batch sampler.
 
     Raises:
@@ -256,16 +252,16 @@ def _of_batches(batch_sampler: Any, name: str) -> tuple[Any, int, bool]:
     if type(batch_sampler) is BatchSampler:
         return batch_sampler.sampler, int(batch_sampler.batch_size), False
     _length(batch_sampler, name)
-    drawn = [(each, each.get_state()) for each in _generators(batch_sampler)]
+    generator_states = [(each, each.get_state()) for each in _generators(batch_sampler)]
     with generators_kept():
         sizes = [len(batch) for batch in copy.copy(batch_sampler)]
-    for generator, state in drawn:
+    for generator, state in generator_states:
         generator.set_state(state)
     if not sizes or len(set(sizes)) > 1:
         raise ConfigError(
             f"from_lightning: the batch sampler of {name}, {type(batch_sampler).__name__}, makes batches of "
-            f"{min(sizes, default=0)} to {max(sizes, default=0)} samples, and all must be of one size: leave out the "
-            "short ones, or give the loader a sampler and a batch_size"
+            f"{min(sizes, default=0)} to {max(sizes, default=0)} samples, but all must have one size: drop the short "
+            "ones, or give the loader a sampler and a batch_size"
         )
     return batch_sampler, sizes[0], True
 
@@ -275,14 +271,14 @@ def _length(sampler: Any, name: str) -> int:
         return len(sampler)
     except TypeError as error:
         raise ConfigError(
-            f"from_lightning: the sampler of {name}, {type(sampler).__name__}, has no length: write `__len__`, the "
-            "samples of an epoch"
+            f"from_lightning: the sampler of {name}, {type(sampler).__name__}, has no length: define `__len__` as "
+            "the samples of an epoch"
         ) from error
 
 
 def _generators(sampler: Any) -> list[torch.Generator]:
-    found = [getattr(each, "generator", None) for each in within(sampler)]
-    return [each for each in found if isinstance(each, torch.Generator)]
+    generators = [getattr(each, "generator", None) for each in within(sampler)]
+    return [each for each in generators if isinstance(each, torch.Generator)]
 
 
 @dataclass
@@ -294,13 +290,13 @@ class Loaders:
     datamodule: Any = None
 
 
-def begun(module: Any, given: Any, trainer: Standing) -> Loaders:
+def begun(module: Any, data: Any, trainer: Standing) -> Loaders:
     """Set up module and datamodule, and take their training and validation loaders apart.
 
     Raises:
         ConfigError: there is no training loader, or one that cannot be taken apart.
     """
-    datamodule = given if kind_of(given, "LightningDataModule") else None
+    datamodule = data if kind_of(data, "LightningDataModule") else None
     if datamodule is not None:
         datamodule.trainer = trainer
     _prepare(module, datamodule)
@@ -308,57 +304,57 @@ def begun(module: Any, given: Any, trainer: Standing) -> Loaders:
     for owner in owners:
         if written(owner, "setup"):
             owner.setup("fit")
-    own = _given(given) if given is not None and datamodule is None else None
-    train = own[0] if own else _asked("train_dataloader", module, datamodule)
+    own = _split_loaders(data) if data is not None and datamodule is None else None
+    train = own[0] if own else _call_loader("train_dataloader", module, datamodule)
     if train is None:
         raise ConfigError(
-            f"from_lightning: {type(module).__name__} has no train_dataloader: give a datamodule (--datamodule "
-            "FILE.py:DataModule), or a loader in its place"
+            f"from_lightning: {type(module).__name__} has no train_dataloader: pass a datamodule (--datamodule "
+            "FILE.py:DataModule) or a loader"
         )
     if isinstance(train, Mapping | list | tuple) or type(train).__name__ == "CombinedLoader":
-        named = named_loaders(train, "train_dataloader")
-        if len(named) != 1:
+        loaders = named_loaders(train, "train_dataloader")
+        if len(loaders) != 1:
             raise ConfigError(
-                "from_lightning: train_dataloader returned several loaders, whose batches would have to be paired: "
-                "return one, of a dataset whose samples have a part of each"
+                "from_lightning: train_dataloader returned several loaders: return one, of a dataset whose samples "
+                "have a part of each"
             )
-        (train,) = named.values()
+        (train,) = loaders.values()
     trainer.train_dataloader = train
     parts = taken_apart(train, "train_dataloader")
-    found = own[1] if own else _asked("val_dataloader", module, datamodule)
-    trainer.val_dataloaders = found
-    sets = named_loaders(found, "val_dataloader") if written(module, "validation_step") else {}
+    val_loaders = own[1] if own else _call_loader("val_dataloader", module, datamodule)
+    trainer.val_dataloaders = val_loaders
+    sets = named_loaders(val_loaders, "val_dataloader") if written(module, "validation_step") else {}
     validation = {name: taken_apart(each, "val_dataloader") for name, each in sets.items()}
     return Loaders(parts, {name: each for name, each in validation.items() if len(each.dataset)}, datamodule)
 
 
-def _more_loaders(module: Any, datamodule: Any, name: str) -> dict[str, LoaderParts]:
+def _setup_loaders(module: Any, datamodule: Any, name: str) -> dict[str, LoaderParts]:
     """Set up for `test_dataloader` or `predict_dataloader`, and return the parts of its loaders."""
     stage, owners = name.removesuffix("_dataloader"), (datamodule, module)
     for owner in owners:
         if written(owner, "setup"):
             owner.setup(stage)
-    found = _asked(name, module, datamodule)
-    if found is None:
-        raise ConfigError(f"{type(module).__name__} has no {name}: write it, or give a datamodule that has it")
-    return {key: taken_apart(each, name) for key, each in named_loaders(found, name).items()}
+    loaders = _call_loader(name, module, datamodule)
+    if loaders is None:
+        raise ConfigError(f"{type(module).__name__} has no {name}: define it, or pass a datamodule that has it")
+    return {key: taken_apart(each, name) for key, each in named_loaders(loaders, name).items()}
 
 
-def _asked(name: str, module: Any, datamodule: Any) -> Any:
+def _call_loader(name: str, module: Any, datamodule: Any) -> Any:
     for owner in (datamodule, module):
         if written(owner, name):
             return getattr(owner, name)()
     return None
 
 
-def _given(loaders: Any) -> tuple[Any, Any]:
+def _split_loaders(loaders: Any) -> tuple[Any, Any]:
     """Return (training, evaluation) loaders that were passed in place of a datamodule."""
     if isinstance(loaders, DataLoader):
         return loaders, None
     if isinstance(loaders, list | tuple) and len(loaders) == 2:
         return loaders[0], loaders[1]
     raise ConfigError(
-        f"from_lightning: datamodule is {type(loaders).__name__}: give a LightningDataModule, a DataLoader, or "
+        f"from_lightning: datamodule is {type(loaders).__name__}: pass a LightningDataModule, a DataLoader, or "
         "(train loader, validation loader)"
     )
 
@@ -397,16 +393,16 @@ def tested(task: Any) -> dict[str, float]:
         ConfigError: the module has no test_step, or there is no test_dataloader.
     """
     _check(task, "test_step")
-    sets = _more_loaders(task.module, task.loaders.datamodule, "test_dataloader")
-    made = task.testing(sets)
-    found: dict[str, float] = {}
-    with _resting(task):
-        for name, place, epoch in made.epochs():
+    sets = _setup_loaders(task.module, task.loaders.datamodule, "test_dataloader")
+    test_task = task.testing(sets)
+    results: dict[str, float] = {}
+    with _evaluation_mode(task):
+        for name, place, epoch in test_task.epochs():
             for batch in _batches(list(sets.values())[place], place, task.trainer.limit_test_batches):
-                made.evaluate(task.module, _moved(task, batch))
+                test_task.evaluate(task.module, _to_device(task, batch))
             numbers = epoch.compute()
-            found |= {f"{name}/{key}" if name else key: value for key, value in numbers.items()}
-    return found
+            results |= {f"{name}/{key}" if name else key: value for key, value in numbers.items()}
+    return results
 
 
 def predicted(task: Any) -> list[Any]:
@@ -417,28 +413,28 @@ def predicted(task: Any) -> list[Any]:
     Raises:
         ConfigError: there is no predict_dataloader.
     """
-    sets = _more_loaders(task.module, task.loaders.datamodule, "predict_dataloader")
-    life, found = task.life, list[list[Any]]()
+    sets = _setup_loaders(task.module, task.loaders.datamodule, "predict_dataloader")
+    life, outputs = task.life, list[list[Any]]()
     task.trainer.stage = "predict"
-    with _resting(task):
+    with _evaluation_mode(task):
         for name in ("start", "epoch_start"):
             life.hook(f"on_predict_{name}")
         for place, parts in enumerate(sets.values()):
-            found.append([])
+            outputs.append([])
             for number, batch in enumerate(_batches(parts, place, task.trainer.limit_predict_batches)):
-                data = task.received(_moved(task, batch).data, place)
-                given = (data, number, place) if len(sets) > 1 else (data, number)
-                life.hook("on_predict_batch_start", *given)
-                output = life.call("predict_step", *calls(task.module.predict_step, *given))
-                life.hook("on_predict_batch_end", output, *given)
-                found[-1].append(output)
+                data = task.received(_to_device(task, batch).data, place)
+                args = (data, number, place) if len(sets) > 1 else (data, number)
+                life.hook("on_predict_batch_start", *args)
+                output = life.call("predict_step", *calls(task.module.predict_step, *args))
+                life.hook("on_predict_batch_end", output, *args)
+                outputs[-1].append(output)
         for name in ("epoch_end", "end"):
             life.hook(f"on_predict_{name}")
-    return found[0] if len(found) == 1 else found
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 @contextlib.contextmanager
-def _resting(task: Any) -> Iterator[None]:
+def _evaluation_mode(task: Any) -> Iterator[None]:
     """Context manager: the module is in eval mode, without gradients."""
     modes = [(each, each.training) for each in task.module.modules()]
     task.module.eval()
@@ -453,10 +449,10 @@ def _resting(task: Any) -> Iterator[None]:
 
 def _check(task: Any, step: str) -> None:
     if not written(task.module, step):
-        raise ConfigError(f"{type(task.module).__name__} has no `{step}`: write it")
+        raise ConfigError(f"{type(task.module).__name__} has no `{step}`: define it")
 
 
-def _moved(task: Any, batch: Placed) -> Placed:
+def _to_device(task: Any, batch: Placed) -> Placed:
     device = next((p.device for p in task.module.parameters()), torch.device("cpu"))
     move = mover(device)
     return batch._replace(data=move(batch.data)) if move else batch
@@ -465,8 +461,8 @@ def _moved(task: Any, batch: Placed) -> Placed:
 def _batches(parts: LoaderParts, place: int, limit: int | float) -> Iterator[Placed]:
     """Yield the batches of a set in the order of the data."""
     size, samples = parts.batch_size, len(parts.dataset)
-    whole = -(-samples // size)
-    most = limit if isinstance(limit, int) and not isinstance(limit, bool) else int(whole * limit)
-    for number in range(min(whole, most)):
-        within = range(number * size, min((number + 1) * size, samples))
-        yield Placed(place, len(within), parts.collate([parts.dataset[at] for at in within]))
+    total = -(-samples // size)
+    most = limit if isinstance(limit, int) and not isinstance(limit, bool) else int(total * limit)
+    for number in range(min(total, most)):
+        indices = range(number * size, min((number + 1) * size, samples))
+        yield Placed(place, len(indices), parts.collate([parts.dataset[at] for at in indices]))

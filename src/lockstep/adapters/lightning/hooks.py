@@ -31,7 +31,6 @@ from lockstep.errors import ConfigError
 from lockstep.hooks import Course, Hooks
 
 __all__ = [
-    "DONE",
     "Life",
     "Turn",
     "default_dtype",
@@ -51,29 +50,27 @@ def settings_of(module: Any, trainer: Any, config: Config) -> Config:
     """Convert the callbacks to settings, and add them to the config.
 
     Raises:
-        ConfigError: a callback that is not served (the message names its class), or two that monitor different values.
+        ConfigError: an unsupported callback (the message names its class), or two that monitor different values.
     """
-    given = list(trainer.callbacks) if trainer is not None else []
+    callbacks = list(trainer.callbacks) if trainer is not None else []
     if written(module, "configure_callbacks"):
         more = module.configure_callbacks()
-        given += list(more) if isinstance(more, list | tuple) else [more]
+        callbacks += list(more) if isinstance(more, list | tuple) else [more]
     changes: dict[str, Any] = {}
-    for each in given:
-        name, theirs = type(each).__name__, f"{type(each).__module__}.".startswith(PACKAGES)
-        if theirs and name == "EarlyStopping":
+    for each in callbacks:
+        name, is_builtin = type(each).__name__, f"{type(each).__module__}.".startswith(PACKAGES)
+        if is_builtin and name == "EarlyStopping":
             if "patience" in changes:
-                raise ConfigError(
-                    "from_lightning: two EarlyStopping callbacks, and one value ends a run: leave one out"
-                )
-            changes |= _early(each)
-        elif theirs and name == "ModelCheckpoint":
-            _keep(changes, _checkpoints(each, config))
-        elif theirs and name == "EMAWeightAveraging":
+                raise ConfigError("from_lightning: two EarlyStopping callbacks, but a run has one: leave one out")
+            changes |= _early_stopping(each)
+        elif is_builtin and name == "ModelCheckpoint":
+            _merge_checkpoints(changes, _checkpoints(each, config))
+        elif is_builtin and name == "EMAWeightAveraging":
             changes["optim"] = dataclasses.replace(config.optim, ema=_decay(each))
-        elif not (theirs and name in DONE):
-            way = WAYS.get(name, "") if theirs else ""
-            way = way or "leave it out, and write what it does as a line in the loop of lockstep.Run"
-            raise ConfigError(f"from_lightning: the callback {name} is not served: {way}")
+        elif not (is_builtin and name in DONE):
+            way = WAYS.get(name, "") if is_builtin else ""
+            way = way or "leave it out, and do its work in the loop of lockstep.Run"
+            raise ConfigError(f"from_lightning: the callback {name} is not supported: {way}")
     if trainer is not None and not trainer.checkpoint_callbacks:
         changes["ckpt_freq"] = 0
     if changes.get("patience") and not config.eval_freq:
@@ -85,19 +82,19 @@ def settings_of(module: Any, trainer: Any, config: Config) -> Config:
     return dataclasses.replace(config, **changes)
 
 
-def _keep(changes: dict[str, Any], more: dict[str, Any]) -> None:
+def _merge_checkpoints(changes: dict[str, Any], more: dict[str, Any]) -> None:
     before = changes.get("best_metric")
     if before and more.get("best_metric") not in (None, before):
         names = " and ".join(each.partition(":")[0] for each in (before, more["best_metric"]))
         raise ConfigError(
-            f"from_lightning: two ModelCheckpoints monitor {names}, and one value judges the best: let them "
+            f"from_lightning: two ModelCheckpoints monitor {names}, but a run has one best metric: let them "
             "monitor the same"
         )
     changes |= more
 
 
-def _judged(monitor: str, mode: str) -> str:
-    """The Config's name of the monitored value.
+def _best_metric(monitor: str, mode: str) -> str:
+    """Return the Config's name of the monitored value.
 
     Lightning appends the loader's index to a name; lockstep prefixes the name of the set.
     """
@@ -106,16 +103,16 @@ def _judged(monitor: str, mode: str) -> str:
     return f"{full}:{mode}"
 
 
-def _early(each: Any) -> dict[str, Any]:
+def _early_stopping(each: Any) -> dict[str, Any]:
     for name in ("stopping_threshold", "divergence_threshold"):
         if getattr(each, name) is not None:
             raise ConfigError(
-                f"from_lightning: EarlyStopping({name}={getattr(each, name)}) is not served: call run.stop() in the "
+                f"from_lightning: EarlyStopping({name}={getattr(each, name)}) is not supported: call run.stop() in the "
                 "loop of lockstep.Run"
             )
     return {
         "patience": max(1, int(each.patience)),  # 0 ends at the first evaluation that is no better, as 1 does
-        "patience_metric": _judged(each.monitor, each.mode),
+        "patience_metric": _best_metric(each.monitor, each.mode),
         "min_delta": abs(float(each.min_delta)),
     }
 
@@ -123,37 +120,39 @@ def _early(each: Any) -> dict[str, Any]:
 def _checkpoints(each: Any, config: Config) -> dict[str, Any]:
     if each._train_time_interval is not None:
         raise ConfigError(
-            "from_lightning: ModelCheckpoint(train_time_interval=...) is not served: set every_n_train_steps"
+            "from_lightning: ModelCheckpoint(train_time_interval=...) is not supported: set every_n_train_steps"
         )
-    kept = each.save_top_k
-    found: dict[str, Any] = {"checkpoint": dataclasses.replace(config.checkpoint, keep=kept if kept > 0 else _ALL)}
-    if kept == 0:
-        found = {"ckpt_freq": 0}
+    top_k = each.save_top_k
+    fields: dict[str, Any] = {
+        "checkpoint": dataclasses.replace(config.checkpoint, keep=top_k if top_k > 0 else _NO_LIMIT)
+    }
+    if top_k == 0:
+        fields = {"ckpt_freq": 0}
     elif each._every_n_train_steps:
-        found["ckpt_freq"] = int(each._every_n_train_steps)
+        fields["ckpt_freq"] = int(each._every_n_train_steps)
     elif each._every_n_epochs and each._every_n_epochs > 1:
-        found["ckpt_freq"] = f"{each._every_n_epochs}epochs"
+        fields["ckpt_freq"] = f"{each._every_n_epochs}epochs"
     if each.monitor is not None and config.eval_freq:
-        found["best_metric"] = _judged(each.monitor, each.mode)
-    return found
+        fields["best_metric"] = _best_metric(each.monitor, each.mode)
+    return fields
 
 
-_ALL = 10**6
+_NO_LIMIT = 10**6
 
 
 def _decay(each: Any) -> float:
-    """The decay of EMAWeightAveraging."""
+    """Return the decay of EMAWeightAveraging."""
     if each.update_every_n_steps != 1 or each.update_starting_at_step or each.update_starting_at_epoch:
         raise ConfigError(
-            "from_lightning: EMAWeightAveraging with update_every_n_steps or a later start is not served: every step "
-            "moves the average"
+            "from_lightning: EMAWeightAveraging with update_every_n_steps or a later start is not supported: every "
+            "step moves the average"
         )
     function = inspect.unwrap(each._kwargs.get("multi_avg_fn") or each._kwargs.get("avg_fn"))
     names = function.__code__.co_freevars
-    found = dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)).get("decay")
-    if not isinstance(found, float):
+    decay = dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)).get("decay")
+    if not isinstance(decay, float):
         raise ConfigError("from_lightning: the decay of EMAWeightAveraging is not known: set the config's optim.ema")
-    return found
+    return decay
 
 
 _LOG = logging.getLogger("lockstep")
@@ -184,7 +183,7 @@ class Life(Hooks):
         self.module, self.trainer, self.logged = module, trainer, logged
         self.rates: Rates | None = None
         self._turn: Turn | None = None
-        self._ended: list[tuple[Any, Any, range]] = []  # batches that end after the update
+        self._pending_ends: list[tuple[Any, Any, range]] = []  # batches that end after the update
         self._in_epoch, self._samples, self._size = 1, 1, 1
         self._steps, self._epochs = Totals(), Totals()
         self._metrics: dict[str, Any] = {}
@@ -192,33 +191,33 @@ class Life(Hooks):
         self._leavings = Leavings()
         self._epoch = -1  # the current one; -1: none
         self._tries, self._log_freq = False, 1
-        self._own = own_methods(module)
-        self._several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # else there is nothing to gather
+        self._written_hooks = own_methods(module)
+        self._is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1  # else there is nothing to gather
 
     def planned(self, samples: int, size: int) -> None:
         """Set the number of samples of an epoch and of a step."""
         self._samples, self._size = samples, size
-        self._turn, self._epoch, self._own = None, -1, own_methods(self.module)
-        self._ended.clear()
+        self._turn, self._epoch, self._written_hooks = None, -1, own_methods(self.module)
+        self._pending_ends.clear()
 
-    def call(self, name: str, *given: Any) -> Any:
+    def call(self, name: str, *args: Any) -> Any:
         """Call a method of the module as Lightning does, setting its name for `self.log`."""
         module = self.module
         before, module._current_fx_name = module._current_fx_name, name
         try:
-            return getattr(module, name)(*given)
+            return getattr(module, name)(*args)
         finally:
             module._current_fx_name = before
 
-    def hook(self, name: str, *given: Any) -> None:
+    def hook(self, name: str, *args: Any) -> None:
         """Call a hook if the user wrote it, without effect on the random state."""
-        if name in self._own:
+        if name in self._written_hooks:
             with generators_kept():
-                answer = self.call(name, *calls(getattr(self.module, name), *given))
+                answer = self.call(name, *calls(getattr(self.module, name), *args))
             if name == "on_train_batch_start" and answer == -1:
                 raise ConfigError(
-                    "from_lightning: on_train_batch_start returned -1 to leave out the rest of the epoch, which is not "
-                    "served: set limit_train_batches"
+                    "from_lightning: on_train_batch_start returned -1 to skip the rest of the epoch, which is not "
+                    "supported: set limit_train_batches"
                 )
 
     def tries(self) -> bool:
@@ -246,9 +245,9 @@ class Life(Hooks):
                 self._begin_epoch(epoch)
         turns = trainer.accumulate_grad_batches
         before = (step - -(-epoch * self._samples // self._size)) * turns
-        begun, ended = _turns(slot, slots, turns)
-        begins = range(before + begun.start, before + begun.stop)
-        ends = range(before + ended.start, before + ended.stop)
+        begin_range, end_range = _turn_ranges(slot, slots, turns)
+        begins = range(before + begin_range.start, before + begin_range.stop)
+        ends = range(before + end_range.start, before + end_range.stop)
         self._turn = Turn(step, index, begins, ends, slot == 0, counts, before + index % turns)
 
     def take_turn(self) -> Turn | None:
@@ -264,10 +263,10 @@ class Life(Hooks):
         """
         self.logged.samples = samples
         self.logged.taken()
-        found: list[Any] = []
+        outputs: list[Any] = []
         if turn is None:
             with Leavings.undone(self.module), apart("training_step"):
-                yield found
+                yield outputs
             self.logged.taken()
             return
         for batch_idx in turn.begins:
@@ -276,22 +275,22 @@ class Life(Hooks):
         around: AbstractContextManager[None] = nullcontext()
         if not turn.counts:
             around = Leavings.undone(self.module)
-        elif self._several and self.module.automatic_optimization:  # else its micro-batches alternate
+        elif self._is_distributed and self.module.automatic_optimization:  # else its micro-batches alternate
             around = self._leavings.noted(self.module, key)
         with around:
-            yield found
-        output = found[0] if found else None
-        if turn.ends and "on_train_batch_end" in self._own:
-            self._ended.append((_detached(output), batch, turn.ends))
+            yield outputs
+        output = outputs[0] if outputs else None
+        if turn.ends and "on_train_batch_end" in self._written_hooks:
+            self._pending_ends.append((_detached(output), batch, turn.ends))
         if not self.module.automatic_optimization:
-            self._count(turn.counts)
+            self._collect(turn.counts)
             return
         if turn.first:
             self.hook("on_before_zero_grad", self._optimizer())
             self.hook("optimizer_zero_grad", self.trainer.current_epoch, turn.batch_idx, self._optimizer())
         loss = output.get("loss") if isinstance(output, Mapping) else output
         self.hook("on_before_backward", loss)
-        self._count(turn.counts, (turn.step + 1) % self._log_freq == 0)
+        self._collect(turn.counts, (turn.step + 1) % self._log_freq == 0)
 
     def after_backward(self) -> None:
         self.hook("on_after_backward")
@@ -302,11 +301,11 @@ class Life(Hooks):
 
     def after_update(self) -> None:
         self.trainer.global_step += 1
-        for output, batch, ends in self._ended:
+        for output, batch, ends in self._pending_ends:
             for batch_idx in ends:
                 self.hook("on_train_batch_end", output, batch, batch_idx)
-        self._ended.clear()
-        self._count(True)
+        self._pending_ends.clear()
+        self._collect(True)
 
     # Of a run.
 
@@ -330,22 +329,22 @@ class Life(Hooks):
 
     def after_step(self, course: Course, done: int) -> None:
         if done % course.log_freq == 0:
-            found = together(course.gather(self._steps.plain()))  # collective
-            self._record(course, self._shown(found, steps=True), done)
+            values = together(course.gather(self._steps.plain()))  # collective
+            self._record(course, self._publish(values, steps=True), done)
         self._steps.clear()
         if done * self._size // self._samples > (done - 1) * self._size // self._samples:
             self._record(course, self._end_epoch(course), done)
 
     def evaluated(self, course: Course, done: int, metrics: Mapping[str, float]) -> None:
-        self._to_loggers(metrics, done)
+        self._log_metrics(metrics, done)
         self._watch(course, done, metrics)
 
     def saves(self, state: dict[str, Any], done: int) -> None:
         if written(self.module, "on_save_checkpoint"):
             checkpoint = self._checkpoint()
-            known = set(checkpoint)
+            keys = set(checkpoint)
             self.hook("on_save_checkpoint", checkpoint)
-            more = {key: value for key, value in checkpoint.items() if key not in known}
+            more = {key: value for key, value in checkpoint.items() if key not in keys}
             # A submodule's tensors are saved anyway: only its name is kept.
             names = {id(module): name for name, module in self.module.named_modules() if name}
             own = {key: names[id(value)] for key, value in more.items() if id(value) in names}
@@ -382,7 +381,7 @@ class Life(Hooks):
             raise ConfigError(problem)
 
     def _checkpoint(self) -> dict[str, Any]:
-        """The entries of a Lightning checkpoint that a module's hooks may read."""
+        """Return the entries of a Lightning checkpoint that a module's hooks may read."""
         trainer, module = self.trainer, self.module
         return {
             "epoch": trainer.current_epoch,
@@ -405,9 +404,9 @@ class Life(Hooks):
 
     def _record(self, course: Course, values: dict[str, float], done: int) -> None:
         course.log(values)
-        self._to_loggers(values, done)
+        self._log_metrics(values, done)
 
-    def _to_loggers(self, values: Mapping[str, float], done: int) -> None:
+    def _log_metrics(self, values: Mapping[str, float], done: int) -> None:
         """Log to the Trainer's own loggers, on rank 0 only."""
         if values and self.trainer.is_global_zero:
             for logger in self.trainer.loggers:
@@ -423,7 +422,7 @@ class Life(Hooks):
         self._epochs.clear()
         self._leavings.clear()
         self.hook("on_train_epoch_start")
-        self._count(True)
+        self._collect(True)
 
     def _end_epoch(self, course: Course | None) -> dict[str, float]:
         """End the current epoch: call its hook, and return what was logged over it.
@@ -437,18 +436,18 @@ class Life(Hooks):
             return {}
         with self._leavings.gathered(self.module, course.gather):  # collective
             self.hook("on_train_epoch_end")
-            self._count(True)
-            found = together(course.gather(self._epochs.plain()))  # collective
+            self._collect(True)
+            values = together(course.gather(self._epochs.plain()))  # collective
             for name, metric in self._metrics.items():
-                found[name] = number(metric.compute())
+                values[name] = number(metric.compute())
                 metric.reset()
         self._metrics.clear()
         self._epoch = -1
-        shown = self._shown(found, steps=False)
-        self._watch(course, self.trainer.global_step, shown)
-        return shown
+        result = self._publish(values, steps=False)
+        self._watch(course, self.trainer.global_step, result)
+        return result
 
-    def _count(self, counts: bool, recorded: bool = True) -> None:
+    def _collect(self, counts: bool, log_step: bool = True) -> None:
         """Add what was logged since the last call to the totals.
 
         Step values are added only if the step is recorded.
@@ -462,21 +461,21 @@ class Life(Hooks):
                 if entry.on_step and getattr(entry.value, "_forward_cache", None) is not None:
                     self._steps.add(entry.step_name, entry.value._forward_cache, entry.weight, "mean")
                 continue
-            if entry.on_step and recorded:
+            if entry.on_step and log_step:
                 self._steps.add(entry.step_name, entry.value, entry.weight, entry.reduce)
             if entry.on_epoch:
                 self._epochs.add(entry.epoch_name, entry.value, entry.weight, entry.reduce)
 
-    def _shown(self, found: dict[str, float], *, steps: bool) -> dict[str, float]:
+    def _publish(self, values: dict[str, float], *, steps: bool) -> dict[str, float]:
         """Copy the values to the module's trainer too."""
         trainer = self.trainer
-        tensors = {name: torch.tensor(value) for name, value in found.items()}
+        tensors = {name: torch.tensor(value) for name, value in values.items()}
         trainer.callback_metrics |= tensors
         trainer.logged_metrics |= tensors
         suffix = "_step" if steps else "_epoch"
         plain = {name.removesuffix(suffix): value for name, value in tensors.items() if name.endswith(suffix)}
         trainer.callback_metrics |= plain
-        return found
+        return values
 
     def _watch(self, course: Course, done: int, values: Mapping[str, float]) -> None:
         """Step the plateau schedulers due at the end of an epoch, and record their values."""
@@ -513,24 +512,24 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _turns(slot: int, slots: int, turns: int) -> tuple[range, range]:
+def _turn_ranges(slot: int, slots: int, turns: int) -> tuple[range, range]:
     """Return the ranges of turns that begin and that end with a rank's slot.
 
     Each turn of a step begins and ends once, however many slots there are.
     """
     starts = [turn * slots // turns for turn in range(turns)]
     ends = [max(start, (turn + 1) * slots // turns - 1) for turn, start in enumerate(starts)]
-    begun = [turn for turn, start in enumerate(starts) if start == slot]
-    ended = [turn for turn, end in enumerate(ends) if end == slot]
-    return _run(begun), _run(ended)
+    begin_turns = [turn for turn, start in enumerate(starts) if start == slot]
+    end_turns = [turn for turn, end in enumerate(ends) if end == slot]
+    return _as_range(begin_turns), _as_range(end_turns)
 
 
-def _run(turns: list[int]) -> range:
+def _as_range(turns: list[int]) -> range:
     return range(turns[0], turns[-1] + 1) if turns else range(0)
 
 
 def _detached(output: Any) -> Any:
-    """The output as `on_train_batch_end` receives it: a dict with a detached loss."""
+    """Return the output for `on_train_batch_end`: a dict with a detached loss."""
     if isinstance(output, torch.Tensor):
         return {"loss": output.detach()}
     if isinstance(output, Mapping):

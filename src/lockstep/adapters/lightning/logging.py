@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-_NAMED = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "amin": "min", "max": "max", "amax": "max"}
+_REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "amin": "min", "max": "max", "amax": "max"}
 
 
 class LoggedValue(NamedTuple):
@@ -69,7 +69,7 @@ class Logged:
 
     def __init__(self) -> None:
         self.samples = 1
-        self._found: list[LoggedValue] = []
+        self._entries: list[LoggedValue] = []
 
     def log(  # noqa: PLR0913
         self,
@@ -95,41 +95,41 @@ class Logged:
         reduce = _reduction_of(name, reduce_fx)
         values = value if isinstance(value, Mapping) else {"": value}
         for key, each in values.items():
-            held = each.detach() if isinstance(each, Tensor) else each
+            item = each.detach() if isinstance(each, Tensor) else each
             weight = float(batch_size if batch_size is not None else self.samples)
             full = f"{name}.{key}" if key else name
-            self._found.append(
-                LoggedValue(full, held, weight, on_step, on_epoch, reduce, prog_bar, logger, metric_attribute or "")
+            self._entries.append(
+                LoggedValue(full, item, weight, on_step, on_epoch, reduce, prog_bar, logger, metric_attribute or "")
             )
 
     def swapped(self, entries: list[LoggedValue], samples: int) -> list[LoggedValue]:
         """Swap in the entries of another micro-batch, and return the previous ones."""
-        found, self._found, self.samples = self._found, entries, samples
-        return found
+        former, self._entries, self.samples = self._entries, entries, samples
+        return former
 
     def reset(self, *_: Any, **__: Any) -> None:
         """Do nothing; Lightning calls this, and there is no state to reset."""
 
     def taken(self) -> list[LoggedValue]:
         """Return and clear the values logged since the last call, the last of each name."""
-        found, self._found = self._found, []
-        return list({entry.name: entry for entry in found}.values()) if len(found) > 1 else found
+        entries, self._entries = self._entries, []
+        return list({entry.name: entry for entry in entries}.values()) if len(entries) > 1 else entries
 
 
-def _reduction_of(name: str, given: Any) -> str:
+def _reduction_of(name: str, reduce_fx: Any) -> str:
     """Return the name of a `reduce_fx`.
 
     Raises:
         ConfigError: the function is not known.
     """
-    word = given if isinstance(given, str) else getattr(given, "__name__", "")
-    found = _NAMED.get(word.lower())
-    if found is None:
+    word = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    reduction = _REDUCTIONS.get(word.lower())
+    if reduction is None:
         raise ConfigError(
-            f"from_lightning: self.log('{name}', reduce_fx={word or given}): parts of an epoch can be put together by "
-            "mean, sum, min and max; use one, or a torchmetrics.Metric"
+            f"from_lightning: self.log('{name}', reduce_fx={word or reduce_fx}): an epoch is reduced by mean, sum, min "
+            "or max; use one of them, or a torchmetrics.Metric"
         )
-    return found
+    return reduction
 
 
 def number(value: Any) -> float:
@@ -142,7 +142,7 @@ class Totals:
     """Weighted sums by name, which can be merged over micro-batches and ranks."""
 
     def __init__(self) -> None:
-        self._held: dict[str, list[Any]] = {}
+        self._totals: dict[str, list[Any]] = {}
 
     def add(self, name: str, value: Any, weight: float, reduce: str) -> None:
         """Add a value. Tensors on a device stay there, so this does not wait for it."""
@@ -151,20 +151,20 @@ class Totals:
             value = value.mean() if value.numel() > 1 else value.reshape(())
         else:
             value = number(value)
-        held = self._held.get(name)
+        entry = self._totals.get(name)
         part = value * weight if reduce == "mean" else value
-        if held is None:
-            self._held[name] = [reduce, part, weight]
+        if entry is None:
+            self._totals[name] = [reduce, part, weight]
             return
-        combine = _COMBINE if isinstance(part, float) and isinstance(held[1], float) else _ON_DEVICE
-        held[1], held[2] = combine[reduce](held[1], part), held[2] + weight
+        combine = _COMBINE if isinstance(part, float) and isinstance(entry[1], float) else _ON_DEVICE
+        entry[1], entry[2] = combine[reduce](entry[1], part), entry[2] + weight
 
     def plain(self) -> dict[str, list[Any]]:
         """Return name -> [reduction, value, weight] as plain numbers. Waits for the device."""
-        return {name: [kind, float(value), weight] for name, (kind, value, weight) in self._held.items()}
+        return {name: [kind, float(value), weight] for name, (kind, value, weight) in self._totals.items()}
 
     def clear(self) -> None:
-        self._held.clear()
+        self._totals.clear()
 
 
 def together(parts: list[dict[str, list[Any]]]) -> dict[str, float]:
@@ -175,10 +175,10 @@ def together(parts: list[dict[str, list[Any]]]) -> dict[str, float]:
         for name, (kind, value, weight) in part.items():
             kinds[name] = kind
             values.setdefault(name, []).append((value, weight))
-    return {name: _reduced(kinds[name], each) for name, each in values.items()}
+    return {name: _reduce(kinds[name], each) for name, each in values.items()}
 
 
-def _reduced(kind: str, values: list[tuple[float, float]]) -> float:
+def _reduce(kind: str, values: list[tuple[float, float]]) -> float:
     numbers = [value for value, _ in values]
     if kind in ("min", "max"):
         return math.nan if any(map(math.isnan, numbers)) else (min if kind == "min" else max)(numbers)
@@ -201,8 +201,8 @@ def rows_of(batch: Any) -> int:
         batch = list(batch.values())
     if isinstance(batch, list | tuple):
         for each in batch:
-            if found := _rows(each):
-                return found
+            if rows := _rows(each):
+                return rows
         return 1
     return 1
 
@@ -213,5 +213,5 @@ def _rows(value: Any) -> int:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return next((found for each in value if (found := _rows(each))), 0)
+        return next((rows for each in value if (rows := _rows(each))), 0)
     return 0

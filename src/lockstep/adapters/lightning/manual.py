@@ -1,4 +1,4 @@
-"""Run manual optimization (`automatic_optimization = False`) alike on any number of ranks.
+"""Run manual optimization (`automatic_optimization = False`) the same on any number of ranks.
 
 The `training_step` of each micro-batch of a step runs in its own thread, one at a time. At the step of an optimizer
 or scheduler it pauses until all the others have reached the same point. Then the gradients of all micro-batches are
@@ -27,8 +27,6 @@ from lockstep.hooks import Clip
 from lockstep.optim.optimizers import Several
 
 __all__ = [
-    "Coroutine",
-    "ManualScheduler",
     "ManualSteps",
 ]
 
@@ -42,12 +40,12 @@ class Coroutine:
     current: ClassVar["Coroutine | None"] = None
 
     def __init__(self) -> None:
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._resume, self._yield = threading.Semaphore(0), threading.Semaphore(0)
         self._work: Callable[[], Any] | None = None
-        self._found: Any = None
+        self._result: Any = None
         self._error: BaseException | None = None
-        self._over = True
-        threading.Thread(target=self._serve, daemon=True, name="lockstep-micro-batch").start()
+        self._is_finished = True
+        threading.Thread(target=self._loop, daemon=True, name="lockstep-micro-batch").start()
 
     def begin(self, work: Callable[[], Any]) -> bool:
         """Run `work` up to its first pause. Raises what it raises.
@@ -55,41 +53,41 @@ class Coroutine:
         Returns:
             Whether it has finished.
         """
-        self._work, self._over, self._error = work, False, None
+        self._work, self._is_finished, self._error = work, False, None
         return self.go_on()
 
     def go_on(self) -> bool:
         """Run up to the next pause, and return whether the work has finished."""
         Coroutine.current = self
-        self._go.release()
-        self._back.acquire()
+        self._resume.release()
+        self._yield.acquire()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        return self._over
+        return self._is_finished
 
     def result(self) -> Any:
-        found, self._found = self._found, None
-        return found
+        result, self._result = self._result, None
+        return result
 
     @staticmethod
     def pause() -> None:
         """Hand control back to the caller; called in the running thread."""
         running = Coroutine.current
         assert running is not None
-        running._back.release()
-        running._go.acquire()
+        running._yield.release()
+        running._resume.acquire()
 
-    def _serve(self) -> None:
+    def _loop(self) -> None:
         while True:
-            self._go.acquire()
+            self._resume.acquire()
             try:
                 assert self._work is not None
-                self._found = self._work()
+                self._result = self._work()
             except BaseException as error:  # handed to the caller's thread
                 self._error = error
-            self._work, self._over = None, True
-            self._back.release()
+            self._work, self._is_finished = None, True
+            self._yield.release()
 
 
 @final
@@ -103,17 +101,17 @@ class ManualScheduler:
         groups = len(self.optimizer.param_groups)
         self._plateau = isinstance(scheduler, ReduceLROnPlateau)
         self.state = torch.zeros(len(_NUMBERS) + groups if self._plateau else 1, dtype=torch.float64, device="cpu")
-        self._note()
+        self._record_state()
 
-    def step(self, *given: Any) -> None:
-        self._ask(("scheduler", self._place), given)
+    def step(self, *args: Any) -> None:
+        self._ask(("scheduler", self._place), args)
 
-    def really(self, given: tuple[Any, ...]) -> None:
+    def really(self, args: tuple[Any, ...]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the optimizer's step is taken by the engine
-            self._scheduler.step(*given)
+            self._scheduler.step(*args)
         self.state[0] += not self._plateau
-        self._note()
+        self._record_state()
 
     def restored(self) -> None:
         """Advance the new scheduler to its loaded state."""
@@ -129,7 +127,7 @@ class ManualScheduler:
         for group, rate in zip(self.optimizer.param_groups, values[len(_NUMBERS) :], strict=True):
             group["lr"] = rate
 
-    def _note(self) -> None:
+    def _record_state(self) -> None:
         if self._plateau:
             numbers = [float(getattr(self._scheduler, name)) for name in _NUMBERS]
             self.state.copy_(torch.tensor([*numbers, *self.get_last_lr()], dtype=torch.float64))
@@ -142,38 +140,38 @@ class ManualScheduler:
         return int(self._scheduler.last_epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._scheduler.state_dict()
-        return found
+        state: dict[str, Any] = self._scheduler.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._scheduler.load_state_dict(state)
 
 
-_APART = ("_parameters", "_buffers", "_modules", "_trainer", "training", "forward")
+_SHARED = ("_parameters", "_buffers", "_modules", "_trainer", "training", "forward")
 
 
 @dataclass
-class _Micro:
+class _MicroBatch:
     """A micro-batch of the step, with its own state of the module.
 
     Attributes:
         work: its `training_step`, which returns the loss, or None.
-        told: the placeholder that the loop received for its loss, filled here.
+        placeholder: the tensor that the loop received for its loss, filled here.
         backwards: the losses that were passed to `manual_backward`.
     """
 
     work: Callable[[], Any]
     samples: int
-    told: Tensor
+    placeholder: Tensor
     states: tuple[Any, ...]
-    kept: Any = None
+    buffer_state: Any = None
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     required: list[bool] = field(default_factory=list)
     backwards: list[Tensor] = field(default_factory=list)
     clips: dict[int, Clip] = field(default_factory=dict)
     entries: list[Any] = field(default_factory=list)
-    asked: Any = None
+    point: Any = None
 
 
 @final
@@ -182,10 +180,10 @@ class ManualSteps:
 
     def __init__(self, life: Life) -> None:
         self._life = life
-        self._noted: list[_Micro] = []
-        self._carried: list[dict[Tensor, Tensor]] = []
-        self._present: _Micro | None = None
-        self._alone = False
+        self._pending: list[_MicroBatch] = []
+        self._carry: list[dict[Tensor, Tensor]] = []
+        self._current: _MicroBatch | None = None
+        self._is_single = False
         self._engine: Any = None
         self._weights: list[float] = []
         self._threads: list[Coroutine] = []
@@ -193,26 +191,30 @@ class ManualSteps:
         self._schedulers: list[ManualScheduler] = []
         self._dtype = torch.float32
 
-    def configured(self, found: Configured) -> Several:
+    def configured(self, configuration: Configured) -> Several:
         """Wrap the module's optimizers as one, and route their steps through this object."""
-        trainer, self._optimizers = self._life.trainer, found.optimizers
-        self._noted, self._carried = [], []
-        for scheduler in found.schedulers:
-            if scheduler.scheduler.optimizer not in found.optimizers:
+        trainer, self._optimizers = self._life.trainer, configuration.optimizers
+        self._pending, self._carry = [], []
+        for scheduler in configuration.schedulers:
+            if scheduler.scheduler.optimizer not in configuration.optimizers:
                 raise ConfigError("from_lightning: a scheduler's optimizer is not among those of configure_optimizers")
-        made = Several(found.optimizers)
-        for place, optimizer in enumerate(found.optimizers):
+        several = Several(configuration.optimizers)
+        for place, optimizer in enumerate(configuration.optimizers):
             optimizer.step = self._stepper(place)  # type: ignore[method-assign]
-        self._schedulers = [ManualScheduler(each.scheduler, self.ask, at) for at, each in enumerate(found.schedulers)]
-        for each, standing in zip(found.schedulers, self._schedulers, strict=True):
-            each.scheduler = standing
+        self._schedulers = [
+            ManualScheduler(each.scheduler, self.ask, at) for at, each in enumerate(configuration.schedulers)
+        ]
+        for each, proxy in zip(configuration.schedulers, self._schedulers, strict=True):
+            each.scheduler = proxy
         kind = class_beside(self._life.module, "core.optimizer", "LightningOptimizer")
-        trainer.optimizers, trainer.lr_scheduler_configs = found.optimizers, found.schedulers
+        trainer.optimizers, trainer.lr_scheduler_configs = configuration.optimizers, configuration.schedulers
         strategy = trainer.strategy
         strategy.manual = self
-        strategy._lightning_optimizers = [kind._to_lightning_optimizer(each, strategy) for each in found.optimizers]
-        self._standing = strategy  # Lightning's optimizers hold it by a weak reference only
-        return made
+        strategy._lightning_optimizers = [
+            kind._to_lightning_optimizer(each, strategy) for each in configuration.optimizers
+        ]
+        self._strategy = strategy  # Lightning's optimizers hold it by a weak reference only
+        return several
 
     # Called by the loop.
 
@@ -231,200 +233,200 @@ class ManualSteps:
         Returns:
             A 0-dim placeholder; the step fills it with the loss, summed over the samples.
         """
-        told = torch.zeros((), device=device, requires_grad=True)
-        self._noted.append(_Micro(work, samples, told, _drawing(device)))
-        return told
+        loss = torch.zeros((), device=device, requires_grad=True)
+        self._pending.append(_MicroBatch(work, samples, loss, _rng_states(device)))
+        return loss
 
     def tried(self, work: Callable[[], Any]) -> Tensor:
         """Return the mean loss of a micro-batch without taking a step."""
-        self._present = _Micro(work, 1, torch.zeros(()), ())
+        self._current = _MicroBatch(work, 1, torch.zeros(()), ())
         try:
             with torch.enable_grad(), own_dtype(self._life.module):
-                return self._loss(self._present, work()).detach()
+                return self._loss(self._current, work()).detach()
         finally:
-            self._present = None
+            self._current = None
 
     def forget(self) -> None:
-        self._noted.clear()
+        self._pending.clear()
 
     def run(self, weights: list[float], engine: Any) -> None:
-        micro, self._noted = self._noted, []
-        self._engine, self._alone = engine, len(micro) == 1
+        micro, self._pending = self._pending, []
+        self._engine, self._is_single = engine, len(micro) == 1
         self._weights = [weight * each.samples for weight, each in zip(weights, micro, strict=True)]
-        self._done = micro
+        self._last_step = micro
         module = self._life.module
         before = self._attributes(module)
         for place, each in enumerate(micro):
             each.attributes = dict(before)
             each.required = [parameter.requires_grad for parameter in module.parameters()]
-            each.gradients = self._carried[place] if place < len(self._carried) else {}
+            each.gradients = self._carry[place] if place < len(self._carry) else {}
         self._dtype = torch.get_default_dtype()
         with own_dtype(module):
-            if self._alone:
+            if self._is_single:
                 self._enter(micro[0])
                 self._finish(micro[0], micro[0].work())
                 self._leave(micro[0])
             else:
-                self._together(micro)
-        self._carried = [each.gradients for each in micro]
-        _give(module, micro[0].attributes)
+                self._run_in_turn(micro)
+        self._carry = [each.gradients for each in micro]
+        _set_attributes(module, micro[0].attributes)
         for parameter, required in zip(module.parameters(), micro[0].required, strict=True):
             parameter.requires_grad = required
         for parameter in module.parameters():
             parameter.grad = None
 
     def buffers(self) -> list[Any]:
-        done, self._done = self._done, []
-        return [each.kept for each in done]
+        micro, self._last_step = self._last_step, []
+        return [each.buffer_state for each in micro]
 
     # Called by the module within a micro-batch.
 
-    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Serve `manual_backward`."""
-        micro = self._at("manual_backward")
+        micro = self._micro_batch("manual_backward")
         micro.backwards.append(loss.detach())
         self._life.hook("on_before_backward", loss)
         if self._engine is not None and micro.states:
             with self._engine.recomputing():
-                loss.backward(*given, **named)  # type: ignore[no-untyped-call]
+                loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._life.hook("on_after_backward")
 
     def clip(self, optimizer: Any, clip: Clip) -> None:
         """Serve `clip_gradients`: the summed gradient is clipped when the optimizer steps."""
-        self._at("clip_gradients").clips[self._place(optimizer)] = clip
+        self._micro_batch("clip_gradients").clips[self._place(optimizer)] = clip
 
-    def ask(self, what: tuple[str, int], value: Any = None) -> None:
+    def ask(self, point: tuple[str, int], value: Any = None) -> None:
         """Pause the current micro-batch at a step, and return once all have taken it."""
-        micro = self._at("a step")
+        micro = self._micro_batch("a step")
         if not micro.states:  # a trial
             return
-        micro.asked = [*what, value]
-        if self._alone:
+        micro.point = [*point, value]
+        if self._is_single:
             self._leave(micro)
-            self._meet([micro])
+            self._take_step([micro])
             self._enter(micro)
         else:
             Coroutine.pause()
 
     def _stepper(self, place: int) -> Callable[..., Any]:
         def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
-            found = closure() if closure is not None else None
+            loss = closure() if closure is not None else None
             self._life.hook("on_before_optimizer_step", self._optimizers[place])
             self.ask(("optimizer", place))
-            return found
+            return loss
 
         return step
 
     # Helpers.
 
-    def _together(self, micro: list[_Micro]) -> None:
+    def _run_in_turn(self, micro: list[_MicroBatch]) -> None:
         """Run the micro-batches in turn, each up to its next pause, until all have finished."""
         threads, self._threads = self._threads, []  # after an error they wait for ever, and new ones are made
         while len(threads) < len(micro):
             threads.append(Coroutine())
-        going = list(range(len(micro)))
-        begun = False
-        while going:
-            ended = []
-            for place in going:
+        active = list(range(len(micro)))
+        is_started = False
+        while active:
+            done = []
+            for place in active:
                 each, thread = micro[place], threads[place]
                 self._enter(each)
-                each.asked = None
-                over = thread.go_on() if begun else thread.begin(each.work)
+                each.point = None
+                over = thread.go_on() if is_started else thread.begin(each.work)
                 if over:
                     self._finish(each, thread.result())
-                    ended.append(place)
+                    done.append(place)
                 self._leave(each)
-            begun = True
-            if ended and len(ended) < len(going):
+            is_started = True
+            if done and len(done) < len(active):
                 raise LockstepError(
-                    "the micro-batches of a step do not step alike: one training_step has ended where another asks for "
-                    f"{next(micro[place].asked for place in going if place not in ended)}; step by what all know"
+                    "the micro-batches of a step must step together: one training_step ended and another is at "
+                    f"{next(micro[place].point for place in active if place not in done)}; decide by shared values"
                 )
-            going = [place for place in going if place not in ended]
-            if going:
-                self._meet([micro[place] for place in going])
+            active = [place for place in active if place not in done]
+            if active:
+                self._take_step([micro[place] for place in active])
         self._threads = threads
 
-    def _meet(self, micro: list[_Micro]) -> None:
+    def _take_step(self, micro: list[_MicroBatch]) -> None:
         """Take the step that all micro-batches have reached."""
-        self._engine.agree([each.asked[:2] for each in micro])  # collective
-        kind, place, value = micro[0].asked
+        self._engine.agree([each.point[:2] for each in micro])  # collective
+        kind, place, value = micro[0].point
         if kind == "scheduler":
             self._schedulers[place].really(value)
             return
         clips = [each.clips.pop(place, None) for each in micro]
         with default_dtype(self._dtype):  # in which an optimizer makes its states
-            gradients, kept = [each.gradients for each in micro], [each.kept for each in micro]
-            self._engine.update(place, gradients, self._weights, kept, clips[0])  # collective
+            gradients, buffers = [each.gradients for each in micro], [each.buffer_state for each in micro]
+            self._engine.update(place, gradients, self._weights, buffers, clips[0])  # collective
 
-    def _enter(self, micro: _Micro) -> None:
+    def _enter(self, micro: _MicroBatch) -> None:
         """Swap in the state of a micro-batch."""
         module = self._life.module
-        self._present = micro
+        self._current = micro
         self._life.logged.swapped(micro.entries, micro.samples)
-        _give(module, micro.attributes)
+        _set_attributes(module, micro.attributes)
         for parameter, required in zip(module.parameters(), micro.required, strict=True):
             parameter.requires_grad = required
             parameter.grad = micro.gradients.get(parameter)
-        self._engine.restore(micro.kept)
+        self._engine.restore(micro.buffer_state)
         torch.clear_autocast_cache()  # what it holds is of weights before a step, or of another micro-batch's graph
-        _draw_on(micro.states)
+        _set_rng_states(micro.states)
 
-    def _leave(self, micro: _Micro) -> None:
+    def _leave(self, micro: _MicroBatch) -> None:
         module = self._life.module
-        self._present = None
+        self._current = None
         micro.entries = self._life.logged.swapped([], 1)
-        micro.states = _drawing(micro.told.device)
+        micro.states = _rng_states(micro.placeholder.device)
         micro.attributes = self._attributes(module)
         micro.required = [parameter.requires_grad for parameter in module.parameters()]
         micro.gradients = {p: p.grad for p in module.parameters() if p.grad is not None}
-        micro.kept = self._engine.kept()
+        micro.buffer_state = self._engine.kept()
         for parameter in module.parameters():
             parameter.grad = None
 
-    def _finish(self, micro: _Micro, found: Any) -> None:
+    def _finish(self, micro: _MicroBatch, output: Any) -> None:
         with torch.no_grad():
-            micro.told.copy_(self._loss(micro, found) * micro.samples)
+            micro.placeholder.copy_(self._loss(micro, output) * micro.samples)
 
-    def _loss(self, micro: _Micro, found: Any) -> Tensor:
-        """The returned loss, or the sum of the losses passed to `manual_backward`."""
-        loss = found.get("loss") if isinstance(found, dict) else found
+    def _loss(self, micro: _MicroBatch, output: Any) -> Tensor:
+        """Return the returned loss, or the sum of the losses passed to `manual_backward`."""
+        loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.detach().reshape(())
         return (
             torch.stack([each.reshape(()).float() for each in micro.backwards]).sum()
             if micro.backwards
-            else (torch.zeros_like(micro.told))
+            else (torch.zeros_like(micro.placeholder))
         )
 
     def _attributes(self, module: nn.Module) -> dict[str, Any]:
-        return {name: value for name, value in vars(module).items() if name not in _APART}
+        return {name: value for name, value in vars(module).items() if name not in _SHARED}
 
-    def _at(self, what: str) -> _Micro:
-        if self._present is None:
-            raise ConfigError(f"from_lightning: {what} outside of training_step is not served: do it there")
-        return self._present
+    def _micro_batch(self, call: str) -> _MicroBatch:
+        if self._current is None:
+            raise ConfigError(f"from_lightning: {call} outside of training_step is not supported: do it there")
+        return self._current
 
     def _place(self, optimizer: Any) -> int:
         plain = getattr(optimizer, "optimizer", optimizer)
         return next(place for place, each in enumerate(self._optimizers) if each is plain)
 
 
-def _give(module: nn.Module, attributes: dict[str, Any]) -> None:
+def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
     own = vars(module)
-    for name in [name for name in own if name not in attributes and name not in _APART]:
+    for name in [name for name in own if name not in attributes and name not in _SHARED]:
         del own[name]
     own.update(attributes)
 
 
-def _drawing(device: torch.device) -> tuple[Any, ...]:
-    """The states of the default random generators."""
-    drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), np.random.get_state(), random.getstate(), drawn, device
+def _rng_states(device: torch.device) -> tuple[Any, ...]:
+    """Return the states of the default random generators."""
+    cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), np.random.get_state(), random.getstate(), cuda_state, device
 
 
-def _draw_on(states: tuple[Any, ...]) -> None:
+def _set_rng_states(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])
     random.setstate(states[2])

@@ -1,7 +1,7 @@
 """Read the result of `configure_optimizers`, and turn its schedulers into rates by step.
 
-    found = read(module.configure_optimizers())
-    rates = Rates(found.optimizers[0], found.schedulers, place)   # place: step -> (epoch, batch in it, ends)
+    config = read(module.configure_optimizers())
+    rates = Rates(config.optimizers[0], config.schedulers, place)   # place: step -> (epoch, batch in it, ends)
     factors = rates.factors(step)                                 # by group: what its base rate is multiplied by
 
 `read` accepts every form that Lightning 2 accepts. The schedulers are torch's own objects, stepped where Lightning
@@ -25,7 +25,6 @@ __all__ = [
     "Configured",
     "EpochPosition",
     "Rates",
-    "Scheduler",
     "read",
 ]
 
@@ -76,7 +75,7 @@ class Configured:
     schedulers: list[Scheduler] = field(default_factory=list)
 
 
-def read(found: Any, *, automatic: bool = True) -> Configured:
+def read(result: Any, *, automatic: bool = True) -> Configured:
     """Return the optimizers and schedulers of a result of `configure_optimizers`.
 
     Args:
@@ -88,53 +87,53 @@ def read(found: Any, *, automatic: bool = True) -> Configured:
     optimizers: list[Any] = []
     schedulers: list[Any] = []
     monitor = None
-    if isinstance(found, Optimizer):
-        optimizers = [found]
-    elif isinstance(found, dict):
-        optimizers, monitor = [found.get("optimizer")], found.get("monitor")
-        schedulers = [found["lr_scheduler"]] if found.get("lr_scheduler") is not None else []
-    elif isinstance(found, list | tuple) and len(found) == 2 and isinstance(found[0], list | tuple):
-        optimizers = list(found[0])
-        schedulers = list(found[1]) if isinstance(found[1], list | tuple) else [found[1]]
-    elif isinstance(found, list | tuple) and found and all(isinstance(each, dict) for each in found):
-        if any("frequency" in each for each in found):
-            raise _refused(
-                "gives its optimizers a frequency, which Lightning 2 has no more: set automatic_optimization = False "
+    if isinstance(result, Optimizer):
+        optimizers = [result]
+    elif isinstance(result, dict):
+        optimizers, monitor = [result.get("optimizer")], result.get("monitor")
+        schedulers = [result["lr_scheduler"]] if result.get("lr_scheduler") is not None else []
+    elif isinstance(result, list | tuple) and len(result) == 2 and isinstance(result[0], list | tuple):
+        optimizers = list(result[0])
+        schedulers = list(result[1]) if isinstance(result[1], list | tuple) else [result[1]]
+    elif isinstance(result, list | tuple) and result and all(isinstance(each, dict) for each in result):
+        if any("frequency" in each for each in result):
+            raise _error(
+                "gives its optimizers a frequency, which Lightning 2 removed: set automatic_optimization = False "
                 "and step them in training_step"
             )
-        optimizers = [each.get("optimizer") for each in found]
-        schedulers = [each["lr_scheduler"] for each in found if each.get("lr_scheduler") is not None]
-    elif isinstance(found, list | tuple):
-        optimizers = list(found)
+        optimizers = [each.get("optimizer") for each in result]
+        schedulers = [each["lr_scheduler"] for each in result if each.get("lr_scheduler") is not None]
+    elif isinstance(result, list | tuple):
+        optimizers = list(result)
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        kind = "None" if found is None else type(found).__name__
-        raise _refused(f"returned {kind}: it must return an optimizer, lists or dicts of them as Lightning 2 has it")
+        kind = "None" if result is None else type(result).__name__
+        raise _error(f"returned {kind}: it must return an optimizer, lists or dicts of them as Lightning 2 has it")
     if automatic and len(optimizers) > 1:
-        raise _refused(
+        raise _error(
             f"returned {len(optimizers)} optimizers: Lightning 2 steps one by itself; set automatic_optimization = "
             "False and step them in training_step"
         )
     if any(isinstance(each, LBFGS) for each in optimizers):
-        raise _refused("returned LBFGS, which computes the loss several times in a step: use another optimizer")
-    made = [_scheduler(each, monitor, automatic=automatic) for each in schedulers]
-    return Configured(optimizers, made)
+        raise _error("returned LBFGS, which computes the loss several times in a step: use another optimizer")
+    configs = [_scheduler(each, monitor, automatic=automatic) for each in schedulers]
+    return Configured(optimizers, configs)
 
 
-def _scheduler(given: Any, monitor: str | None, *, automatic: bool) -> Scheduler:
-    said = dict(given) if isinstance(given, dict) else {"scheduler": given}
-    said = {key: value for key, value in said.items() if key in _KEYS}
-    scheduler = said.get("scheduler")
+def _scheduler(entry: Any, monitor: str | None, *, automatic: bool) -> Scheduler:
+    options = dict(entry) if isinstance(entry, dict) else {"scheduler": entry}
+    options = {key: value for key, value in options.items() if key in _KEYS}
+    scheduler = options.get("scheduler")
     if scheduler is None:
-        raise _refused("returned a dict for a scheduler without the key 'scheduler'")
-    plateau = said.pop("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
-    interval, frequency = said.get("interval", "epoch"), int(said.get("frequency", 1))
+        raise _error("returned a dict for a scheduler without the key 'scheduler'")
+    plateau = options.pop("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
+    interval, frequency = options.get("interval", "epoch"), int(options.get("frequency", 1))
     if interval not in ("step", "epoch") or frequency < 1:
-        raise _refused(f"returned a scheduler with interval '{interval}' and frequency {frequency}: step or epoch, 1..")
-    watched = said.get("monitor") or monitor
-    if plateau and automatic and not watched:
-        raise _refused(f"returned {type(scheduler).__name__} without a monitor: name the logged value that it follows")
-    strict = bool(said.get("strict", True))
-    return Scheduler(scheduler, said.get("name"), interval, frequency, watched if plateau else None, strict)
+        raise _error(f"returned a scheduler with interval '{interval}' and frequency {frequency}: step or epoch, 1..")
+    followed = options.get("monitor") or monitor
+    if plateau and automatic and not followed:
+        raise _error(f"returned {type(scheduler).__name__} without a monitor: name the logged value that it follows")
+    strict = bool(options.get("strict", True))
+    return Scheduler(scheduler, options.get("name"), interval, frequency, followed if plateau else None, strict)
 
 
 @final
@@ -161,15 +160,15 @@ class Rates:
         step_scheduler: Callable[[Any, Any], None] | None = None,
     ) -> None:
         self._optimizer, self._schedulers, self._place = optimizer, schedulers, place
-        self._step = step_scheduler or _stepped
+        self._step = step_scheduler or _step_scheduler
         groups = optimizer.param_groups
         self.base = [float(group.get("initial_lr", group["lr"])) for group in groups]
         self.watched = [each.monitor for each in schedulers if each.monitor]
-        self._cycled = [[name for name in _MOMENTA if name in group] for group in groups]
+        self._momentum_names = [[name for name in _MOMENTA if name in group] for group in groups]
         self._now = self._values()
-        self._at = 0  # the step that these values belong to
-        self._known = array("d")  # of the steps before it, a row each; not kept where plateaus follow evaluations
-        self._plain = [dict(row) for row in self._now]
+        self._position = 0  # the step that these values belong to
+        self._history = array("d")  # of the steps before it, a row each; not kept where plateaus follow evaluations
+        self._initial_values = [dict(row) for row in self._now]
         self._cycles = False
         self._momenta: dict[int, list[dict[str, Any]]] = {}  # of the steps before, once they differ from the first
         for group, base in zip(groups, self.base, strict=True):
@@ -180,16 +179,16 @@ class Rates:
         """Return the factor of each group's base rate in `step` (0-based)."""
         if not self._schedulers:
             return [1.0] * len(self.base)
-        if step < self._at and not self.watched:
+        if step < self._position and not self.watched:
             width = len(self.base)
-            return list(self._known[step * width : (step + 1) * width])
-        if not self.watched or step == self._at + 1:  # else it depends on future evaluations
+            return list(self._history[step * width : (step + 1) * width])
+        if not self.watched or step == self._position + 1:  # else it depends on future evaluations
             self.drive_to(step)
-        return self._present()
+        return self._factors()
 
     def drive_to(self, step: int) -> None:
         """Step the schedulers that follow no evaluation up to `step`."""
-        while self._at < step:
+        while self._position < step:
             self._advance()
 
     def momenta(self, step: int) -> list[dict[str, Any]] | None:
@@ -201,7 +200,7 @@ class Rates:
             return None
         if step in self._momenta:
             return self._momenta[step]
-        return _others(self._plain if step < self._at else self._now)
+        return _momenta_of(self._initial_values if step < self._position else self._now)
 
     def due(self, epochs: int, values: Mapping[str, float], interval: str = "epoch") -> list[str]:
         """Return the names among `values` by which schedulers step after `epochs` epochs or steps."""
@@ -213,9 +212,9 @@ class Rates:
 
     def unknown(self, values: Iterable[str]) -> str:
         """Return a name that a strict scheduler watches and `values` lacks; else ""."""
-        known = set(values)
+        names = set(values)
         return next(
-            (each.monitor for each in self._schedulers if each.monitor and each.strict and each.monitor not in known),
+            (each.monitor for each in self._schedulers if each.monitor and each.strict and each.monitor not in names),
             "",
         )
 
@@ -226,11 +225,11 @@ class Rates:
 
     def _advance(self) -> None:
         if not self.watched:
-            self._known.extend(self._present())
+            self._history.extend(self._factors())
         if self._cycles:
-            self._momenta[self._at] = _others(self._now)
-        place = self._place(self._at)
-        self._at += 1
+            self._momenta[self._position] = _momenta_of(self._now)
+        place = self._place(self._position)
+        self._position += 1
         due = [each for each in self._schedulers if each.monitor is None and self._due(each, place)]
         if due:
             self._drive(due, None)
@@ -242,27 +241,27 @@ class Rates:
 
     def _drive(self, schedulers: list[Scheduler], value: float | None) -> None:
         """Step the schedulers with their own values in the groups, then restore the engine's."""
-        held = self._values()
+        engine_values = self._values()
         self._fill(self._now)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for each in schedulers:
                 self._step(each.scheduler, value)
         self._now = self._values()
-        self._fill(held)
-        self._cycles = self._cycles or _others(self._now) != _others(self._plain)
+        self._fill(engine_values)
+        self._cycles = self._cycles or _momenta_of(self._now) != _momenta_of(self._initial_values)
 
-    def _present(self) -> list[float]:
-        found = [row["lr"] / base if base else 0.0 for row, base in zip(self._now, self.base, strict=True)]
-        if not all(map(math.isfinite, found)):
-            raise ConfigError(f"from_lightning: a scheduler gives a rate that is not finite in step {self._at}")
-        return found
+    def _factors(self) -> list[float]:
+        factors = [row["lr"] / base if base else 0.0 for row, base in zip(self._now, self.base, strict=True)]
+        if not all(map(math.isfinite, factors)):
+            raise ConfigError(f"from_lightning: a scheduler gives a rate that is not finite in step {self._position}")
+        return factors
 
     def _values(self) -> list[dict[str, Any]]:
         groups = self._optimizer.param_groups
         return [
             {"lr": float(group["lr"]), **{name: group[name] for name in names}}
-            for group, names in zip(groups, self._cycled, strict=True)
+            for group, names in zip(groups, self._momentum_names, strict=True)
         ]
 
     def _fill(self, values: list[dict[str, Any]]) -> None:
@@ -270,17 +269,17 @@ class Rates:
             group.update(row)
 
 
-def _others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The values without the rates."""
+def _momenta_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the values without the rates."""
     return [{name: value for name, value in row.items() if name != "lr"} for row in rows]
 
 
-def _stepped(scheduler: Any, value: float | None) -> None:
+def _step_scheduler(scheduler: Any, value: float | None) -> None:
     if value is None:
         scheduler.step()
     else:
         scheduler.step(value)
 
 
-def _refused(what: str) -> ConfigError:
-    return ConfigError(f"from_lightning: configure_optimizers {what}")
+def _error(problem: str) -> ConfigError:
+    return ConfigError(f"from_lightning: configure_optimizers {problem}")

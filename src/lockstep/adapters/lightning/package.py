@@ -25,22 +25,22 @@ __all__ = [
 PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 
 
-def kind_of(what: Any, name: str) -> type | None:
+def kind_of(value: Any, name: str) -> type | None:
     """Return an object's base class `name` from one of the packages, or None."""
-    return next((kind for kind in type(what).__mro__ if kind.__name__ == name and _is_theirs(kind)), None)
+    return next((kind for kind in type(value).__mro__ if kind.__name__ == name and _in_packages(kind)), None)
 
 
-def written(what: Any, method: str) -> bool:
+def written(owner: Any, method: str) -> bool:
     """Whether the user, not the package, wrote a method of the class or object."""
-    if what is None:
+    if owner is None:
         return False
-    return method in getattr(what, "__dict__", {}) or _in_class(what.__class__, method)
+    return method in getattr(owner, "__dict__", {}) or _in_class(owner.__class__, method)
 
 
-def own_methods(what: Any) -> frozenset[str]:
+def own_methods(owner: Any) -> frozenset[str]:
     """Return the names of an object's methods that the user wrote."""
-    own = {name for name, value in getattr(what, "__dict__", {}).items() if callable(value)}
-    return _of_class(what.__class__) | own
+    own = {name for name, value in getattr(owner, "__dict__", {}).items() if callable(value)}
+    return _of_class(owner.__class__) | own
 
 
 @cache
@@ -52,17 +52,17 @@ def _of_class(kind: Any) -> frozenset[str]:
 @cache
 def _in_class(kind: Any, method: str) -> bool:
     owner = next((each for each in kind.__mro__ if method in vars(each)), None)
-    if owner is None or _is_theirs(owner):
+    if owner is None or _in_packages(owner):
         return False
     return not f"{getattr(vars(owner)[method], '__module__', '')}.".startswith(PACKAGES)
 
 
-def class_beside(what: Any, module: str, name: str) -> Any:
+def class_beside(instance: Any, module: str, name: str) -> Any:
     """Return a class of the package that a LightningModule comes from, by module and name.
 
     The module is relative to the package, such as `core.optimizer`.
     """
-    base = kind_of(what, "LightningModule")
+    base = kind_of(instance, "LightningModule")
     assert base is not None
     package = base.__module__.removesuffix(".core.module")
     return getattr(sys.modules[f"{package}.{module}"], name)
@@ -73,21 +73,21 @@ def takes(function: Any, name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-def calls(function: Any, *given: Any) -> tuple[Any, ...]:
+def calls(function: Any, *args: Any) -> tuple[Any, ...]:
     """Return as many of the first arguments as the function takes by position."""
     own = getattr(function, "__func__", None)  # a bound method is another object each time
-    most = _places(own) - 1 if own is not None else _places(function)
-    return given[:most] if most < len(given) else given
+    most = _max_positional(own) - 1 if own is not None else _max_positional(function)
+    return args[:most] if most < len(args) else args
 
 
 @cache
-def _places(function: Any) -> int:
-    """The number of positional arguments of a function; `sys.maxsize` with `*args`."""
-    known = inspect.signature(function).parameters.values()
-    if any(each.kind is each.VAR_POSITIONAL for each in known):
+def _max_positional(function: Any) -> int:
+    """Return how many positional arguments a function takes; `sys.maxsize` with `*args`."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return sys.maxsize
-    return sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in known)
+    return sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
 
 
-def _is_theirs(kind: type) -> bool:
+def _in_packages(kind: type) -> bool:
     return f"{kind.__module__}.".startswith(PACKAGES)

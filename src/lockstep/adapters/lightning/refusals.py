@@ -18,12 +18,12 @@ HOOKS = {
     "configure_gradient_clipping": "the engine clips by the norm: set gradient_clip_val, or optim.clip",
     "configure_sharded_model": "the engine splits the model: use configure_model",
     "on_validation_model_zero_grad": "the engine clears gradients: leave it out",
-    "tbptt_split_batch": "Lightning 2 has it no more: cut the sequence in training_step",
-    "training_epoch_end": "Lightning 2 has it no more: write on_train_epoch_end",
-    "validation_epoch_end": "Lightning 2 has it no more: write on_validation_epoch_end",
-    "test_epoch_end": "Lightning 2 has it no more: write on_test_epoch_end",
-    "training_step_end": "Lightning 2 has it no more: do it in training_step",
-    "validation_step_end": "Lightning 2 has it no more: do it in validation_step",
+    "tbptt_split_batch": "Lightning 2 removed it: cut the sequence in training_step",
+    "training_epoch_end": "Lightning 2 removed it: write on_train_epoch_end",
+    "validation_epoch_end": "Lightning 2 removed it: write on_validation_epoch_end",
+    "test_epoch_end": "Lightning 2 removed it: write on_test_epoch_end",
+    "training_step_end": "Lightning 2 removed it: do it in training_step",
+    "validation_step_end": "Lightning 2 removed it: do it in validation_step",
 }
 
 PRECISIONS = ("32-true", "32", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "64")

@@ -59,25 +59,25 @@ def apart(step: str) -> Iterator[None]:
     inside: Any = c10d
     plain = inside._rank_not_in_group  # every collective calls it first, however it was imported
 
-    def asked(*given: Any) -> Any:
-        called, caller = _called()
-        speaks = caller.startswith(_FOR_STEPS) or not caller.startswith(_OWN_ATTRIBUTES)
-        if speaks and not called.startswith("get_"):  # a rank and the like may be asked for
+    def check(*args: Any) -> Any:
+        called, caller = _find_caller()
+        from_user = caller.startswith(_FOR_STEPS) or not caller.startswith(_OWN_ATTRIBUTES)
+        if from_user and not called.startswith("get_"):  # a rank and the like may be asked for
             raise ConfigError(
-                f"from_lightning: {step} calls torch.distributed.{called}, and what it computes then depends on the "
-                "number of ranks: compute within the micro-batch, log a sum, or write the loss over all samples of a "
-                "step as `outputs` and `step_loss` of a lockstep.Task"
+                f"from_lightning: {step} calls torch.distributed.{called}, whose result depends on the number of "
+                "ranks: compute within the micro-batch, log a sum, or write the loss over all samples of a step as "
+                "`outputs` and `step_loss` of a lockstep.Task"
             )
-        return plain(*given)
+        return plain(*args)
 
-    inside._rank_not_in_group = asked
+    inside._rank_not_in_group = check
     try:
         yield
     finally:
         inside._rank_not_in_group = plain
 
 
-def _called() -> tuple[str, str]:
+def _find_caller() -> tuple[str, str]:
     """Return the collective that is called, and the module that calls it."""
     frame, name = sys._getframe(2), ""
     while frame.f_back is not None and frame.f_globals.get("__name__", "") in _INSIDE:
@@ -86,9 +86,14 @@ def _called() -> tuple[str, str]:
     return name, str(frame.f_globals.get("__name__", ""))
 
 
-_DEEP = 8  # containers within each other
-_OWN = ("_parameters", "_buffers", "_modules", "_fabric_optimizers", "_forward_hooks", "_backward_hooks")
-_MOVING = ("training", "_current_fx_name", "_metric_attributes", "_trainer")  # attributes that Lightning or torch sets
+_MAX_DEPTH = 8  # containers within each other
+_SKIPPED = ("_parameters", "_buffers", "_modules", "_fabric_optimizers", "_forward_hooks", "_backward_hooks")
+_VOLATILE = (
+    "training",
+    "_current_fx_name",
+    "_metric_attributes",
+    "_trainer",
+)  # attributes that Lightning or torch sets
 
 Key = tuple[int, int]
 
@@ -99,8 +104,8 @@ class _NoPlainValue(ConfigError):
     def __init__(self, kind: str, name: str) -> None:
         self.kind = kind
         super().__init__(
-            f"from_lightning: a step leaves a {kind} in self.{name}, which cannot be put together with that of other "
-            "micro-batches: leave tensors, numbers, texts, and lists and dicts of them"
+            f"from_lightning: a step leaves a {kind} in self.{name}, which cannot be merged over micro-batches: use "
+            "tensors, numbers, strings, and lists and dicts of them"
         )
 
 
@@ -109,38 +114,38 @@ class Leavings:
     """Items that this rank's micro-batches appended to lists of the module in this epoch."""
 
     def __init__(self) -> None:
-        self._noted: dict[str, list[tuple[Key, int]]] = {}
+        self._records: dict[str, list[tuple[Key, int]]] = {}
 
     def clear(self) -> None:
-        self._noted.clear()
+        self._records.clear()
 
     @staticmethod
     @contextlib.contextmanager
     def undone(module: nn.Module) -> Iterator[None]:
         """Context manager that undoes appended items, assigned plain attributes and metric updates."""
         metrics, lists, plain = metrics_of(module), lists_of(module), dict(vars(module))
-        lengths = {name: len(held) for name, held in lists.items()}
+        lengths = {name: len(items) for name, items in lists.items()}
         aside = {name: set_aside(metric) for name, metric in metrics.items()}
         try:
             yield
         finally:
             for name, metric in metrics.items():
                 put_back(metric, aside[name])
-            for name, held in lists.items():
-                del held[lengths[name] :]
+            for name, items in lists.items():
+                del items[lengths[name] :]
             now = vars(module)
             for name in [name for name in now if name not in plain]:
                 del now[name]
-            now.update({name: value for name, value in plain.items() if name not in _MOVING})
+            now.update({name: value for name, value in plain.items() if name not in _VOLATILE})
 
     @contextlib.contextmanager
     def noted(self, module: nn.Module, key: Key) -> Iterator[None]:
         """Context manager that records appended items as those of the micro-batch `key`."""
-        before = {name: len(held) for name, held in lists_of(module).items()}
+        before = {name: len(items) for name, items in lists_of(module).items()}
         yield
-        for name, held in lists_of(module).items():
-            if len(held) > before.get(name, 0):
-                self._noted.setdefault(name, []).append((key, len(held) - before.get(name, 0)))
+        for name, items in lists_of(module).items():
+            if len(items) > before.get(name, 0):
+                self._records.setdefault(name, []).append((key, len(items) - before.get(name, 0)))
 
     @contextlib.contextmanager
     def gathered(self, module: nn.Module, gather: Callable[[Any], list[Any]]) -> Iterator[None]:
@@ -152,26 +157,26 @@ class Leavings:
             ConfigError: a value that cannot be sent.
         """
         lists, metrics = lists_of(module), metrics_of(module)
-        used = {name: metric for name, metric in metrics.items() if was_updated(metric)}
-        known = {name: notes for name, notes in self._noted.items() if _fits(notes, lists.get(name))}
-        sizes = gather([sorted(known), sorted(used)])  # collective
+        active = {name: metric for name, metric in metrics.items() if was_updated(metric)}
+        records = {name: notes for name, notes in self._records.items() if _matches(notes, lists.get(name))}
+        sizes = gather([sorted(records), sorted(active)])  # collective
         if len(sizes) > 1 and any(names for pair in sizes for names in pair):
             row: list[Any] = []
             items = [
                 [name, list(key), taken_apart(part, row, name)]
-                for name in known
-                for key, part in _cut(known[name], lists[name])
+                for name in records
+                for key, part in _split_items(records[name], lists[name])
             ]
-            states = {name: taken_apart(dict(metric.metric_state), row, name) for name, metric in used.items()}
-            parts = gather([items, states, [_sent(tensor) for tensor in row]])  # collective
+            states = {name: taken_apart(dict(metric.metric_state), row, name) for name, metric in active.items()}
+            parts = gather([items, states, [_encode(tensor) for tensor in row]])  # collective
             _fill(parts, module, metrics)
         yield
 
 
 def is_metric(value: Any) -> bool:
     """Whether this is a torchmetrics.Metric, without importing it."""
-    needed = ("metric_state", "update", "reset", "compute")
-    return isinstance(value, nn.Module) and all(hasattr(type(value), name) for name in needed)
+    methods = ("metric_state", "update", "reset", "compute")
+    return isinstance(value, nn.Module) and all(hasattr(type(value), name) for name in methods)
 
 
 def metrics_of(module: nn.Module) -> dict[str, Any]:
@@ -192,24 +197,24 @@ def metrics_of(module: nn.Module) -> dict[str, Any]:
 
 def lists_of(module: nn.Module) -> dict[str, list[Any]]:
     """Return the lists among the module's attributes, and those in its dict attributes."""
-    found: dict[str, list[Any]] = {}
+    lists: dict[str, list[Any]] = {}
     for name, value in vars(module).items():
-        if name in _OWN:
+        if name in _SKIPPED:
             continue
         if type(value) is list:
-            found[name] = value
+            lists[name] = value
         elif isinstance(value, dict):
-            found |= {f"{name}[{key!r}]": each for key, each in value.items() if type(each) is list}
-    return found
+            lists |= {f"{name}[{key!r}]": each for key, each in value.items() if type(each) is list}
+    return lists
 
 
 def list_at(module: nn.Module, name: str) -> list[Any]:
     """Return the list named by `lists_of`; create it if only another rank has its key."""
-    held = lists_of(module).get(name)
-    if held is None:
+    items = lists_of(module).get(name)
+    if items is None:
         attribute, _, key = name.removesuffix("]").partition("[")
-        held = vars(module)[attribute][ast.literal_eval(key)] = []
-    return held
+        items = vars(module)[attribute][ast.literal_eval(key)] = []
+    return items
 
 
 def was_updated(metric: Any) -> bool:
@@ -220,21 +225,21 @@ def set_aside(metric: Any) -> tuple[dict[str, Any], int, Any] | None:
     """Return and reset the state of a metric; None if it is already empty."""
     if not was_updated(metric):
         return None
-    held = {name: copy.copy(value) for name, value in metric.metric_state.items()}
-    kept = held, metric._update_count, metric._computed
+    values = {name: copy.copy(value) for name, value in metric.metric_state.items()}
+    state = values, metric._update_count, metric._computed
     metric.reset()
-    return kept
+    return state
 
 
-def put_back(metric: Any, kept: tuple[dict[str, Any], int, Any] | None) -> None:
+def put_back(metric: Any, state: tuple[dict[str, Any], int, Any] | None) -> None:
     """Restore the state that `set_aside` returned."""
     if was_updated(metric):
         metric.reset()
-    if kept is None:
+    if state is None:
         return
-    for name, value in kept[0].items():
+    for name, value in state[0].items():
         setattr(metric, name, value)
-    metric._update_count, metric._computed = kept[1], kept[2]
+    metric._update_count, metric._computed = state[1], state[2]
 
 
 def taken_apart(value: Any, row: list[Any], name: str, deep: int = 0) -> Any:
@@ -253,13 +258,13 @@ def taken_apart(value: Any, row: list[Any], name: str, deep: int = 0) -> Any:
     if hasattr(value, "tolist") and hasattr(value, "dtype"):
         row.append(torch.as_tensor(value))
         return {"array": len(row) - 1}
-    if isinstance(value, dict) and deep < _DEEP and all(isinstance(key, str | int) for key in value):
+    if isinstance(value, dict) and deep < _MAX_DEPTH and all(isinstance(key, str | int) for key in value):
         return {"dict": [[key, taken_apart(each, row, name, deep + 1)] for key, each in value.items()]}
     fields = _fields(value)
-    if fields is not None and deep < _DEEP:
+    if fields is not None and deep < _MAX_DEPTH:
         inside = [[key, taken_apart(each, row, name, deep + 1)] for key, each in fields.items()]
         return {"object": [type(value).__module__, type(value).__qualname__, inside]}
-    if isinstance(value, list | tuple) and deep < _DEEP:
+    if isinstance(value, list | tuple) and deep < _MAX_DEPTH:
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [taken_apart(each, row, name, deep + 1) for each in value]}
     raise _NoPlainValue(type(value).__name__, name)
@@ -267,22 +272,22 @@ def taken_apart(value: Any, row: list[Any], name: str, deep: int = 0) -> Any:
 
 def put_together(form: Any, row: list[Any]) -> Any:
     """Rebuild a value from the form of `taken_apart`; its tensors are on the host."""
-    ((kind, found),) = form.items()
+    ((kind, content),) = form.items()
     if kind == "tensor":
-        return row[found]
+        return row[content]
     if kind == "dtype":
-        return getattr(torch, found)
+        return getattr(torch, content)
     if kind == "array":
-        array = row[found].numpy()
+        array = row[content].numpy()
         return array if array.ndim else array[()]
     if kind == "dict":
-        return {key: put_together(each, row) for key, each in found}
+        return {key: put_together(each, row) for key, each in content}
     if kind == "object":
-        return _made(found[0], found[1], {key: put_together(each, row) for key, each in found[2]})
+        return _rebuild(content[0], content[1], {key: put_together(each, row) for key, each in content[2]})
     if kind in ("list", "tuple"):
-        parts = [put_together(each, row) for each in found]
+        parts = [put_together(each, row) for each in content]
         return tuple(parts) if kind == "tuple" else parts
-    return found
+    return content
 
 
 def packed(value: Any, hook: str) -> list[Any]:
@@ -296,19 +301,19 @@ def packed(value: Any, hook: str) -> list[Any]:
         form = taken_apart(value, row, hook)
     except _NoPlainValue as error:
         raise ConfigError(
-            f"from_lightning: {hook} puts a {error.kind} into the checkpoint, which holds nothing that is pickled: put "
-            "tensors, numbers, texts, and lists and dicts of them; of a module its state_dict()"
+            f"from_lightning: {hook} puts a {error.kind} into the checkpoint, which has no pickled values: use "
+            "tensors, numbers, strings, and lists and dicts of them; of a module its state_dict()"
         ) from None
-    return [form, [_sent(tensor) for tensor in row]]
+    return [form, [_encode(tensor) for tensor in row]]
 
 
-def unpacked(held: list[Any]) -> Any:
+def unpacked(content: list[Any]) -> Any:
     """Rebuild the value of `packed`; its tensors are on the host."""
-    return put_together(held[0], [_received(text) for text in held[1]])
+    return put_together(content[0], [_decode(text) for text in content[1]])
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
-    """The fields of a dataclass or named tuple of a module; else None."""
+    """Return the fields of a dataclass or named tuple of a module; else None."""
     if "<locals>" in type(value).__qualname__ or isinstance(value, type):
         return None
     if dataclasses.is_dataclass(value):
@@ -316,7 +321,7 @@ def _fields(value: Any) -> dict[str, Any] | None:
     return dict(value._asdict()) if isinstance(value, tuple) and hasattr(value, "_asdict") else None
 
 
-def _made(module: str, name: str, fields: dict[str, Any]) -> Any:
+def _rebuild(module: str, name: str, fields: dict[str, Any]) -> Any:
     """Rebuild an object from its class and fields.
 
     A dataclass is rebuilt without `__post_init__`, which has already run.
@@ -326,49 +331,51 @@ def _made(module: str, name: str, fields: dict[str, Any]) -> Any:
         kind = getattr(kind, part)
     if not dataclasses.is_dataclass(kind):
         return kind(**fields)
-    made = object.__new__(kind)  # type: ignore[arg-type]
+    instance = object.__new__(kind)  # type: ignore[arg-type]
     for key, value in fields.items():
-        object.__setattr__(made, key, value)
-    return made
+        object.__setattr__(instance, key, value)
+    return instance
 
 
 def _fill(parts: list[Any], module: nn.Module, metrics: dict[str, Any]) -> None:
     """Put the values of all ranks into the module's lists and metrics."""
-    rows = [[_received(text) for text in texts] for _, _, texts in parts]
-    found: dict[str, list[tuple[list[int], list[Any]]]] = {}
+    rows = [[_decode(text) for text in texts] for _, _, texts in parts]
+    items_by_name: dict[str, list[tuple[list[int], list[Any]]]] = {}
     for (items, _, _), row in zip(parts, rows, strict=True):
         for name, key, form in items:
-            found.setdefault(name, []).append((key, put_together(form, row)))
-    for name, pieces in found.items():
+            items_by_name.setdefault(name, []).append((key, put_together(form, row)))
+    for name, pieces in items_by_name.items():
         if name.partition("[")[0] in vars(module):
             list_at(module, name)[:] = [each for _, piece in sorted(pieces, key=lambda pair: pair[0]) for each in piece]
     for name, metric in metrics.items():
-        states = [put_together(held[name], row) for (_, held, _), row in zip(parts, rows, strict=True) if name in held]
+        states = [
+            put_together(forms[name], row) for (_, forms, _), row in zip(parts, rows, strict=True) if name in forms
+        ]
         if states:
             metric.reset()
             merge(metric, states)
 
 
-def _fits(notes: list[tuple[Key, int]], held: list[Any] | None) -> bool:
+def _matches(notes: list[tuple[Key, int]], items: list[Any] | None) -> bool:
     """Whether the list has exactly the recorded items."""
-    return held is not None and sum(count for _, count in notes) == len(held)
+    return items is not None and sum(count for _, count in notes) == len(items)
 
 
-def _cut(notes: list[tuple[Key, int]], held: list[Any]) -> Iterator[tuple[Key, list[Any]]]:
+def _split_items(notes: list[tuple[Key, int]], items: list[Any]) -> Iterator[tuple[Key, list[Any]]]:
     start = 0
     for key, count in notes:
-        yield key, held[start : start + count]
+        yield key, items[start : start + count]
         start += count
 
 
-def _sent(tensor: Tensor) -> list[Any]:
+def _encode(tensor: Tensor) -> list[Any]:
     """Convert a host tensor to plain values."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), base64.b64encode(raw).decode()]
 
 
-def _received(sent: list[Any]) -> Tensor:
-    kind, shape, text = sent
+def _decode(content: list[Any]) -> Tensor:
+    kind, shape, text = content
     raw, dtype = bytearray(base64.b64decode(text)), getattr(torch, kind)
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)

@@ -44,7 +44,6 @@ from lockstep.tasks.metric_states import merge
 from lockstep.tasks.regression import RowsMetric
 
 __all__ = [
-    "Epoch",
     "LightningTask",
 ]
 
@@ -74,7 +73,7 @@ class Epoch(RowsMetric):
     def batch(self, samples: int) -> Iterator[None]:
         """Context manager around one micro-batch; stores what it logs and accumulates as a row."""
         metrics, lists = metrics_of(self._module), lists_of(self._module)
-        lengths = {name: len(held) for name, held in lists.items()}
+        lengths = {name: len(items) for name, items in lists.items()}
         aside = {name: set_aside(metric) for name, metric in metrics.items()}
         self._logged.samples = samples
         self._logged.taken()
@@ -85,9 +84,9 @@ class Epoch(RowsMetric):
         form = {
             "logged": [_plain_entry(entry) for entry in entries if entry.on_epoch],
             "appended": {
-                name: taken_apart(held[lengths.get(name, 0) :], row, name)
-                for name, held in lists_of(self._module).items()
-                if len(held) > lengths.get(name, 0)
+                name: taken_apart(items[lengths.get(name, 0) :], row, name)
+                for name, items in lists_of(self._module).items()
+                if len(items) > lengths.get(name, 0)
             },
             "metrics": {
                 name: taken_apart(dict(metric.metric_state), row, name)
@@ -95,8 +94,8 @@ class Epoch(RowsMetric):
                 if was_updated(metric)
             },
         }
-        for name, held in lists_of(self._module).items():
-            del held[lengths.get(name, 0) :]
+        for name, items in lists_of(self._module).items():
+            del items[lengths.get(name, 0) :]
         for name, metric in metrics.items():
             put_back(metric, aside[name])
         self._rows.append([_text(form), *row])
@@ -110,14 +109,14 @@ class Epoch(RowsMetric):
             for name, kind, value, weight, metric in entries
             if not metric
         ]
-        found = together(parts)
+        numbers = together(parts)
         logged_metrics = {name: metric for name, _, _, _, metric in entries if metric}
         metrics, lists = metrics_of(self._module), lists_of(self._module)
-        used = {name for form, _ in forms for name in form["metrics"]}
-        aside = {name: set_aside(metrics[name]) for name in used}
-        lengths = {name: len(held) for name, held in lists.items()}
+        metric_names = {name for form, _ in forms for name in form["metrics"]}
+        aside = {name: set_aside(metrics[name]) for name in metric_names}
+        lengths = {name: len(contents) for name, contents in lists.items()}
         try:
-            for name in used:
+            for name in metric_names:
                 merge(
                     metrics[name],
                     [put_together(form["metrics"][name], row) for form, row in forms if name in form["metrics"]],
@@ -125,15 +124,15 @@ class Epoch(RowsMetric):
             for form, row in forms:
                 for name, items in form["appended"].items():
                     list_at(self._module, name).extend(put_together(items, row))
-            found |= {name: number(metrics[attribute].compute()) for name, attribute in logged_metrics.items()}
-            found = {name: found[name] for name in dict.fromkeys([*(entry[0] for entry in entries), *found])}
-            self._ends(found)
+            numbers |= {name: number(metrics[attribute].compute()) for name, attribute in logged_metrics.items()}
+            numbers = {name: numbers[name] for name in dict.fromkeys([*(entry[0] for entry in entries), *numbers])}
+            self._ends(numbers)
         finally:
-            for name in used:
+            for name in metric_names:
                 put_back(metrics[name], aside[name])
-            for name, held in lists_of(self._module).items() if self._tries() else ():
-                del held[lengths.get(name, 0) :]
-        return {name: value for name, value in found.items() if name not in ("loss", "items")}
+            for name, contents in lists_of(self._module).items() if self._tries() else ():
+                del contents[lengths.get(name, 0) :]
+        return {name: value for name, value in numbers.items() if name not in ("loss", "items")}
 
 
 def _plain_entry(entry: LoggedValue) -> list[Any]:
@@ -144,7 +143,7 @@ def _plain_entry(entry: LoggedValue) -> list[Any]:
 
 
 def _loss_of(entries: list[LoggedValue]) -> Any:
-    """The first logged value with "loss" in its name, for a step without a loss."""
+    """Return the first logged value with "loss" in its name, for a step without a loss."""
     plain = [entry for entry in entries if not is_metric(entry.value)]
     return next((entry.value for entry in plain if "loss" in entry.name.lower()), None)
 
@@ -167,16 +166,16 @@ class LightningTask(Task):
 
     def __init__(self, module: Any, loaders: Loaders, trainer: Standing, devices: int) -> None:
         self.module, self.loaders, self.trainer, self.devices = module, loaders, trainer, devices
-        decided = f"{type(module).__module__}.{type(module).__qualname__}"
-        self.fingerprint = hashlib.sha256(decided.encode()).hexdigest()[:16]
+        name = f"{type(module).__module__}.{type(module).__qualname__}"
+        self.fingerprint = hashlib.sha256(name.encode()).hexdigest()[:16]
         self._first: Any = module
-        self._kept = _copied(module)
+        self._initial = _copied(module)
         self._sets: dict[str, LoaderParts] = loaders.validation
         if any(parts.collate is not default_collate for parts in (loaders.train, *self._sets.values())):
             self.items_per_sample = None  # it may leave samples out
         self._step_name, self._hook = "validation_step", "validation"
         self._config: Config | None = None
-        self._begun = False
+        self._in_evaluation = False
         self._batches: Counter[int] = Counter()  # evaluated so far, of each set
         self._epochs: list[Epoch] = []
         self._logged = Logged()
@@ -187,17 +186,17 @@ class LightningTask(Task):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the objects that a run has made: the other process makes its own."""
-        state = self.__dict__ | {"_epochs": [], "_config": None, "_factors": [], "_begun": False}
+        state = self.__dict__ | {"_epochs": [], "_config": None, "_factors": [], "_in_evaluation": False}
         for name in ("module", "trainer", "_first", "_entry", "hooks", "life"):
             state.pop(name, None)
         # As bytes: multiprocessing would share the tensors' memory, and the other process trains them.
-        return state | {"_kept": pickle.dumps(self._kept), "_made_for": self.trainer.settings()}
+        return state | {"_initial": pickle.dumps(self._initial), "_trainer_settings": self.trainer.settings()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        kept, settings = state.pop("_kept"), state.pop("_made_for")
+        initial, settings = state.pop("_initial"), state.pop("_trainer_settings")
         self.__dict__.update(state)
-        self.module = self._first = pickle.loads(kept)
-        self._kept = pickle.loads(kept)
+        self.module = self._first = pickle.loads(initial)
+        self._initial = pickle.loads(initial)
         self.trainer = Standing(self.module, self.loaders.datamodule)
         self.trainer.take(settings)
         self.trainer._results = self._logged
@@ -208,33 +207,33 @@ class LightningTask(Task):
 
     def model(self) -> nn.Module:
         """Return the module itself; on later calls, a copy of its initial state."""
-        made = copy.deepcopy(self._kept) if self._first is None else self._first
+        module = copy.deepcopy(self._initial) if self._first is None else self._first
         self._first = None
-        self.module = self.life.module = self.trainer.lightning_module = self.trainer.model = made
-        made.trainer = self.trainer
-        if written(made, "configure_model"):
+        self.module = self.life.module = self.trainer.lightning_module = self.trainer.model = module
+        module.trainer = self.trainer
+        if written(module, "configure_model"):
             self.life.call("configure_model")
-        self._enter(made)
-        metrics_of(made)  # turns off their own synchronisation
+        self._enter(module)
+        metrics_of(module)  # turns off their own synchronisation
         self._epochs = []
-        model: nn.Module = made.train()
+        model: nn.Module = module.train()
         return model
 
     def dataset(self, split: str) -> Any:
         if split == "train":
             return self.loaders.train.dataset
-        found = {
+        sets = {
             name: _Set(parts.dataset, len(parts.dataset), place)
             for place, (name, parts) in enumerate(self._sets.items())
         }
-        return found.get("", found) if found else None
+        return sets.get("", sets) if sets else None
 
     def collate(self, samples: list[Any]) -> Any:
         if not isinstance(samples[0], _EvaluationSample):
-            return _placed(0, samples, self.loaders.train.collate)
+            return _collate(0, samples, self.loaders.train.collate)
         place = samples[0].place
         parts = list(self._sets.values())[place]
-        return _placed(place, [sample.data for sample in samples], parts.collate)
+        return _collate(place, [sample.data for sample in samples], parts.collate)
 
     def count(self, batch: Any) -> int:
         """Count the samples of a batch that its collation kept."""
@@ -243,12 +242,12 @@ class LightningTask(Task):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the result of `training_step`, or its "loss": a 0-dim mean over the batch's samples."""
         with own_dtype(self.module):
-            found = self._stepped(model, batch, self.life.take_turn())
-        loss = found.get("loss") if isinstance(found, Mapping) else found
+            output = self._run_training_step(model, batch, self.life.take_turn())
+        loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise ConfigError(
-                f"from_lightning: training_step returned {'None' if found is None else type(found).__name__} where a "
-                "loss must be: return a tensor, or a dict with 'loss'; a batch to be passed over has a loss times 0"
+                f"from_lightning: training_step returned {'None' if output is None else type(output).__name__}, not a "
+                "loss: return a tensor, or a dict with 'loss'; to skip a batch, return its loss times 0"
             )
         return loss
 
@@ -261,12 +260,12 @@ class LightningTask(Task):
         with epoch.batch(batch.samples), own_dtype(self.module):
             number = self._batches[place]
             self._batches[place] += 1
-            given = (data, number, place) if len(self._sets) > 1 else (data, number)
-            self.life.hook(f"on_{self._hook}_batch_start", *given)
-            found = self._through(model, self._step_name, *given)
-            self.life.hook(f"on_{self._hook}_batch_end", found, *given)
+            args = (data, number, place) if len(self._sets) > 1 else (data, number)
+            self.life.hook(f"on_{self._hook}_batch_start", *args)
+            output = self._call_method(model, self._step_name, *args)
+            self.life.hook(f"on_{self._hook}_batch_end", output, *args)
         trainer.stage = "train"
-        loss = found.get("loss") if isinstance(found, Mapping) else found
+        loss = output.get("loss") if isinstance(output, Mapping) else output
         loss = loss if isinstance(loss, Tensor) and loss.numel() == 1 else epoch.loss
         if not isinstance(loss, Tensor):
             loss = torch.tensor(float("nan") if loss is None else float(loss))
@@ -274,26 +273,26 @@ class LightningTask(Task):
 
     def optimizer(self, model: nn.Module, config: Config) -> Optimizer:
         self._config = config
-        self._place_in(config)
+        self._set_length(config)
         with generators_kept():
-            found = read(self.life.call("configure_optimizers"), automatic=self.own_steps is None)
-        for each in found.optimizers:
+            configuration = read(self.life.call("configure_optimizers"), automatic=self.own_steps is None)
+        for each in configuration.optimizers:
             each.param_groups[:] = [group for group in each.param_groups if group["params"]]
             for group in each.param_groups if config.exact else ():  # the fused kernel rounds by an element's place
                 group["fused"] = False if group.get("fused") else group.get("fused")
-        made = self._stepping(found)
+        optimizer = self._build_optimizer(configuration)
         self.life.fitted()
-        return made
+        return optimizer
 
-    def _stepping(self, found: Configured) -> Optimizer:
-        """The optimizer that the engine steps."""
-        own = self._own_step if written(self.module, "lr_scheduler_step") else None
-        self.life.rates = Rates(found.optimizers[0], found.schedulers, self.place, own)
-        made = found.optimizers[0]
-        self.trainer.optimizers, self.trainer.lr_scheduler_configs = [made], found.schedulers
-        self.trainer.strategy._lightning_optimizers = [made]
-        made.register_step_pre_hook(self._before_update)
-        return made
+    def _build_optimizer(self, configuration: Configured) -> Optimizer:
+        """Return the optimizer that the engine steps."""
+        own = self._step_scheduler if written(self.module, "lr_scheduler_step") else None
+        self.life.rates = Rates(configuration.optimizers[0], configuration.schedulers, self.place, own)
+        optimizer = configuration.optimizers[0]
+        self.trainer.optimizers, self.trainer.lr_scheduler_configs = [optimizer], configuration.schedulers
+        self.trainer.strategy._lightning_optimizers = [optimizer]
+        optimizer.register_step_pre_hook(self._before_update)
+        return optimizer
 
     def schedule(self, step: int, steps: int) -> float | None:
         if self.life.rates is None:
@@ -306,14 +305,14 @@ class LightningTask(Task):
 
     # The module's own methods.
 
-    def _stepped(self, model: nn.Module, batch: Any, turn: Turn | None) -> Any:
+    def _run_training_step(self, model: nn.Module, batch: Any, turn: Turn | None) -> Any:
         """Run `training_step` on a micro-batch with its hooks, and return its output."""
         self.trainer.stage = "train"
         data = self.received(batch.data, 0)
         with self.life.training_step(data, batch.samples, turn) as outputs:
-            found = self._through(model, "training_step", data, turn.batch_idx if turn else 0)
-            outputs.append(found)
-        return found
+            output = self._call_method(model, "training_step", data, turn.batch_idx if turn else 0)
+            outputs.append(output)
+        return output
 
     def test(self) -> dict[str, float]:
         """Run `test_step` over the test loaders with the current weights, in this process only."""
@@ -327,12 +326,18 @@ class LightningTask(Task):
         """Return this task with `test_step` on `sets` in place of its evaluation."""
         if self._first is not None:  # the module has not trained
             self._enter(self.module)
-        made = object.__new__(type(self))  # not copy.copy, which would go through __getstate__ as for another process
-        made.__dict__.update(self.__dict__)
-        made._sets, made._step_name, made._hook, made._epochs, made._begun = sets, "test_step", "test", [], False
-        made.items_per_sample = None
-        made._batches = Counter()
-        return made
+        task = object.__new__(type(self))  # not copy.copy, which would go through __getstate__ as for another process
+        task.__dict__.update(self.__dict__)
+        task._sets, task._step_name, task._hook, task._epochs, task._in_evaluation = (
+            sets,
+            "test_step",
+            "test",
+            [],
+            False,
+        )
+        task.items_per_sample = None
+        task._batches = Counter()
+        return task
 
     def epochs(self) -> list[tuple[str, int, Epoch]]:
         """Begin an evaluation, and return (name, index, results) of each set."""
@@ -354,11 +359,11 @@ class LightningTask(Task):
             module.forward = ForwardDispatch(module, module.__dict__.get("forward"))
         self._entry: ForwardDispatch = module.__dict__["forward"]
 
-    def _through(self, model: nn.Module, name: str, *given: Any) -> Any:
+    def _call_method(self, model: nn.Module, name: str, *args: Any) -> Any:
         """Call a method of the module through the engine's model, so that forward hooks run."""
         method = getattr(self.module, name)
         self._entry.calls(lambda *inputs: self.life.call(name, *calls(method, *inputs)))
-        return model(*given)
+        return model(*args)
 
     def received(self, batch: Any, place: int) -> Any:
         """Return the batch after the transfer hooks of datamodule or module."""
@@ -383,37 +388,37 @@ class LightningTask(Task):
         if not self._epochs:
             last = len(self._sets) - 1
             self._epochs = [
-                Epoch(self.module, self._logged, self._end_evaluation if place == last else _nothing, self.life.tries)
+                Epoch(self.module, self._logged, self._end_evaluation if place == last else _ignore, self.life.tries)
                 for place in range(last + 1)
             ]
-        if not self._begun:
-            self._begun = True
+        if not self._in_evaluation:
+            self._in_evaluation = True
             self._batches.clear()
             for name in ("model_eval", "start", "epoch_start"):
                 self.life.hook(f"on_{self._hook}_{name}")
 
-    def _end_evaluation(self, found: dict[str, float]) -> None:
-        """End the epoch of an evaluation, and add what its hooks log to `found`."""
-        self._begun, module, trainer = False, self.module, self.trainer
+    def _end_evaluation(self, numbers: dict[str, float]) -> None:
+        """End the epoch of an evaluation, and add what its hooks log to `numbers`."""
+        self._in_evaluation, module, trainer = False, self.module, self.trainer
         modes = [(each, each.training) for each in module.modules()]
         module.eval()
         trainer.stage = "test" if self._hook == "test" else "validate"
         self._logged.taken()
-        trainer.callback_metrics |= {name: torch.tensor(value) for name, value in found.items()}
+        trainer.callback_metrics |= {name: torch.tensor(value) for name, value in numbers.items()}
         try:
             with torch.no_grad():
                 for name in ("epoch_end", "end", "model_train"):
                     self.life.hook(f"on_{self._hook}_{name}")
             for entry in self._logged.taken():
                 value = entry.value.compute() if hasattr(entry.value, "compute") else entry.value
-                found[entry.name] = float(value)
-                trainer.callback_metrics[entry.name] = torch.tensor(found[entry.name])
+                numbers[entry.name] = float(value)
+                trainer.callback_metrics[entry.name] = torch.tensor(numbers[entry.name])
         finally:
             trainer.stage, trainer.sanity_checking = "train", False
             for each, mode in modes:
                 each.training = mode
 
-    def _place_in(self, config: Config) -> None:
+    def _set_length(self, config: Config) -> None:
         """Set the length of the run on the module's trainer before the optimizer is made."""
         plan = plan_of(config, len(self.loaders.train.dataset))
         self._samples = plan.samples
@@ -425,7 +430,7 @@ class LightningTask(Task):
         parameter = next(self.module.parameters(), None)
         trainer.device = torch.device("cpu") if parameter is None else parameter.device
 
-    def _own_step(self, scheduler: Any, value: Any) -> None:
+    def _step_scheduler(self, scheduler: Any, value: Any) -> None:
         self.life.call("lr_scheduler_step", scheduler, value)
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
@@ -457,13 +462,13 @@ class ForwardDispatch:
         """Route the next call to `method`."""
         self._next = method
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         method, self._next = self._next, None
         if method is not None:
-            return method(*given, **named)
+            return method(*args, **kwargs)
         if self._own is not None:
-            return self._own(*given, **named)
-        return type(self._module).forward(self._module, *given, **named)
+            return self._own(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
 
 
 class _EvaluationSample:
@@ -487,15 +492,15 @@ class _Set(Sampled):
         return _EvaluationSample(self.place, self.inner[index])
 
 
-def _nothing(_: dict[str, float]) -> None:
+def _ignore(_: dict[str, float]) -> None:
     """Do nothing at the end of a set that is not the last."""
 
 
-def _placed(place: int, samples: list[Any], collate: Callable[[list[Any]], Any]) -> Placed:
+def _collate(place: int, samples: list[Any], collate: Callable[[list[Any]], Any]) -> Placed:
     """Collate a batch, and count the samples that the collation kept; all if unknown."""
     data = collate(samples)
-    left = samples_in(data, samples)
-    return Placed(place, len(samples) if left is None else left, data)
+    count = samples_in(data, samples)
+    return Placed(place, len(samples) if count is None else count, data)
 
 
 def _copied(module: Any) -> Any:
@@ -509,6 +514,6 @@ def _copied(module: Any) -> Any:
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            f"from_lightning: the module cannot be copied ({line}), and a run may need it as it was at first: keep "
+            f"from_lightning: the module cannot be copied ({line}), and a run may need its initial state: keep "
             "what cannot be copied out of its attributes"
         ) from error

@@ -17,7 +17,6 @@ from lockstep.errors import ConfigError
 from lockstep.hooks import Clip
 
 __all__ = [
-    "NotServed",
     "Standing",
 ]
 
@@ -160,8 +159,8 @@ class Standing:
         if name.startswith("__"):  # copy and pickle ask for such
             raise AttributeError(name)
         raise NotServed(
-            f"from_lightning: the module reads self.trainer.{name}, which a run has not: leave it out, or do it in the "
-            "loop of lockstep.Run"
+            f"from_lightning: the module reads self.trainer.{name}, which a run does not have: leave it out, or do it "
+            "in the loop of lockstep.Run"
         )
 
 
@@ -215,9 +214,9 @@ class _Strategy:
         """Step one of Lightning's optimizers in manual optimization."""
         return optimizer.step(closure)
 
-    def backward(self, loss: Any, *given: Any, **named: Any) -> None:
-        """Serve `manual_backward`, which passes None for the optimizer as the first of `given`."""
-        self.manual.backward(loss, *given[1:], **named)
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        """Serve `manual_backward`, which passes None for the optimizer as the first of `args`."""
+        self.manual.backward(loss, *args[1:], **kwargs)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Serve `clip_gradients` of a module in manual optimization."""
@@ -239,12 +238,12 @@ class _Strategy:
             raise AttributeError(name)
         if name == "all_gather":
             raise NotServed(
-                "from_lightning: the module calls self.all_gather, and what it gathered would depend on the number of "
-                "ranks: compute within the micro-batch, log a sum, or write the loss over all samples of a step as "
+                "from_lightning: the module calls self.all_gather, whose result depends on the number of ranks: "
+                "compute within the micro-batch, log a sum, or write the loss over all samples of a step as "
                 "`outputs` and `step_loss` of a lockstep.Task"
             )
         raise NotServed(
-            f"from_lightning: the module uses self.trainer.strategy.{name}, which a run has not: leave it out"
+            f"from_lightning: the module uses self.trainer.strategy.{name}, which a run does not have: leave it out"
         )
 
 

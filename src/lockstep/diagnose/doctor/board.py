@@ -1,7 +1,7 @@
 """Exchange values between ranks through the TCPStore, without collectives, so nobody hangs.
 
 board = Board(store, rank=0, size=2)
-told = board.gather("versions", {"torch": "2.13"}, seconds=5.0)     # by rank; None for one that sent nothing in time
+values = board.gather("versions", {"torch": "2.13"}, seconds=5.0)   # by rank; None for one that sent nothing in time
 
 The module also looks up network interfaces and their addresses.
 """
@@ -21,7 +21,6 @@ from lockstep.errors import LockstepError
 
 __all__ = [
     "Board",
-    "BoardStore",
     "address_of",
     "gloo_address",
     "infiniband",
@@ -44,9 +43,9 @@ def interfaces(root: Path) -> list[str]:
 
 def address_of(interface: str) -> str:
     """Return the IPv4 address of an interface; "" if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, contextlib.suppress(OSError):
-        found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        return socket.inet_ntoa(found[20:24])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
+        reply = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(reply[20:24])
     return ""
 
 
@@ -61,27 +60,27 @@ def gloo_address(environ: Mapping[str, str], host: str) -> tuple[str, str]:
     It is that of GLOO_SOCKET_IFNAME; else the host name's, if that is an address of this machine; else loopback
     (torch's ProcessGroupGloo).
     """
-    named = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if named:
-        return address_of(named[0]), named[0]
+    names = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if names:
+        return address_of(names[0]), names[0]
     with contextlib.suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
-                tried.bind((address[0], 0))
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as sock:
+                sock.bind((address[0], 0))
                 return str(address[0]), _interface_at(str(address[0]))
     return "127.0.0.1", "lo"
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name or address leads only to this machine.
+    """Whether a name or address resolves to this machine only.
 
-    It is False if it does not resolve.
+    False if it does not resolve.
     """
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+        address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:
         return False
-    return ipaddress.ip_address(str(found).partition("%")[0]).is_loopback
+    return ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
 
 
 def link_speed(root: Path, interface: str) -> float:
@@ -96,15 +95,15 @@ def link_speed(root: Path, interface: str) -> float:
 
 def infiniband(root: Path) -> list[str]:
     """List the active ports of InfiniBand or RoCE devices: `mlx5_0:1`."""
-    found = []
+    ports = []
     for state in sorted((root / "sys/class/infiniband").glob("*/ports/*/state")):
         with contextlib.suppress(OSError):
             if "ACTIVE" in state.read_text():
-                found.append(f"{state.parents[2].name}:{state.parent.name}")
-    return found
+                ports.append(f"{state.parents[2].name}:{state.parent.name}")
+    return ports
 
 
-_LOOK = 0.005  # seconds
+_POLL = 0.005  # seconds
 
 
 class BoardStore(Protocol):
@@ -132,7 +131,7 @@ class Board:
         scope: prefix of all keys.
 
     Attributes:
-        missing: ranks that did not answer in time; they are not waited for again.
+        missing: ranks that did not answer in time; later calls do not wait for them.
     """
 
     def __init__(self, store: BoardStore | None, rank: int, size: int, scope: str = "") -> None:
@@ -154,22 +153,22 @@ class Board:
                 return json.loads(self._store.get(key))
             if time.monotonic() >= deadline:
                 return None
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
 
     def gather(self, name: str, value: Any, seconds: float) -> list[Any]:
         """Publish `value`, and return each rank's `name`; None for ranks without one within `seconds`."""
         if self._store is None:
             return [value]
         self.put(name, value)
-        deadline, found = time.monotonic() + seconds, [value if rank == self._rank else None for rank in self._others()]
-        for rank in self._others():
+        deadline, values = time.monotonic() + seconds, [value if rank == self._rank else None for rank in self._ranks()]
+        for rank in self._ranks():
             if rank == self._rank:
                 continue
-            left = 0.0 if rank in self.missing else max(0.0, deadline - time.monotonic())
-            found[rank] = self.of(name, rank, left)
-            if found[rank] is None:
+            remaining = 0.0 if rank in self.missing else max(0.0, deadline - time.monotonic())
+            values[rank] = self.of(name, rank, remaining)
+            if values[rank] is None:
                 self.missing.add(rank)
-        return found
+        return values
 
     def count(self, name: str) -> int:
         """Count the processes that have called this with `name`, this one included."""
@@ -180,7 +179,7 @@ class Board:
     def note(self, name: str, value: Any) -> None:
         """Store a value that belongs to no rank."""
         if self._store is None:
-            raise LockstepError("one process has no board")
+            raise LockstepError("Board.note needs a store, and a single process has none")
         self._store.set(f"{self._scope}/{name}", json.dumps(value))
 
     def noted(self, name: str) -> Any:
@@ -189,7 +188,7 @@ class Board:
             return None
         return json.loads(self._store.get(f"{self._scope}/{name}"))
 
-    def _others(self) -> range:
+    def _ranks(self) -> range:
         return range(self._size)
 
     def _key(self, name: str, rank: int) -> str:

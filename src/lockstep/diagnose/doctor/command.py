@@ -26,7 +26,6 @@ from lockstep.training.guards import ranges
 
 __all__ = [
     "as_json",
-    "place_of",
     "run",
 ]
 
@@ -35,7 +34,7 @@ _WIDE = 100  # columns at least
 _COLORS = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 
-def _colored(line: Line, console: Console) -> None:
+def _print_line(line: Line, console: Console) -> None:
     """Print a line with its level in colour, without wrapping, so that grep finds it."""
     text = Text(mask(printable(str(line))))
     text.stylize(_COLORS[line.level], 0, len(line.level))
@@ -47,10 +46,10 @@ def _show_table(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table("rank", "host", "device", "memory", "python", "torch", "lockstep", "NCCL", box=None, pad_edge=False)
     groups: list[tuple[list[int], tuple[str, ...]]] = []
     for row in rows:
-        told = row["versions"]
+        versions = row["versions"]
         device = f"{row['device'].partition(':')[0]} {row['name']}"
         cells: tuple[str, ...] = (row["host"], device, bytes_text(row["memory"]))
-        cells += tuple(told[name] for name in ("python", "torch", "lockstep", "nccl"))
+        cells += tuple(versions[name] for name in ("python", "torch", "lockstep", "nccl"))
         if groups and groups[-1][1] == cells:
             groups[-1][0].append(row["rank"])
         else:
@@ -61,7 +60,7 @@ def _show_table(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def _summed_up(report: DoctorReport) -> str:
+def _summary(report: DoctorReport) -> str:
     """The last line of the report."""
     counts = {level: sum(line.level == level for line in report.lines) for level in (OK, WARN, FAIL)}
     return f"{counts[OK]} ok, {counts[WARN]} warn, {counts[FAIL]} FAIL, in {report.seconds:.1f} s"
@@ -72,21 +71,21 @@ def as_json(report: DoctorReport) -> str:
 
     A finding has check, level, text, mend, ranks, where.
     """
-    found = {
+    document = {
         "ok": not report.failed,
-        "findings": [{name: _masked(value) for name, value in asdict(line).items()} for line in report.lines],
+        "findings": [{name: _mask_text(value) for name, value in asdict(line).items()} for line in report.lines],
         "ranks": report.ranks,
         "seconds": round(report.seconds, 3),
     }
-    return json.dumps(found, indent=1)
+    return json.dumps(document, indent=1)
 
 
-def _masked(value: Any) -> Any:
+def _mask_text(value: Any) -> Any:
     return mask(printable(value)) if isinstance(value, str) else value
 
 
-_WAITS = (1.0, 50.0)  # seconds, so that the whole stays within a minute
-_ASKED = ("task", "model_name", "dataset_name")  # with one of these set, the task is tried too
+_WAIT_RANGE = (1.0, 50.0)  # seconds, so that the whole stays within a minute
+_TASK_OPTIONS = ("task", "model_name", "dataset_name")  # with one of these set, the task is tried too
 
 
 def run(own: argparse.Namespace) -> int:
@@ -96,20 +95,20 @@ def run(own: argparse.Namespace) -> int:
         DifferenceError: a check reports FAIL.
         ConfigError: an invalid flag.
     """
-    if not _WAITS[0] <= own.wait <= _WAITS[1]:
-        raise ConfigError(f"--wait is {own.wait:g}: it must be from {_WAITS[0]:g} to {_WAITS[1]:g} seconds")
+    if not _WAIT_RANGE[0] <= own.wait <= _WAIT_RANGE[1]:
+        raise ConfigError(f"--wait is {own.wait:g}: it must be from {_WAIT_RANGE[0]:g} to {_WAIT_RANGE[1]:g} seconds")
     values = cli.told(vars(own))
     config = cli.build(cli.applied(values))
-    place = place_of(config, with_task=any(values.get(name) for name in _ASKED), patience=own.wait)
+    place = place_of(config, with_task=any(values.get(name) for name in _TASK_OPTIONS), patience=own.wait)
     place.told = values
     console = Console()
     silent = own.json and place.rank == 0
-    aside = contextlib.redirect_stdout(sys.stderr) if own.json else contextlib.nullcontext()
-    with aside:  # what the task prints
-        report = examine(place, lambda line: None if silent else _say(line, place, console))
+    redirect = contextlib.redirect_stdout(sys.stderr) if own.json else contextlib.nullcontext()
+    with redirect:  # the task's own output
+        report = examine(place, lambda line: None if silent else _print_finding(line, place, console))
     if place.rank == 0:
         _show(report, console, as_object=own.json)
-    code = _ended(report, place)
+    code = _exit_code(report, place)
     if report.hung:  # a thread that hangs would keep the process
         sys.stdout.flush()
         sys.stderr.flush()
@@ -119,8 +118,8 @@ def run(own: argparse.Namespace) -> int:
 
 def place_of(config: Config, *, with_task: bool, patience: float) -> CheckContext:
     """Return this process's context from the launcher's variables; alone if they are invalid."""
-    known = numbers(os.environ)
-    rank, local_rank, size, local_size = known or (0, 0, 1, 1)
+    parsed = numbers(os.environ)
+    rank, local_rank, size, local_size = parsed or (0, 0, 1, 1)
     devices = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
     return CheckContext(
         *(config, with_task, rank, local_rank, size, local_size),
@@ -128,13 +127,13 @@ def place_of(config: Config, *, with_task: bool, patience: float) -> CheckContex
         environ=os.environ,
         patience=patience,
         devices=devices,
-        lost=known is None,
+        lost=parsed is None,
     )
 
 
-def _say(line: Line, place: CheckContext, console: Console) -> None:
+def _print_finding(line: Line, place: CheckContext, console: Console) -> None:
     if place.rank == 0:
-        _colored(line, console)
+        _print_line(line, console)
     else:  # it is alone: rank 0 does not receive this
         print(f"rank {place.rank} on {place.host}: {line}", file=sys.stderr, flush=True)
 
@@ -147,10 +146,10 @@ def _show(report: DoctorReport, console: Console, *, as_object: bool) -> None:
         console.print()
         _show_table(report.ranks, console)
         console.print()
-    print(_summed_up(report), flush=True)
+    print(_summary(report), flush=True)
 
 
-def _ended(report: DoctorReport, place: CheckContext) -> int:
+def _exit_code(report: DoctorReport, place: CheckContext) -> int:
     """Return the exit code, or raise DifferenceError if a check failed.
 
     A process that must exit at once prints the error instead.
@@ -158,7 +157,7 @@ def _ended(report: DoctorReport, place: CheckContext) -> int:
     failed = report.failed
     if not failed:
         return 0
-    problem = DifferenceError(f"doctor: FAIL in {', '.join(failed)}; its lines say what to do")
+    problem = DifferenceError(f"doctor: FAIL in {', '.join(failed)}; see the remedy on each FAIL line")
     problem.relayed = place.rank != 0 and not report.alone
     if not report.hung:
         raise problem

@@ -25,47 +25,53 @@ from lockstep.errors import LockstepError
 from lockstep.training.guards import ranges
 
 __all__ = [
-    "CHECKS",
     "DoctorReport",
     "Line",
     "examine",
 ]
 
 
-_PROMPT = 8.0  # seconds for instant checks: a machine may be busy
-_LAUNCHER = Check("variables", variables.launcher, _PROMPT)
+_INSTANT = 8.0  # seconds for instant checks: a machine may be busy
+_LAUNCHER = Check("variables", variables.launcher, _INSTANT)
 
-_LINK = "look at the network between the nodes: interfaces, firewall, `ip -s link`"
-_FORM = "a rank that hangs says where in its own line; else the network: see the lines tcp and names above"
+_NETWORK_REMEDY = "look at the network between the nodes: interfaces, firewall, `ip -s link`"
+_GROUP_REMEDY = "see the line of the rank that hangs; otherwise check the network (lines tcp and names above)"
 
 CHECKS = (
-    Check("settings", variables.settings, _PROMPT),
+    Check("settings", variables.settings, _INSTANT),
     Check(
         "names", network.names, 6.0, network.judge_names, stuck="the name server does not answer: see /etc/resolv.conf"
     ),
     Check("versions", differences.versions, 8.0, differences.judge_versions),
-    Check("same settings", differences.same_settings, _PROMPT, differences.judge_settings),
-    Check("loaders", task.loaders, 20.0, stuck="the module's own code: what it does when it is made"),
-    Check("cores", machine.cores, _PROMPT),
-    Check("memory", machine.memory, _PROMPT),
-    Check("shared memory", machine.shared_memory, _PROMPT),
-    Check("open files", machine.open_files, _PROMPT),
+    Check("same settings", differences.same_settings, _INSTANT, differences.judge_settings),
+    Check("loaders", task.loaders, 20.0, stuck="check the constructor of the LightningModule"),
+    Check("cores", machine.cores, _INSTANT),
+    Check("memory", machine.memory, _INSTANT),
+    Check("shared memory", machine.shared_memory, _INSTANT),
+    Check("open files", machine.open_files, _INSTANT),
     Check("disk", disk.disk, 8.0, stuck=disk.STUCK),
     Check("locks", disk.locks, 4.0, stuck="the lock server does not answer (NFS: lockd); give another --save-dir"),
     Check("folder's clock", disk.clock, 4.0, stuck=disk.STUCK),
     Check("shared folder", disk.shared_folder, 6.0, disk.judge_shared_folder, stuck=disk.STUCK),
-    Check("GPUs", gpus.gpus, 10.0, gpus.judge_gpus, stuck="the driver hangs: dmesg, and restart the node"),
-    Check("tcp", network.between, 12.0, network.judge_between, stuck=_LINK),
-    Check("group", group.group, 16.0, together=True, stuck=_FORM),
-    Check("sum", group.sums, 10.0, group.judge_sums, together=True, stuck=_LINK),
-    Check("transport", group.transport, _PROMPT, group.judge_transport),
-    Check("bandwidth", group.bandwidth, 15.0, group.judge_bandwidth, together=True, stuck=_LINK),
+    Check("GPUs", gpus.gpus, 10.0, gpus.judge_gpus, stuck="the driver hangs: check dmesg, and restart the node"),
+    Check("tcp", network.between, 12.0, network.judge_between, stuck=_NETWORK_REMEDY),
+    Check("group", group.group, 16.0, together=True, stuck=_GROUP_REMEDY),
+    Check("sum", group.sums, 10.0, group.judge_sums, together=True, stuck=_NETWORK_REMEDY),
+    Check("transport", group.transport, _INSTANT, group.judge_transport),
+    Check("bandwidth", group.bandwidth, 15.0, group.judge_bandwidth, together=True, stuck=_NETWORK_REMEDY),
     Check("speed", speed.speed, 25.0, speed.judge_speed),
-    Check("task", task.task, 40.0, task.judge_task, together=True, stuck="the task's own code, or a rank that failed"),
+    Check(
+        "task",
+        task.task,
+        40.0,
+        task.judge_task,
+        together=True,
+        stuck="check the task's own code and failed ranks",
+    ),
 )
 
 _LIMIT = 58.0  # seconds in all
-_ANSWER = 3.0  # seconds that the others have to report, once their time is over
+_REPLY = 3.0  # seconds for the other ranks' results after the time limit
 _END = 3.0
 
 
@@ -75,7 +81,7 @@ class Line:
 
     Attributes:
         ranks: those that reported it; [] if it concerns the whole run.
-        where: the same in words, "" for all.
+        where: the ranks in words; "" for all.
     """
 
     check: str
@@ -86,8 +92,8 @@ class Line:
     where: str
 
     def __str__(self) -> str:
-        said = f"{self.where}: {self.text}" if self.where else self.text
-        return f"{self.level:<4}  {self.check:<14}  {said}" + (f"; {self.mend}" if self.mend else "")
+        body = f"{self.where}: {self.text}" if self.where else self.text
+        return f"{self.level:<4}  {self.check:<14}  {body}" + (f"; {self.mend}" if self.mend else "")
 
 
 @dataclass
@@ -98,7 +104,7 @@ class DoctorReport:
         lines: one for each finding, in order.
         ranks: a row for each rank that answered: rank, host, device, name, memory in bytes, versions.
         seconds: duration.
-        alone: this rank did not meet the others, and reports for itself.
+        alone: this rank could not connect to the others, and reports for itself.
         hung: a check's thread is still running.
     """
 
@@ -137,49 +143,49 @@ def examine(place: CheckContext, say: Callable[[Line], None], checks: Sequence[C
 def _examine(  # noqa: C901
     place: CheckContext, report: DoctorReport, say: Callable[[Line], None], checks: Sequence[Check], deadline: float
 ) -> None:
-    def tell(lines: list[Line]) -> None:
+    def emit(lines: list[Line]) -> None:
         report.lines += lines
         if place.rank == 0 or report.alone:
             for line in lines:
                 say(line)
 
-    launched, _ = within(_LAUNCHER, place, _LAUNCHER.seconds)
-    met, report.hung = _meeting(place)
-    report.alone = place.alone = met.board is None
-    place.board = met.board or Board(None, place.rank, 1)
-    tell(_lines(_gathered(_LAUNCHER, launched, place, report.alone, deadline), place, report.alone))
-    tell([_line(finding) for finding in met.findings])
+    first, _ = within(_LAUNCHER, place, _LAUNCHER.seconds)
+    meeting, report.hung = _meet(place)
+    report.alone = place.alone = meeting.board is None
+    place.board = meeting.board or Board(None, place.rank, 1)
+    emit(_lines(_gather(_LAUNCHER, first, place, report.alone, deadline), place, report.alone))
+    emit([_line(finding) for finding in meeting.findings])
     for check in checks:
-        left = deadline - time.monotonic()
-        if left < 1.0:
-            tell([_line(warn(check.name, "left out: the time is over", "see what took so long above"))])
+        remaining = deadline - time.monotonic()
+        if remaining < 1.0:
+            emit([_line(warn(check.name, "skipped: out of time", "see above which check took so long"))])
             continue
         if check.together and (report.alone or not _all_here(check, place)):
             if place.rank == 0:
-                why = "since not all ranks are there" if place.board.missing or report.alone else "see above"
-                tell([_line(ok(check.name, f"left out, {why}"))])
+                why = "not all ranks are connected" if place.board.missing or report.alone else "see above"
+                emit([_line(ok(check.name, f"skipped: {why}"))])
             continue
-        found, hung = within(check, place, min(check.seconds, left))
+        result, hung = within(check, place, min(check.seconds, remaining))
         report.hung |= hung
-        until = min(deadline, time.monotonic() + check.seconds) + _ANSWER
-        every = _gathered(check, found, place, report.alone, until, hung=hung)
-        if check.together and any(_broke(check, each) for each in every):
+        until = min(deadline, time.monotonic() + check.seconds) + _REPLY
+        results = _gather(check, result, place, report.alone, until, hung=hung)
+        if check.together and any(_groups_unusable(check, each) for each in results):
             place.broken = True
-        lines = _lines(every, place, report.alone)
+        lines = _lines(results, place, report.alone)
         if check.judge is not None and (place.rank == 0 or report.alone):
-            facts = [each["facts"] if each else None for each in every]
+            facts = [each["facts"] if each else None for each in results]
             if report.alone:
                 facts = [facts[0] if rank == place.rank else None for rank in range(place.size)]
             lines += [_line(finding) for finding in check.judge(facts, place)]
             if check.name == "versions":
                 report.ranks = _rows(facts)
-        tell(_settled(lines))
+        emit(_drop_ok_lines(lines))
     if place.rank == 0 and not report.alone:  # surplus ranks may arrive at any time
-        tell([_line(finding) for finding in surplus(place.board, place)])
-    _part(place, report.alone)
+        emit([_line(finding) for finding in surplus(place.board, place)])
+    _leave(place, report.alone)
 
 
-def _meeting(place: CheckContext) -> tuple[Met, bool]:
+def _meet(place: CheckContext) -> tuple[Met, bool]:
     """Meet the other ranks within a time limit, as in a check."""
     box: list[Met] = []
 
@@ -188,35 +194,35 @@ def _meeting(place: CheckContext) -> tuple[Met, bool]:
         return box[0].found
 
     stuck = "check MASTER_ADDR and MASTER_PORT, and the network to it"
-    found, hung = within(Check("meeting", run, stuck=stuck), place, place.patience + 5.0)
-    return (box[0] if box and not hung else Met(None, found.findings)), hung
+    result, hung = within(Check("meeting", run, stuck=stuck), place, place.patience + 5.0)
+    return (box[0] if box and not hung else Met(None, result.findings)), hung
 
 
-def _broke(check: Check, each: dict[str, Any] | None) -> bool:
+def _groups_unusable(check: Check, each: dict[str, Any] | None) -> bool:
     """Whether a rank's groups are unreliable after a check that uses them."""
     failed = each is not None and any(level == FAIL for _, level, _, _ in each["findings"])
     return each is None or each["hung"] or (check.name == "group" and failed)
 
 
-def _gathered(
-    check: Check, found: CheckResult, place: CheckContext, alone: bool, until: float, *, hung: bool = False
+def _gather(
+    check: Check, result: CheckResult, place: CheckContext, alone: bool, until: float, *, hung: bool = False
 ) -> list[dict[str, Any] | None]:
     """Gather each rank's result; None for one that sends nothing. A rank that is alone has only its own."""
     own = {
-        "findings": [[one.check, one.level, one.text, one.mend] for one in found.findings],
-        "facts": found.facts,
+        "findings": [[finding.check, finding.level, finding.text, finding.mend] for finding in result.findings],
+        "facts": result.facts,
         "hung": hung,
     }
     if alone or place.board is None:
         return [own]
     before = set(place.board.missing)
-    every = place.board.gather(f"found/{check.name}", own, max(_ANSWER, until - time.monotonic()))
-    lost = sorted(place.board.missing - before)
-    if lost and place.rank == 0:
-        text = f"{', '.join(place.who(rank) for rank in lost)} said nothing"
-        mend = "see its own output: it ended, or stands still"
+    results = place.board.gather(f"found/{check.name}", own, max(_REPLY, until - time.monotonic()))
+    missing = sorted(place.board.missing - before)
+    if missing and place.rank == 0:
+        text = f"no result from {', '.join(place.who(rank) for rank in missing)}"
+        mend = "see the output of that rank: it exited, or hangs"
         own["findings"].append([check.name, FAIL, text, mend])
-    return every
+    return results
 
 
 def _all_here(check: Check, place: CheckContext) -> bool:
@@ -228,27 +234,27 @@ def _all_here(check: Check, place: CheckContext) -> bool:
     key = f"together/{check.name}"
     if place.rank == 0:
         board.put(key, not board.missing and not place.broken)
-    return bool(board.of(key, 0, check.seconds + 2 * _ANSWER))
+    return bool(board.of(key, 0, check.seconds + 2 * _REPLY))
 
 
-def _lines(every: list[dict[str, Any] | None], place: CheckContext, alone: bool) -> list[Line]:
+def _lines(results: list[dict[str, Any] | None], place: CheckContext, alone: bool) -> list[Line]:
     """Make one line of equal findings of several ranks."""
-    held: dict[tuple[str, str, str, str], list[int]] = {}
-    for rank, each in enumerate(every):
-        for one in each["findings"] if each else ():
-            held.setdefault(tuple(one), []).append(place.rank if alone else rank)
+    ranks_by_finding: dict[tuple[str, str, str, str], list[int]] = {}
+    for rank, each in enumerate(results):
+        for finding in each["findings"] if each else ():
+            ranks_by_finding.setdefault(tuple(finding), []).append(place.rank if alone else rank)
     lines = []
-    for (check, level, text, mend), who in held.items():
-        whole = len(who) == place.size or (level == OK and who[0] == 0)
-        hosts = sorted({place.hosts[rank] for rank in who if rank < len(place.hosts)} or {place.host})
-        where = f"rank{'s' * (len(who) > 1)} {ranges(who)} on {', '.join(hosts)}"
+    for (check, level, text, mend), ranks in ranks_by_finding.items():
+        everywhere = len(ranks) == place.size or (level == OK and ranks[0] == 0)
+        hosts = sorted({place.hosts[rank] for rank in ranks if rank < len(place.hosts)} or {place.host})
+        prefix = f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)} on {', '.join(hosts)}"
         if place.lost and level != OK:
-            where = f"process {os.getpid()} on {place.host}"
-        elif place.size == 1 or level == OK or text.startswith(f"rank {who[0]}") or "rank " in text.partition(":")[0]:
-            where = ""
-        elif whole:
-            where = "all ranks"
-        lines.append(Line(check, level, text, mend, who, where))
+            prefix = f"process {os.getpid()} on {place.host}"
+        elif place.size == 1 or level == OK or text.startswith(f"rank {ranks[0]}") or "rank " in text.partition(":")[0]:
+            prefix = ""
+        elif everywhere:
+            prefix = "all ranks"
+        lines.append(Line(check, level, text, mend, ranks, prefix))
     return lines
 
 
@@ -256,25 +262,25 @@ def _line(finding: Finding) -> Line:
     return Line(finding.check, finding.level, finding.text, finding.mend, [], "")
 
 
-def _settled(lines: list[Line]) -> list[Line]:
+def _drop_ok_lines(lines: list[Line]) -> list[Line]:
     """Drop OK lines of a check with problems, and keep one OK line otherwise."""
-    spoken = {line.check for line in lines if line.level in (WARN, FAIL)}
-    seen: set[str] = set()
-    kept = []
+    problems = {line.check for line in lines if line.level in (WARN, FAIL)}
+    checks: set[str] = set()
+    remaining = []
     for line in lines:
         if line.level == OK:
-            if line.check in spoken or line.check in seen:
+            if line.check in problems or line.check in checks:
                 continue
-            seen.add(line.check)
-        kept.append(line)
-    return kept
+            checks.add(line.check)
+        remaining.append(line)
+    return remaining
 
 
 def _rows(facts: list[Any]) -> list[dict[str, Any]]:
     return [{"rank": rank, **each} for rank, each in enumerate(facts) if each]
 
 
-def _part(place: CheckContext, alone: bool) -> None:
+def _leave(place: CheckContext, alone: bool) -> None:
     """Keep rank 0's store open until the others have finished."""
     board = place.board
     if alone or board is None or place.size == 1:

@@ -20,7 +20,6 @@ __all__ = [
     "FAIL",
     "OK",
     "WARN",
-    "Advice",
     "Check",
     "CheckContext",
     "CheckResult",
@@ -29,7 +28,6 @@ __all__ = [
     "chosen",
     "fail",
     "ok",
-    "page_rows",
     "warn",
 ]
 
@@ -45,7 +43,7 @@ class Finding:
         check: the name in front of it.
         level: OK; WARN: it may hurt, or cost time; FAIL: training will fail, hang or be wrong.
         text: the fact, with its place if that is not the reporting rank.
-        mend: the way out; "" for OK.
+        mend: the remedy; "" for OK.
     """
 
     check: str
@@ -85,7 +83,7 @@ class CheckContext:
     """The context of the checks on this rank.
 
     Attributes:
-        config: of the run in question.
+        config: of the run.
         with_task: try the task too.
         rank, local_rank, size, local_size: from the launcher.
         host: this machine's name.
@@ -93,16 +91,16 @@ class CheckContext:
         root: parent of /proc, /sys and /dev.
         patience: seconds to wait for the other ranks.
         devices: CUDA devices that torch sees here.
-        board: exchange with the other ranks; None before they have met, or if they did not.
+        board: exchange with the other ranks; None before they are connected, or if that failed.
         world: their process groups, once formed.
-        hosts: the machine's name of each rank; "" for one that did not come.
+        hosts: host name of each rank; "" for a missing one.
         closing: called at the end.
-        given: `world` is the caller's, who leaves it.
-        alone: this rank did not meet the others.
+        given: the caller owns `world`, and leaves it.
+        alone: this rank could not connect to the others.
         lost: the launcher's variables do not determine this rank.
-        told: the options that were set; a LightningModule's loaders determine the rest.
-        module: the task of a LightningModule, once made; `config` then has its loaders' values.
-        broken: ranks waited for each other in vain, so no further check may do so.
+        told: the options that the user set; a LightningModule's loaders determine the rest.
+        module: the task of a LightningModule, once built; `config` then has its loaders' values.
+        broken: the process groups are unusable, so no further check may wait for other ranks.
     """
 
     config: Config
@@ -155,7 +153,7 @@ class Check:
         seconds: time limit; a check that exceeds it is abandoned, and reported so.
         judge: on rank 0, with the facts of each rank (None for one that sent nothing): problems of the whole run.
         together: ranks wait for each other in it, so it is skipped once one of them is missing or has hung.
-        stuck: the way out if it does not end.
+        stuck: the remedy if it times out.
     """
 
     name: str
@@ -163,11 +161,11 @@ class Check:
     seconds: float = 5.0
     judge: Callable[[list[Any], CheckContext], list[Finding]] | None = None
     together: bool = False
-    stuck: str = "look at what it waits for"
+    stuck: str = "check what it waits for"
 
 
 _BUFFER = 4 * 2**20  # NCCL's default
-_SEARCH = "unset it, unless you search for a fault with it"
+_DEBUGGING = "unset it unless you are debugging with it"
 
 
 def _always(value: str, place: CheckContext) -> bool:
@@ -186,10 +184,10 @@ def _hides_infiniband(value: str, place: CheckContext) -> bool:
     return value == "1" and bool(infiniband(place.root))
 
 
-def _takes_more(value: str, place: CheckContext) -> bool:
+def _matches_more(value: str, place: CheckContext) -> bool:
     """Whether a prefix is an interface's whole name, and matches others too."""
-    known = interfaces(place.root)
-    return value in known and len(chosen(value, known)) > 1
+    available = interfaces(place.root)
+    return value in available and len(chosen(value, available)) > 1
 
 
 class Advice(NamedTuple):
@@ -211,81 +209,83 @@ class Advice(NamedTuple):
 
 
 _TABLE = (
-    Advice("NCCL_TIMEOUT", "any", "is read by nobody", "unset it; --timeout is how long a collective may take"),
+    Advice("NCCL_TIMEOUT", "any", "has no effect", "unset it; --timeout limits a collective"),
     *(
         Advice(name, "any", f"is the old name of TORCH_{name}", "unset it; torch's default is right")
         for name in ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT")
     ),
-    Advice("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "makes a lost rank a hang", "unset it", _is("0")),
+    Advice("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "turns a lost rank into a hang", "unset it", _is("0")),
     Advice("TORCH_NCCL_BLOCKING_WAIT", "1", "makes the host wait for every collective", "unset it", _is("1")),
     Advice("TORCH_NCCL_TRACE_BUFFER_SIZE", "any", "is the old name of TORCH_FR_BUFFER_SIZE", "set that"),
-    Advice("NCCL_RINGS", "any", "is gone since NCCL 2.4, which finds its rings itself", "unset it"),
-    Advice("NCCL_TREE_THRESHOLD", "any", "is gone since NCCL 2.5, which chooses by itself", "unset it"),
-    Advice("NCCL_LL_THRESHOLD", "any", "is gone since NCCL 2.5, which chooses by itself", "unset it"),
-    Advice("NCCL_IB_CUDA_SUPPORT", "any", "is gone since NCCL 2.4", "unset it; NCCL_NET_GDR_LEVEL is what there is"),
+    Advice("NCCL_RINGS", "any", "was removed in NCCL 2.4, which builds its rings itself", "unset it"),
+    Advice("NCCL_TREE_THRESHOLD", "any", "was removed in NCCL 2.5, which chooses by itself", "unset it"),
+    Advice("NCCL_LL_THRESHOLD", "any", "was removed in NCCL 2.5, which chooses by itself", "unset it"),
+    Advice("NCCL_IB_CUDA_SUPPORT", "any", "was removed in NCCL 2.4", "unset it; use NCCL_NET_GDR_LEVEL"),
     Advice("NCCL_MAX_NRINGS", "any", "is the old name of NCCL_MAX_CTAS", "unset it"),
     Advice("NCCL_MIN_NRINGS", "any", "is the old name of NCCL_MIN_CTAS", "unset it"),
     Advice(
         "NCCL_DEBUG_FILE",
         "with `%r`",
-        "is one file for all processes of a node: %r stands for nothing",
-        "put %h (host) and %p (process) into the name; `lockstep launch --nccl-debug` does",
+        "is one file for all processes of a node: %r is no placeholder",
+        "put %h (host) and %p (process) into the name, as `lockstep launch --nccl-debug` does",
         lambda value, place: "%r" in value,
     ),
     Advice(
         "NCCL_DEBUG_FILE",
         "without `%p`",
-        "is one file for all ranks, who write over each other",
+        "is one file for all ranks, which overwrite each other",
         "put %h (host) and %p (process) into the name",
         lambda value, place: bool(value) and "%p" not in value and "%r" not in value and place.size > 1,
     ),
     Advice(
         "NCCL_IB_DISABLE",
         "0",
-        "is the default, and enables nothing",
-        "unset it; where NCCL takes sockets anyway, the container lacks /dev/infiniband, libibverbs or locked memory",
+        "is the default and enables nothing",
+        "unset it; if NCCL still uses sockets, the container lacks /dev/infiniband, libibverbs or locked memory",
         _is("0"),
     ),
     Advice(
         "NCCL_IB_DISABLE",
         "1",
-        "makes NCCL take sockets, though an InfiniBand port is up",
+        "makes NCCL use sockets although an InfiniBand port is up",
         "unset it",
         _hides_infiniband,
     ),
     Advice(
         "NCCL_BUFFSIZE",
         "above 4194304, the default",
-        "costs that memory on each channel: large messages are cut into pieces anyway",
+        "allocates that much memory for each channel; large messages are split anyway",
         "unset it",
         _is_large,
     ),
     Advice(
         "NCCL_SOCKET_IFNAME",
-        "`eth0`, where there is `eth01` too",
-        "is a prefix, and takes other interfaces too",
-        "unset it, since NCCL finds interfaces itself, or put = before the name",
-        _takes_more,
+        "`eth0`, if `eth01` exists too",
+        "is a prefix and matches other interfaces too",
+        "unset it (NCCL finds interfaces itself), or write = before the name",
+        _matches_more,
     ),
-    Advice("NCCL_P2P_DISABLE", "1", "sends through host memory what NVLink or PCIe would carry", _SEARCH, _is("1")),
-    Advice("NCCL_SHM_DISABLE", "1", "sends through the network what shared memory would carry", _SEARCH, _is("1")),
-    Advice("NCCL_ALGO", "any", "keeps NCCL from choosing by message size, and may hang where it does not fit", _SEARCH),
+    Advice("NCCL_P2P_DISABLE", "1", "copies through host memory instead of NVLink or PCIe", _DEBUGGING, _is("1")),
+    Advice("NCCL_SHM_DISABLE", "1", "uses the network instead of shared memory", _DEBUGGING, _is("1")),
     Advice(
-        "NCCL_PROTO", "any", "keeps NCCL from choosing by message size, and may hang where it does not fit", _SEARCH
+        "NCCL_ALGO", "any", "overrides NCCL's choice by message size, and may hang where it is unsupported", _DEBUGGING
     ),
-    Advice("CUDA_LAUNCH_BLOCKING", "1", "makes the host wait for every kernel", _SEARCH, _is("1")),
+    Advice(
+        "NCCL_PROTO", "any", "overrides NCCL's choice by message size, and may hang where it is unsupported", _DEBUGGING
+    ),
+    Advice("CUDA_LAUNCH_BLOCKING", "1", "makes the host wait for every kernel", _DEBUGGING, _is("1")),
     Advice(
         "TORCH_DISTRIBUTED_DEBUG",
         "`DETAIL`",
         "compares every collective between the ranks first",
-        _SEARCH,
+        _DEBUGGING,
         _is("DETAIL"),
     ),
     Advice(
         "CUDA_VISIBLE_DEVICES",
         "empty or -1",
         "hides every device",
-        "unset it, or say --device cpu",
+        "unset it, or give --device cpu",
         lambda value, place: value in ("", "-1") and place.config.device != "cpu",
     ),
 )
@@ -301,9 +301,11 @@ def page_rows() -> list[str]:
     return [f"| `{each.name}` | {each.values} | {each.effect} | {each.remedy} |" for each in _TABLE]
 
 
-def chosen(asked: str, known: list[str]) -> list[str]:
+def chosen(pattern: str, available: list[str]) -> list[str]:
     """Return the interfaces that NCCL_SOCKET_IFNAME selects: prefixes; `=` whole names; `^` all others."""
-    others, text = asked.startswith("^"), asked.removeprefix("^")
+    exclude, text = pattern.startswith("^"), pattern.removeprefix("^")
     exact, text = text.startswith("="), text.removeprefix("=")
     names = [part for part in text.split(",") if part]
-    return [name for name in known if any(name == part if exact else name.startswith(part) for part in names) != others]
+    return [
+        name for name in available if any(name == part if exact else name.startswith(part) for part in names) != exclude
+    ]

@@ -1,6 +1,6 @@
 """Check the GPUs of this node: errors, clocks, power, links, and foreign processes.
 
-found = gpus(place)                        # without a GPU, one line that lists the checks
+result = gpus(place)                       # without a GPU, one line that lists the checks
 """
 
 import contextlib
@@ -16,13 +16,8 @@ from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding,
 from lockstep.files import bytes_text
 
 __all__ = [
-    "Gpu",
-    "NoDriver",
     "gpus",
     "judge_gpus",
-    "kernel_faults",
-    "kernel_log",
-    "read_gpus",
 ]
 
 
@@ -35,7 +30,7 @@ _SLOWDOWNS = {  # bits of the clocks' event reasons, of nvml.h, that hold a devi
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-_COMMON = {
+_TOPOLOGY = {
     0: "one board",
     10: "one PCIe switch",
     20: "PCIe switches",
@@ -102,12 +97,12 @@ def read_gpus() -> list[Gpu]:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise NoDriver(f"no NVIDIA driver answers ({error})") from None
+        raise NoDriver(f"no NVIDIA driver responds ({error})") from None
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         return [_gpu(nvml, index, handle, handles) for index, handle in enumerate(handles)]
     except nvml.NVMLError as error:
-        raise NoDriver(f"the NVIDIA driver gives no answer ({error})") from None
+        raise NoDriver(f"the NVIDIA driver does not respond ({error})") from None
     finally:
         with contextlib.suppress(nvml.NVMLError):
             nvml.nvmlShutdown()
@@ -118,9 +113,9 @@ def _gpu(nvml: Any, index: int, handle: Any, handles: list[Any]) -> Gpu:
 
     def ask(function: str, *more: Any) -> Any:
         """Query a value; None if it is not supported."""
-        named = getattr(nvml, function, None)
+        query = getattr(nvml, function, None)
         try:
-            return None if named is None else named(handle, *more)
+            return None if query is None else query(handle, *more)
         except nvml.NVMLError:
             return None
 
@@ -136,7 +131,7 @@ def _gpu(nvml: Any, index: int, handle: Any, handles: list[Any]) -> Gpu:
         _text(name),
         int(memory.total) if memory else 0,
         int(memory.used) if memory else 0,
-        [(int(one.pid), int(one.usedGpuMemory or 0)) for one in running],
+        [(int(process.pid), int(process.usedGpuMemory or 0)) for process in running],
         ask("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
         bool(remapped[2]),
         bool(remapped[3]),
@@ -149,14 +144,14 @@ def _gpu(nvml: Any, index: int, handle: Any, handles: list[Any]) -> Gpu:
         _links_down(ask, nvml),
         int(ask("nvmlDeviceGetCurrPcieLinkWidth") or 0),
         int(ask("nvmlDeviceGetMaxPcieLinkWidth") or 0),
-        {other: _way(nvml, handle, handles[other]) for other in range(index + 1, len(handles))},
+        {later: _connection(nvml, handle, handles[later]) for later in range(index + 1, len(handles))},
         _text(uuid),
     )
 
 
-def _text(said: Any) -> str:
+def _text(value: Any) -> str:
     """Convert text of the driver's library, whose older releases return bytes."""
-    return said.decode() if isinstance(said, bytes) else str(said)
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _links_down(ask: Callable[..., Any], nvml: Any) -> list[int]:
@@ -166,11 +161,11 @@ def _links_down(ask: Callable[..., Any], nvml: Any) -> list[int]:
     return [link for link, state in states.items() if up and state is not None and link not in up]
 
 
-def _way(nvml: Any, one: Any, other: Any) -> str:
+def _connection(nvml: Any, first: Any, second: Any) -> str:
     try:
-        if nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
+        if nvml.nvmlDeviceGetP2PStatus(first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
             return "NVLink"
-        return _COMMON.get(int(nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)), "unknown")
+        return _TOPOLOGY.get(int(nvml.nvmlDeviceGetTopologyCommonAncestor(first, second)), "unknown")
     except (nvml.NVMLError, AttributeError):
         return "unknown"
 
@@ -182,25 +177,25 @@ def kernel_faults(text: str) -> list[tuple[str, int]]:
 
 def kernel_log(path: Path = Path("/dev/kmsg")) -> str:
     """Return the kernel log, if this user may read it; else ""."""
-    found = []
+    chunks = []
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             while True:
-                found.append(os.read(handle, 8192).decode("utf-8", "replace"))
-                if not found[-1]:
+                chunks.append(os.read(handle, 8192).decode("utf-8", "replace"))
+                if not chunks[-1]:
                     break
         except OSError:  # no more lines
             pass
         finally:
             os.close(handle)
-    return "\n".join(found)
+    return "\n".join(chunks)
 
 
-_LOOKS = "errors of its memory (ECC, Xid), clocks and power, NVLink and PCIe, foreign processes"
+_CHECKS = "memory errors (ECC, Xid), clocks and power, NVLink and PCIe, foreign processes"
 _FOREIGN = 512 << 20  # bytes that a device may hold without one of the run's processes: contexts, displays
-_GRAVE = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120}  # Xid of memory, links, and devices that are gone
-_RESET = "drain the node and reset the device (nvidia-smi -r), or restart it; if it comes again, have it replaced"
+_FATAL_XIDS = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120}  # Xid of memory, links and lost devices
+_RESET = "drain the node and reset the device (nvidia-smi -r), or restart it; if it recurs, replace the device"
 
 
 def gpus(place: CheckContext) -> CheckResult:
@@ -212,80 +207,84 @@ def gpus(place: CheckContext) -> CheckResult:
     if place.local_rank and place.devices != 1:
         return CheckResult([], {"pid": os.getpid(), "gpus": []})
     try:
-        found = read_gpus()
+        devices = read_gpus()
     except NoDriver as error:
         return CheckResult(
-            [ok("GPUs", f"not looked at: {error}; with one: {_LOOKS}")], {"pid": os.getpid(), "gpus": []}
+            [ok("GPUs", f"not checked: {error}; with a GPU: {_CHECKS}")], {"pid": os.getpid(), "gpus": []}
         )
-    findings = [finding for gpu in found for finding in judge_gpu(gpu)]
+    findings = [finding for gpu in devices for finding in judge_gpu(gpu)]
     findings += judge_faults(kernel_faults(kernel_log()))
-    held = [[gpu.index, gpu.name, gpu.used, gpu.processes, gpu.uuid] for gpu in found]
+    usage = [[gpu.index, gpu.name, gpu.used, gpu.processes, gpu.uuid] for gpu in devices]
     if not findings:
-        findings = [ok("GPUs", _described(found))]
-    return CheckResult(findings, {"pid": os.getpid(), "gpus": held})
+        findings = [ok("GPUs", _summary(devices))]
+    return CheckResult(findings, {"pid": os.getpid(), "gpus": usage})
 
 
-def _described(found: list[Gpu]) -> str:
-    if not found:
-        return "the driver shows none"
-    ways = sorted({way for gpu in found for way in gpu.ways.values()})
+def _summary(devices: list[Gpu]) -> str:
+    if not devices:
+        return "the driver reports no device"
+    ways = sorted({way for gpu in devices for way in gpu.ways.values()})
     counts = (
-        f"{len(found)} x {found[0].name}" if len({gpu.name for gpu in found}) == 1 else f"{len(found)} of several kinds"
+        f"{len(devices)} x {devices[0].name}"
+        if len({gpu.name for gpu in devices}) == 1
+        else f"{len(devices)} of several kinds"
     )
-    return f"{counts}, {found[0].degrees} degrees" + (f", {' and '.join(ways)} between them" if ways else "")
+    return f"{counts}, {devices[0].degrees} degrees" + (f", {' and '.join(ways)} between them" if ways else "")
 
 
 def judge_gpu(gpu: Gpu) -> Iterator[Finding]:
-    """Yield the problems of a device."""
-    who = f"GPU {gpu.index} ({gpu.name})"
+    """Yield a finding for each problem of a device."""
+    label = f"GPU {gpu.index} ({gpu.name})"
     if gpu.remap_failed:
-        yield fail("GPUs", f"{who} has defective memory that could not be put aside", "have it replaced")
+        yield fail("GPUs", f"{label} has defective memory that could not be remapped", "replace the device")
     elif gpu.remap_pending:
-        yield fail("GPUs", f"{who} has defective memory that a reset would put aside", _RESET)
+        yield fail("GPUs", f"{label} has defective memory that is remapped at the next reset", _RESET)
     if gpu.ecc:
-        yield fail("GPUs", f"{who} counts {gpu.ecc} memory errors that could not be corrected", _RESET)
-    held_back = [reason for reason in gpu.slowed if reason != "power cap"]
-    if held_back:
-        text = f"{who} is held back: {', '.join(held_back)}, at {gpu.degrees} degrees"
+        yield fail("GPUs", f"{label} counts {gpu.ecc} uncorrectable memory errors", _RESET)
+    reasons = [reason for reason in gpu.slowed if reason != "power cap"]
+    if reasons:
+        text = f"{label} is throttled: {', '.join(reasons)}, at {gpu.degrees} degrees"
         text += f" and {gpu.clock} of {gpu.clock_limit} MHz"
-        yield warn("GPUs", text, "look at its cooling and its power supply")
+        yield warn("GPUs", text, "check its cooling and its power supply")
     if gpu.watts and gpu.watts_default and gpu.watts < 0.9 * gpu.watts_default:
-        text = f"{who} may take {gpu.watts:.0f} W, and was made for {gpu.watts_default:.0f} W"
-        yield warn("GPUs", text, f"nvidia-smi -i {gpu.index} -pl {gpu.watts_default:.0f}, or have all of them alike")
+        text = f"{label} has a power limit of {gpu.watts:.0f} W, below its default of {gpu.watts_default:.0f} W"
+        yield warn("GPUs", text, f"nvidia-smi -i {gpu.index} -pl {gpu.watts_default:.0f}, or limit all devices alike")
     if gpu.links_down:
         links = ", ".join(map(str, gpu.links_down))
         yield fail(
-            "GPUs", f"{who}: NVLink {links} is down", "restart the node (fabric manager first); else have it looked at"
+            "GPUs",
+            f"{label}: NVLink {links} is down",
+            "restart the fabric manager, then the node; if it stays down, have it repaired",
         )
     if 0 < gpu.link_width < gpu.link_width_limit:
-        text = f"{who} has {gpu.link_width} of {gpu.link_width_limit} PCIe lanes"
-        yield warn("GPUs", text, "have it put in again: copies from the host are slower by as much")
+        text = f"{label} has {gpu.link_width} of {gpu.link_width_limit} PCIe lanes"
+        yield warn("GPUs", text, "reseat the card: copies from the host are slower in proportion")
 
 
 def judge_faults(faults: list[tuple[str, int]]) -> list[Finding]:
-    """Report the devices that failed, by the kernel log."""
-    grave = sorted({(address, number) for address, number in faults if number in _GRAVE})
-    return [fail("GPUs", f"the kernel's log has Xid {number} of {address}", _RESET) for address, number in grave]
+    """Report fatal device errors in the kernel log."""
+    grave = sorted({(address, number) for address, number in faults if number in _FATAL_XIDS})
+    return [fail("GPUs", f"the kernel log has Xid {number} for {address}", _RESET) for address, number in grave]
 
 
 def judge_gpus(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Find processes outside this run that use its devices' memory; report each device once."""
-    ours = {each["pid"] for each in facts if each}
-    found, seen = [], set[str]()
+    pids = {each["pid"] for each in facts if each}
+    findings, uuids = [], set[str]()
     for rank, each in enumerate(facts):
-        for index, name, used, processes, uuid in each["gpus"] if each else []:
-            if uuid and uuid in seen:
+        for index, name, memory_used, processes, uuid in each["gpus"] if each else []:
+            if uuid and uuid in uuids:
                 continue
-            seen.add(uuid)
-            foreign = [(pid, size) for pid, size in processes if pid not in ours and size > _FOREIGN]
+            uuids.add(uuid)
+            foreign = [(pid, size) for pid, size in processes if pid not in pids and size > _FOREIGN]
             text = f"GPU {index} ({name}) at {place.who(rank)}: "
             if foreign:
                 pid, size = max(foreign, key=lambda pair: pair[1])
                 text += f"process {pid} holds {bytes_text(size)} of its memory"
-                found.append(warn("GPUs", text, "end it, or wait for it: `nvidia-smi` lists them"))
-            elif not processes and used > 2 * _FOREIGN:
-                text += f"{bytes_text(used)} of its memory are held, and no process is shown that holds it"
-                found.append(
-                    warn("GPUs", text, "somebody outside this container uses it; `nvidia-smi` on the host lists them")
+                findings.append(warn("GPUs", text, "stop it, or wait for it: `nvidia-smi` lists processes"))
+            elif not processes and memory_used > 2 * _FOREIGN:
+                text += f"{bytes_text(memory_used)} of its memory are in use, but the driver shows no process"
+                findings.append(
+                    warn("GPUs", text, "a process outside this container uses it: run `nvidia-smi` on the host")
                 )
-    return found
+    return findings

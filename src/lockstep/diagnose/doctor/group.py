@@ -1,6 +1,6 @@
 """Check the process groups: whether they form, sum correctly, and how fast.
 
-found = sums(place)                        # facts: each rank's contribution and result, by backend
+result = sums(place)                       # facts: each rank's contribution and result, by backend
 """
 
 import json
@@ -39,7 +39,7 @@ __all__ = [
 
 
 _NAME = "meeting"
-_ALIKE = "start all nodes with the same --nnodes and --nproc-per-node"
+_SAME_FLAGS = "start all nodes with the same --nnodes and --nproc-per-node"
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Met:
 
     Attributes:
         board: exchange with the ranks; None if this rank did not reach it.
-        findings: on rank 0, about the whole; elsewhere why this rank did not get there.
+        findings: on rank 0, about all ranks; elsewhere why this rank could not connect.
     """
 
     board: Board | None = None
@@ -67,14 +67,14 @@ def meet(place: CheckContext) -> Met:
     if place.lost:  # it would register as another rank
         return Met()
     deadline = time.monotonic() + place.patience
-    host, port, held = meeting_point()
+    host, port, external = meeting_point()
     at = f"{host}:{port}"
-    if place.rank or held:
+    if place.rank or external:
         why = to_master(host, port, place.patience)
         if why:
-            who = place.who(place.rank)
+            name = place.who(place.rank)
             mend = "check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and the firewall between the nodes"
-            return Met(findings=[fail(_NAME, f"{who} cannot reach rank 0 at {at}: {why}", mend)])
+            return Met(findings=[fail(_NAME, f"{name} cannot reach rank 0 at {at}: {why}", mend)])
     try:
         store = meeting_store(
             place.rank, place.size, timedelta(seconds=max(1.0, deadline - time.monotonic())), all_ranks=False
@@ -83,19 +83,21 @@ def meet(place: CheckContext) -> Met:
         return Met(findings=[_cannot_listen(error, port, place)])
     except RuntimeError as error:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return Met(findings=[fail(_NAME, f"no meeting point at {at}: {line}", "check MASTER_ADDR and MASTER_PORT")])
+        return Met(
+            findings=[fail(_NAME, f"cannot open the store at {at}: {line}", "check MASTER_ADDR and MASTER_PORT")]
+        )
     restart = place.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     board = Board(store, place.rank, place.size, f"lockstep/doctor/{restart}")
     me = {"rank": place.rank, "host": place.host, "pid": os.getpid(), "size": place.size, "local": place.local_size}
     number = board.count(f"here/{place.rank}")
     if number > 1:
         board.note(f"twice/{place.rank}", me)
-        text = f"process {me['pid']} on {place.host} says that it is rank {place.rank}, and so does another"
-        return Met(findings=[fail(_NAME, text, "give each process its own RANK; one launcher a node sets it")])
+        text = f"process {me['pid']} on {place.host} has RANK {place.rank}, and so does another process"
+        return Met(findings=[fail(_NAME, text, "give each process its own RANK; one launcher per node sets it")])
     board.note(f"arrived/{board.count('arrived')}", me)
-    here = board.gather("here", me, max(0.5, deadline - time.monotonic()))
-    place.hosts = [each["host"] if each else "" for each in here]
-    return Met(board, list(_judged(here, board, place)) if place.rank == 0 else [])
+    arrivals = board.gather("here", me, max(0.5, deadline - time.monotonic()))
+    place.hosts = [each["host"] if each else "" for each in arrivals]
+    return Met(board, list(_arrival_findings(arrivals, board, place)) if place.rank == 0 else [])
 
 
 def _cannot_listen(error: ConfigError, port: int, place: CheckContext) -> Finding:
@@ -126,49 +128,50 @@ def _holder(port: int, root: Path = Path("/")) -> str:
     return ""
 
 
-def _judged(here: list[Any], board: Board, place: CheckContext) -> list[Finding]:
-    """Rank 0's findings about the ranks that came."""
-    found = []
-    missing = [rank for rank, each in enumerate(here) if each is None]
+def _arrival_findings(arrivals: list[Any], board: Board, place: CheckContext) -> list[Finding]:
+    """Rank 0's findings about the connected ranks."""
+    findings = []
+    missing = [rank for rank, each in enumerate(arrivals) if each is None]
     if missing:
-        known = sorted({each["host"] for each in here if each})
+        connected = sorted({each["host"] for each in arrivals if each})
         several = len(missing) > 1
-        text = f"rank{'s' * several} {ranges(missing)} of {place.size} did not come within {place.patience:.0f} s"
-        text += f"; there are those of {', '.join(known)}"
-        mend = "look at the launcher there: was it started, with this MASTER_ADDR and MASTER_PORT, and does its own "
-        found.append(fail(_NAME, text, mend + "doctor say more? A slow start: --wait 60"))
-    for rank, each in enumerate(here):
+        text = f"rank{'s' * several} {ranges(missing)} of {place.size} did not connect within {place.patience:.0f} s"
+        text += f"; connected hosts: {', '.join(connected)}"
+        mend = "check that its launcher was started with this MASTER_ADDR and MASTER_PORT, and see the output of its "
+        findings.append(fail(_NAME, text, mend + "own doctor; for a slow start give --wait 50"))
+    for rank, each in enumerate(arrivals):
         if each and each["size"] != place.size:
-            text = f"{place.who(rank)} has WORLD_SIZE {each['size']}, and rank 0 has {place.size}"
-            found.append(fail(_NAME, text, _ALIKE))
-    hosts = sorted({each["host"] for each in here if each})
-    where = f"on {', '.join(hosts)}" if len(hosts) < 5 else f"on {len(hosts)} nodes"
-    return found or [ok(_NAME, f"{place.size} rank{'s' * (place.size > 1)} {where}")]
+            text = f"{place.who(rank)} has WORLD_SIZE {each['size']}, but rank 0 has {place.size}"
+            findings.append(fail(_NAME, text, _SAME_FLAGS))
+    hosts = sorted({each["host"] for each in arrivals if each})
+    location = f"on {', '.join(hosts)}" if len(hosts) < 5 else f"on {len(hosts)} nodes"
+    return findings or [ok(_NAME, f"{place.size} rank{'s' * (place.size > 1)} {location}")]
 
 
 def surplus(board: Board, place: CheckContext) -> list[Finding]:
-    """Report ranks that came twice or outside the world, on rank 0."""
+    """Report ranks that connected twice or are outside the world, on rank 0."""
     if place.size == 1:
         return []
-    found, arrived = list[Finding](), list[Any]()
-    while (one := board.noted(f"arrived/{len(arrived) + 1}")) is not None:
-        arrived.append(one)
+    findings, arrivals = list[Finding](), list[Any]()
+    while (arrival := board.noted(f"arrived/{len(arrivals) + 1}")) is not None:
+        arrivals.append(arrival)
     for rank in range(place.size):
         twice, first = board.noted(f"twice/{rank}"), board.of("here", rank)
         if twice and first:
-            both = " and ".join(f"process {one['pid']} on {one['host']}" for one in (first, twice))
-            text = f"rank {rank} came twice: {both}"
-            found.append(fail(_NAME, text, "give each node another --node-rank, and each process its own RANK"))
-    for one in arrived:
-        if one["rank"] >= place.size:
-            text = f"rank {one['rank']} on {one['host']} came too: WORLD_SIZE is {one['size']} there, {place.size} here"
-            found.append(fail(_NAME, text, _ALIKE))
-    return found
+            both = " and ".join(f"process {arrival['pid']} on {arrival['host']}" for arrival in (first, twice))
+            text = f"rank {rank} connected twice: {both}"
+            findings.append(fail(_NAME, text, "give each node its own --node-rank, and each process its own RANK"))
+    for arrival in arrivals:
+        if arrival["rank"] >= place.size:
+            text = f"rank {arrival['rank']} on {arrival['host']} connected too: "
+            text += f"WORLD_SIZE is {arrival['size']} there, {place.size} here"
+            findings.append(fail(_NAME, text, _SAME_FLAGS))
+    return findings
 
 
-_FORM = 15.0  # seconds
+_FORM_LIMIT = 15.0  # seconds
 _LENGTHS = {"gloo": (1 << 10, 1 << 16, 1 << 20, 1 << 22), "nccl": (1 << 10, 1 << 18, 1 << 22, 1 << 26)}  # float32
-_REPEATS, _ENOUGH = 5, 1.5  # of each size; seconds that the next size may take
+_REPEATS, _TIME_LIMIT = 5, 1.5  # of each size; seconds that the next size may take
 _SHARE = {"gloo": 0.15, "nccl": 0.4}  # share of the link's rate to expect; gloo copies through the processor
 
 
@@ -177,17 +180,17 @@ def group(place: CheckContext) -> CheckResult:
     if place.size == 1:
         return CheckResult([ok("group", "one process: nothing to exchange")])
     if place.world is None:
-        place.world = World.join(place.config.device, _FORM)
+        place.world = World.join(place.config.device, _FORM_LIMIT)
     backend = "gloo and NCCL" if place.world.device.type == "cuda" else "gloo"
     return CheckResult([ok("group", f"{place.size} ranks formed a group of {backend}")])
 
 
 def _backends(world: World) -> list[tuple[str, torch.device, Any]]:
     """List (name, device of its tensors, group) of each backend."""
-    found: list[tuple[str, torch.device, Any]] = [("gloo", torch.device("cpu"), world.control)]
+    backends: list[tuple[str, torch.device, Any]] = [("gloo", torch.device("cpu"), world.control)]
     if world.device.type == "cuda":
-        found.append(("nccl", world.device, None))  # the default group's
-    return found
+        backends.append(("nccl", world.device, None))  # the default group's
+    return backends
 
 
 def own(rank: int) -> list[float]:
@@ -210,35 +213,35 @@ def sums(place: CheckContext) -> CheckResult:
         return CheckResult()
     facts = {}
     for name, device, ranks in _backends(world):
-        given = torch.tensor(own(world.rank), dtype=torch.float64, device=device)
-        each = [torch.zeros_like(given) for _ in range(world.size)]
-        dist.all_gather(each, given, group=ranks)  # collective
-        total = given.clone()
+        contribution = torch.tensor(own(world.rank), dtype=torch.float64, device=device)
+        each = [torch.zeros_like(contribution) for _ in range(world.size)]
+        dist.all_gather(each, contribution, group=ranks)  # collective
+        total = contribution.clone()
         dist.all_reduce(total, group=ranks)  # collective
-        facts[name] = {"total": total.tolist(), "each": [one.tolist() for one in each]}  # waits for the device
+        facts[name] = {"total": total.tolist(), "each": [row.tolist() for row in each]}  # waits for the device
     return CheckResult([], facts)
 
 
 def judge_sums(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Compare each rank's result with the expected one."""
-    found = []
-    wanted = _expected(place.size)
+    findings = []
+    expected = _expected(place.size)
     names = {name for each in facts if each for name in each}
     for name in sorted(names):
-        wrong = {rank: each[name] for rank, each in enumerate(facts) if each and each[name]["total"] != wanted}
+        wrong = {rank: each[name] for rank, each in enumerate(facts) if each and each[name]["total"] != expected}
         for rank, each in wrong.items():
-            odd = [other for other, gave in enumerate(each["each"]) if gave != own(other)]
+            odd = [peer for peer, value in enumerate(each["each"]) if value != own(peer)]
             total = each["total"][0]
-            text = f"{name}: the sum of all ranks is {total:g} on {place.who(rank)}, and should be {wanted[0]:g}"
+            text = f"{name}: the sum over all ranks is {total:g} on {place.who(rank)}, expected {expected[0]:g}"
             if odd:
                 text += (
-                    f"; what came from {place.who(odd[0])} is {each['each'][odd[0]][0]:g}, and not {own(odd[0])[0]:g}"
+                    f"; it received {each['each'][odd[0]][0]:g} from {place.who(odd[0])}, expected {own(odd[0])[0]:g}"
                 )
-            mend = "look for a defective link or device there: NCCL_DEBUG=INFO (`lockstep launch --nccl-debug`), dmesg"
-            found.append(fail("sum", text, mend))
-    if not found and names:
-        found.append(ok("sum", f"{' and '.join(sorted(names))}: {wanted[0]:g} on all ranks, as it should be"))
-    return found
+            mend = "check the link and the device there: NCCL_DEBUG=INFO (`lockstep launch --nccl-debug`), dmesg"
+            findings.append(fail("sum", text, mend))
+    if not findings and names:
+        findings.append(ok("sum", f"{' and '.join(sorted(names))}: {expected[0]:g} on all ranks, as expected"))
+    return findings
 
 
 def bandwidth(place: CheckContext) -> CheckResult:
@@ -254,15 +257,15 @@ def bandwidth(place: CheckContext) -> CheckResult:
             seconds = []
             for _ in range(1 + _REPEATS):
                 data.fill_(1.0)
-                _ready(device)
+                _synchronize(device)
                 world.barrier()  # collective
                 began = time.perf_counter()
                 dist.all_reduce(data, group=ranks)  # collective
-                _ready(device)
+                _synchronize(device)
                 seconds.append(time.perf_counter() - began)
             times[str(4 * length)] = statistics.median(seconds[1:])
             slowest = max(world.gather(times[str(4 * length)]))  # collective
-            if slowest * 4 * (1 + _REPEATS) > _ENOUGH:
+            if slowest * 4 * (1 + _REPEATS) > _TIME_LIMIT:
                 break
         facts[name] = times
     _, interface = gloo_address(place.environ, place.host)
@@ -271,37 +274,37 @@ def bandwidth(place: CheckContext) -> CheckResult:
     return CheckResult([], facts)
 
 
-def _ready(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # waits for the device
 
 
 def judge_bandwidth(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Compare the largest message's rate with the slowest link's."""
-    there = [each for each in facts if each]
-    if not there:
+    answers = [each for each in facts if each]
+    if not answers:
         return []
-    found = []
-    links = [each["link"] for each in there]
+    findings = []
+    links = [each["link"] for each in answers]
     link = min(links) if all(links) and place.several_nodes else 0.0
     for name in ("gloo", "nccl"):
-        times = there[0].get(name)
+        times = answers[0].get(name)
         if not times:
             continue
         sizes = sorted(map(int, times))
-        least, most = (max(each[name][str(size)] for each in there) for size in (sizes[0], sizes[-1]))
+        least, most = (max(each[name][str(size)] for each in answers) for size in (sizes[0], sizes[-1]))
         rate = 2 * (place.size - 1) / place.size * sizes[-1] / most
         text = f"{name}: {1e3 * least:.2g} ms for {bytes_text(sizes[0])}"
         text += f", {bytes_text(rate)}/s at {bytes_text(sizes[-1])}"
         if link and rate < _SHARE[name] * link:
             slowest = place.who(links.index(link))
-            text += f"; the link of {slowest} ({there[0]['interface']}) should give {bytes_text(link)}/s"
-            mend = "look for another load, errors (`ip -s link`) or a lower speed of the switch (`ethtool`)"
-            found.append(warn("bandwidth", text, mend + ("; InfiniBand, if there is any" if name == "nccl" else "")))
+            text += f"; the link of {slowest} ({answers[0]['interface']}) should give {bytes_text(link)}/s"
+            mend = "check for other load, errors (`ip -s link`) or a slow switch port (`ethtool`)"
+            findings.append(warn("bandwidth", text, mend + ("; InfiniBand, if there is any" if name == "nccl" else "")))
         else:
-            told = f" of {bytes_text(link)}/s" if link else " (this machine does not report the speed of the link)"
-            found.append(ok("bandwidth", text + told))
-    return found
+            note = f" of {bytes_text(link)}/s" if link else " (this machine does not report the speed of the link)"
+            findings.append(ok("bandwidth", text + note))
+    return findings
 
 
 def transport(place: CheckContext) -> CheckResult:
@@ -320,25 +323,23 @@ def transport(place: CheckContext) -> CheckResult:
 
 def judge_transport(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Check that NCCL avoids sockets if InfiniBand is up, alike on all ranks."""
-    there = {rank: each for rank, each in enumerate(facts) if each}
-    if not there:
-        return [
-            ok("transport", "no NCCL here; on CUDA devices: which interface and transport it takes, from its own log")
-        ]
-    found = []
-    chosen = {rank: NcclChoice(**each["chosen"]) for rank, each in there.items()}
-    for rank, one in chosen.items():
-        ports = there[rank]["infiniband"]
-        if ports and one.network == "Socket" and place.several_nodes:
-            text = f"{place.who(rank)}: NCCL takes sockets ({one.interface}), and {', '.join(ports)} is up"
+    by_rank = {rank: each for rank, each in enumerate(facts) if each}
+    if not by_rank:
+        return [ok("transport", "no NCCL here; with CUDA devices: its interface and transport, from its own log")]
+    findings = []
+    chosen = {rank: NcclChoice(**each["chosen"]) for rank, each in by_rank.items()}
+    for rank, choice in chosen.items():
+        ports = by_rank[rank]["infiniband"]
+        if ports and choice.network == "Socket" and place.several_nodes:
+            text = f"{place.who(rank)}: NCCL uses sockets ({choice.interface}) although {', '.join(ports)} is up"
             mend = "unset NCCL_IB_DISABLE and NCCL_NET; in a container: libibverbs, --device /dev/infiniband, "
             mend += "--ulimit memlock=-1"
-            found.append(fail("transport", text, mend))
-    networks = {one.network for one in chosen.values() if one.network}
+            findings.append(fail("transport", text, mend))
+    networks = {choice.network for choice in chosen.values() if choice.network}
     if len(networks) > 1:
-        told = "; ".join(f"{place.who(rank)}: {one.network}" for rank, one in chosen.items())
-        found.append(
-            fail("transport", f"NCCL takes different networks: {told}", "set NCCL_NET, or mend the odd node's")
+        listing = "; ".join(f"{place.who(rank)}: {choice.network}" for rank, choice in chosen.items())
+        findings.append(
+            fail("transport", f"NCCL uses different networks: {listing}", "set NCCL_NET, or fix the node that differs")
         )
     first = chosen[min(chosen)]
-    return found or [ok("transport", f"NCCL {first}")]
+    return findings or [ok("transport", f"NCCL {first}")]

@@ -1,6 +1,6 @@
 """Check the machine: the run's folder, cores and the container's share, memory, open files.
 
-found = cores(place)                       # CheckResult([warn("cores", "8 threads on 2 cores ...")])
+result = cores(place)                      # CheckResult([warn("cores", "8 threads on 2 cores ...")])
 
 `within` runs any check with a time limit.
 """
@@ -37,7 +37,6 @@ __all__ = [
     "locks",
     "memory",
     "open_files",
-    "quota_of",
     "shared_folder",
     "shared_memory",
     "within",
@@ -47,8 +46,8 @@ __all__ = [
 _SIZE, _PIECE = 16 << 20, 1 << 20
 _SLOW = 5e6  # bytes a second, written and synced: a checkpoint of 1 GB takes minutes
 _LEAST = 1 << 30  # bytes free where the model is not known
-_APART = 2.0  # seconds
-STUCK = "is it a network folder whose server is gone? `df` on it hangs too; give another --save-dir"
+_MAX_OFFSET = 2.0  # seconds
+STUCK = "the server of a network folder may be down (`df` hangs too); give another --save-dir"
 
 
 def above(place: CheckContext) -> Path:
@@ -73,67 +72,71 @@ def disk(place: CheckContext) -> CheckResult:
         rate = statistics.median(_rates(place))
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        text = f"{folder} cannot be written to: {error.strerror or error}"
-        mend = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give another --save-dir, or its rights"
+        text = f"cannot write to {folder}: {error.strerror or error}"
+        mend = (
+            "free some space"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "give another --save-dir, or write access"
+        )
         return CheckResult([fail("disk", text, mend)])
     return CheckResult(list(judge_disk(folder, rate, free)))
 
 
-def judge_disk(folder: Path, rate: float, free: int, needed: int = _LEAST) -> Iterator[Finding]:
+def judge_disk(folder: Path, rate: float, free: int, required: int = _LEAST) -> Iterator[Finding]:
     """Judge a disk that syncs `rate` bytes a second and has `free` bytes."""
-    written = f"writes and syncs {bytes_text(rate)} a second"
-    if free < needed:
-        text = f"{folder} has {bytes_text(free)} free, and this needs {bytes_text(needed)}"
-        yield fail("disk", text, "make room, or give another --save-dir")
+    rate_text = f"writes and syncs {bytes_text(rate)} a second"
+    if free < required:
+        text = f"{folder} has {bytes_text(free)} free, and the run needs {bytes_text(required)}"
+        yield fail("disk", text, "free some space, or give another --save-dir")
     if rate < _SLOW:
-        mend = "take a local disk for --save-dir; checkpoints are written beside the training, but not faster than this"
-        yield warn("disk", f"{folder} {written}", mend)
-    elif free >= needed:
-        yield ok("disk", f"{folder} {written}, {bytes_text(free)} free")
+        mend = "use a local disk for --save-dir; checkpoints are written in the background, but no faster than this"
+        yield warn("disk", f"{folder} {rate_text}", mend)
+    elif free >= required:
+        yield ok("disk", f"{folder} {rate_text}, {bytes_text(free)} free")
 
 
 def _rates(place: CheckContext) -> Iterator[float]:
     """Yield bytes a second, three times; fewer if it is slow."""
-    piece, ended = os.urandom(_PIECE), time.monotonic() + 4.0
+    piece, deadline = os.urandom(_PIECE), time.monotonic() + 4.0
     for _ in range(3):
         with _file(place) as file:
-            began, written = time.perf_counter(), 0
-            while written < _SIZE and time.monotonic() < ended:
-                written += os.write(file, piece)
+            began, size = time.perf_counter(), 0
+            while size < _SIZE and time.monotonic() < deadline:
+                size += os.write(file, piece)
             os.fsync(file)
-            yield written / (time.perf_counter() - began)
-        if time.monotonic() > ended:
+            yield size / (time.perf_counter() - began)
+        if time.monotonic() > deadline:
             return
 
 
 def locks(place: CheckContext) -> CheckResult:
     """Check that file locks work.
 
-    A lock that can be taken twice does not protect a run.
+    A lock that two owners can hold does not protect a run.
     """
     if place.local_rank:
         return CheckResult()
     try:
         with tempfile.NamedTemporaryFile(dir=above(place), prefix=".lockstep-doctor-") as file:
-            again = os.open(file.name, os.O_RDWR | os.O_CLOEXEC)
+            second = os.open(file.name, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return CheckResult([_locked_twice(again)])
+                return CheckResult([_second_lock(second)])
             finally:
-                os.close(again)
+                os.close(second)
     except OSError as error:
-        text = f"{above(place)} takes no locks: {error.strerror or error}"
-        mend = "mount it with locks (NFS: without nolock, lockd running), or start no run twice in one folder"
+        text = f"cannot lock files in {above(place)}: {error.strerror or error}"
+        mend = "mount it with locking (NFS: without nolock, lockd running), or never start a run twice in one folder"
         return CheckResult([warn("locks", text, mend)])
 
 
-def _locked_twice(again: int) -> Finding:
+def _second_lock(second: int) -> Finding:
     try:
-        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return ok("locks", "a lock in the run's folder holds")
-    mend = "mount it with locks, or start no run twice in one folder: nothing would stop the second"
-    return warn("locks", "a lock in the run's folder can be taken twice", mend)
+        return ok("locks", "file locks work in the run's folder")
+    mend = "mount it with locking, or never start a run twice in one folder: nothing would stop the second"
+    return warn("locks", "a locked file in the run's folder can be locked again", mend)
 
 
 def clock(place: CheckContext) -> CheckResult:
@@ -147,16 +150,16 @@ def clock(place: CheckContext) -> CheckResult:
             os.fsync(file)
             return CheckResult([judge_clock(os.fstat(file).st_mtime, before, time.time())])
     except OSError as error:
-        return CheckResult([ok("folder's clock", f"could not be asked: {error.strerror or error}")])
+        return CheckResult([ok("folder's clock", f"not checked: {error.strerror or error}")])
 
 
-def judge_clock(written: float, before: float, after: float) -> Finding:
-    """Judge a file dated `written` that was written between `before` and `after` by our clock."""
-    apart = max(0.0, before - written, written - after)
-    if apart <= _APART:
-        return ok("folder's clock", "it agrees with this machine's")
-    text = f"files of the run's folder are dated {apart:.1f} s apart from this machine's clock"
-    return warn("folder's clock", text, "have the file server and the nodes keep time (chronyc tracking, timedatectl)")
+def judge_clock(mtime: float, before: float, after: float) -> Finding:
+    """Judge the `mtime` time of a file written between `before` and `after` by our clock."""
+    offset = max(0.0, before - mtime, mtime - after)
+    if offset <= _MAX_OFFSET:
+        return ok("folder's clock", "it agrees with this machine's clock")
+    text = f"file times in the run's folder are {offset:.1f} s off this machine's clock"
+    return warn("folder's clock", text, "synchronise the clocks of the file server and the nodes (chronyc tracking)")
 
 
 def shared_folder(place: CheckContext) -> CheckResult:
@@ -168,31 +171,31 @@ def shared_folder(place: CheckContext) -> CheckResult:
     if board is None or place.size == 1:
         return CheckResult()
     if place.rank:
-        name = board.of("folder", 0, 4.0)  # "": rank 0 could not write, which another check says
+        name = board.of("folder", 0, 4.0)  # "": rank 0 could not write, which another check reports
         sees = not name or (above(place) / name).exists()
         board.put("folder seen", sees)
         return CheckResult([], {"sees": sees, "folder": str(above(place))})
-    with contextlib.ExitStack() as kept:
+    with contextlib.ExitStack() as stack:
         name = ""
         with contextlib.suppress(OSError):
-            made = tempfile.NamedTemporaryFile(dir=above(place), prefix=".lockstep-doctor-")  # noqa: SIM115
-            name = Path(kept.enter_context(made).name).name
+            file = tempfile.NamedTemporaryFile(dir=above(place), prefix=".lockstep-doctor-")  # noqa: SIM115
+            name = Path(stack.enter_context(file).name).name
         board.put("folder", name)
-        for rank in range(1, place.size):  # it is kept until all have looked
+        for rank in range(1, place.size):  # the file stays until all have looked
             board.of("folder seen", rank, 0.0 if rank in board.missing else 3.0)
     return CheckResult([], {"sees": True, "folder": str(above(place))})
 
 
 def judge_shared_folder(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Name the ranks that see another folder."""
+    """Report the ranks that see another folder."""
     blind = [rank for rank, each in enumerate(facts) if each is not None and not each["sees"]]
     if not blind:
         return [ok("shared folder", f"all ranks see {facts[0]['folder']}")] if place.several_nodes and facts[0] else []
     return [
         fail(
             "shared folder",
-            f"{place.who(rank)} does not see what rank 0 writes: its {facts[rank]['folder']} is another folder",
-            "give a --save-dir that all nodes share, by its whole path",
+            f"{place.who(rank)} does not see rank 0's file: its {facts[rank]['folder']} is another folder",
+            "give the absolute path of a --save-dir that all nodes share",
         )
         for rank in blind
     ]
@@ -204,7 +207,7 @@ _PACKAGE = str(Path(__file__).parents[2])
 def within(check: Check, place: CheckContext, seconds: float) -> tuple[CheckResult, bool]:
     """Run `check` with a time limit, and return its result and whether it hung.
 
-    A hung check's thread is left behind, and the finding names its place. An error inside a check is a finding too, so
+    A hung check's thread keeps running, and the finding names its place. An error inside a check is a finding too, so
     that the other checks still run.
     """
     box: list[CheckResult] = []
@@ -221,20 +224,20 @@ def within(check: Check, place: CheckContext, seconds: float) -> tuple[CheckResu
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        stands = _place(sys._current_frames().get(thread.ident or 0))
-        text = f"did not end within {time.monotonic() - began:.0f} s" + (f", and stands in {stands}" if stands else "")
+        location = _place(sys._current_frames().get(thread.ident or 0))
+        text = f"timed out after {time.monotonic() - began:.0f} s" + (f", stuck at {location}" if location else "")
         return CheckResult([fail(check.name, text, check.stuck)]), True
     if errors:
-        return CheckResult([_fallen(check, errors[0])]), False
+        return CheckResult([_failure(check, errors[0])]), False
     return box[0], False
 
 
-def _fallen(check: Check, error: BaseException) -> Finding:
-    told = (str(error).strip().splitlines() or [""])[0]
+def _failure(check: Check, error: BaseException) -> Finding:
+    line = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, LockstepError):
-        text, _, mend = told.partition("; ")
+        text, _, mend = line.partition("; ")
         return fail(check.name, text, mend or "see the text")
-    return fail(check.name, f"could not be made: {type(error).__name__}: {told}", "mend that first, then ask again")
+    return fail(check.name, f"failed with {type(error).__name__}: {line}", "fix that first, then run the doctor again")
 
 
 def _place(frame: FrameType | None) -> str:
@@ -272,7 +275,7 @@ def judge_cores(usable: int, quota: float, threads: int, place: CheckContext) ->
     share, ranks = min(usable, quota or usable), place.local_size
     each = max(1, int(share // ranks))
     if threads > 1 and threads * ranks > share + 0.5:
-        limit = f"{quota:g} cores' time that the container may take" if quota and quota < usable else f"{usable} cores"
+        limit = f"the container's quota of {quota:g} cores" if quota and quota < usable else f"{usable} cores"
         text = f"{ranks} x {threads} threads on {limit}"
         return warn("cores", text, f"set OMP_NUM_THREADS={each}, or start with `lockstep launch`, which does")
     if ranks > share + 0.5:
@@ -290,17 +293,17 @@ def judge_cores(usable: int, quota: float, threads: int, place: CheckContext) ->
 def quota_of(root: Path) -> float:
     """Return the container's CPU quota in cores, by cgroup v2 or v1; 0: none."""
     lowest = 0.0
-    for folder in _groups(root, "cpu"):
+    for folder in _cgroups(root, "cpu"):
         pair = _words(folder / "cpu.max")
         if len(pair) < 2:
             pair = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
         if len(pair) == 2 and pair[0].isdigit() and pair[1].isdigit() and int(pair[1]):
-            found = int(pair[0]) / int(pair[1])
-            lowest = min(lowest or found, found)
+            quota = int(pair[0]) / int(pair[1])
+            lowest = min(lowest or quota, quota)
     return lowest
 
 
-def _groups(root: Path, kind: str) -> list[Path]:
+def _cgroups(root: Path, kind: str) -> list[Path]:
     """The folders of this process's cgroups, innermost first.
 
     v2 has one tree, v1 one for each kind.
@@ -329,76 +332,74 @@ def _words(path: Path) -> list[str]:
 
 def memory(place: CheckContext) -> CheckResult:
     """Compare the node's free memory, by machine and container limit, with its ranks' minimum."""
-    free, whole, by = _free(place)
-    if not whole:
-        return CheckResult([ok("memory", "the system does not say how much there is")])
+    free, total, by = _free(place)
+    if not total:
+        return CheckResult([ok("memory", "the system does not report it")])
     least = _LEAST_MEMORY * place.local_size
-    text = f"{bytes_text(free)} of {bytes_text(whole)} are free, by {by}"
+    text = f"{bytes_text(free)} of {bytes_text(total)} free ({by})"
     if free < least:
         mend = (
-            f"{place.local_size} ranks need {bytes_text(least)} and their model; end what else runs, or raise the limit"
+            f"{place.local_size} ranks need {bytes_text(least)} and their model; end other processes or raise the limit"
         )
         return CheckResult([fail("memory", text, mend)])
-    return CheckResult([ok("memory", text)], {"free": free, "whole": whole})
+    return CheckResult([ok("memory", text)], {"free": free, "whole": total})
 
 
 def _free(place: CheckContext) -> tuple[int, int, str]:
     """Bytes free, bytes in all, and whether machine or container limits them."""
     lines = dict(line.split(":", 1) for line in place.text("proc/meminfo").splitlines() if ":" in line)
     sizes = {name: int(text.split()[0]) * 1024 for name, text in lines.items() if text.split()[0].isdigit()}
-    free, whole, by = sizes.get("MemAvailable") or sizes.get("MemFree", 0), sizes.get("MemTotal", 0), "the machine"
-    for folder in _groups(place.root, "memory"):
-        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            most, now = _words(folder / limit), _words(folder / used)
-            if not most or not now or not most[0].isdigit() or not now[0].isdigit() or int(most[0]) >= whole > 0:
+    free, total, by = sizes.get("MemAvailable") or sizes.get("MemFree", 0), sizes.get("MemTotal", 0), "machine"
+    for folder in _cgroups(place.root, "memory"):
+        for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            most, now = _words(folder / limit), _words(folder / usage)
+            if not most or not now or not most[0].isdigit() or not now[0].isdigit() or int(most[0]) >= total > 0:
                 continue
-            left = int(most[0]) - int(now[0]) + _reclaimable(folder)
-            if left < free:
-                free, whole, by = max(0, left), int(most[0]), "the container's limit"
-    return free, whole, by
+            available = int(most[0]) - int(now[0]) + _reclaimable(folder)
+            if available < free:
+                free, total, by = max(0, available), int(most[0]), "container limit"
+    return free, total, by
 
 
 def _reclaimable(folder: Path) -> int:
     """Bytes of cached files that the group would release."""
     words = _words(folder / "memory.stat")
-    found = dict(zip(words[::2], words[1::2], strict=False))
-    return int(found.get("inactive_file", found.get("total_inactive_file", "0")))
+    values = dict(zip(words[::2], words[1::2], strict=False))
+    return int(values.get("inactive_file", values.get("total_inactive_file", "0")))
 
 
 def shared_memory(place: CheckContext) -> CheckResult:
     """Check /dev/shm, which loader processes and NCCL on one node use."""
     folder = place.root / "dev/shm"
     try:
-        whole, _, free = shutil.disk_usage(folder)
+        total, _, free = shutil.disk_usage(folder)
     except OSError:
         return CheckResult([ok("shared memory", "there is no /dev/shm here")])
-    return CheckResult([judge_shared(whole, free, place)])
+    return CheckResult([judge_shared(total, free, place)])
 
 
-def judge_shared(whole: int, free: int, place: CheckContext) -> Finding:
-    """Judge `free` bytes of `whole`."""
+def judge_shared(total: int, free: int, place: CheckContext) -> Finding:
+    """Judge `free` bytes of `total`."""
     used_by = [f"{place.config.data.workers} loader processes a rank"] * bool(place.config.data.workers)
     used_by += ["NCCL between the ranks of a node"] * (place.devices > 0 and place.local_size > 1)
-    text = f"/dev/shm has {bytes_text(free)} free of {bytes_text(whole)}"
+    text = f"/dev/shm has {bytes_text(free)} free of {bytes_text(total)}"
     if free >= _LEAST_SHARED:
         return ok("shared memory", text)
-    mend = (
-        "start the container with --shm-size=8g or --ipc=host" if whole <= _DOCKER else "remove what lies in /dev/shm"
-    )
+    mend = "start the container with --shm-size=8g or --ipc=host" if total <= _DOCKER else "delete files in /dev/shm"
     if not used_by:
-        return ok("shared memory", f"{text}; little, and nothing here uses it (loader processes and NCCL would)")
-    say = fail if whole <= _DOCKER else warn
+        return ok("shared memory", f"{text}; small, but unused here (loader processes and NCCL would use it)")
+    say = fail if total <= _DOCKER else warn
     return say("shared memory", f"{text}, for {' and '.join(used_by)}", mend)
 
 
 def open_files(place: CheckContext) -> CheckResult:
     """Compare the limit of open files with the sockets and loader processes of this world."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _FILES + _PER_PEER * (place.size - 1) + _PER_WORKER * place.config.data.workers
-    if 0 <= soft < needed:
+    required = _FILES + _PER_PEER * (place.size - 1) + _PER_WORKER * place.config.data.workers
+    if 0 <= soft < required:
         room = (
-            "" if hard in (resource.RLIM_INFINITY, -1) or hard >= needed else f" (the hard limit, {hard}, needs root)"
+            "" if hard in (resource.RLIM_INFINITY, -1) or hard >= required else f" (the hard limit, {hard}, needs root)"
         )
-        text = f"{soft} open files are allowed, and {place.size} ranks need about {needed} each"
-        return CheckResult([fail("open files", text, f"`ulimit -n 65536` before the start{room}")])
-    return CheckResult([ok("open files", f"{soft} are allowed, about {needed} needed")])
+        text = f"the limit is {soft} open files, and {place.size} ranks need about {required} each"
+        return CheckResult([fail("open files", text, f"run `ulimit -n 65536` before the start{room}")])
+    return CheckResult([ok("open files", f"the limit is {soft}, about {required} needed")])

@@ -1,8 +1,8 @@
 """Check speed and connections between ranks: names, plain sockets, clocks, NCCL's choices.
 
-found = between(place)                     # facts: by tried rank, what went wrong; the clock's distance
+result = between(place)                    # facts: errors by rank, round trip, clock offset
 
-The sockets use the addresses that gloo would take.
+The sockets use the addresses that gloo would use.
 """
 
 import contextlib
@@ -31,11 +31,8 @@ __all__ = [
     "judge_between",
     "judge_names",
     "judge_speed",
-    "multiplying",
     "names",
-    "parse",
     "read_log",
-    "slower",
     "speed",
     "to_master",
 ]
@@ -72,10 +69,10 @@ class NcclChoice:
     def __str__(self) -> str:
         through = f" ({', '.join(self.devices)})" if self.devices else ""
         ways = ", ".join(sorted(self.ways, key=lambda way: -self.ways[way]))
-        said = (
+        text = (
             f"{self.version or 'of an unknown version'} meets at {self.interface or '?'}, network {self.network or '?'}"
         )
-        return f"{said}{through}" + (f", channels by {ways}" if ways else "")
+        return f"{text}{through}" + (f", channels by {ways}" if ways else "")
 
     def to_json(self) -> str:
         """Return a JSON object."""
@@ -97,7 +94,7 @@ def parse(text: str) -> NcclChoice:
     network = _first(_NETWORK, text)
     devices: list[str] = []
     if network == "Socket":
-        devices = [found] if (found := _first(_SOCKET, text)) else []
+        devices = [interface] if (interface := _first(_SOCKET, text)) else []
     elif (ports := re.search(_IB.pattern, text, re.MULTILINE)) is not None:
         devices = _PORT.findall(ports[1])
     ways: dict[str, int] = {}
@@ -107,14 +104,14 @@ def parse(text: str) -> NcclChoice:
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:
-    found = pattern.search(text)
-    return found[1] if found else ""
+    match = pattern.search(text)
+    return match[1] if match else ""
 
 
-_SLOWER = 1.10
-_ROUNDS, _ROUND = 25, 0.008  # seconds that a round should take: less than a process is given at a time
-_LEAST, _ENOUGH = 5, 1.0  # rounds, and seconds after which no more are begun: a machine may be busy
-_AGAIN = 3  # times that a rank must be found slow, or it was something that passed
+_SLOW_RATIO = 1.10
+_ROUNDS, _ROUND = 25, 0.008  # seconds that a round should take: less than a scheduler's time slice
+_LEAST, _TIME_LIMIT = 5, 1.0  # least rounds, and seconds after which no round starts: a machine may be busy
+_REPEATS = 3  # measurements in which a rank must be slow, so that a passing disturbance does not count
 _SIDE, _BYTES = {"cpu": 256, "cuda": 4096}, {"cpu": 32 << 20, "cuda": 256 << 20}
 
 
@@ -124,22 +121,24 @@ def multiplying(device: torch.device) -> Callable[[], None]:
     It is in float32 on a CPU, in bfloat16 on a CUDA device.
     """
     side = _SIDE[device.type]
-    one = torch.full((side, side), 0.5, device=device, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16)
-    into = torch.empty_like(one)
+    operand = torch.full(
+        (side, side), 0.5, device=device, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16
+    )
+    into = torch.empty_like(operand)
 
     def work() -> None:
-        torch.mm(one, one, out=into)
+        torch.mm(operand, operand, out=into)
 
     return work
 
 
 def _copying(device: torch.device) -> Callable[[], None]:
     """Return a copy within the device's memory to time."""
-    one = torch.zeros(_BYTES[device.type] // 4, device=device)
-    into = torch.empty_like(one)
+    source = torch.zeros(_BYTES[device.type] // 4, device=device)
+    into = torch.empty_like(source)
 
     def work() -> None:
-        into.copy_(one)
+        into.copy_(source)
 
     return work
 
@@ -157,10 +156,10 @@ def _times(work: Callable[[], None], device: torch.device) -> list[float]:
 
     round_of(1)
     calls = max(1, min(200, int(_ROUND / max(round_of(2), 1e-6))))
-    found, ended = list[float](), time.monotonic() + _ENOUGH
-    while len(found) < _ROUNDS and (len(found) < _LEAST or time.monotonic() < ended):
-        found.append(round_of(calls))
-    return found
+    rounds, deadline = list[float](), time.monotonic() + _TIME_LIMIT
+    while len(rounds) < _ROUNDS and (len(rounds) < _LEAST or time.monotonic() < deadline):
+        rounds.append(round_of(calls))
+    return rounds
 
 
 def slower(rounds: Mapping[int, Sequence[float]]) -> list[int]:
@@ -172,79 +171,79 @@ def slower(rounds: Mapping[int, Sequence[float]]) -> list[int]:
     Args:
         rounds: by rank, the seconds of each round.
     """
-    found = []
+    slow = []
     for rank, own in rounds.items():
-        others = [sorted(each) for other, each in rounds.items() if other != rank]
-        if others and len(rounds) > 2:  # compare with the faster others only: slow ones would hide this rank
-            others = sorted(others, key=statistics.median)[: max(1, len(others) * 3 // 4)]
-        if others and all(
-            min(own) > max(_SLOWER * statistics.median(each), each[3 * len(each) // 4]) for each in others
+        peers = [sorted(each) for peer, each in rounds.items() if peer != rank]
+        if peers and len(rounds) > 2:  # compare with the faster others only: slow ones would hide this rank
+            peers = sorted(peers, key=statistics.median)[: max(1, len(peers) * 3 // 4)]
+        if peers and all(
+            min(own) > max(_SLOW_RATIO * statistics.median(each), each[3 * len(each) // 4]) for each in peers
         ):
-            found.append(rank)
-    return found
+            slow.append(rank)
+    return slow
 
 
 def speed(place: CheckContext) -> CheckResult:
-    """Measure both kinds; if a rank looks slow, repeat on all ranks alike."""
+    """Time products and copies; if a rank looks slow, repeat on all ranks."""
     device = place.world.device if place.world else torch.device("cpu")
     facts: list[dict[str, list[float]]] = []
-    for number in range(_AGAIN):
+    for number in range(_REPEATS):
         facts.append({"multiplying": _times(multiplying(device), device), "copying": _times(_copying(device), device)})
         if place.board is None or place.size == 1:
             break
-        told = place.board.gather(f"speed/{number}", facts[-1], 6.0)
-        if None in told or not _suspects(told, place):
+        results = place.board.gather(f"speed/{number}", facts[-1], 6.0)
+        if None in results or not _suspects(results, place):
             break
     return CheckResult([], {"rounds": facts, "device": str(device)})
 
 
-def _suspects(told: Sequence[Mapping[str, Sequence[float]] | None], place: CheckContext) -> list[tuple[int, str]]:
-    """(rank, kind) of those that look slow.
+def _suspects(results: Sequence[Mapping[str, Sequence[float]] | None], place: CheckContext) -> list[tuple[int, str]]:
+    """Find (rank, kind) of those that look slow.
 
     CPUs of one machine share its memory, so only its best rank counts.
     """
-    there = {rank: each for rank, each in enumerate(told) if each}
-    found = []
-    for kind in next(iter(there.values())) if there else ():
-        rounds = {rank: each[kind] for rank, each in there.items()}
+    by_rank = {rank: each for rank, each in enumerate(results) if each}
+    suspects = []
+    for kind in next(iter(by_rank.values())) if by_rank else ():
+        rounds = {rank: each[kind] for rank, each in by_rank.items()}
         if kind == "copying" and not place.devices:
             best: dict[str, int] = {}
             for rank in sorted(rounds, key=lambda rank: min(rounds[rank])):
                 best.setdefault(place.hosts[rank] if rank < len(place.hosts) else "", rank)
             rounds = {rank: rounds[rank] for rank in best.values()}
-        found += [(rank, kind) for rank in slower(rounds)]
-    return found
+        suspects += [(rank, kind) for rank in slower(rounds)]
+    return suspects
 
 
 def judge_speed(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Name the ranks that were slow each time."""
-    there = {rank: each["rounds"] for rank, each in enumerate(facts) if each}
-    if not there:
+    """Report the ranks that were slow in every measurement."""
+    by_rank = {rank: each["rounds"] for rank, each in enumerate(facts) if each}
+    if not by_rank:
         return []
-    times = min(len(each) for each in there.values())
-    every = [[there[rank][n] if rank in there else None for rank in range(len(facts))] for n in range(times)]
-    asked = [_suspects(told, place) for told in every]
-    slow = [suspect for suspect in asked[0] if times == _AGAIN and all(suspect in each for each in asked)]
-    found = []
+    times = min(len(each) for each in by_rank.values())
+    every = [[by_rank[rank][n] if rank in by_rank else None for rank in range(len(facts))] for n in range(times)]
+    suspects = [_suspects(results, place) for results in every]
+    slow = [suspect for suspect in suspects[0] if times == _REPEATS and all(suspect in each for each in suspects)]
+    findings = []
     for rank, kind in slow:
-        last = {r: min(min(each[n][kind]) for n in range(times)) for r, each in there.items()}
-        others = statistics.median(seconds for r, seconds in last.items() if r != rank)
-        text = f"{place.who(rank)} is slow at {kind}: {1e3 * last[rank]:.3g} ms, the others {1e3 * others:.3g} ms"
-        mend = "look at what else runs there, its clocks, cooling and power; --shares auto gives it less to do"
-        found.append(warn("speed", text, mend))
-    first = next(iter(there.values()))[0]
+        last = {r: min(min(each[n][kind]) for n in range(times)) for r, each in by_rank.items()}
+        usual = statistics.median(seconds for r, seconds in last.items() if r != rank)
+        text = f"{place.who(rank)} is slow at {kind}: {1e3 * last[rank]:.3g} ms, the others {1e3 * usual:.3g} ms"
+        mend = "check other load, clocks, cooling and power there; --shares auto gives it less work"
+        findings.append(warn("speed", text, mend))
+    first = next(iter(by_rank.values()))[0]
     product, copy = statistics.median(first["multiplying"]), statistics.median(first["copying"])
-    kind = "cuda" if facts[min(there)]["device"].startswith("cuda") else "cpu"
-    rates = f"{2 * _SIDE[kind] ** 3 / product / 1e9:.3g} GFLOP/s in products"
+    kind = "cuda" if facts[min(by_rank)]["device"].startswith("cuda") else "cpu"
+    rates = f"{2 * _SIDE[kind] ** 3 / product / 1e9:.3g} GFLOP/s in matrix products"
     rates += f", {2 * _BYTES[kind] / copy / 1e9:.3g} GB/s in copies"
-    return found or [ok("speed", rates + (" on rank 0, and no rank is slower" if len(there) > 1 else ""))]
+    return findings or [ok("speed", rates + (" on rank 0; no rank is slower" if len(by_rank) > 1 else ""))]
 
 
 _CONNECT = 4.0  # seconds
-_APART = 1.0  # seconds between two clocks
-_ASKS = 5
+_MAX_OFFSET = 1.0  # seconds between two clocks
+_PINGS = 5
 _TIME = struct.Struct("<d")
-_ALL = 32  # ranks up to which each tries each
+_FULL_MESH = 32  # ranks up to which each connects to each
 
 
 def names(place: CheckContext) -> CheckResult:
@@ -264,9 +263,7 @@ def names(place: CheckContext) -> CheckResult:
             socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)
         except OSError as error:
             text = f"MASTER_ADDR {master} does not resolve: {error.strerror or error}"
-            return CheckResult(
-                [fail("names", text, "give node 0's address as a number, or put its name into /etc/hosts")], facts
-            )
+            return CheckResult([fail("names", text, "give node 0's IP address, or add its name to /etc/hosts")], facts)
     return CheckResult([], facts)
 
 
@@ -278,46 +275,42 @@ def _namespace() -> str:
 
 def judge_names(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Report loopback addresses, which are right on one machine only."""
-    there = {rank: each for rank, each in enumerate(facts) if each is not None}
-    if place.size == 1 or not there:
+    by_rank = {rank: each for rank, each in enumerate(facts) if each is not None}
+    if place.size == 1 or not by_rank:
         return []
-    found = []
-    one_machine = len(there) == place.size and len({each["machine"] for each in there.values()}) == 1
-    for rank, each in there.items():
-        if one_machine or (len(there) < place.size and not place.several_nodes):
+    findings = []
+    one_machine = len(by_rank) == place.size and len({each["machine"] for each in by_rank.values()}) == 1
+    for rank, each in by_rank.items():
+        if one_machine or (len(by_rank) < place.size and not place.several_nodes):
             continue
         if each["master loops"]:
-            text = (
-                f"MASTER_ADDR {each['master']} is the loopback on {place.who(rank)}, which looks for rank 0 at itself"
-            )
-            found.append(
-                fail("names", text, "give node 0's address on the network (`hostname -I` there), on all nodes")
-            )
+            text = f"MASTER_ADDR {each['master']} is the loopback on {place.who(rank)}, which would connect to itself"
+            findings.append(fail("names", text, "set node 0's network address (`hostname -I` there) on all nodes"))
         if each["gloo loops"]:
             at = each["gloo"] or "no address"
-            text = f"{place.who(rank)}: its host name leads to {at}, where gloo would be met by nobody"
-            mend = "set GLOO_SOCKET_IFNAME to the interface between the nodes (`ip -br addr`), or mend /etc/hosts"
-            found.append(fail("names", text, mend))
-    return found or [
-        ok("names", f"gloo takes {there[min(there)]['gloo']} ({there[min(there)]['interface'] or 'unknown'})")
+            text = f"{place.who(rank)}: its host name resolves to {at}, where no other rank reaches gloo"
+            mend = "set GLOO_SOCKET_IFNAME to the interface between the nodes (`ip -br addr`), or fix /etc/hosts"
+            findings.append(fail("names", text, mend))
+    return findings or [
+        ok("names", f"gloo uses {by_rank[min(by_rank)]['gloo']} ({by_rank[min(by_rank)]['interface'] or 'unknown'})")
     ]
 
 
 def _reason(error: OSError) -> str:
     """Explain why a connection failed."""
     if isinstance(error, ConnectionRefusedError):
-        return "refused: the machine answers, and nobody listens there"
+        return "connection refused: nothing listens there"
     if isinstance(error, TimeoutError):
-        return "no answer: a firewall drops it, or the address is of no machine"
+        return "no answer: a firewall drops the packets, or no machine has this address"
     return f"{error.strerror or error}"
 
 
 def to_master(host: str, port: int, seconds: float) -> str:
     """Wait until the master's address accepts connections; return "" or the reason after `seconds`."""
     deadline, why = time.monotonic() + seconds, "no time"
-    while (left := deadline - time.monotonic()) > 0:
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((host, port), timeout=min(max(left, 1.0), _CONNECT)):
+            with socket.create_connection((host, port), timeout=min(max(remaining, 1.0), _CONNECT)):
                 return ""
         except OSError as error:
             why = _reason(error)
@@ -330,16 +323,16 @@ def _listen(address: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     server = socket.create_server((address, 0), family=family, backlog=512)
 
-    def answer(asked: socket.socket) -> None:
-        with asked, contextlib.suppress(OSError):
-            while asked.recv(1):
-                asked.sendall(_TIME.pack(time.time()))
+    def answer(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while connection.recv(1):
+                connection.sendall(_TIME.pack(time.time()))
 
     def accept() -> None:
         with contextlib.suppress(OSError):
             while True:
-                asked, _ = server.accept()
-                threading.Thread(target=answer, args=(asked,), daemon=True).start()
+                connection, _ = server.accept()
+                threading.Thread(target=answer, args=(connection,), daemon=True).start()
 
     threading.Thread(target=accept, name="lockstep-doctor-listener", daemon=True).start()
     return server
@@ -351,50 +344,50 @@ def _close(server: socket.socket) -> None:
     server.close()
 
 
-def _asked(address: str, port: int) -> tuple[str, float, float]:
+def _ping(address: str, port: int) -> tuple[str, float, float]:
     """Return (reason of failure or "", shortest round trip in seconds, lead of its clock)."""
     try:
-        with socket.create_connection((address, port), timeout=_CONNECT) as asked:
+        with socket.create_connection((address, port), timeout=_CONNECT) as connection:
             best = (float("inf"), 0.0)
-            for _ in range(_ASKS):
+            for _ in range(_PINGS):
                 before = time.time()
                 began = time.perf_counter()
-                asked.sendall(b"?")
-                held = b""
-                while len(held) < _TIME.size:
-                    piece = asked.recv(_TIME.size - len(held))
+                connection.sendall(b"?")
+                reply = b""
+                while len(reply) < _TIME.size:
+                    piece = connection.recv(_TIME.size - len(reply))
                     if not piece:
                         return "it closed the connection", 0.0, 0.0
-                    held += piece
+                    reply += piece
                 trip = time.perf_counter() - began
-                best = min(best, (trip, _TIME.unpack(held)[0] - (before + trip / 2)))
+                best = min(best, (trip, _TIME.unpack(reply)[0] - (before + trip / 2)))
             return "", *best
     except OSError as error:
         return _reason(error), 0.0, 0.0
 
 
 def peers(rank: int, size: int) -> list[int]:
-    """Return the ranks to try: all others, or of many a few.
+    """Return the ranks to connect to: all others, or a few of many.
 
-    Of many they are rank 0 and those 1, 2, 4, ... after this one.
+    The few are rank 0 and those 1, 2, 4, ... after this one.
     """
-    if size <= _ALL:
-        return [other for other in range(size) if other != rank]
-    found = {0, *((rank + (1 << power)) % size for power in range(size.bit_length()))}
-    return sorted(found - {rank})
+    if size <= _FULL_MESH:
+        return [peer for peer in range(size) if peer != rank]
+    subset = {0, *((rank + (1 << power)) % size for power in range(size.bit_length()))}
+    return sorted(subset - {rank})
 
 
 def between(place: CheckContext) -> CheckResult:
-    """Connect to the other ranks on the addresses that gloo would take."""
+    """Connect to the other ranks on the addresses that gloo would use."""
     board = place.board
     if board is None or place.size == 1 or place.alone:
         return CheckResult()
     address, _ = gloo_address(place.environ, place.host)
-    told = None
+    own_address = None
     try:
         server = _listen(address)
         place.closing.append(lambda: _close(server))
-        told = [address, server.getsockname()[1]]
+        own_address = [address, server.getsockname()[1]]
     except OSError as error:
         why = (
             f"{place.who(place.rank)} cannot listen on {address or 'an address of its own'}: {error.strerror or error}"
@@ -403,52 +396,52 @@ def between(place: CheckContext) -> CheckResult:
         return CheckResult(
             [fail("tcp", why, "set GLOO_SOCKET_IFNAME to an interface with an address (`ip -br addr`)")], {}
         )
-    where = board.gather("tcp", told, 6.0)
-    tried = [other for other in peers(place.rank, place.size) if where[other] and where[other][1]]
-    with ThreadPoolExecutor(max_workers=min(16, max(1, len(tried)))) as pool:
-        found = dict(zip(tried, pool.map(lambda other: _asked(*where[other]), tried), strict=True))
+    addresses = board.gather("tcp", own_address, 6.0)
+    targets = [peer for peer in peers(place.rank, place.size) if addresses[peer] and addresses[peer][1]]
+    with ThreadPoolExecutor(max_workers=min(16, max(1, len(targets)))) as pool:
+        results = dict(zip(targets, pool.map(lambda other: _ping(*addresses[other]), targets), strict=True))
     return CheckResult(
         [],
         {
-            "failed": {str(other): why for other, (why, _, _) in found.items() if why},
-            "at": f"{told[0]}:{told[1]}",
-            "trip": max((trip for why, trip, _ in found.values() if not why), default=0.0),
-            "ahead": found[0][2] if 0 in found and not found[0][0] else None,  # rank 0's clock, before this one
+            "failed": {str(peer): why for peer, (why, _, _) in results.items() if why},
+            "at": f"{own_address[0]}:{own_address[1]}",
+            "trip": max((trip for why, trip, _ in results.values() if not why), default=0.0),
+            "ahead": results[0][2] if 0 in results and not results[0][0] else None,  # lead of rank 0's clock
         },
     )
 
 
 def judge_between(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Name the ranks that cannot be reached, and those with a wrong clock."""
-    there = {rank: each for rank, each in enumerate(facts) if each}
-    if place.size == 1 or not there:
+    """Report unreachable ranks, and ranks with a wrong clock."""
+    by_rank = {rank: each for rank, each in enumerate(facts) if each}
+    if place.size == 1 or not by_rank:
         return []
-    found = _unreached(there, place)
-    if not found:
-        slowest = max(each["trip"] for each in there.values())
-        found = [ok("tcp", f"every rank reaches the others, in {1e3 * slowest:.2g} ms at most")]
-    apart = {rank: -each["ahead"] for rank, each in there.items() if each["ahead"] is not None}
-    odd = {rank: by for rank, by in apart.items() if abs(by) > _APART}
+    findings = _unreachable(by_rank, place)
+    if not findings:
+        slowest = max(each["trip"] for each in by_rank.values())
+        findings = [ok("tcp", f"every rank reaches the others, in {1e3 * slowest:.2g} ms at most")]
+    offsets = {rank: -each["ahead"] for rank, each in by_rank.items() if each["ahead"] is not None}
+    odd = {rank: by for rank, by in offsets.items() if abs(by) > _MAX_OFFSET}
     for rank, by in odd.items():
         text = f"the clock of {place.who(rank)} is {abs(by):.1f} s {'ahead of' if by > 0 else 'behind'} that of rank 0"
-        mend = "have the nodes keep time (chronyc tracking, timedatectl): logs and deadlines are compared"
-        found.append(warn("clocks", text, mend))
-    if apart and not odd:
-        found.append(ok("clocks", f"they agree to {1e3 * max(map(abs, apart.values())):.2g} ms"))
-    return found
+        mend = "synchronise the clocks of the nodes (chronyc tracking, timedatectl): logs and deadlines rely on them"
+        findings.append(warn("clocks", text, mend))
+    if offsets and not odd:
+        findings.append(ok("clocks", f"they agree within {1e3 * max(map(abs, offsets.values())):.2g} ms"))
+    return findings
 
 
-def _unreached(there: dict[int, Any], place: CheckContext) -> list[Finding]:
-    mend = "open the ports between the nodes for all TCP (gloo and NCCL take any), or name another interface in "
+def _unreachable(by_rank: dict[int, Any], place: CheckContext) -> list[Finding]:
+    mend = "open all TCP ports between the nodes (gloo and NCCL use any), or set another interface in "
     mend += "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     wrong: dict[int, dict[int, str]] = {}
-    for rank, each in there.items():
-        for other, why in each["failed"].items():
-            wrong.setdefault(int(other), {})[rank] = why
-    found = []
-    for other, by in sorted(wrong.items()):
-        who = "nobody" if len(by) >= len(there) - 1 and len(there) > 2 else place.who(min(by))
-        verb = "reaches" if who == "nobody" else "cannot reach"
-        at = there[other]["at"] if other in there else "its address"
-        found.append(fail("tcp", f"{who} {verb} {place.who(other)} at {at}: {by[min(by)]}", mend))
-    return found
+    for rank, each in by_rank.items():
+        for peer, why in each["failed"].items():
+            wrong.setdefault(int(peer), {})[rank] = why
+    findings = []
+    for peer, by in sorted(wrong.items()):
+        source = "no rank" if len(by) >= len(by_rank) - 1 and len(by_rank) > 2 else place.who(min(by))
+        verb = "reaches" if source == "no rank" else "cannot reach"
+        at = by_rank[peer]["at"] if peer in by_rank else "its address"
+        findings.append(fail("tcp", f"{source} {verb} {place.who(peer)} at {at}: {by[min(by)]}", mend))
+    return findings

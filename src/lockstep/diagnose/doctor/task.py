@@ -1,8 +1,8 @@
 """Try the task for a few steps: placement of tensors, gradients, loader.
 
-found = task(place)                        # facts: digests of gradients and weights, seconds of loading and computing
+result = task(place)                       # facts: digests of gradients and weights, seconds of loading and computing
 
-Nothing of the trial is kept.
+The trial writes nothing.
 """
 
 import dataclasses
@@ -28,7 +28,11 @@ from lockstep.loop import loss_of, seeder
 from lockstep.training.build import Built, build
 from lockstep.training.defaults import Lying, elsewhere
 
-__all__ = ["judge_loader", "judge_placement", "judge_task", "loaders", "task"]
+__all__ = [
+    "judge_task",
+    "loaders",
+    "task",
+]
 
 _STEPS, _SECONDS = 4, 10.0  # tried at most
 _LATE, _SHARE = 0.010, 0.5  # seconds, and a share of the computing, that loading may take a step
@@ -37,7 +41,7 @@ _SHOWN = 4
 
 
 def loaders(place: CheckContext) -> CheckResult:
-    """Make a LightningModule, whose loaders determine the number of loader processes.
+    """Build a LightningModule, whose loaders determine the number of loader processes.
 
     The machine checks use that number. There is no line: a failure is reported by the task's own check.
     """
@@ -50,18 +54,18 @@ def loaders(place: CheckContext) -> CheckResult:
 def task(place: CheckContext) -> CheckResult:
     """Build the run, and take its first steps from new weights; nothing is written."""
     if not place.with_task:
-        return CheckResult([ok("task", "not tried: --task FILE.py:CLASS, or the flags of the run")])
+        return CheckResult([ok("task", "not checked: give --task FILE.py:CLASS, or the flags of the run")])
     if place.world is None:
         place.world = World.join(place.config.device, 30.0)
-    config, made = place.config, place.module
+    config, module = place.config, place.module
     try:
         if config.task.startswith(LIGHTNING):
-            found = (config, made)
-            config, made = on_all_ranks(place.world, lambda: found if made else configured(dict(place.told)))
-        built = build(dataclasses.replace(config, compile=False), made, place.world, resume=False)
+            pair = (config, module)
+            config, module = on_all_ranks(place.world, lambda: pair if module else configured(dict(place.told)))
+        built = build(dataclasses.replace(config, compile=False), module, place.world, resume=False)
         size = 3 * sum(p.numel() * p.element_size() for p in built.model.parameters())  # and AdamW's two moments
         on_all_ranks(place.world, lambda: built.folder.check_writable(size) if place.rank == 0 else None)
-        return _tried(built)
+        return _train_steps(built)
     except LockstepError as error:
         if error.relayed:  # the rank with the error reports it
             return CheckResult()
@@ -69,13 +73,13 @@ def task(place: CheckContext) -> CheckResult:
         return CheckResult([fail("task", text, mend or "see above")])
 
 
-def _tried(built: Built) -> CheckResult:
+def _train_steps(built: Built) -> CheckResult:
     world, device = built.world, built.world.device
     steps = min(_STEPS, built.run_plan.step_plan.steps)
-    loading, computing, lying = [], [], list[Lying]()
+    loading, computing, misplaced = [], [], list[Lying]()
     gradients: dict[str, str] = {}
     began = time.monotonic()
-    with closing(built.batches.from_step(0)) as stream, _watched(built, gradients):
+    with closing(built.batches.from_step(0)) as stream, _record_gradients(built, gradients):
         for number in range(steps):
             start = time.perf_counter()
             step, micro = next(stream)
@@ -84,7 +88,7 @@ def _tried(built: Built) -> CheckResult:
                 count for own in world.gather([batch.items for batch in micro]) for count in own
             )  # collective
             if not number:
-                lying = elsewhere(built.model, built.task, micro[0].data, device)
+                misplaced = elsewhere(built.model, built.task, micro[0].data, device)
             computed = time.perf_counter()
             _step(built, step, micro, items)
             if device.type == "cuda":
@@ -93,12 +97,12 @@ def _tried(built: Built) -> CheckResult:
             computing.append(time.perf_counter() - computed)
             if max(world.gather(time.monotonic() - began)) > _SECONDS:  # collective
                 break
-    findings = list(judge_placement(lying, device))
+    findings = list(judge_placement(misplaced, device))
     weights = _digests({name: p for name, p in built.model.named_parameters() if _is_whole(p)})
     facts = {
-        "data": _sampled(built),
-        "gradients": _few(gradients),
-        "weights": _few(weights),
+        "data": _batch_digest(built),
+        "gradients": _merge_digests(gradients),
+        "weights": _merge_digests(weights),
         "loading": statistics.median(loading[1:] or loading),
         "computing": statistics.median(computing[1:] or computing),
         "workers": built.config.data.workers,
@@ -120,13 +124,13 @@ def _step(built: Built, step: int, micro: list[Any], items: float) -> None:
 
 
 @contextmanager
-def _watched(built: Built, gradients: dict[str, str]) -> Iterator[None]:
+def _record_gradients(built: Built, gradients: dict[str, str]) -> Iterator[None]:
     """Context manager that digests the first update's unsharded gradients as the optimizer gets them."""
 
     def look(*_: Any) -> None:
         if not gradients:
-            held = {name: p.grad for name, p in built.model.named_parameters() if p.grad is not None}
-            gradients.update(_digests({name: grad for name, grad in held.items() if _is_whole(grad)}))
+            grads = {name: p.grad for name, p in built.model.named_parameters() if p.grad is not None}
+            gradients.update(_digests({name: grad for name, grad in grads.items() if _is_whole(grad)}))
 
     handle = register_optimizer_step_pre_hook(look)
     try:
@@ -140,14 +144,14 @@ def _is_whole(tensor: Tensor) -> bool:
     return not hasattr(tensor, "placements") and not tensor.is_meta
 
 
-def _digests(named: dict[str, Tensor]) -> dict[str, str]:
+def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
     bits = Digests()
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         bits.add(name, tensor)
     return bits.read()
 
 
-def _sampled(built: Built) -> str:
+def _batch_digest(built: Built) -> str:
     """Digest the first micro-batch, loaded on this rank."""
     digest = hashlib.sha256()
     for path, leaf in leaves(built.batches.alone(0, 0).held):
@@ -155,67 +159,65 @@ def _sampled(built: Built) -> str:
     return digest.hexdigest()
 
 
-def _few(found: dict[str, str]) -> dict[str, str]:
-    return found if len(found) <= _NAMES else {"all": of_digests(found)}
+def _merge_digests(digests: dict[str, str]) -> dict[str, str]:
+    return digests if len(digests) <= _NAMES else {"all": of_digests(digests)}
 
 
-def judge_placement(lying: list[Lying], device: torch.device) -> Iterator[Finding]:
+def judge_placement(misplaced: list[Lying], device: torch.device) -> Iterator[Finding]:
     """Report tensors on another device than the run's."""
-    mend = "register_buffer() has a tensor move with its module; a criterion belongs into the model, or moves in `loss`"
+    mend = "register_buffer() moves a tensor with its module; put a criterion into the model, or move it in `loss`"
     for say, sure in ((fail, True), (warn, False)):
-        found = [each for each in lying if each.sure is sure and (sure or "attribute" in each.what)]
+        tensors = [each for each in misplaced if each.sure is sure and (sure or "attribute" in each.what)]
         if not sure:  # the purpose of a task's plain tensors is unknown: a dataset's belong on the host
-            found = [each for each in found if not each.what.startswith("the task's attribute")]
-        if found:
-            shown = ", ".join(f"{each.what} on {each.where}" for each in found[:_SHOWN])
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            yield say("placement", f"the run computes on {device}, and elsewhere lie: {shown}{more}", mend)
+            tensors = [each for each in tensors if not each.what.startswith("the task's attribute")]
+        if tensors:
+            listing = ", ".join(f"{each.what} on {each.where}" for each in tensors[:_SHOWN])
+            more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
+            yield say("placement", f"the run computes on {device}, but tensors are elsewhere: {listing}{more}", mend)
 
 
 def judge_task(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Check that gradients and weights agree on all ranks, and that the loader keeps up."""
-    there = {rank: each for rank, each in enumerate(facts) if each}
-    if not there:
+    by_rank = {rank: each for rank, each in enumerate(facts) if each}
+    if not by_rank:
         return []
-    first = min(there)
-    found = []
-    other = [rank for rank, each in there.items() if each["data"] != there[first]["data"]]
-    if other:
-        text = f"the dataset of {place.who(other[0])} has other samples at the same indices than that of rank 0"
-        mend = "have every rank read the same files in the same order, and draw nothing at random but in __getitem__"
-        found.append(fail("data", text, mend))
-    elif len(there) > 1:
-        found.append(ok("data", "every rank's dataset gives the same first micro-batch"))
+    first = min(by_rank)
+    findings = []
+    different = [rank for rank, each in by_rank.items() if each["data"] != by_rank[first]["data"]]
+    if different:
+        text = f"the dataset of {place.who(different[0])} has different samples at the same indices than rank 0's"
+        mend = "read the same files in the same order on every rank, and draw random numbers only in __getitem__"
+        findings.append(fail("data", text, mend))
+    elif len(by_rank) > 1:
+        findings.append(ok("data", "every rank's dataset gives the same first micro-batch"))
     for kind, when in (("gradients", "after one backward"), ("weights", "after the first steps")):
-        names = there[first][kind]
+        names = by_rank[first][kind]
         wrong = [
             (
                 rank,
                 [name for name in names if each[kind].get(name) != names[name]] or sorted(set(each[kind]) - set(names)),
             )
-            for rank, each in there.items()
+            for rank, each in by_rank.items()
             if each[kind] != names
         ]
         if wrong:
             rank, odd = wrong[0]
-            text = f"{place.who(rank)} has other {kind} than rank 0 {when}: {odd[0]}"
+            text = f"{place.who(rank)} has different {kind} than rank 0 {when}: {odd[0]}"
             text += f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            mend = (
-                "look for hooks that change gradients, and for what the model does by rank; `lockstep verify` says more"
-            )
-            found.append(fail(kind, text, mend))
-        elif len(there) > 1 and names:
-            found.append(ok(kind, f"the same on all ranks {when}: {len(names)} tensors"))
-        elif len(there) > 1:
-            found.append(ok(kind, "split over the ranks, and not compared; `lockstep verify` does"))
-    found.append(judge_loader(there[first]))
-    taken = f"{there[first]['steps']} steps taken, {1e3 * there[first]['computing']:.3g} ms of computing each"
-    return [*found, ok("task", taken), ok("placement", "model and batch are on the device of the run")]
+            mend = "check hooks that change gradients, and code that depends on the rank; `lockstep verify` shows more"
+            findings.append(fail(kind, text, mend))
+        elif len(by_rank) > 1 and names:
+            findings.append(ok(kind, f"the same on all ranks {when}: {len(names)} tensors"))
+        elif len(by_rank) > 1:
+            findings.append(ok(kind, "sharded over the ranks, not compared; `lockstep verify` compares them"))
+    findings.append(judge_loader(by_rank[first]))
+    summary = f"{by_rank[first]['steps']} steps of {1e3 * by_rank[first]['computing']:.3g} ms of computing"
+    return [*findings, ok("task", summary), ok("placement", "model and batch are on the run's device")]
 
 
-def judge_loader(told: Any) -> Finding:
+def judge_loader(timings: Any) -> Finding:
     """Compare the loading with the computing seconds of a step."""
-    loading, computing, workers = told["loading"], told["computing"], told["workers"]
+    loading, computing, workers = timings["loading"], timings["computing"], timings["workers"]
     text = f"{1e3 * loading:.3g} ms of loading a step, {1e3 * computing:.3g} ms of computing"
     if loading > _LATE and loading > _SHARE * computing:
         mend = f"raise --data.workers (now {workers}), or prepare the data once (smaller files, decoded, tokenized)"

@@ -29,30 +29,32 @@ __all__ = [
 
 
 def described(answer: PlanResult) -> str:
-    """Format where the memory goes, what would fit, and alternatives."""
-    config, found, device = answer.config, answer.found, answer.device
-    over = device.room - found.peak
+    """Format the memory by part, the largest sizes that fit, and alternatives."""
+    config, estimate, device = answer.config, answer.found, answer.device
+    over = device.room - estimate.peak
     verdict = f"fits, {bytes_text(over)} to spare" if answer.fits else f"does not fit: {bytes_text(-over)} too much"
-    when = _PHASES.get(found.phase.removeprefix("first ").removeprefix("middle ").split()[0], found.phase)
-    when += " of the first step, whose gradients lie beside DDP's buffers" if found.phase.startswith("first ") else ""
+    when = _PHASES.get(estimate.phase.removeprefix("first ").removeprefix("middle ").split()[0], estimate.phase)
+    when += " of the first step, with gradients next to DDP's buffers" if estimate.phase.startswith("first ") else ""
     lines = [
         f"{answer.sizes.parameters:,} parameters ({answer.sizes.trained:,} trained), {config.precision}; "
         f"{answer.size} x {device.name}, engine {config.engine}: a step of {config.batch_size} in micro-batches of "
-        f"{config.micro_size}, {found.slots} on a rank",
-        f"each rank takes {bytes_text(found.peak)} of {bytes_text(device.room)}: {verdict}",
+        f"{config.micro_size}, {estimate.slots} on a rank",
+        f"each rank uses {bytes_text(estimate.peak)} of {bytes_text(device.room)}: {verdict}",
         "",
-        f"where they go at the peak ({when}):",
+        f"memory at the peak ({when}):",
     ]
-    lines += [f"  {bytes_text(size):>10}  {name}" for name, size in sorted(found.parts.items(), key=lambda at: -at[1])]
+    lines += [
+        f"  {bytes_text(size):>10}  {name}" for name, size in sorted(estimate.parts.items(), key=lambda at: -at[1])
+    ]
     times = answer.times
     lines += [
         "",
         f"a step takes about {_seconds(times.step)}: {_seconds(times.compute)} compute, {_seconds(times.update)} "
-        f"update, {_seconds(times.exposed)} exchange that nothing hides (an estimate, not a measurement)",
+        f"update, {_seconds(times.exposed)} exposed exchange (an estimate, not a measurement)",
     ]
     lines += _largest(answer)
     if answer.rows:
-        lines += ["", "what fits, the fastest first:"]
+        lines += ["", "configurations that fit, the fastest first:"]
         lines += [f"  {'samples/s':>10} {'memory':>10}  add"]
         lines += [_row(row) for row in answer.rows]
     if answer.note:
@@ -65,22 +67,22 @@ def described(answer: PlanResult) -> str:
 _PHASES = {
     "begin": "before the first block",
     "forward": "in a block's forward",
-    "loss": "in the loss and what lies behind the last block",
+    "loss": "in the loss and the layers after the last block",
     "backward": "in a block's backward",
     "end": "after the first block's backward",
     "update": "in the update",
-    "start": "while the model is made",
+    "start": "while the model is built",
 }
 
 
 def _largest(answer: PlanResult) -> list[str]:
-    named = (
+    searches = (
         ("micro-batch", answer.micro_batch, "--micro-batch-size {}"),
         ("samples", answer.seq_len, "--seq-len {}"),
-        ("model", answer.layers, "{} blocks in place of " + str(answer.sizes.layers)),
+        ("model", answer.layers, "{} blocks instead of " + str(answer.sizes.layers)),
     )
-    found = [f"{name}: {text.format(size) if size else 'none'}" for name, size, text in named if size is not None]
-    return ["", f"the largest that fits, all else as asked: {', '.join(found)}"] if found else []
+    lines = [f"{name}: {text.format(size) if size else 'none'}" for name, size, text in searches if size is not None]
+    return ["", f"the largest that fits, all else unchanged: {', '.join(lines)}"] if lines else []
 
 
 def _row(row: PlanRow) -> str:
@@ -93,7 +95,7 @@ def _seconds(seconds: float) -> str:
 
 def as_json(answer: PlanResult) -> dict[str, Any]:
     """Return the answer as plain values, in bytes and seconds."""
-    found, times = answer.found, answer.times
+    estimate, times = answer.found, answer.times
     return {
         "fits": answer.fits,
         "device": {
@@ -107,10 +109,10 @@ def as_json(answer: PlanResult) -> dict[str, Any]:
         "trained": answer.sizes.trained,
         "layers": answer.sizes.layers,
         "config": cli.flat(answer.config),
-        "peak": found.peak,
-        "peak_phase": found.phase,
-        "parts": found.parts,
-        "flops": found.work["compute"].flops,
+        "peak": estimate.peak,
+        "peak_phase": estimate.phase,
+        "parts": estimate.parts,
+        "flops": estimate.work["compute"].flops,
         "step_seconds": times.step,
         "step_parts": {"compute": times.compute, "update": times.update, "exchange": times.exposed},
         "largest": {"micro_batch_size": answer.micro_batch, "seq_len": answer.seq_len, "layers": answer.layers},
@@ -141,19 +143,19 @@ def run(own: argparse.Namespace) -> int:
     values = cli.told(vars(own))
     check_size(own.world_size)
     device = _device(str(values.pop("device", "auto")), own.memory)
-    told = frozenset(values)
+    options = frozenset(values)
     config, task = cli.build(cli.applied(values)), None
-    if config.task.startswith(LIGHTNING):  # its loaders say what the flags do not
-        with contextlib.redirect_stdout(sys.stderr):  # what the module prints
+    if config.task.startswith(LIGHTNING):  # its loaders give values that the flags do not
+        with contextlib.redirect_stdout(sys.stderr):  # the module's own output
             config, task = configured(dict(values))
-    if "batch_size" not in told:  # a step has at least one micro-batch for each device
-        config = _widened(config, own.world_size)
-    answer = _answered(config, task, own.world_size, device, fast=own.fast, open_batch="batch_size" not in told)
+    if "batch_size" not in options:  # a step has at least one micro-batch for each device
+        config = _widen(config, own.world_size)
+    answer = _plan(config, task, own.world_size, device, fast=own.fast, open_batch="batch_size" not in options)
     print(json.dumps(as_json(answer)) if own.json else described(answer), flush=True)
     return 0 if answer.fits else _NOTHING_FITS
 
 
-def _answered(config: Config, task: Any, size: int, device: DeviceSpec, *, fast: bool, open_batch: bool) -> PlanResult:
+def _plan(config: Config, task: Any, size: int, device: DeviceSpec, *, fast: bool, open_batch: bool) -> PlanResult:
     """Estimate a training.
 
     Args:
@@ -169,7 +171,7 @@ def _answered(config: Config, task: Any, size: int, device: DeviceSpec, *, fast:
         return searched(planner, fast=fast, open_batch=open_batch)
 
 
-def _widened(config: Config, size: int) -> Config:
+def _widen(config: Config, size: int) -> Config:
     """Raise the batch size to a micro-batch for each device."""
     micro = config.micro_size
     if micro * size <= config.batch_size:
@@ -185,7 +187,7 @@ def _device(name: str, memory: str) -> DeviceSpec:
     if torch.cuda.is_available():
         return device_here(memory)
     if cuda:
-        raise ConfigError(f"--device {name}: none is here; name what is meant: {', '.join(DEVICES)}")
+        raise ConfigError(f"--device {name}: this machine has no CUDA device; give one of {', '.join(DEVICES)}")
     return device_of("cpu", memory)
 
 
@@ -195,11 +197,11 @@ def device_here(memory: str) -> DeviceSpec:
     Args:
         memory: its memory, if not all of it; "": all.
     """
-    found = torch.cuda.get_device_properties(0)
-    near = [each for each in DEVICES if each.split("-")[0] in found.name.lower().replace(" ", "")]
-    near.sort(key=lambda each: abs(DEVICES[each].memory - found.total_memory))
+    properties = torch.cuda.get_device_properties(0)
+    near = [each for each in DEVICES if each.split("-")[0] in properties.name.lower().replace(" ", "")]
+    near.sort(key=lambda each: abs(DEVICES[each].memory - properties.total_memory))
     plain = device_of(near[0] if near else "h100-80", memory)
-    return plain if memory else dataclasses.replace(plain, name=found.name, memory=float(found.total_memory))
+    return plain if memory else dataclasses.replace(plain, name=properties.name, memory=float(properties.total_memory))
 
 
 def _say(line: str) -> None:

@@ -15,7 +15,11 @@ import re
 
 from lockstep.errors import ConfigError
 
-__all__ = ["DEVICES", "DeviceSpec", "bytes_of", "device_of"]
+__all__ = [
+    "DEVICES",
+    "DeviceSpec",
+    "device_of",
+]
 
 _GIB = 1 << 30
 # Memory of CUDA, its libraries and NCCL before the first tensor: 0.5 to 1 GiB.
@@ -115,25 +119,22 @@ def device_of(name: str, memory: str = "") -> DeviceSpec:
     """
     plain = name.lower()
     if plain == "cpu":
-        found = _host()
+        spec = _host()
     elif plain in DEVICES:
-        found = DEVICES[plain]
+        spec = DEVICES[plain]
     else:
         near = difflib.get_close_matches(plain, DEVICES, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? Known are" if near else "known are"
+        hint = f"did you mean {near[0]}? Choose from" if near else "choose from"
         raise ConfigError(
-            f"--device '{name}' is not known: {hint} cpu, {', '.join(DEVICES)}; for another one give the nearest, and "
+            f"--device '{name}' is unknown: {hint} cpu, {', '.join(DEVICES)}; for another device give the nearest and "
             "its --memory"
         )
     if not memory:
-        return found
+        return spec
     room = bytes_of(memory)
-    if room <= found.own:
-        raise ConfigError(
-            f"--memory {memory}: CUDA and its libraries take {found.own / _GIB:g} GiB of a device for themselves; give "
-            "more"
-        )
-    return dataclasses.replace(found, memory=room, name=f"{plain} of {memory}")
+    if room <= spec.own:
+        raise ConfigError(f"--memory {memory}: CUDA and its libraries take {spec.own / _GIB:g} GiB of it; give more")
+    return dataclasses.replace(spec, memory=room, name=f"{plain} of {memory}")
 
 
 def bytes_of(text: str) -> float:
@@ -142,11 +143,11 @@ def bytes_of(text: str) -> float:
     Raises:
         ConfigError: any other text.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT])(i?)B", text.strip())
-    if not found or float(found[1]) <= 0:
-        raise ConfigError(f"--memory '{text}' is no amount of memory: write 80GB or 79.1GiB")
-    power = "KMGT".index(found[2].upper()) + 1
-    return float(found[1]) * (1024.0 if found[3] else 1000.0) ** power
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT])(i?)B", text.strip())
+    if not match or float(match[1]) <= 0:
+        raise ConfigError(f"--memory '{text}' is not an amount of memory: write 80GB or 79.1GiB")
+    power = "KMGT".index(match[2].upper()) + 1
+    return float(match[1]) * (1024.0 if match[3] else 1000.0) ** power
 
 
 def _host() -> DeviceSpec:

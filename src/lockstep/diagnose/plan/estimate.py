@@ -1,8 +1,8 @@
 """Estimate a rank's peak memory and step time, extrapolated from two traced depths.
 
     plan = Planner(config, subject, world_size, device)
-    found = plan.estimate(plan.config)
-    found.peak, found.parts
+    estimate = plan.estimate(plan.config)
+    estimate.peak, estimate.parts
 
 A model of many equal blocks is traced with three and with four of them. The memory of each phase of a step (a block's
 forward, the loss, a block's backward, the update) is a linear function of the depth. The same holds for the doublings
@@ -48,7 +48,7 @@ def largest(
     evaluate: Callable[[int], float],
     candidates: Sequence[int],
     room: float,
-    known: Sequence[tuple[int, float]] = (),
+    points: Sequence[tuple[int, float]] = (),
 ) -> int:
     """Return the largest of the ascending candidates whose bytes fit; 0: none.
 
@@ -58,40 +58,40 @@ def largest(
         evaluate: size -> bytes.
         candidates: sizes, ascending.
         room: bytes.
-        known: (size, bytes) of sizes that need not be candidates, for a better first guess.
+        points: (size, bytes) of sizes that need not be candidates, for a better first guess.
     """
-    seen, found = dict(known), dict[int, bool]()
+    bytes_by_size, fitting = dict(points), dict[int, bool]()
 
     def fits(place: int) -> bool:
         size = candidates[place]
-        seen[size] = evaluate(size)
-        found[place] = seen[size] <= room
-        return found[place]
+        bytes_by_size[size] = evaluate(size)
+        fitting[place] = bytes_by_size[size] <= room
+        return fitting[place]
 
     low, high = -1, len(candidates)
     for _ in range(_TRIES):
         if high - low < 2:
             break
-        guess = _guessed(seen, candidates, room) if len(seen) > 1 else 0 if low < 0 else low + 1
+        guess = _interpolate(bytes_by_size, candidates, room) if len(bytes_by_size) > 1 else 0 if low < 0 else low + 1
         guess = min(max(guess, low + 1), high - 1)
         low, high = (guess, high) if fits(guess) else (low, guess)
     if low < 0:  # all guesses were too large: is the smallest?
-        return candidates[0] if candidates and 0 not in found and fits(0) else 0
+        return candidates[0] if candidates and 0 not in fitting and fits(0) else 0
     return candidates[low]
 
 
-def _guessed(seen: dict[int, float], candidates: Sequence[int], room: float) -> int:
+def _interpolate(bytes_by_size: dict[int, float], candidates: Sequence[int], room: float) -> int:
     """The last index whose bytes should fit, by the two sizes nearest to the room."""
-    one, other = sorted(sorted(seen, key=lambda size: abs(seen[size] - room))[:2])
-    if seen[other] <= seen[one]:
+    low, high = sorted(sorted(bytes_by_size, key=lambda size: abs(bytes_by_size[size] - room))[:2])
+    if bytes_by_size[high] <= bytes_by_size[low]:
         return len(candidates) - 1
-    slope = (seen[other] - seen[one]) / (other - one)
-    most = one + (room - seen[one]) / slope
+    slope = (bytes_by_size[high] - bytes_by_size[low]) / (high - low)
+    most = low + (room - bytes_by_size[low]) / slope
     return sum(size <= most for size in candidates) - 1
 
 
-_SHALLOW = (3, 4)  # blocks of a model that is drawn to its depth
-_DEEP = 6  # from so many on
+_SHALLOW = (3, 4)  # blocks of the two traces that a deep model is extrapolated from
+_DEEP = 6  # blocks from which a model is extrapolated
 _MEASURABLE = 0.5  # of this machine's memory
 _LARGEST = 1 << 17  # devices of a world
 _MANY = 1000  # steps of a plan whose data is not known
@@ -154,11 +154,11 @@ class Planner:
     def __init__(self, config: Config, subject: Subject, size: int, device: DeviceSpec) -> None:
         self.subject, self.size, self.device = subject, size, device
         self.asked = config
-        self.config, self.sizes = self._settled(config)
+        self.config, self.sizes = self._resolve(config)
         self.note = ""
         self._traces: dict[tuple[Any, ...], StepTrace] = {}
 
-    def _settled(self, config: Config) -> tuple[Config, Sizes]:
+    def _resolve(self, config: Config) -> tuple[Config, Sizes]:
         world: Any = _EngineWorld(self.size)
         engine = name_of(config.engine, world)
         check_planned(engine, config.engine_options)
@@ -170,14 +170,14 @@ class Planner:
         config = dataclasses.replace(config, engine=engine, precision=precision, compile=False, attention="auto")
         try:
             with fake_world(1), OperationRecorder():
-                found, sizes = self._sized(config, self.subject.task.model())
+                resolved, sizes = self._sized(config, self.subject.task.model())
         except LockstepError:
             raise
         except Exception:  # the model needs values while it is made; or it fails, which this reports in one line
-            found, sizes = self._sized(config, asked("model", self.subject.task.model))
+            resolved, sizes = self._sized(config, asked("model", self.subject.task.model))
         if config.exact:
-            check_servable(found.micro_batches, self.size)
-        return found, sizes
+            check_servable(resolved.micro_batches, self.size)
+        return resolved, sizes
 
     def _sized(self, config: Config, model: nn.Module) -> tuple[Config, Sizes]:
         task, samples = self.subject.task, self.subject.samples or config.batch_size * _MANY
@@ -201,42 +201,42 @@ class Planner:
         layers = layers or self.sizes.layers
         slots = -(-config.micro_batches // self.size)
         if config.exact:
-            found, copies = self._exact(config, layers, subject, slots)
+            trace, copies = self._exact(config, layers, subject, slots)
         else:
-            found, copies = self._deep(config, layers, subject, min(slots, unlike(config))), 0.0
-        return self._whole(config, found, slots, copies)
+            trace, copies = self._at_depth(config, layers, subject, min(slots, unlike(config))), 0.0
+        return self._total(config, trace, slots, copies)
 
     def _exact(self, config: Config, layers: int, subject: Subject | None, slots: int) -> tuple[StepTrace, float]:
         """Rank 0's tree by its doublings, and the worst rank's extra memory."""
         steps = slots.bit_length() - 1
         if steps <= 2:
-            found = self._deep(config, layers, subject, 1 << steps)
+            trace = self._at_depth(config, layers, subject, 1 << steps)
         else:
-            two, four = (self._deep(config, layers, subject, count) for count in (2, 4))
-            found = _between(two, four, steps - 1.0)
+            two, four = (self._at_depth(config, layers, subject, count) for count in (2, 4))
+            trace = _between(two, four, steps - 1.0)
         worst = held_at_most(config.micro_batches, self.size)
-        return found, float(max(0, worst - held_at_most(self.size << steps, self.size)))
+        return trace, float(max(0, worst - held_at_most(self.size << steps, self.size)))
 
-    def _deep(self, config: Config, layers: int, subject: Subject | None, slots: int) -> StepTrace:
+    def _at_depth(self, config: Config, layers: int, subject: Subject | None, slots: int) -> StepTrace:
         policy = config.activation_checkpointing
         # DeepSpeed's buckets end elsewhere in each depth, so that there are no lines.
         if layers < _DEEP or policy.startswith("every:") or ENGINES[config.engine].own_gradients:
-            whole = layers == self.sizes.layers
-            return self._traced(config, subject, 0 if whole else layers, slots)
+            full_depth = layers == self.sizes.layers
+            return self._traced(config, subject, 0 if full_depth else layers, slots)
         low, high = (self._traced(config, subject, count, slots) for count in _SHALLOW)
         return _between(low, high, (layers - _SHALLOW[0]) / (_SHALLOW[1] - _SHALLOW[0]))
 
     def _traced(self, config: Config, subject: Subject | None, layers: int, slots: int) -> StepTrace:
-        used = subject or self.subject
+        source = subject or self.subject
         alike = dataclasses.replace(config, batch_size=config.micro_size)  # a trace has its own number of slots
-        key = (repr(alike), id(used), layers, slots)
+        key = (repr(alike), id(source), layers, slots)
         if key not in self._traces:
             try:
                 self._traces[key] = traced(
-                    config, used, self.size, layers=layers, slots=slots, fused=not self.device.host
+                    config, source, self.size, layers=layers, slots=slots, fused=not self.device.host
                 )
             except Untraceable as error:
-                self._traces[key] = self._probed(config, used, slots, error)
+                self._traces[key] = self._probed(config, source, slots, error)
         return self._traces[key]
 
     def _probed(self, config: Config, subject: Subject, slots: int, error: Untraceable) -> StepTrace:
@@ -244,27 +244,27 @@ class Planner:
         room = _MEASURABLE * device_of("cpu").memory
         if 16 * self.sizes.parameters > room:
             raise Untraceable(
-                f"{error}; a step of it would be measured here instead, but takes half of this machine's memory or "
+                f"{error}; measuring a step here instead would take half of this machine's memory or "
                 "more: plan a smaller model of its kind"
             ) from error
-        found = probed(config, subject, slots)
-        more = "" if ENGINES[config.engine].one_process else "; what its engine splits or exchanges is not in it"
-        self.note = f"{error}; so it is measured on this machine's CPU, as one process holds it{more}"
-        return found
+        trace = probed(config, subject, slots)
+        more = "" if ENGINES[config.engine].one_process else ", without its engine's sharding and exchange"
+        self.note = f"{error}; measured on this machine's CPU instead, in one process{more}"
+        return trace
 
-    def _whole(self, config: Config, found: StepTrace, slots: int, copies: float) -> MemoryEstimate:
+    def _total(self, config: Config, trace: StepTrace, slots: int, copies: float) -> MemoryEstimate:
         """Add batches, sums of a tree, and the device's allowance to a step's tensors."""
-        phases = {name: size for name, size in found.peaks.items() if name != "start" or self.device.host}
+        phases = {name: size for name, size in trace.peaks.items() if name != "start" or self.device.host}
         phase = max(phases, key=lambda name: phases[name])
-        parts = dict(found.parts.get(phase, {"rest": phases[phase]}))
-        rest = parts.pop("rest")
-        gradients = found.parts.get("update", {}).get("gradients", 0.0)
-        parts |= {"activations and temporaries": rest, "sums of exact mode": copies * gradients}
-        parts["batches"] = found.batch * self.batches(slots)
+        parts = dict(trace.parts.get(phase, {"rest": phases[phase]}))
+        unnamed = parts.pop("rest")
+        gradients = trace.parts.get("update", {}).get("gradients", 0.0)
+        parts |= {"activations and temporaries": unnamed, "sums of exact mode": copies * gradients}
+        parts["batches"] = trace.batch * self.batches(slots)
         parts["fragments"] = self.device.fragments * sum(parts.values())
         parts = {name: size for name, size in parts.items() if size}
         peak = math.fsum(parts.values())
-        return MemoryEstimate(config, peak, phase, parts, phases, found.held, found.work, slots, found.batch)
+        return MemoryEstimate(config, peak, phase, parts, phases, trace.held, trace.work, slots, trace.batch)
 
     def batches(self, slots: int) -> int:
         """Micro-batches in the device's memory: on a host a step's, on a device those prefetched."""
@@ -285,24 +285,26 @@ def _between(low: StepTrace, high: StepTrace, times: float) -> StepTrace:
     maximum is the maximum of these lines, and may be at another operation than in either trace.
     """
 
-    def line(one: float, other: float) -> float:
-        return one + times * (other - one)
+    def line(first: float, second: float) -> float:
+        return first + times * (second - first)
 
-    def lines(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-        return {name: line(value, other[name]) for name, value in one.items() if name in other}
+    def lines(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+        return {name: line(value, second[name]) for name, value in first.items() if name in second}
 
     def work(name: str) -> Work:
-        one, other = low.work[name], high.work[name]
-        return Work(line(one.flops, other.flops), line(one.moved, other.moved), line(one.calls, other.calls))
+        first, second = low.work[name], high.work[name]
+        return Work(line(first.flops, second.flops), line(first.moved, second.moved), line(first.calls, second.calls))
 
     peaks, parts = lines(low.peaks, high.peaks), {}
     for name, each in low.parts.items():
         if name not in high.parts:
             continue
         parts[name] = lines(each, high.parts[name])
-        ones, others = low.levels.get(name, []), high.levels.get(name, [])
-        if ones and len(ones) == len(others):  # else by parameters, as in an update, whose last ones hold most
-            peaks[name] = max(map(line, ones, others))
+        low_levels, high_levels = low.levels.get(name, []), high.levels.get(name, [])
+        if low_levels and len(low_levels) == len(
+            high_levels
+        ):  # else by parameters, as in an update, whose last ones hold most
+            peaks[name] = max(map(line, low_levels, high_levels))
             parts[name]["rest"] += peaks[name] - sum(parts[name].values())
     return StepTrace(
         peaks,
@@ -352,28 +354,28 @@ class Times:
         return self.compute + self.update + self.exposed
 
 
-def step_time(found: MemoryEstimate, device: DeviceSpec, size: int, split: tuple[float, float]) -> Times:
+def step_time(estimate: MemoryEstimate, device: DeviceSpec, size: int, split: tuple[float, float]) -> Times:
     """Estimate the times of a step.
 
     Args:
         split: bytes that a rank gathers for each micro-batch, and bytes that all sum once a step.
     """
-    config = found.config
+    config = estimate.config
     half = config.precision not in ("float32", "float64")
     peak = device.half if half else device.single * (0.5 if config.precision == "float64" else 1.0)
-    compute = found.work["compute"]
+    compute = estimate.work["compute"]
     products = compute.flops / (peak * _PRODUCTS)
     moving = compute.moved * (1.0 if device.host else _FUSED) / (device.bandwidth * _MEMORY)
-    handed = 0.0 if device.host else compute.calls * _CALL * _FUSED
-    one = max(products + 0.3 * moving, moving, handed)
-    update = found.work["update"].moved / (device.bandwidth * _MEMORY)
-    gathered, summed = split
+    launching = 0.0 if device.host else compute.calls * _CALL * _FUSED
+    micro = max(products + 0.3 * moving, moving, launching)
+    update = estimate.work["update"].moved / (device.bandwidth * _MEMORY)
+    gather_bytes, sum_bytes = split
     exposed = 0.0
     if size > 1:
         rate = _LINK * (device.link if size <= _NODE else device.network)
         wait = _LATENCY * (size - 1).bit_length()
         ring = (size - 1) / size
-        per_micro = max(0.0, gathered * ring / rate - 0.8 * one) + (wait if gathered else 0.0)
-        last = 2 * summed * ring / rate
-        exposed = found.slots * per_micro + max(0.05 * last, last - 0.6 * one) + wait
-    return Times(found.slots * one, update, exposed)
+        per_micro = max(0.0, gather_bytes * ring / rate - 0.8 * micro) + (wait if gather_bytes else 0.0)
+        last = 2 * sum_bytes * ring / rate
+        exposed = estimate.slots * per_micro + max(0.05 * last, last - 0.6 * micro) + wait
+    return Times(estimate.slots * micro, update, exposed)

@@ -41,7 +41,6 @@ from lockstep.engines.registry import engine_class
 __all__ = [
     "REFUSED",
     "UNKNOWN",
-    "FakeWorld",
     "Unwatched",
     "as_fake",
     "exchanging",
@@ -69,13 +68,13 @@ _ATTRIBUTES = "_lockstep_attributes"  # of a mode: device -> attributes of its t
 _PART = "_local_tensor"  # of a DTensor; importing its module takes a second that not every plan needs
 _META = torch.device("meta")
 # Tags of operations whose result does not follow from their arguments' shapes, or is not a new tensor.
-_UNTOLD = {
+_DATA_DEPENDENT = {
     *(torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view),
     torch.Tag.maybe_aliasing_or_mutating,
 }
 _NUMBERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 # Operations without a result that only write to their arguments.
-_SILENT = ("aten::_foreach_", "aten::_fused_", "fsdp::")
+_NO_RESULT = ("aten::_foreach_", "aten::_fused_", "fsdp::")
 
 
 class _ResultForm(NamedTuple):
@@ -97,7 +96,7 @@ class _Kind(NamedTuple):
 
 _kinds: dict[Any, _Kind] = {}
 # For every known call: the form or forms of its result; None for one in place.
-_seen: dict[tuple[Any, ...], _ResultForm | tuple[_ResultForm, ...] | None] = {}
+_form_cache: dict[tuple[Any, ...], _ResultForm | tuple[_ResultForm, ...] | None] = {}
 
 
 def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: C901
@@ -106,43 +105,47 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # 
     UNKNOWN if it has other than fake tensors, or depends on values. Call it where FakeTensorMode is the next mode.
     """
     if func in _LIKE and hasattr(args[0], _PART):
-        return _split_alike(func, args[0], kwargs)
+        return _like_dtensor(func, args[0], kwargs)
     if func in _PLAIN:
-        return _plainly(func, args, kwargs)
+        return _call_meta_kernel(func, args, kwargs)
     kind = _kinds.get(func)
     if kind is None:
         kind = _kinds[func] = _kind_of(func)
     if not any(kind):
         return UNKNOWN
-    given = args if not kwargs else (*args, *kwargs, *kwargs.values())
+    values = args if not kwargs else (*args, *kwargs, *kwargs.values())
     if kind.nothing:
-        return None if _all_fake(given) else UNKNOWN
+        return None if _all_fake(values) else UNKNOWN
     key = [func]
-    mode = _known(key, given)
+    mode = _extend_key(key, values)
     if mode is UNKNOWN:
         return UNKNOWN
     mode = mode or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     if not isinstance(mode, FakeTensorMode):
         return UNKNOWN
-    known = (*key, torch.get_default_dtype())
-    if known in _seen:
-        form = _seen[known]
+    cache_key = (*key, torch.get_default_dtype())
+    if cache_key in _form_cache:
+        form = _form_cache[cache_key]
         if form is None:
             return args[0]
         with torch._C._DisableTorchDispatch():
-            return _made(mode, form) if isinstance(form, _ResultForm) else tuple([_made(mode, each) for each in form])
-    found = func(*args, **kwargs)
+            return (
+                _new_tensor(mode, form)
+                if isinstance(form, _ResultForm)
+                else tuple([_new_tensor(mode, each) for each in form])
+            )
+    output = func(*args, **kwargs)
     if kind.first:
-        if found is args[0]:
-            _seen[known] = None
+        if output is args[0]:
+            _form_cache[cache_key] = None
     else:
-        form = _form_of(found) if isinstance(found, Tensor) else _forms_of(found)
+        form = _form_of(output) if isinstance(output, Tensor) else _forms_of(output)
         if form is not None:
-            _seen[known] = form
-    return found
+            _form_cache[cache_key] = form
+    return output
 
 
-def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_meta_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the meta kernel directly, as FakeTensorMode does in the end."""
     first = args[0]
     if kwargs or type(first) is not FakeTensor or first.constant is not None:
@@ -152,18 +155,18 @@ def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         torch._C._set_meta_in_tls_dispatch_include(True)
         mode.in_kernel_invocation = True
         try:
-            found = func(*args)
+            output = func(*args)
         finally:
             mode.in_kernel_invocation = False
-        return _fake(mode, found, first.fake_device)
+        return _fake(mode, output, first.fake_device)
 
 
-def _split_alike(func: Any, given: Any, kwargs: dict[str, Any]) -> Any:
+def _like_dtensor(func: Any, tensor: Any, kwargs: dict[str, Any]) -> Any:
     """Return a tensor like a DTensor, from its local part, without computing the sharding again."""
     if any(value and value is not torch.preserve_format for value in kwargs.values()):
         return UNKNOWN
-    part = result(func, (given._local_tensor,), kwargs)
-    return UNKNOWN if part is UNKNOWN else type(given)(part, given._spec, requires_grad=False)
+    part = result(func, (tensor._local_tensor,), kwargs)
+    return UNKNOWN if part is UNKNOWN else type(tensor)(part, tensor._spec, requires_grad=False)
 
 
 def _all_fake(nested: Any) -> bool:
@@ -181,17 +184,17 @@ def _all_fake(nested: Any) -> bool:
 def _kind_of(func: Any) -> _Kind:
     schema, name = func._schema, func.name()
     if not schema.returns:
-        return _Kind(nothing=name.startswith(_SILENT) and schema.is_mutable)
-    if not name.startswith("aten::") or "lift" in name or _UNTOLD & set(func.tags):
+        return _Kind(nothing=name.startswith(_NO_RESULT) and schema.is_mutable)
+    if not name.startswith("aten::") or "lift" in name or _DATA_DEPENDENT & set(func.tags):
         return _Kind()
-    given = [each.alias_info for each in schema.returns]
+    aliases = [each.alias_info for each in schema.returns]
     if schema.is_mutable:
         first = schema.arguments[0].alias_info
-        return _Kind(first=bool(first and first.is_write and len(given) == 1 and given[0]))
-    return _Kind(new=not any(given))
+        return _Kind(first=bool(first and first.is_write and len(aliases) == 1 and aliases[0]))
+    return _Kind(new=not any(aliases))
 
 
-def _known(key: list[Any], nested: Any) -> Any:
+def _extend_key(key: list[Any], nested: Any) -> Any:
     """Add everything that determines the result to the key.
 
     Returns:
@@ -209,35 +212,35 @@ def _known(key: list[Any], nested: Any) -> Any:
             key += (kind, each)
         elif kind is list or kind is tuple:
             key.append(len(each))
-            found = _known(key, each)
-            if found is UNKNOWN:
+            inner = _extend_key(key, each)
+            if inner is UNKNOWN:
                 return UNKNOWN
-            mode = found or mode
+            mode = inner or mode
         else:
             return UNKNOWN
     return mode
 
 
-def _form_of(found: Any) -> _ResultForm | None:
+def _form_of(tensor: Any) -> _ResultForm | None:
     """The form of a tensor; None if it does not describe the tensor completely."""
-    if type(found) is not FakeTensor or found.constant is not None or found.layout is not torch.strided:
+    if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
         return None
-    form = _ResultForm(tuple(found.shape), found.stride(), found.dtype, found.fake_device)
+    form = _ResultForm(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
     plain = torch.empty_strided(*form[:2], dtype=form.dtype, device=_META)
-    same = found.untyped_storage().nbytes() == plain.untyped_storage().nbytes() and not found.storage_offset()
+    same = tensor.untyped_storage().nbytes() == plain.untyped_storage().nbytes() and not tensor.storage_offset()
     return form if same else None
 
 
-def _forms_of(found: Any) -> tuple[_ResultForm, ...] | None:
-    if type(found) is not tuple:
+def _forms_of(tensors: Any) -> tuple[_ResultForm, ...] | None:
+    if type(tensors) is not tuple:
         return None
-    forms = [_form_of(each) for each in found]
-    whole = tuple([each for each in forms if each is not None])
-    apart = len({each.untyped_storage()._cdata for each in found if isinstance(each, Tensor)}) == len(forms)
-    return whole if apart and len(whole) == len(forms) else None
+    forms = [_form_of(each) for each in tensors]
+    complete = tuple([each for each in forms if each is not None])
+    distinct = len({each.untyped_storage()._cdata for each in tensors if isinstance(each, Tensor)}) == len(forms)
+    return complete if distinct and len(complete) == len(forms) else None
 
 
-def _made(mode: FakeTensorMode, form: _ResultForm) -> FakeTensor:
+def _new_tensor(mode: FakeTensorMode, form: _ResultForm) -> FakeTensor:
     return _fake(mode, torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=_META), form.device)
 
 
@@ -246,23 +249,23 @@ def _fake(mode: FakeTensorMode, plain: Tensor, device: torch.device) -> FakeTens
 
     Setting a dozen attributes one by one takes longer than most operations.
     """
-    known: dict[torch.device, dict[str, Any]] = vars(mode).setdefault(_ATTRIBUTES, {})
-    if device not in known:
-        known[device] = dict(vars(FakeTensor(mode, torch.empty(0, device=_META), device)))
-    found: FakeTensor = Tensor._make_subclass(
+    attributes: dict[torch.device, dict[str, Any]] = vars(mode).setdefault(_ATTRIBUTES, {})
+    if device not in attributes:
+        attributes[device] = dict(vars(FakeTensor(mode, torch.empty(0, device=_META), device)))
+    tensor: FakeTensor = Tensor._make_subclass(
         FakeTensor, plain, plain.requires_grad, dispatch_device=True, device_for_backend_keys=device
     )
     if mode._allow_unsafe_data_ptr_access:
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(found)
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
     else:
-        torch._C._set_throw_on_mutable_data_ptr(found)
-    vars(found).update(known[device])
-    return found
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+    vars(tensor).update(attributes[device])
+    return tensor
 
 
 # Errors of a model that needs values.
 REFUSED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-_GIVEN = "_lockstep_given"  # an attribute of tensors that a batch brings
+_OF_BATCH = "_lockstep_given"  # an attribute of tensors that a batch brings
 _ATTENTION: Any = F.scaled_dot_product_attention
 
 
@@ -300,23 +303,23 @@ def fake_world(size: int, *, engine: str = PLAIN, fused: bool = True) -> Iterato
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
             dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-            stack.callback(_left)
-            _announced(stack, size)
+            stack.callback(_destroy_groups)
+            _set_launcher_variables(stack, size)
             world.control = dist.group.WORLD
-            _patched(stack)
-            _busiest(stack, sys.modules[engine_class(engine).__module__])
-        # A profiler's marks are operations, but no kernel, and asked for at every turn.
+            _patch_torch(stack)
+            _patch_zero(stack, sys.modules[engine_class(engine).__module__])
+        # A profiler's marks are operations without a kernel, and frequent.
         _set(stack, record_function, "__enter__", lambda mark: mark)
         _set(stack, record_function, "__exit__", lambda *error: None)
         _set(stack, nn.Module, "_apply", _Apply())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        _unmasked(stack)
+        _patch_masks(stack)
         if fused:
-            _set(stack, F, "scaled_dot_product_attention", _undropped)
+            _set(stack, F, "scaled_dot_product_attention", _attention_without_dropout)
         yield world
 
 
-def _left() -> None:
+def _destroy_groups() -> None:
     gc.collect()  # DDP's reducer, before its group
     dist.destroy_process_group()
     for name in ("deepspeed.comm.comm", "deepspeed.utils.groups"):  # they keep their first groups
@@ -326,7 +329,7 @@ def _left() -> None:
                 setattr(module, key, None)
 
 
-def _announced(stack: contextlib.ExitStack, size: int) -> None:
+def _set_launcher_variables(stack: contextlib.ExitStack, size: int) -> None:
     """Set the launcher's environment variables, which DeepSpeed reads, until `stack` closes."""
     names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     before = {name: os.environ.get(name) for name in names}
@@ -342,7 +345,7 @@ def _announced(stack: contextlib.ExitStack, size: int) -> None:
     stack.callback(back)
 
 
-def _patched(stack: contextlib.ExitStack) -> None:
+def _patch_torch(stack: contextlib.ExitStack) -> None:
     """Patch code that reads numbers or loops over all ranks while an engine is made.
 
     `stack` undoes it.
@@ -355,14 +358,14 @@ def _patched(stack: contextlib.ExitStack) -> None:
 
     mesh = apply.init_device_mesh
 
-    def made(*args: Any, **named: Any) -> Any:
+    def init_mesh(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
-            return mesh(*args, **named)
+            return mesh(*args, **kwargs)
 
-    _set(stack, apply, "init_device_mesh", made)
+    _set(stack, apply, "init_device_mesh", init_mesh)
     _set(stack, _fsdp_param, "_chunk_with_empty", _Chunks)
     # The ranks' total follows from this rank's count: the others do the same.
-    _set(stack, GradientUsage, "_over_ranks", lambda usage, backwards: [(int(n < backwards), n) for n in usage._counts])
+    _set(stack, GradientUsage, "_reduce_counts", lambda usage, backwards: [(int(n < backwards), n) for n in usage._counts])
     wrap = ReplicatedEngine._wrap
 
     def wrapped(engine: Any, find_unused: bool) -> None:
@@ -372,7 +375,7 @@ def _patched(stack: contextlib.ExitStack) -> None:
     _set(stack, ReplicatedEngine, "_wrap", wrapped)
 
 
-def _busiest(stack: contextlib.ExitStack, engine: Any) -> None:
+def _patch_zero(stack: contextlib.ExitStack, engine: Any) -> None:
     """Let ZeRO update the part of the rank with most parameters, until `stack` closes."""
     zero = getattr(engine, "ZeroRedundancyOptimizer", None)
     if zero is None:
@@ -389,24 +392,24 @@ def _busiest(stack: contextlib.ExitStack, engine: Any) -> None:
     _set(stack, zero, "_init_local_optimizer", busiest)
 
 
-def _unmasked(stack: contextlib.ExitStack) -> None:
+def _patch_masks(stack: contextlib.ExitStack) -> None:
     """Patch `transformers`, until `stack` closes, to see that its own positions are not packed.
 
     It would not inspect a fake tensor, and make a mask, for which keys and values are repeated for each head; a real
     run has neither. A model's own positions are one row; those of a batch mark the starts of documents, and need masks.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
-    found = getattr(masks, "find_packed_sequence_indices", None)
-    if found is not None:
+    original = getattr(masks, "find_packed_sequence_indices", None)
+    if original is not None:
 
-        def asked(position_ids: Tensor) -> Tensor | None:
-            packed: Tensor | None = found(position_ids)
+        def find_packed(position_ids: Tensor) -> Tensor | None:
+            packed: Tensor | None = original(position_ids)
             own = (position_ids.shape[0] == 1 or not position_ids.stride(0)) and not getattr(
-                position_ids, _GIVEN, False
+                position_ids, _OF_BATCH, False
             )
             return None if own else packed
 
-        _set(stack, masks, "find_packed_sequence_indices", asked)
+        _set(stack, masks, "find_packed_sequence_indices", find_packed)
 
 
 def _set(stack: contextlib.ExitStack, module: Any, name: str, value: Any) -> None:
@@ -424,20 +427,24 @@ class _Apply:
         self._new: Any = WeakTensorKeyDictionary()
 
     def __get__(self, module: nn.Module, kind: Any) -> Callable[..., nn.Module]:
-        return lambda change, recurse=True: self._applied(module, change, recurse)
+        return lambda change, recurse=True: self._apply_to(module, change, recurse)
 
-    def _applied(self, module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
+    def _apply_to(self, module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
         for child in module.children() if recurse else ():
-            self._applied(child, change, recurse)
+            self._apply_to(child, change, recurse)
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             with torch.no_grad():
-                made = self._new.get(parameter)  # a tied one has been changed already
-                made = change(parameter) if made is None else made
-            if made is not parameter:
-                made = made if isinstance(made, nn.Parameter) else nn.Parameter(made, parameter.requires_grad)
-                self._new[parameter] = module._parameters[name] = made
+                replacement = self._new.get(parameter)  # a tied one has been changed already
+                replacement = change(parameter) if replacement is None else replacement
+            if replacement is not parameter:
+                replacement = (
+                    replacement
+                    if isinstance(replacement, nn.Parameter)
+                    else nn.Parameter(replacement, parameter.requires_grad)
+                )
+                self._new[parameter] = module._parameters[name] = replacement
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = change(buffer)
@@ -459,11 +466,11 @@ class _Chunks:
         return self._tensor.narrow(self._dim, begin, length)
 
 
-def _undropped(*args: Any, **kwargs: Any) -> Tensor:
+def _attention_without_dropout(*args: Any, **kwargs: Any) -> Tensor:
     """Attention without dropout: a CPU has no fused kernel with it, and every GPU does."""
     kwargs.pop("dropout_p", None)
-    found: Tensor = _ATTENTION(*((*args[:4], 0.0, *args[5:]) if len(args) > 4 else args), **kwargs)
-    return found
+    output: Tensor = _ATTENTION(*((*args[:4], 0.0, *args[5:]) if len(args) > 4 else args), **kwargs)
+    return output
 
 
 def exchanging(model: nn.Module) -> None:
@@ -472,9 +479,9 @@ def exchanging(model: nn.Module) -> None:
         return
 
     def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
     with contextlib.suppress(RuntimeError):  # the engine has one of its own, for compression
         model.register_comm_hook(None, hook)
@@ -506,22 +513,22 @@ def fake_device(tensor: Any) -> torch.device | None:
 
 def local(tensor: Tensor) -> Tensor:
     """Return a DTensor's local part, or the tensor itself, without an operation as in `to_local`."""
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def as_fake(batch: Any) -> Any:
     """Replace the tensors of a nested batch by fake ones; call it within the world."""
 
-    def made(tensor: Tensor) -> Tensor:
-        other = torch.empty_like(tensor)
-        setattr(other, _GIVEN, True)
-        return other
+    def convert(tensor: Tensor) -> Tensor:
+        fake = torch.empty_like(tensor)
+        setattr(fake, _OF_BATCH, True)
+        return fake
 
-    return tree_map_only(Tensor, made, batch)
+    return tree_map_only(Tensor, convert, batch)
 
 
 def without_modes() -> "contextlib.AbstractContextManager[None]":
     """Context manager in which tensors are real again, for a task's data."""
-    made: Callable[[], contextlib.AbstractContextManager[None]] = _disable_current_modes
-    return made()
+    disable: Callable[[], contextlib.AbstractContextManager[None]] = _disable_current_modes
+    return disable()

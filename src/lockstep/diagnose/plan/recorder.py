@@ -25,7 +25,7 @@ from lockstep.diagnose.plan.fakes import UNKNOWN, Unwatched, fake_device, local,
 __all__ = ["OperationRecorder", "Work"]
 
 _ATEN: Any = torch.ops.aten
-_LITTLE = 0.002
+_MIN_GROWTH = 0.002
 _DEVICE: Any = torch.ops.prim.device.default
 # The CPU's kernels of attention, whose operations are counted as FlashAttention's.
 _ALIKE = {
@@ -102,15 +102,15 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         self._resize = torch.UntypedStorage.resize_
-        known, plain = self._cells, self._resize
+        cells, plain = self._cells, self._resize
 
         def resize_(storage: Any, size: int) -> Any:
-            done = plain(storage, size)
-            cell = known.get(storage)
+            value = plain(storage, size)
+            cell = cells.get(storage)
             if cell is not None:
                 self.level += size - cell.size
                 cell.size = size
-            return done
+            return value
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
@@ -122,7 +122,7 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # asked at every turn, and no work
+        if func is _DEVICE:  # frequent, and no work
             device = fake_device(args[0])
             if device is not None:
                 return device
@@ -133,14 +133,14 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
                 return 1
             if func is _ATEN.equal.default:
                 return True
-        found = UNKNOWN if self.real else result(func, args, kwargs)
-        if found is UNKNOWN:
-            found = func(*args, **kwargs)
+        output = UNKNOWN if self.real else result(func, args, kwargs)
+        if output is UNKNOWN:
+            output = func(*args, **kwargs)
         fresh = False
-        made = _tensors(found)
-        for leaf in made:
-            fresh = self._take(leaf) or fresh
-        self._count(func, args, kwargs, found, made)
+        leaves = _tensors(output)
+        for leaf in leaves:
+            fresh = self._track(leaf) or fresh
+        self._count(func, args, kwargs, output, leaves)
         if fresh:
             levels = self.levels.get(self.phase)
             if levels is None:
@@ -150,9 +150,9 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
             self.peaks[self.phase] = self.level
             if self.divide:
                 self._divide()
-        return found
+        return output
 
-    def _take(self, tensor: Tensor) -> bool:
+    def _track(self, tensor: Tensor) -> bool:
         """Track a tensor's storage, and return whether it is new."""
         part = local(tensor)
         storage = part.untyped_storage()
@@ -172,7 +172,7 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         self._ends[place] = weakref.ref(storage, end)
         return True
 
-    def _count(self, func: Any, args: Any, kwargs: Any, found: Any, made: list[Tensor]) -> None:
+    def _count(self, func: Any, args: Any, kwargs: Any, output: Any, outputs: list[Tensor]) -> None:
         kind = self._kinds.get(func)
         if kind is None:
             packet = _ALIKE.get(str(func._overloadpacket), func._overloadpacket)
@@ -184,9 +184,9 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         if work is None:
             work = self.work[self.phase] = Work()
         if flops is not None:
-            work.flops += flops(*args, **kwargs, out_val=found)
+            work.flops += flops(*args, **kwargs, out_val=output)
         work.calls += 1
-        tensors = _tensors(args) + _tensors(kwargs) + made if kwargs else _tensors(args) + made
+        tensors = _tensors(args) + _tensors(kwargs) + outputs if kwargs else _tensors(args) + outputs
         work.moved += sum([local(tensor).nbytes for tensor in tensors])
 
     def _divide(self) -> None:
@@ -194,21 +194,21 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
 
         It is done again only if the peak is higher by a little, since most of the growth has no name.
         """
-        known = self.parts.get(self.phase)
-        if known is None or self.level > self._divided_at[self.phase] * (1 + _LITTLE):
+        parts = self.parts.get(self.phase)
+        if parts is None or self.level > self._divided_at[self.phase] * (1 + _MIN_GROWTH):
             self._divided_at[self.phase] = self.level
-            known = self.parts[self.phase] = self._named()
-        known["rest"] = self.level - sum(size for name, size in known.items() if name != "rest")
+            parts = self.parts[self.phase] = self._part_sizes()
+        parts["rest"] = self.level - sum(size for name, size in parts.items() if name != "rest")
 
-    def _named(self) -> dict[str, int]:
+    def _part_sizes(self) -> dict[str, int]:
         """Bytes of each part, each storage once."""
-        seen, found = set[Any](), dict[str, int]()
+        storages, sizes = set[Any](), dict[str, int]()
         assert self.divide
         for name, tensors in self.divide().items():
-            own = {local(tensor).untyped_storage() for tensor in tensors} - seen
-            seen |= own
-            found[name] = sum([storage.nbytes() for storage in own])
-        return found
+            own = {local(tensor).untyped_storage() for tensor in tensors} - storages
+            storages |= own
+            sizes[name] = sum([storage.nbytes() for storage in own])
+        return sizes
 
 
 def _tensors(nested: Any) -> list[Tensor]:
@@ -219,10 +219,10 @@ def _tensors(nested: Any) -> list[Tensor]:
         nested = nested.values()
     elif not isinstance(nested, (tuple, list)):
         return []
-    found = []
+    tensors = []
     for each in nested:
         if isinstance(each, Tensor):
-            found.append(each)
+            tensors.append(each)
         elif isinstance(each, (tuple, list, dict)):
-            found += _tensors(each)
-    return found
+            tensors += _tensors(each)
+    return tensors

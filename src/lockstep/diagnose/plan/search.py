@@ -1,4 +1,4 @@
-"""Search for what fits: the largest sizes, and engines and techniques by estimated speed.
+"""Search for the largest sizes that fit, and for engines and techniques by estimated speed.
 
 answer = searched(Planner(config, subject, size, device), fast=False, open_batch=True)
 """
@@ -29,14 +29,14 @@ _DEEPEST = 1 << 12
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A way to train.
+    """A configuration that fits.
 
     Attributes:
-        config: of it.
+        config: all options.
         flags: to add to the command.
         peak: bytes a rank.
         times: of a step.
-        traced: it was estimated by itself, and not combined from others.
+        traced: it was estimated by a trace of its own, not combined from others.
     """
 
     config: Config
@@ -91,10 +91,10 @@ def searched(planner: Planner, *, fast: bool, open_batch: bool) -> PlanResult:
         UsageError: it cannot be planned.
     """
     config, device, size = planner.config, planner.device, planner.size
-    found = planner.estimate(config)
-    fits = found.peak <= device.room
-    times = _times(planner, found)
-    plain = PlanResult(config, device, size, planner.sizes, found, times, fits, note=planner.note)
+    estimate = planner.estimate(config)
+    fits = estimate.peak <= device.room
+    times = _times(planner, estimate)
+    plain = PlanResult(config, device, size, planner.sizes, estimate, times, fits, note=planner.note)
     if fast or planner.note:
         return (
             plain if fits or planner.note else dataclasses.replace(plain, micro_batch=_micro_batch(planner, open_batch))
@@ -103,7 +103,7 @@ def searched(planner: Planner, *, fast: bool, open_batch: bool) -> PlanResult:
     return dataclasses.replace(
         plain,
         micro_batch=_micro_batch(planner, open_batch),
-        seq_len=_seq_len(planner, found),
+        seq_len=_seq_len(planner, estimate),
         layers=_layers(planner),
         rows=tuple(rows),
         advice="" if fits else _advice(planner, rows, open_batch),
@@ -115,7 +115,7 @@ def _micro_batch(planner: Planner, open_batch: bool) -> int:
     low = 2 if config.micro_size > 1 and not planner.device.host else 1
 
     def evaluate(size: int) -> float:
-        return planner.estimate(_sized(planner, config, size, open_batch)).peak
+        return planner.estimate(_with_micro(planner, config, size, open_batch)).peak
 
     return largest(
         evaluate, [size for size in _micro_sizes(planner, open_batch, every=True) if size >= low], planner.device.room
@@ -127,12 +127,12 @@ def _micro_sizes(planner: Planner, open_batch: bool, every: bool = False) -> lis
     if open_batch:
         return list(range(1, 513)) if every else [1 << power for power in range(_MOST.bit_length())]
     batch = planner.config.batch_size
-    found = [size for size in range(1, batch + 1) if batch % size == 0]
+    divisors = [size for size in range(1, batch + 1) if batch % size == 0]
     least = planner.size if planner.config.exact else 1
-    return [size for size in found if batch // size >= least] or [1]
+    return [size for size in divisors if batch // size >= least] or [1]
 
 
-def _sized(planner: Planner, config: Config, micro: int, open_batch: bool) -> Config:
+def _with_micro(planner: Planner, config: Config, micro: int, open_batch: bool) -> Config:
     """Set the micro-batch size, and keep the micro-batches a step if the batch is open."""
     batch = config.batch_size
     if open_batch:
@@ -140,20 +140,20 @@ def _sized(planner: Planner, config: Config, micro: int, open_batch: bool) -> Co
     return dataclasses.replace(config, micro_batch_size=micro, batch_size=batch, eval_micro_batch_size=micro)
 
 
-def _seq_len(planner: Planner, asked: MemoryEstimate) -> int | None:
+def _seq_len(planner: Planner, estimate: MemoryEstimate) -> int | None:
     subject, config = planner.subject, planner.config
     if subject.windows is None:
         return None
     windows, most = subject.windows, subject.context or _LONGEST * config.seq_len
     step = 64 if config.seq_len % 64 == 0 else max(1, config.seq_len // 8)
-    made: dict[int, Any] = {}
-    known = ((0, asked.held), (config.seq_len, asked.peak))
+    subjects: dict[int, Any] = {}
+    points = ((0, estimate.held), (config.seq_len, estimate.peak))
 
     def evaluate(tokens: int) -> float:
-        made[tokens] = windows(tokens)  # kept, since traces are known by it
-        return planner.estimate(dataclasses.replace(config, seq_len=tokens), subject=made[tokens]).peak
+        subjects[tokens] = windows(tokens)  # keep it: its id is part of the key of its traces
+        return planner.estimate(dataclasses.replace(config, seq_len=tokens), subject=subjects[tokens]).peak
 
-    return largest(evaluate, list(range(step, most + 1, step)), planner.device.room, known)
+    return largest(evaluate, list(range(step, most + 1, step)), planner.device.room, points)
 
 
 def _layers(planner: Planner) -> int | None:
@@ -163,24 +163,24 @@ def _layers(planner: Planner) -> int | None:
     return largest(lambda layers: planner.estimate(planner.config, layers).peak, deep, planner.device.room)
 
 
-def _times(planner: Planner, found: MemoryEstimate) -> Times:
-    width = PARAMETERS[found.config.precision].itemsize
-    sizes, config = planner.sizes, found.config
+def _times(planner: Planner, estimate: MemoryEstimate) -> Times:
+    width = PARAMETERS[estimate.config.precision].itemsize
+    sizes, config = planner.sizes, estimate.config
     split = exchanged(config.engine, config.engine_options, width * sizes.parameters, width * sizes.trained)
-    return step_time(found, planner.device, planner.size, split)
+    return step_time(estimate, planner.device, planner.size, split)
 
 
 def _rows(planner: Planner, open_batch: bool) -> list[PlanRow]:
     """Combine engines and policies, each with its fastest micro-batch that fits."""
     width, sizes = PARAMETERS[planner.config.precision].itemsize, planner.sizes
-    held = (width * sizes.parameters, width * sizes.trained, 2.0 * width * sizes.trained)
-    found = list[PlanRow]()
+    state_bytes = (width * sizes.parameters, width * sizes.trained, 2.0 * width * sizes.trained)
+    rows = list[PlanRow]()
     base: dict[tuple[str, int], MemoryEstimate] = {}
     first: tuple[str, EngineOptions] | None = None
     for name, options in variants(planner.size, planner.config.engine_options):
         plain = dataclasses.replace(planner.config, engine=name, engine_options=options)
-        states = held[2] if plain.optim.name in ("adamw", "adam") else 0.0
-        if least_held(name, options, planner.size, (*held[:2], states)) > planner.device.room:
+        states = state_bytes[2] if plain.optim.name in ("adamw", "adam") else 0.0
+        if least_held(name, options, planner.size, (*state_bytes[:2], states)) > planner.device.room:
             continue
         try:
             own = planner.estimate(_at(planner, plain, "none", 1, open_batch))
@@ -191,15 +191,15 @@ def _rows(planner: Planner, open_batch: bool) -> list[PlanRow]:
             continue
         for policy in _POLICIES:
             if (policy, 1) in base:
-                found += _best_row(planner, plain, policy, own, base, open_batch)
-    return _confirmed(planner, found, open_batch)
+                rows += _best_row(planner, plain, policy, own, base, open_batch)
+    return _trace_rows(planner, rows, open_batch)
 
 
 def _at(planner: Planner, config: Config, policy: str, times: int, open_batch: bool) -> Config:
     sizes = _micro_sizes(planner, open_batch)
     norm = planner.config.micro_size > 1 and len(sizes) > 2
     size = sizes[min(times - 1 + norm, len(sizes) - 1)]
-    return dataclasses.replace(_sized(planner, config, size, open_batch), activation_checkpointing=policy)
+    return dataclasses.replace(_with_micro(planner, config, size, open_batch), activation_checkpointing=policy)
 
 
 def _policies(
@@ -212,42 +212,44 @@ def _policies(
         others.
     The final rows are traced by themselves.
     """
-    found = {}
+    estimates = {}
     config = dataclasses.replace(planner.config, engine=first[0], engine_options=first[1])
     for policy in _POLICIES:
         try:
-            one = found[policy, 1] = planner.estimate(_at(planner, config, policy, 1, open_batch))
+            small = estimates[policy, 1] = planner.estimate(_at(planner, config, policy, 1, open_batch))
             larger = _at(planner, config, policy, 2, open_batch)
-            plain = found.get(("none", 2))
-            found[policy, 2] = _grown(one, found["none", 1], plain, larger) if plain else planner.estimate(larger)
+            plain = estimates.get(("none", 2))
+            estimates[policy, 2] = (
+                _extrapolate(small, estimates["none", 1], plain, larger) if plain else planner.estimate(larger)
+            )
         except UsageError:  # no blocks are known
             continue
-    return found
+    return estimates
 
 
-def _grown(one: MemoryEstimate, low: MemoryEstimate, high: MemoryEstimate, config: Config) -> MemoryEstimate:
-    """Scale `one` to larger micro-batches; `low` and `high` determine its constant part."""
+def _extrapolate(estimate: MemoryEstimate, low: MemoryEstimate, high: MemoryEstimate, config: Config) -> MemoryEstimate:
+    """Scale `estimate` to larger micro-batches; `low` and `high` determine its constant part."""
     small, large = low.config.micro_size, high.config.micro_size
     if small == large:
-        return dataclasses.replace(one, config=config)
+        return dataclasses.replace(estimate, config=config)
 
-    def grown(mine: float, less: float, more: float) -> float:
+    def grown(value: float, less: float, more: float) -> float:
         fixed = less - small * (more - less) / (large - small)
-        return mine + (large - small) * max(0.0, mine - fixed) / small
+        return value + (large - small) * max(0.0, value - fixed) / small
 
     phases = {
         name: grown(size, low.phases[name], high.phases[name])
-        for name, size in one.phases.items()
+        for name, size in estimate.phases.items()
         if name in low.phases and name in high.phases
     }
-    mine, less, more = (each.work["compute"] for each in (one, low, high))
+    own, less, more = (each.work["compute"] for each in (estimate, low, high))
     compute = Work(
-        grown(mine.flops, less.flops, more.flops),
-        grown(mine.moved, less.moved, more.moved),
-        grown(mine.calls, less.calls, more.calls),
+        grown(own.flops, less.flops, more.flops),
+        grown(own.moved, less.moved, more.moved),
+        grown(own.calls, less.calls, more.calls),
     )
-    work = {**one.work, "compute": compute}
-    return dataclasses.replace(one, config=config, phases=phases, work=work, batch=one.batch * large / small)
+    work = {**estimate.work, "compute": compute}
+    return dataclasses.replace(estimate, config=config, phases=phases, work=work, batch=estimate.batch * large / small)
 
 
 def _best_row(
@@ -265,17 +267,17 @@ def _best_row(
     low, high, plain = base[policy, 1], base.get((policy, 2), base[policy, 1]), base["none", 1]
     best: PlanRow | None = None
     for size in _micro_sizes(planner, open_batch):
-        sized = dataclasses.replace(_sized(planner, config, size, open_batch), activation_checkpointing=policy)
-        made = _scaled(low, high, own, plain, sized, planner)
-        if made.peak > planner.device.room:
+        sized = dataclasses.replace(_with_micro(planner, config, size, open_batch), activation_checkpointing=policy)
+        estimate = _combine(low, high, own, plain, sized, planner)
+        if estimate.peak > planner.device.room:
             break
-        row = PlanRow(sized, _flags(planner, sized), made.peak, _times(planner, made))
+        row = PlanRow(sized, _flags(planner, sized), estimate.peak, _times(planner, estimate))
         if best is None or row.rate > 1.02 * best.rate:
             best = row
     return [best] if best else []
 
 
-def _scaled(
+def _combine(
     low: MemoryEstimate,
     high: MemoryEstimate,
     own: MemoryEstimate,
@@ -283,8 +285,8 @@ def _scaled(
     config: Config,
     planner: Planner,
 ) -> MemoryEstimate:
-    one, other = low.config.micro_size, high.config.micro_size
-    times = (config.micro_size - one) / (other - one) if other > one else 0.0
+    small, large = low.config.micro_size, high.config.micro_size
+    times = (config.micro_size - small) / (large - small) if large > small else 0.0
 
     def line(a: float, b: float) -> float:
         return a + times * (b - a)
@@ -295,11 +297,11 @@ def _scaled(
         if name in high.phases and name in own.phases and name in plain.phases
     }
     one_micro, other_micro = low.work["compute"], high.work["compute"]
-    mine, theirs = own.work["compute"], plain.work["compute"]
+    own_work, plain_work = own.work["compute"], plain.work["compute"]
     compute = Work(
-        line(one_micro.flops, other_micro.flops) + mine.flops - theirs.flops,
-        line(one_micro.moved, other_micro.moved) + mine.moved - theirs.moved,
-        line(one_micro.calls, other_micro.calls) + mine.calls - theirs.calls,
+        line(one_micro.flops, other_micro.flops) + own_work.flops - plain_work.flops,
+        line(one_micro.moved, other_micro.moved) + own_work.moved - plain_work.moved,
+        line(one_micro.calls, other_micro.calls) + own_work.calls - plain_work.calls,
     )
     work = {"compute": compute, "update": own.work["update"]}
     slots = -(-config.micro_batches // planner.size)
@@ -308,32 +310,34 @@ def _scaled(
     return dataclasses.replace(low, config=config, peak=peak, phases=phases, work=work, slots=slots)
 
 
-def _confirmed(planner: Planner, rows: list[PlanRow], open_batch: bool) -> list[PlanRow]:
+def _trace_rows(planner: Planner, rows: list[PlanRow], open_batch: bool) -> list[PlanRow]:
     """Trace each row, with a smaller micro-batch if it does not fit."""
-    found = list[PlanRow]()
+    traced_rows = list[PlanRow]()
     for row in sorted(rows, key=lambda row: -row.rate)[:_SHOWN]:
         sizes = [size for size in _micro_sizes(planner, open_batch) if size <= row.config.micro_size]
         for size in sizes[: -_RETRIES - 1 : -1]:
-            config = _sized(planner, row.config, size, open_batch)
+            config = _with_micro(planner, row.config, size, open_batch)
             try:
-                made = planner.estimate(config)
+                estimate = planner.estimate(config)
             except UsageError:
                 break
-            if made.peak <= planner.device.room:
-                found.append(PlanRow(config, _flags(planner, config), made.peak, _times(planner, made), traced=True))
+            if estimate.peak <= planner.device.room:
+                traced_rows.append(
+                    PlanRow(config, _flags(planner, config), estimate.peak, _times(planner, estimate), traced=True)
+                )
                 break
-    return sorted(found, key=lambda row: -row.rate)
+    return sorted(traced_rows, key=lambda row: -row.rate)
 
 
 def _flags(planner: Planner, config: Config) -> tuple[str, ...]:
     """The flags that a command needs for this configuration."""
-    asked = planner.asked
-    found = ["--engine", config.engine]
-    if config.engine_options.sharding != asked.engine_options.sharding:
-        found += ["--engine.sharding", config.engine_options.sharding]
-    found += ["--activation-checkpointing", config.activation_checkpointing]
-    found += ["--batch-size", str(config.batch_size), "--micro-batch-size", str(config.micro_size)]
-    return tuple(found)
+    request = planner.asked
+    flags = ["--engine", config.engine]
+    if config.engine_options.sharding != request.engine_options.sharding:
+        flags += ["--engine.sharding", config.engine_options.sharding]
+    flags += ["--activation-checkpointing", config.activation_checkpointing]
+    flags += ["--batch-size", str(config.batch_size), "--micro-batch-size", str(config.micro_size)]
+    return tuple(flags)
 
 
 def _advice(planner: Planner, rows: list[PlanRow], open_batch: bool) -> str:
@@ -348,29 +352,29 @@ def _advice(planner: Planner, rows: list[PlanRow], open_batch: bool) -> str:
     least = dataclasses.replace(
         least, engine_options=dataclasses.replace(last[1], sharding=config.engine_options.sharding)
     )
-    tried = [("", least)]
+    candidates = [("", least)]
     if config.precision == "bf16" and planner.size > 1:
         narrow = dataclasses.replace(least.engine_options, param_dtype="bf16")
-        tried.append(
+        candidates.append(
             (
                 "--precision float32 --engine.param-dtype bf16, ",
                 dataclasses.replace(least, precision="float32", engine_options=narrow),
             )
         )
-    tried.append(("--precision bf16-true, ", dataclasses.replace(least, precision="bf16-true")))
-    needed = math.inf
-    for said, changed in tried:
+    candidates.append(("--precision bf16-true, ", dataclasses.replace(least, precision="bf16-true")))
+    least_peak = math.inf
+    for prefix, candidate in candidates:
         for policy in ("full", "none"):
             try:
-                peak = planner.estimate(dataclasses.replace(changed, activation_checkpointing=policy)).peak
+                peak = planner.estimate(dataclasses.replace(candidate, activation_checkpointing=policy)).peak
             except UsageError:
                 continue
-            needed = min(needed, peak)
+            least_peak = min(least_peak, peak)
             if peak <= room:
-                return f"change first: {said}{' '.join(_flags(planner, changed))}"
-    if not math.isfinite(needed):
-        return "no engine can take it"
+                return f"change first: {prefix}{' '.join(_flags(planner, candidate))}"
+    if not math.isfinite(least_peak):
+        return "no engine can train it here"
     return (
-        "change first: the model, the length of its samples or the device: the least of all ways takes "
-        f"{needed / room:.2f} times its room"
+        "change first: the model, the sample length or the device: the smallest configuration needs "
+        f"{least_peak / room:.2f} times the device's memory"
     )

@@ -1,4 +1,4 @@
-"""Make the task to plan, at any depth and micro-batch, often without data.
+"""Build the task to plan, at any depth and micro-batch, often without data.
 
     subject = subject_of(config, None, say)
     subject.at(4)           # the task, whose model has 4 of its blocks; 0: all
@@ -58,15 +58,15 @@ class Subject:
     context: int = 0
 
 
-def subject_of(config: Config, given: Any, say: Say) -> Subject:
-    """Make the subject of `config`'s task, or of the task `given`.
+def subject_of(config: Config, own_task: Any, say: Say) -> Subject:
+    """Make the subject of `config`'s task, or of the task `own_task`.
 
     Raises:
         UsageError: as in training.
     """
-    if given is None and kind_of(config.task) == LANGUAGE:
+    if own_task is None and kind_of(config.task) == LANGUAGE:
         return _language_model(config, say)
-    task = named_task(config, say) if given is None else adapted(given)
+    task = named_task(config, say) if own_task is None else adapted(own_task)
     if task.own_steps is not None:
         raise ConfigError(
             "lockstep plan: the task steps its optimizers itself (manual optimization), which cannot be traced without "
@@ -83,7 +83,7 @@ def subject_of(config: Config, given: Any, say: Say) -> Subject:
         loaded = asked("dataset", lambda: [dataset[place % samples] for place in range(size)])
         return asked("collate", lambda: task.collate(loaded))
 
-    return Subject(task, samples, lambda layers: _shortened(task, layers), batch)
+    return Subject(task, samples, lambda layers: _with_layers(task, layers), batch)
 
 
 def asked(method: str, call: Callable[[], Any]) -> Any:
@@ -100,35 +100,35 @@ def asked(method: str, call: Callable[[], Any]) -> Any:
         raise blamed(method, error, "its plan") from error
 
 
-def _shortened(task: Task, layers: int) -> Task:
+def _with_layers(task: Task, layers: int) -> Task:
     """The task with only the first `layers` blocks of its model.
 
     All are in one list.
     """
     if not layers:
         return task
-    other: Any = copy.copy(task)
+    shallow: Any = copy.copy(task)
 
     def model() -> nn.Module:
-        made = task.model()
-        held = _list_of(task, made)
-        if held is not None:
-            del held[layers:]
-        return made
+        network = task.model()
+        blocks = _list_of(task, network)
+        if blocks is not None:
+            del blocks[layers:]
+        return network
 
-    other.model = model
-    return cast(Task, other)
+    shallow.model = model
+    return cast(Task, shallow)
 
 
 def layers_of(task: Task, model: nn.Module) -> int:
     """Count the model's equal blocks in one list, which may be cut; 0: none."""
-    held = _list_of(task, model)
-    return 0 if held is None else len(held)
+    blocks = _list_of(task, model)
+    return 0 if blocks is None else len(blocks)
 
 
 def _list_of(task: Task, model: nn.Module) -> nn.ModuleList | None:
-    named = task.blocks(model)
-    blocks = find_blocks(model).modules if named is None else list(named)
+    declared = task.blocks(model)
+    blocks = find_blocks(model).modules if declared is None else list(declared)
     shapes = {str([(name, p.shape, p.dtype) for name, p in block.named_parameters()]) for block in blocks}
     if len(shapes) != 1 or len({type(block) for block in blocks}) != 1:
         return None
@@ -143,18 +143,18 @@ def _language_model(config: Config, say: Say) -> Subject:
     if file.name == "config.json" and file.is_file():
         config, hub = dataclasses.replace(config, model_name=str(file.parent)), True
     if not hub and config.model_name not in PRESETS:
-        named_task(config, say)  # which says what is known
+        named_task(config, say)  # raises an error that lists the known names
     return _of_hub(config, say) if hub else _built_in(config)
 
 
 def _built_in(config: Config) -> Subject:
     shape = PRESETS[config.model_name]
-    known = trained_size(config.tokenizer) or config.data.vocab_size
-    shape = dataclasses.replace(shape, vocab_size=known, dropout=config.model.dropout)
+    vocabulary = trained_size(config.tokenizer) or config.data.vocab_size
+    shape = dataclasses.replace(shape, vocab_size=vocabulary, dropout=config.model.dropout)
 
     def task(layers: int = 0) -> CausalLM:
         cut = dataclasses.replace(shape, layers=layers or shape.layers)
-        corpus: Any = _Unread(known, min(config.seq_len, shape.context))
+        corpus: Any = _ShapeOnlyCorpus(vocabulary, min(config.seq_len, shape.context))
         return CausalLM(corpus, cut, loss_chunk=config.model.loss_chunk, inside=loss_inside(config))
 
     def windows(tokens: int) -> Subject:
@@ -164,39 +164,39 @@ def _built_in(config: Config) -> Subject:
         raise ConfigError(
             f"--seq-len {config.seq_len} is longer than the context of {config.model_name}, {shape.context}; lower it"
         )
-    made = task()
-    return Subject(made, 0, task, _tokens(config), windows, shape.context)
+    full = task()
+    return Subject(full, 0, task, _tokens(config), windows, shape.context)
 
 
 def _of_hub(config: Config, say: Say) -> Subject:
-    asked = config.model
+    options = config.model
     source = HubModel(
         config.model_name,
-        revision=asked.revision,
-        trust_remote_code=asked.trust_remote_code,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
         cache=cache_of(config),
         say=say,
     )
     vocabulary = trained_size(config.tokenizer) or source.vocab_size
-    stored = getattr(source.settings, "dtype", None) or getattr(source.settings, "torch_dtype", None)
+    checkpoint_dtype = getattr(source.settings, "dtype", None) or getattr(source.settings, "torch_dtype", None)
     dtype = _DTYPES.get(config.precision, torch.float32)
-    if config.lora.rank and asked.pretrained:
-        dtype = stored if isinstance(stored, torch.dtype) else torch.float32
-    corpus: Any = _Unread(vocabulary, config.seq_len)
+    if config.lora.rank and options.pretrained:
+        dtype = checkpoint_dtype if isinstance(checkpoint_dtype, torch.dtype) else torch.float32
+    corpus: Any = _ShapeOnlyCorpus(vocabulary, config.seq_len)
 
     def task(layers: int = 0) -> HubCausalLM:
-        made = HubCausalLM(
+        instance = HubCausalLM(
             corpus,
             source.with_layers(layers) if layers else source,
             vocab_size=vocabulary,
             dtype=dtype,
             pretrained=False,
             sources={},
-            loss_chunk=asked.loss_chunk,
+            loss_chunk=options.loss_chunk,
             inside=loss_inside(config),
         )
-        made.defaults = "fine-tuning" if asked.pretrained else "language-model"
-        return made
+        instance.defaults = "fine-tuning" if options.pretrained else "language-model"
+        return instance
 
     def windows(tokens: int) -> Subject:
         return _of_hub(dataclasses.replace(config, seq_len=tokens), say)
@@ -204,7 +204,7 @@ def _of_hub(config: Config, say: Say) -> Subject:
     return Subject(task(), 0, task, _tokens(config), windows, source.context)
 
 
-class _Unread:
+class _ShapeOnlyCorpus:
     """A corpus that only has the form of its samples."""
 
     def __init__(self, vocab_size: int, seq_len: int) -> None:
@@ -222,8 +222,8 @@ def _tokens(config: Config) -> Callable[[int], dict[str, torch.Tensor]]:
             return {name: torch.ones(size, config.seq_len, dtype=torch.int64) for name in names}
         except RuntimeError as error:
             raise ConfigError(
-                f"--micro-batch-size {size}: so many samples of {config.seq_len} tokens do not fit the memory of this "
-                "machine, which makes one batch of them; lower it"
+                f"--micro-batch-size {size}: a batch of {size} samples of {config.seq_len} tokens does not fit this "
+                "machine's memory; lower it"
             ) from error
 
     return batch

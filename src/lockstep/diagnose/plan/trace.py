@@ -1,7 +1,7 @@
 """Trace a few training steps in a fake world: rank 0's memory and work.
 
-    found = traced(config, subject, world_size, layers=4)
-    found.peaks["backward 0"]       # bytes
+    trace = traced(config, subject, world_size, layers=4)
+    trace.peaks["backward 0"]       # bytes
 
 The parts are those of a run: `model_of`, the engine, the task's loss. Phases are named by the model's blocks, so that
 a deep model can be extrapolated from two shallow ones (see estimate.py): the peak of a phase is a linear function of
@@ -91,7 +91,7 @@ def traced(
     if config.exact:
         config = dataclasses.replace(config, batch_size=config.micro_size * slots * size)
     recorder = OperationRecorder()
-    with warnings.catch_warnings(), _frozen():
+    with warnings.catch_warnings(), _freeze_gc():
         warnings.simplefilter("ignore")
         with fake_world(size, engine=config.engine, fused=fused) as world, recorder:
             try:
@@ -104,14 +104,14 @@ def traced(
             except LockstepError:
                 raise
             except Exception as error:  # an error in any case, or only without values: `probed` finds out
-                said = " ".join(str(error).split())[:200] or type(error).__name__
+                reason = " ".join(str(error).split())[:200] or type(error).__name__
                 raise Untraceable(
-                    f"the model cannot be traced: {recorder.operation} ({recorder.phase}): {said}"
+                    f"the model cannot be traced: {recorder.operation} ({recorder.phase}): {reason}"
                 ) from error
 
 
 @contextlib.contextmanager
-def _frozen() -> Iterator[None]:
+def _freeze_gc() -> Iterator[None]:
     """Context manager in which garbage collection skips older objects.
 
     A trace collects three times, and passing over all objects of torch and of other traces takes a third of a second
@@ -156,28 +156,28 @@ class _Stage:
 
     def __init__(self, config: Config, subject: Subject, world: Any, recorder: OperationRecorder, layers: int) -> None:
         self._subject, self._recorder, self._size = subject, recorder, config.micro_size
-        self._apart = _finds_out(config)
+        self._first_differs = _first_step_differs(config)
         self._counting = config.exact or ENGINES[config.engine].own_gradients
         self._task = subject.at(layers)
         model = self._model = model_of(config, self._task, world, RunState(), lambda line: None, planned=True)
-        named = self._task.blocks(model)
-        self._blocks = find_blocks(model).modules if named is None else list(named)
+        declared = self._task.blocks(model)
+        self._blocks = find_blocks(model).modules if declared is None else list(declared)
         self._optimizer: Optimizer | None = None
-        self._engine = self._made(config, world)
+        self._engine = self._build_engine(config, world)
         exchanging(self._engine.model)
         self._loss = loss_of(self._task)
         modules = list(self._engine.model.modules())  # fsdp changes parameters on the way, never modules
         self._parameters = [each._parameters for each in modules if each._parameters]
         self._buffers = [each._buffers for each in modules if each._buffers]
 
-    def _made(self, config: Config, world: Any) -> Engine:
-        def make(held: nn.Module) -> Optimizer:
-            self._optimizer = optimizer_of(config, self._task, held)
+    def _build_engine(self, config: Config, world: Any) -> Engine:
+        def make(model: nn.Module) -> Optimizer:
+            self._optimizer = optimizer_of(config, self._task, model)
             return self._optimizer
 
         options = config.engine_options
         if options.find_unused_parameters == "auto":  # a step of fsdp would ask the others for numbers
-            options = dataclasses.replace(options, find_unused_parameters=_told(config))
+            options = dataclasses.replace(options, find_unused_parameters=_unused_option(config))
         return engine(
             config.engine,
             self._model,
@@ -205,28 +205,28 @@ class _Stage:
             first = self._begin(batch, slots)
             gc.collect()
             recorder.begin()
-            played = min(slots, 2) if self._apart else slots
-            self._step(batch, played)
+            traced_slots = min(slots, 2) if self._first_differs else slots
+            self._step(batch, traced_slots)
         gc.collect()
         levels, divided = dict(recorder.levels), dict(recorder.parts)
-        for name, found in first.levels.items():
-            levels[f"first {name}"], divided[f"first {name}"] = found, first.parts[name]
+        for name, values in first.levels.items():
+            levels[f"first {name}"], divided[f"first {name}"] = values, first.parts[name]
             if slots > 2 and name != "update":  # neither the first micro-batch of a step nor the exchanged one
-                levels[f"middle {name}"] = [level + first.states for level in found]
+                levels[f"middle {name}"] = [level + first.states for level in values]
                 divided[f"middle {name}"] = first.parts[name] | {"optimizer states": first.states}
-        levels = {name: [level - own for level in found] for name, found in levels.items()}
-        peaks = {name: float(max(found)) for name, found in levels.items()}
+        levels = {name: [level - own for level in values] for name, values in levels.items()}
+        peaks = {name: float(max(values)) for name, values in levels.items()}
         parts = {
             name: {key: float(size - own * (key == "rest")) for key, size in each.items()}
             for name, each in divided.items()
         }
-        held = float(recorder.level - own)
+        state_bytes = float(recorder.level - own)
         for each in parts.values():
-            self._name_what_engines_keep(each, held)
+            self._name_engine_state(each, state_bytes)
         peaks["start"] = float(start)
-        return StepTrace(peaks, levels, parts, held, _merged(recorder.work, played), float(own))
+        return StepTrace(peaks, levels, parts, state_bytes, _total_work(recorder.work, traced_slots), float(own))
 
-    def _name_what_engines_keep(self, parts: dict[str, float], held: float) -> None:
+    def _name_engine_state(self, parts: dict[str, float], state_bytes: float) -> None:
         """Name gradients in DDP's buffers, and states that ZeRO's optimizer does not expose.
 
         DDP's buffers have the gradients even while no parameter does.
@@ -235,7 +235,7 @@ class _Stage:
         buckets = float(sum(p.nbytes for p in trained)) if isinstance(self._engine.model, DDP) else 0.0
         _move(parts, "gradients", buckets - parts["gradients"])
         if not parts["optimizer states"]:
-            _move(parts, "optimizer states", held - parts["parameters"] - buckets)
+            _move(parts, "optimizer states", state_bytes - parts["parameters"] - buckets)
 
     def _begin(self, batch: MicroBatch, slots: int) -> "_FirstStep":
         """Take a first step, which makes the optimizer's states.
@@ -244,7 +244,7 @@ class _Stage:
         backward uses are known, gradients exist next to the buffers.
         """
         recorder = self._recorder
-        if self._apart:
+        if self._first_differs:
             gc.collect()
             recorder.begin()
             before = recorder.level
@@ -275,10 +275,10 @@ class _Stage:
 
     def _counted(self, real: Any) -> float:
         value = self._task.count(real)
-        found = checked(value)
-        if found is None:
-            raise TypeError(f"{shown(value)} is no number of items")
-        return found
+        items = checked(value)
+        if items is None:
+            raise TypeError(f"{shown(value)} is not a number of items")
+        return items
 
     def _slot(self, batch: MicroBatch, last: bool) -> None:
         recorder = self._recorder
@@ -294,10 +294,10 @@ class _Stage:
 
     def _parts(self) -> dict[str, list[Tensor]]:
         """The named tensors of this rank."""
-        parameters = [p for held in self._parameters for p in held.values() if p is not None]
+        parameters = [p for group in self._parameters for p in group.values() if p is not None]
         copied = copies_of(self._model)
         copies = copied.tensors if copied else []
-        buffers = [b for held in self._buffers for b in held.values() if b is not None]
+        buffers = [b for group in self._buffers for b in group.values() if b is not None]
         states = [
             value
             for state in (getattr(self._optimizer, "state", None) or {}).values()
@@ -324,10 +324,10 @@ def unlike(config: Config) -> int:
     The last one is exchanged, those before it add to separate gradients; the first has none to add to. If gradients
     have one place throughout, the last takes as much as those between.
     """
-    return 3 if _finds_out(config) else 2
+    return 3 if _first_step_differs(config) else 2
 
 
-def _finds_out(config: Config) -> bool:
+def _first_step_differs(config: Config) -> bool:
     """Whether the first step has gradients next to DDP's buffers.
 
     It finds the parameters that a backward uses.
@@ -337,13 +337,13 @@ def _finds_out(config: Config) -> bool:
     return buffered and options.find_unused_parameters == "auto" and not options.static_graph
 
 
-def _told(config: Config) -> str:
+def _unused_option(config: Config) -> str:
     """The value of find_unused_parameters that a trace uses for "auto".
 
     DDP rebuilds its buffers by numbers after the first exchanged step, if no parameter is unused.
     """
     own = own_options(config.engine)
-    if "bucket_cap_mb" in own and not _finds_out(config):
+    if "bucket_cap_mb" in own and not _first_step_differs(config):
         return "true"
     return "false" if "sharding" in own else "auto"
 
@@ -355,26 +355,26 @@ def _mark(blocks: list[nn.Module], recorder: OperationRecorder, stack: contextli
     def forward(place: int) -> Any:
         name = f"forward {place if place < _EDGE else place - last - 1}"
 
-        def begin(module: nn.Module, inputs: Any, named: Any) -> None:
+        def begin(module: nn.Module, inputs: Any, kwargs: Any) -> None:
             recorder.phase = name
             if place == 0:
-                _when_done([*inputs, *named.values()], "end")
+                _when_done([*inputs, *kwargs.values()], "end")
 
         return begin
 
     def backward(place: int) -> Any:
         name = f"backward {place if place < _EDGE else place - last - 1}"
 
-        def end(module: nn.Module, inputs: Any, found: Any) -> None:
-            _when_done([found], name)
+        def end(module: nn.Module, inputs: Any, output: Any) -> None:
+            _when_done([output], name)
             if place == last:
                 recorder.phase = "loss"
 
         return end
 
-    def _when_done(found: Any, name: str) -> None:
+    def _when_done(values: Any, name: str) -> None:
         """Start the phase when the gradient of these is known."""
-        for leaf in tree_leaves(found):
+        for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _: setattr(recorder, "phase", name))  # type: ignore[no-untyped-call]
 
@@ -383,12 +383,12 @@ def _mark(blocks: list[nn.Module], recorder: OperationRecorder, stack: contextli
         stack.callback(block.register_forward_hook(backward(place)).remove)
 
 
-def _merged(work: dict[str, Work], slots: int) -> dict[str, Work]:
+def _total_work(work: dict[str, Work], slots: int) -> dict[str, Work]:
     """Sum the work by "compute", of one micro-batch, and "update"."""
-    found = {"compute": Work(), "update": Work()}
+    totals = {"compute": Work(), "update": Work()}
     for name, each in work.items():
-        into, share = found["update" if name == "update" else "compute"], 1 if name == "update" else slots
+        into, share = totals["update" if name == "update" else "compute"], 1 if name == "update" else slots
         into.flops += each.flops / share
         into.moved += each.moved / share
         into.calls += each.calls / share
-    return found
+    return totals

@@ -1,1 +1,1 @@
-"""Judgement of all ranks' traces: where a step's time goes, and what to change first."""
+"""Analysis of all ranks' traces: the time of a step by part, and the best change."""

@@ -1,4 +1,4 @@
-"""Summarise the ranks' parts as one run's over a long time, the basis for remedies."""
+"""Summarise the ranks' parts as those of a long run, the basis of remedies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ class Remedy:
     """A change to propose.
 
     Attributes:
-        bottleneck: what it removes.
-        what: a flag, or a change in words.
+        bottleneck: the one that it removes.
+        what: a flag, or the change in words.
         after: milliseconds that a step would take, for as many samples as now.
         why: a clause for the sentence.
         last: it changes the training itself, so it is proposed only if nothing else gains much.
@@ -76,7 +76,7 @@ class ProfileSummary:
 
         The slowdown of an evaluation is unknown: an event there counts with its isolated cost.
         """
-        gone, least = 0.0, float(self.about.get("event_us", 0.0)) / 1e3
+        cost, least = 0.0, float(self.about.get("event_us", 0.0)) / 1e3
         for rank in self.ranks:
             each = self.event / rank.trace.steps / len(self.ranks)
             events, frames = rank.trace.events, rank.trace.frames
@@ -90,8 +90,8 @@ class ProfileSummary:
                 of_one = each if name != "evaluation" else least / rank.trace.steps / len(self.ranks)
                 less = min(self.steady[name], count * of_one)
                 self.steady[name] -= less
-                gone += less * (name != "evaluation")
-        return gone
+                cost += less * (name != "evaluation")
+        return cost
 
     @property
     def event(self) -> float:
@@ -100,13 +100,13 @@ class ProfileSummary:
         It is the thread's extra computing time a step compared with before the trace, if known: writing also evicts
         caches. Its waits meanwhile, for another rank or a core, do not count.
         """
-        least, found = float(self.about.get("event_us", 0.0)) / 1e3, []
+        least, costs = float(self.about.get("event_us", 0.0)) / 1e3, []
         for rank in self.ranks:
             longer = rank.trace.about.get("tracing_ms")
             count = sum(rank.trace.events.get(part, 0) for part in ("forward", "backward", "update")) / rank.trace.steps
-            known = longer is not None and count
-            found.append(min(max(float(longer or 0.0) / count, least), _EVENT) if known else least)
-        return fmean(found)
+            has_time = longer is not None and count
+            costs.append(min(max(float(longer or 0.0) / count, least), _EVENT) if has_time else least)
+        return fmean(costs)
 
     def warmed(self, remedy: Remedy) -> float:
         """Return `after` of a remedy, without the cost of cold caches if it removes waits."""
@@ -142,11 +142,11 @@ class ProfileSummary:
 
         gloo copies and adds on it.
         """
-        whole = self.steady["exposed_communication"] + self.steady["hidden_communication"]
-        if not self.on_cpu or whole <= 0.0:
+        total = self.steady["exposed_communication"] + self.steady["hidden_communication"]
+        if not self.on_cpu or total <= 0.0:
             return 0.0
         computing = (int(self.about.get("threads", 1)) - 1) * self.steady["compute"]
-        return min(1.0, max(0.0, self.usage("others") - computing) / whole)
+        return min(1.0, max(0.0, self.usage("others") - computing) / total)
 
     @property
     def busy(self) -> float:
@@ -154,16 +154,16 @@ class ProfileSummary:
         if not self.on_cpu:
             return 0.0
         own = fmean(sum(map(float, rank.trace.about.get("cpu", {}).values())) for rank in self.ranks)
-        whole = int(self.about.get("local_ranks", 1)) * (own - self.tracing + self.usage("others"))
-        return max(0.0, whole / max(1, int(self.about.get("cores", 1))))
+        total = int(self.about.get("local_ranks", 1)) * (own - self.tracing + self.usage("others"))
+        return max(0.0, total / max(1, int(self.about.get("cores", 1))))
 
-    def without(self, **gone: float) -> float:
+    def without(self, **savings: float) -> float:
         """Return a step's time minus so many milliseconds."""
-        return max(self.step - sum(gone.values()), 1e-6)
+        return max(self.step - sum(savings.values()), 1e-6)
 
 
 def empty(run: ProfileSummary) -> float:
     """Return the share of padding positions, over all ranks."""
-    said = [rank.trace.about.get("padding") or {} for rank in run.ranks]
-    whole = sum(int(each.get("positions", 0)) for each in said)
-    return sum(int(each.get("empty", 0)) for each in said) / whole if whole else 0.0
+    counts = [rank.trace.about.get("padding") or {} for rank in run.ranks]
+    total = sum(int(each.get("positions", 0)) for each in counts)
+    return sum(int(each.get("empty", 0)) for each in counts) / total if total else 0.0

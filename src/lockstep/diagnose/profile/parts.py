@@ -22,7 +22,7 @@ PARTS = (
     *("compute", "hidden_communication", "exposed_communication", "data", "host"),
     *("update", "checkpoint", "evaluation", "imbalance", "queued"),
 )
-_NEAR = 50.0  # microseconds between the end of a wait and what follows from it
+_NEAR = 50.0  # microseconds between the end of a wait and its effect
 _PAIRED = 2e5  # microseconds by which the ends of one exchange may differ between ranks
 
 
@@ -90,26 +90,26 @@ def _step_at(steps: Spans, at: float) -> int:
 
 
 def _of_cpu(trace: ProfileTrace, late: Spans) -> Parted:
-    whole = union([trace.window])
-    mark = {name: common(spans, whole) for name, spans in trace.marks.items()}
+    window = union([trace.window])
+    mark = {name: common(spans, window) for name, spans in trace.marks.items()}
     evaluation = mark.get("evaluate", NONE)
     checkpoint = minus(mark.get("save", NONE), evaluation)
     record = minus(mark.get("record", NONE), union(evaluation, checkpoint))
-    rest = minus(whole, union(evaluation, checkpoint, record))
-    data = common(union(mark.get("data", NONE), mark.get("load", NONE)), rest)
-    rest = minus(rest, data)
-    busy, exchanges = common(trace.works[""], rest), common(_all(trace), rest)
+    remainder = minus(window, union(evaluation, checkpoint, record))
+    data = common(union(mark.get("data", NONE), mark.get("load", NONE)), remainder)
+    remainder = minus(remainder, data)
+    busy, exchanges = common(trace.works[""], remainder), common(_all(trace), remainder)
     exposed = minus(exchanges, busy)
     imbalance = common(exposed, late)
-    update = minus(common(mark.get("update", NONE), rest), exposed)
+    update = minus(common(mark.get("update", NONE), remainder), exposed)
     compute = minus(busy, update)
-    host = minus(rest, union(exposed, update, compute))
+    host = minus(remainder, union(exposed, update, compute))
     passes = {name: mark.get(name, NONE) for name in ("forward", "backward")}
     between = common(host, union(*passes.values()))
     per_step = _per_step(trace)
     return Parted(
         trace,
-        per_step(whole),
+        per_step(window),
         {
             "compute": per_step(compute),
             "hidden_communication": per_step(common(exchanges, busy)),
@@ -133,80 +133,80 @@ def _of_cpu(trace: ProfileTrace, late: Spans) -> Parted:
     )
 
 
-def _without_queue(found: Parted) -> Parted:
+def _without_queue(rank: Parted) -> Parted:
     """Move the time in which the thread had no core to its own part.
 
     The time is known for each of lockstep's parts of a step, but not its position within. A thread that loses its core
     does so for longer than an operation's call takes, and while it sleeps it wants none.
     """
-    about, parts = found.trace.about, dict(found.parts)
+    about, parts = rank.trace.about, dict(rank.parts)
     queued = {name: float(spent) for name, spent in about.get("queued", {}).items()}
-    had, waited = (
+    cpu_time, queue_time = (
         sum(float(each.get(name, 0.0)) for name in ("forward", "backward")) for each in (about.get("cpu", {}), queued)
     )
-    computing, between = found.forward + found.backward, found.passes - found.calling
-    slept = min(max(computing + found.passes - had - waited, 0.0), between) if had else 0.0
-    wanting = computing + between - slept
-    left = 1.0 - min(waited, wanting) / max(wanting, 1e-9)
+    computing, between = rank.forward + rank.backward, rank.passes - rank.calling
+    sleep = min(max(computing + rank.passes - cpu_time - queue_time, 0.0), between) if cpu_time else 0.0
+    demand = computing + between - sleep
+    remaining = 1.0 - min(queue_time, demand) / max(demand, 1e-9)
     outside = max(float(about.get("usage", {}).get("queued", 0.0)) - sum(queued.values()), 0.0)
-    apart = parts["host"] - found.passes - found.record
-    beside = apart + found.record + parts["evaluation"] + parts["checkpoint"]  # outside a step's parts
-    lost = min(outside / max(beside, 1e-9), 1.0)
-    gone = {
-        "compute": computing * (1.0 - left),
-        "host": (between - slept) * (1.0 - left) + (apart + found.record) * lost,
-        "evaluation": parts["evaluation"] * lost,
-        "checkpoint": parts["checkpoint"] * lost,
+    own_host = parts["host"] - rank.passes - rank.record
+    other = own_host + rank.record + parts["evaluation"] + parts["checkpoint"]  # outside a step's parts
+    lost_share = min(outside / max(other, 1e-9), 1.0)
+    cost = {
+        "compute": computing * (1.0 - remaining),
+        "host": (between - sleep) * (1.0 - remaining) + (own_host + rank.record) * lost_share,
+        "evaluation": parts["evaluation"] * lost_share,
+        "checkpoint": parts["checkpoint"] * lost_share,
         "data": min(queued.get("data", 0.0), parts["data"]),
         "update": min(queued.get("update", 0.0), parts["update"]),
     }
-    for name, spent in gone.items():
+    for name, spent in cost.items():
         parts[name] = max(0.0, parts[name] - spent)
-        parts["queued"] += found.parts[name] - parts[name]
+        parts["queued"] += rank.parts[name] - parts[name]
     return replace(
-        found,
+        rank,
         parts=parts,
-        forward=found.forward * left,
-        backward=found.backward * left,
-        record=found.record * (1.0 - lost),
-        passes=slept + (between - slept) * left + found.calling,
-        again=found.again * left,
-        framing=found.framing * left,
+        forward=rank.forward * remaining,
+        backward=rank.backward * remaining,
+        record=rank.record * (1.0 - lost_share),
+        passes=sleep + (between - sleep) * remaining + rank.calling,
+        again=rank.again * remaining,
+        framing=rank.framing * remaining,
     )
 
 
 def _of_device(trace: ProfileTrace, late: Spans) -> Parted:
-    whole = union([trace.window])
-    mark = {name: common(spans, whole) for name, spans in trace.marks.items()}
-    work = {name: common(spans, whole) for name, spans in trace.works.items()}
-    apart = [work.get(name, NONE) for name in ("update", "evaluate", "save")]
+    window = union([trace.window])
+    mark = {name: common(spans, window) for name, spans in trace.marks.items()}
+    work = {name: common(spans, window) for name, spans in trace.works.items()}
+    phases = [work.get(name, NONE) for name in ("update", "evaluate", "save")]
     compute = union(*(spans for name, spans in work.items() if name not in ("update", "evaluate", "save")))
-    update, evaluated, saved = _in_turn(compute, *apart)
-    busy, exchanges = union(compute, *apart), common(_all(trace), whole)
+    update, evaluation_work, checkpoint_work = _in_turn(compute, *phases)
+    busy, exchanges = union(compute, *phases), common(_all(trace), window)
     exposed = minus(exchanges, busy)
     imbalance = common(exposed, late)
-    copies = minus(common(trace.copies, whole), union(busy, exchanges))
-    idle = minus(whole, union(busy, exchanges, copies))
+    copies = minus(common(trace.copies, window), union(busy, exchanges))
+    idle = minus(window, union(busy, exchanges, copies))
     places = (mark.get("evaluate", NONE), mark.get("save", NONE), mark.get("record", NONE))
     loading = union(mark.get("data", NONE), mark.get("load", NONE))
     evaluation, checkpoint, record, data = (common(idle, each) for each in _in_turn(NONE, *places, loading))
-    rest = minus(idle, union(evaluation, checkpoint, record, data))
+    remainder = minus(idle, union(evaluation, checkpoint, record, data))
     reach = trace.waits + np.array([-_NEAR, _NEAR]) if len(trace.waits) else NONE
-    after = _beginning_in(rest, union(reach))
-    between = common(rest, union(mark.get("forward", NONE), mark.get("backward", NONE)))
+    after = _beginning_in(remainder, union(reach))
+    between = common(remainder, union(mark.get("forward", NONE), mark.get("backward", NONE)))
     per_step = _per_step(trace)
     return Parted(
         trace,
-        per_step(whole),
+        per_step(window),
         {
             "compute": per_step(compute),
             "hidden_communication": per_step(common(exchanges, busy)),
             "exposed_communication": per_step(minus(exposed, imbalance)),
             "data": per_step(data) + per_step(copies),
-            "host": per_step(rest) + per_step(record),
+            "host": per_step(remainder) + per_step(record),
             "update": per_step(update),
-            "checkpoint": per_step(saved) + per_step(checkpoint),
-            "evaluation": per_step(evaluated) + per_step(evaluation),
+            "checkpoint": per_step(checkpoint_work) + per_step(checkpoint),
+            "evaluation": per_step(evaluation_work) + per_step(evaluation),
             "imbalance": per_step(imbalance),
             "queued": 0.0,
         },
@@ -214,9 +214,9 @@ def _of_device(trace: ProfileTrace, late: Spans) -> Parted:
         backward=per_step(work.get("backward", NONE)),
         record=per_step(record),
         waits=per_step(after),
-        allocates=per_step(common(rest, trace.allocates)),
+        allocates=per_step(common(remainder, trace.allocates)),
         passes=per_step(between),
-        again=per_step(common(trace.again, whole)),
+        again=per_step(common(trace.again, window)),
         alone=_alone(trace, exposed),
     )
 
@@ -226,7 +226,7 @@ def _alone(trace: ProfileTrace, exposed: Spans) -> tuple[float, ...]:
     steps = trace.marks["step"]
     queued = trace.about.get("queued_by_step") or [0.0] * len(steps)
     each = [end - begin - length(common(exposed, union([(begin, end)]))) for begin, end in steps]
-    return tuple(spent / 1e3 - float(lost) for spent, lost in zip(each, queued, strict=False))
+    return tuple(spent / 1e3 - float(wait) for spent, wait in zip(each, queued, strict=False))
 
 
 def _per_step(trace: ProfileTrace) -> Callable[[Spans], float]:
@@ -234,20 +234,20 @@ def _per_step(trace: ProfileTrace) -> Callable[[Spans], float]:
     return lambda spans: length(spans) / trace.steps / 1e3
 
 
-def _in_turn(taken: Spans, *given: Spans) -> list[Spans]:
-    """Each of the given spans without `taken` and those before it."""
-    found = []
-    for spans in given:
-        found.append(minus(spans, taken))
-        taken = union(taken, spans)
-    return found
+def _in_turn(earlier: Spans, *groups: Spans) -> list[Spans]:
+    """Each of the given spans without `earlier` and those before it."""
+    results = []
+    for spans in groups:
+        results.append(minus(spans, earlier))
+        earlier = union(earlier, spans)
+    return results
 
 
 def _beginning_in(gaps: Spans, places: Spans) -> Spans:
     """The gaps that begin within one of the places."""
     edges = places.reshape(-1)
-    found: Spans = gaps[np.searchsorted(edges, gaps[:, 0], side="right") % 2 == 1]
-    return found
+    matches: Spans = gaps[np.searchsorted(edges, gaps[:, 0], side="right") % 2 == 1]
+    return matches
 
 
 def _all(trace: ProfileTrace) -> Spans:
@@ -261,40 +261,40 @@ def _waiting(traces: Sequence[ProfileTrace]) -> list[Spans]:
     """
     clocks = _clocks(traces)
     kinds = [_kinds(trace, clock) for trace, clock in zip(traces, clocks, strict=True)]
-    found = []
+    waits = []
     for rank, clock in enumerate(clocks):
         late = []
         for kind, own in kinds[rank].items():
             begins = [own[:, 0]]
-            for other, theirs in enumerate(kinds):
-                if other != rank and kind in theirs:
-                    begins.append(_begin_of_the_same(own, theirs[kind]))
+            for peer, exchanges in enumerate(kinds):
+                if peer != rank and kind in exchanges:
+                    begins.append(_peer_begins(own, exchanges[kind]))
             late.append(np.stack([own[:, 0], np.minimum(np.max(begins, axis=0), own[:, 1])], axis=1) + clock)
-        found.append(union(*late))
-    return found
+        waits.append(union(*late))
+    return waits
 
 
-def _begin_of_the_same(own: Spans, theirs: Spans) -> NDArray[np.float64]:
+def _peer_begins(own: Spans, peer: Spans) -> NDArray[np.float64]:
     """When another rank reached each exchange; -inf if it has no match."""
-    order = np.argsort(theirs[:, 1])
-    ends = theirs[order, 1]
+    order = np.argsort(peer[:, 1])
+    ends = peer[order, 1]
     after = np.clip(np.searchsorted(ends, own[:, 1]), 1, max(1, len(ends) - 1))
     near = np.where(
         np.abs(ends[after - 1] - own[:, 1]) <= np.abs(ends[np.minimum(after, len(ends) - 1)] - own[:, 1]),
         after - 1,
         np.minimum(after, len(ends) - 1),
     )
-    begins: NDArray[np.float64] = theirs[order[near], 0]
+    begins: NDArray[np.float64] = peer[order[near], 0]
     fits = (np.abs(ends[near] - own[:, 1]) < _PAIRED) & (begins < own[:, 1])
     begins[~fits] = -np.inf
     return begins
 
 
 def _kinds(trace: ProfileTrace, clock: float) -> dict[str, Spans]:
-    found: dict[str, list[tuple[float, float]]] = {}
+    by_kind: dict[str, list[tuple[float, float]]] = {}
     for kind, begin, end in trace.exchanges:
-        found.setdefault(kind, []).append((begin - clock, end - clock))
-    return {kind: np.array(spans, dtype=np.float64) for kind, spans in found.items()}
+        by_kind.setdefault(kind, []).append((begin - clock, end - clock))
+    return {kind: np.array(spans, dtype=np.float64) for kind, spans in by_kind.items()}
 
 
 def _clocks(traces: Sequence[ProfileTrace]) -> list[float]:

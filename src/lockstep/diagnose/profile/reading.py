@@ -36,11 +36,9 @@ __all__ = [
     "common",
     "length",
     "minus",
-    "own_times",
     "read",
     "read_all",
     "top",
-    "understood",
     "union",
 ]
 
@@ -50,14 +48,12 @@ Spans = NDArray[np.float64]
 NONE: Spans = np.empty((0, 2))
 
 
-def union(*given: Spans | Sequence[Sequence[float]]) -> Spans:
+def union(*spans: Spans | Sequence[Sequence[float]]) -> Spans:
     """Return the times in any of the intervals.
 
-    These may overlap, and be in any order; empty ones are dropped.
-
-    Empty ones are dropped.
+    They may overlap, and be in any order; empty ones are dropped.
     """
-    parts = [np.asarray(each, dtype=np.float64).reshape(-1, 2) for each in given]
+    parts = [np.asarray(each, dtype=np.float64).reshape(-1, 2) for each in spans]
     every = np.concatenate(parts) if parts else NONE
     every = every[every[:, 1] > every[:, 0]]
     if not len(every):
@@ -69,27 +65,27 @@ def union(*given: Spans | Sequence[Sequence[float]]) -> Spans:
     return np.stack([every[begins, 0], ends[lasts]], axis=1)
 
 
-def common(one: Spans, other: Spans) -> Spans:
+def common(a: Spans, b: Spans) -> Spans:
     """Return the times in both."""
-    if not len(one) or not len(other):
+    if not len(a) or not len(b):
         return NONE
-    # The intervals of `other` that overlap one of `one` are consecutive.
-    first = np.searchsorted(other[:, 1], one[:, 0], side="right")
-    stop = np.searchsorted(other[:, 0], one[:, 1], side="left")
+    # The intervals of `b` that overlap one of `a` are consecutive.
+    first = np.searchsorted(b[:, 1], a[:, 0], side="right")
+    stop = np.searchsorted(b[:, 0], a[:, 1], side="left")
     counts = np.maximum(stop - first, 0)
-    mine = np.repeat(np.arange(len(one)), counts)
+    rows = np.repeat(np.arange(len(a)), counts)
     before = np.repeat(np.cumsum(counts) - counts, counts)
-    theirs = np.repeat(first, counts) + np.arange(len(mine)) - before
-    found = np.stack([np.maximum(one[mine, 0], other[theirs, 0]), np.minimum(one[mine, 1], other[theirs, 1])], axis=1)
-    return union(found)
+    columns = np.repeat(first, counts) + np.arange(len(rows)) - before
+    overlaps = np.stack([np.maximum(a[rows, 0], b[columns, 0]), np.minimum(a[rows, 1], b[columns, 1])], axis=1)
+    return union(overlaps)
 
 
-def minus(one: Spans, other: Spans) -> Spans:
-    """Return the times in `one` and not in `other`."""
-    if not len(one) or not len(other):
-        return one
-    edges = np.concatenate([[-np.inf], other.reshape(-1), [np.inf]]).reshape(-1, 2)
-    return common(one, edges)
+def minus(a: Spans, b: Spans) -> Spans:
+    """Return the times in `a` and not in `b`."""
+    if not len(a) or not len(b):
+        return a
+    edges = np.concatenate([[-np.inf], b.reshape(-1), [np.inf]]).reshape(-1, 2)
+    return common(a, edges)
 
 
 def length(spans: Spans) -> float:
@@ -134,18 +130,18 @@ def own_times(spans: Iterable[tuple[str, float, float]]) -> Times:
     Args:
         spans: name, begin and end in microseconds, of one thread: nested or disjoint.
     """
-    found: Times = {}
+    times: Times = {}
     around: list[tuple[str, float]] = []  # open spans, with their ends
     for name, begin, end in sorted(spans, key=lambda span: (span[1], -span[2])):
         while around and around[-1][1] <= begin:
             around.pop()
         if around:
-            found[around[-1][0]][1] -= end - begin
-        entry = found.setdefault(name, [0, 0.0])
+            times[around[-1][0]][1] -= end - begin
+        entry = times.setdefault(name, [0, 0.0])
         entry[0] += 1
         entry[1] += end - begin
         around.append((name, end))
-    return found
+    return times
 
 
 def top(ranks: Sequence[Times], steps: int, step_ms: float) -> list[Operation]:
@@ -156,17 +152,17 @@ def top(ranks: Sequence[Times], steps: int, step_ms: float) -> list[Operation]:
         steps: traced.
         step_ms: milliseconds of a step.
     """
-    whole: Times = {}
+    totals: Times = {}
     for times in ranks:
         for name, (calls, spent) in times.items():
-            entry = whole.setdefault(name, [0, 0.0])
+            entry = totals.setdefault(name, [0, 0.0])
             entry[0] += calls
             entry[1] += spent
     count = len(ranks) * steps
-    found = heapq.nlargest(_MOST, whole.items(), key=lambda item: item[1][1])
+    largest = heapq.nlargest(_MOST, totals.items(), key=lambda item: item[1][1])
     return [
         Operation(name, spent / count / 1e3, spent / count / 1e3 / max(step_ms, 1e-9), calls / count)
-        for name, (calls, spent) in found
+        for name, (calls, spent) in largest
         if spent > 0
     ]
 
@@ -185,7 +181,7 @@ _CALL = {
     False: 4.0,
 }  # microseconds of an operation on a CPU that its size has no part in; of a kernel
 _SPANS = ("copies", "waits", "allocates", "again", "following")
-_CALLED = 25.0  # microseconds between two events in which Python does no more than call the next operation
+_CALL_GAP = 25.0  # microseconds between two events in which Python does no more than call the next operation
 
 
 class ProfileTraceError(ConfigError):
@@ -249,23 +245,23 @@ class ProfileTrace:
     @property
     def packed(self) -> dict[str, Any]:
         """The trace as plain numbers, for another rank; `unpacked` restores it."""
-        whole: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        values: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         for name in ("marks", "works"):
-            whole[name] = {key: spans.tolist() for key, spans in whole[name].items()}
+            values[name] = {key: spans.tolist() for key, spans in values[name].items()}
         for name in _SPANS:
-            whole[name] = whole[name].tolist()
-        return whole | {"names": sorted(self.names)}
+            values[name] = values[name].tolist()
+        return values | {"names": sorted(self.names)}
 
     @classmethod
-    def unpacked(cls, whole: dict[str, Any]) -> "ProfileTrace":
+    def unpacked(cls, packed: dict[str, Any]) -> "ProfileTrace":
         """Restore a trace from `packed`."""
-        found = dict(whole)
+        values = dict(packed)
         for name in ("marks", "works"):
-            found[name] = {key: _as_spans(spans) for key, spans in found[name].items()}
+            values[name] = {key: _as_spans(spans) for key, spans in values[name].items()}
         for name in _SPANS:
-            found[name] = _as_spans(found[name])
-        found |= {"names": frozenset(found["names"]), "window": tuple(found["window"])}
-        return cls(**found | {"exchanges": [tuple(each) for each in found["exchanges"]]})
+            values[name] = _as_spans(values[name])
+        values |= {"names": frozenset(values["names"]), "window": tuple(values["window"])}
+        return cls(**values | {"exchanges": [tuple(each) for each in values["exchanges"]]})
 
 
 def read_all(folder: Path) -> list[ProfileTrace]:
@@ -275,26 +271,26 @@ def read_all(folder: Path) -> list[ProfileTrace]:
         ProfileTraceError: there are none, or one is missing, damaged, foreign, or of other steps than the others.
     """
     try:
-        found = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+        paths = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
     except OSError as error:
         raise ProfileTraceError(
             f"{folder}: {error.strerror or error}; give a folder such as RUN/profile/100-110"
         ) from error
-    if not found:
+    if not paths:
         raise ProfileTraceError(f"{folder} has no rank-R.json.gz; give a folder such as RUN/profile/100-110")
-    traces = [read(found[rank]) for rank in sorted(found)]
+    traces = [read(paths[rank]) for rank in sorted(paths)]
     world, steps = int(traces[0].about["world_size"]), traces[0].about["steps"]
-    for rank, trace in zip(sorted(found), traces, strict=True):
-        said = (trace.rank, trace.about["world_size"], trace.about["steps"])
-        if said != (rank, world, steps):
+    for rank, trace in zip(sorted(paths), traces, strict=True):
+        identity = (trace.rank, trace.about["world_size"], trace.about["steps"])
+        if identity != (rank, world, steps):
             raise ProfileTraceError(
-                f"{found[rank]} is of another profile (rank, world size, steps: {said}); profile again"
+                f"{paths[rank]} is of another profile (rank, world size, steps: {identity}); profile again"
             )
-    missing = sorted(set(range(world)) - found.keys())
+    missing = sorted(set(range(world)) - paths.keys())
     if missing:
         ranks = ", ".join(map(str, missing))
         raise ProfileTraceError(
-            f"{folder}: of {world} ranks the trace of {ranks} is missing; copy it there, or profile again"
+            f"{folder}: of {world} ranks, the trace of {ranks} is missing; copy it there, or profile again"
         )
     return traces
 
@@ -307,12 +303,12 @@ def read(path: Path) -> ProfileTrace:
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            found = json.load(file)
+            document = json.load(file)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ProfileTraceError(f"{path} is damaged: {why}; profile these steps again") from error
     try:
-        return understood(found)
+        return understood(document)
     except ProfileTraceError as error:
         raise ProfileTraceError(f"{path} {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -321,23 +317,23 @@ def read(path: Path) -> ProfileTrace:
         ) from error
 
 
-def understood(found: Any) -> ProfileTrace:
+def understood(document: Any) -> ProfileTrace:
     """Make a trace from its JSON.
 
     Raises:
         ProfileTraceError: it is not lockstep's.
     """
-    about = found.get("lockstep") if isinstance(found, dict) else None
-    if not isinstance(about, dict) or not isinstance(found.get("traceEvents"), list):
+    about = document.get("lockstep") if isinstance(document, dict) else None
+    if not isinstance(about, dict) or not isinstance(document.get("traceEvents"), list):
         raise ProfileTraceError(
-            "is no trace of lockstep's: make one with train --profile FIRST:LAST, or lockstep profile"
+            "is not a trace of lockstep: make one with train --profile FIRST:LAST, or lockstep profile"
         )
-    base = float(found.get("baseTimeNanoseconds", 0)) / 1e3
-    events = [event for event in found["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+    base = float(document.get("baseTimeNanoseconds", 0)) / 1e3
+    events = [event for event in document["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     marks, thread = _marks(events, base)
     steps = marks.get("step", NONE)
     if thread is None or not len(steps):
-        raise ProfileTraceError("has no step of lockstep's in it; profile these steps again")
+        raise ProfileTraceError("contains no step of lockstep; profile these steps again")
     window = (float(steps[0, 0]), float(steps[-1, 1]))
     if about["device"] == "cpu":
         return _of_cpu(about, window, marks, events, base, thread)
@@ -355,7 +351,7 @@ def _spans(events: Iterable[dict[str, Any]], base: float) -> Spans:
 
 def _marks(events: list[dict[str, Any]], base: float) -> tuple[dict[str, Spans], Any]:
     """The spans of the phases, and their thread. Touching marks are merged, except for the steps."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    by_phase: dict[str, list[tuple[float, float]]] = {}
     thread = None
     for event in events:
         name = str(event.get("name", ""))
@@ -363,8 +359,8 @@ def _marks(events: list[dict[str, Any]], base: float) -> tuple[dict[str, Spans],
             phase = name.removeprefix(_MARK).split()[0]
             if phase in _PHASES:
                 thread = event.get("tid") if phase == "step" else thread
-                found.setdefault(phase, []).append(_span(event, base))
-    return {phase: _sorted(spans) if phase == "step" else union(spans) for phase, spans in found.items()}, thread
+                by_phase.setdefault(phase, []).append(_span(event, base))
+    return {phase: _sorted(spans) if phase == "step" else union(spans) for phase, spans in by_phase.items()}, thread
 
 
 def _sorted(spans: list[tuple[float, float]]) -> Spans:
@@ -384,21 +380,21 @@ def _of_cpu(
     thread: Any,
 ) -> ProfileTrace:
     own = [event for event in events if event.get("cat") == "cpu_op" and event.get("tid") == thread]
-    working = [event for event in own if _works(str(event["name"]))]
+    working = [event for event in own if _is_work(str(event["name"]))]
     sending = _spans((event for event in own if str(event["name"]).startswith("c10d::")), base)
     busy = minus(_spans(working, base), sending)
     passes = union(marks.get("forward", NONE), marks.get("backward", NONE))
     inside, updating, in_steps = (_within(each, base) for each in (passes, marks.get("update", NONE), marks["step"]))
     outer = _outermost(working)
     lengths = [float(event["dur"]) for event in outer if inside(event)]
-    frames = sum(inside(event) for event in own if not _works(str(event["name"])))
+    frames = sum(inside(event) for event in own if not _is_work(str(event["name"])))
     return ProfileTrace(
         about,
         window,
         marks,
         {"": busy},
         _by_gloo(events, base, thread),
-        again=_again(own, marks, base),
+        again=_recomputations(own, marks, base),
         following=_following(own, base),
         count=len(lengths),
         calls=sum(min(length, _CALL[True]) for length in lengths),
@@ -411,22 +407,22 @@ def _of_cpu(
 
 def _outermost(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The events of one thread that are not nested."""
-    found, end = [], -float("inf")
+    outer, end = [], -float("inf")
     for event in sorted(events, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         if float(event["ts"]) >= end:
-            found.append(event)
+            outer.append(event)
             end = float(event["ts"]) + float(event["dur"])
-    return found
+    return outer
 
 
 def _following(events: list[dict[str, Any]], base: float) -> Spans:
     """The gaps between a thread's consecutive begins and ends, if short."""
     edges = np.sort(np.array([_span(event, base) for event in events]).reshape(-1))
-    near = np.flatnonzero(np.diff(edges) < _CALLED)
+    near = np.flatnonzero(np.diff(edges) < _CALL_GAP)
     return union(np.stack([edges[near], edges[near + 1]], axis=1))
 
 
-def _again(events: list[dict[str, Any]], marks: dict[str, Spans], base: float) -> Spans:
+def _recomputations(events: list[dict[str, Any]], marks: dict[str, Spans], base: float) -> Spans:
     """The spans of recomputed forwards, by activation checkpointing or by the model itself.
 
     A backward records no operations for another backward. Recorded operations within one of its nodes, which have a
@@ -437,7 +433,7 @@ def _again(events: list[dict[str, Any]], marks: dict[str, Spans], base: float) -
     for event in events:
         if inside(event):
             by_thread.setdefault(event.get("tid"), []).append(event)
-    found = []
+    forwards = []
     for own in by_thread.values():
         open_nodes: list[tuple[float, float]] = []
         for event in sorted(own, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
@@ -447,12 +443,12 @@ def _again(events: list[dict[str, Any]], marks: dict[str, Spans], base: float) -
             name, args = str(event["name"]), event.get("args", {})
             if name.startswith(_NODE):
                 open_nodes.append((begin, end))
-            elif open_nodes and _works(name) and "Sequence number" in args and not args.get("Fwd thread id"):
-                found.append((open_nodes[-1][0], end))
-    return union(found)
+            elif open_nodes and _is_work(name) and "Sequence number" in args and not args.get("Fwd thread id"):
+                forwards.append((open_nodes[-1][0], end))
+    return union(forwards)
 
 
-def _works(name: str) -> bool:
+def _is_work(name: str) -> bool:
     if name.startswith(_NO_WORK):
         return False
     return "::" in name or name.startswith(("Torch-Compiled", "CompiledFunction", "## Call CompiledFxGraph"))
@@ -478,14 +474,16 @@ def _by_gloo(events: list[dict[str, Any]], base: float, thread: Any) -> list[tup
     ranges = sorted(
         (*_span(event, base), str(event["name"])) for event in events if str(event.get("name", "")).startswith("gloo:")
     )
-    found = [(kind.removeprefix("gloo:"), begin, end) for begin, end, kind in ranges]
-    asked = [event for event in events if str(event.get("name", "")).startswith("c10d::") and event["tid"] != thread]
-    for event in sorted(asked, key=lambda event: float(event["ts"])):
+    exchanges = [(kind.removeprefix("gloo:"), begin, end) for begin, end, kind in ranges]
+    foreign_calls = [
+        event for event in events if str(event.get("name", "")).startswith("c10d::") and event["tid"] != thread
+    ]
+    for event in sorted(foreign_calls, key=lambda event: float(event["ts"])):
         kind, at = _kind(str(event["name"])), float(event["ts"]) + base
-        place = next((k for k, (name, begin, _) in enumerate(found) if _kind(name) == kind and begin >= at), None)
+        place = next((k for k, (name, begin, _) in enumerate(exchanges) if _kind(name) == kind and begin >= at), None)
         if place is not None:
-            del found[place]
-    return found
+            del exchanges[place]
+    return exchanges
 
 
 def _kind(name: str) -> str:
@@ -500,15 +498,15 @@ def _of_device(
     events: list[dict[str, Any]],
     base: float,
 ) -> ProfileTrace:
-    asked = {
+    launches = {
         event["args"]["correlation"]: float(event["ts"]) + base
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
     phases = [(phase, _places(marks[phase])) for phase in _NESTED if phase in marks]
-    repeated = _places(_again([event for event in events if event.get("cat") == "cpu_op"], marks, base))
-    works: dict[str, list[tuple[float, float]]] = {}
-    exchanges, copies, lengths, again, names, kernels = [], [], [], [], set(), Times()
+    recomputes = _places(_recomputations([event for event in events if event.get("cat") == "cpu_op"], marks, base))
+    work: dict[str, list[tuple[float, float]]] = {}
+    exchanges, copies, lengths, recomputations, names, kernels = [], [], [], [], set(), Times()
     for event in events:
         if event.get("cat") not in _DEVICE:
             continue
@@ -521,27 +519,27 @@ def _of_device(
         if event["cat"] == "gpu_memcpy" and "HtoD" in name:
             copies.append(span)
             continue
-        at = asked.get(event.get("args", {}).get("correlation"), span[0])
+        at = launches.get(event.get("args", {}).get("correlation"), span[0])
         phase = next((phase for phase, inside in phases if inside(at)), "")
-        works.setdefault(phase, []).append(span)
+        work.setdefault(phase, []).append(span)
         if phase in ("forward", "backward"):
             lengths.append(span[1] - span[0])
-            again += [span] * repeated(at)
+            recomputations += [span] * recomputes(at)
         elif phase == "update":
             names.add(name)
     calls = [event for event in events if event.get("cat") == "cuda_runtime"]
     waits = _spans((event for event in calls if str(event["name"]) in _HOST_WAITS), base)
-    end = max([window[1], *(spans[-1][1] for spans in works.values())])  # the device's own end of the last step
+    end = max([window[1], *(spans[-1][1] for spans in work.values())])  # the device's own end of the last step
     return ProfileTrace(
         about,
         (window[0], end),
         marks,
-        {phase: union(spans) for phase, spans in works.items()},
+        {phase: union(spans) for phase, spans in work.items()},
         sorted(exchanges, key=lambda each: each[1]),
         union(copies),
         waits,
         _spans((event for event in calls if str(event["name"]).startswith(_ALLOCATES)), base),
-        again=union(again),
+        again=union(recomputations),
         count=len(lengths),
         calls=sum(min(length, _CALL[False]) for length in lengths),
         names=frozenset(names),
@@ -559,5 +557,5 @@ def _places(spans: Spans) -> Callable[[float], bool]:
 
 def _collective(name: str) -> str:
     """Extract the kind of an NCCL kernel: `ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)` -> `allreduce`."""
-    found = re.search(r"(AllReduce|ReduceScatter|AllGather|Broadcast|Reduce|SendRecv)", name)
-    return found[1].lower() if found else "nccl"
+    match = re.search(r"(AllReduce|ReduceScatter|AllGather|Broadcast|Reduce|SendRecv)", name)
+    return match[1].lower() if match else "nccl"

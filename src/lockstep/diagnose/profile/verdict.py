@@ -35,7 +35,7 @@ _OFTEN = 4  # micro-batches in place of one, for less frequent exchanges
 
 def _remedies(run: ProfileSummary) -> Iterator[Remedy]:
     """Yield every change that applies, in no order."""
-    for rule in (_data, _imbalance, _communication, _seldom):
+    for rule in (_data, _imbalance, _communication, _frequency):
         yield from rule(run)
     yield from within(run)
 
@@ -47,26 +47,29 @@ def _data(run: ProfileSummary) -> Iterator[Remedy]:
     if spent <= 0.0:
         return
     now, cores = int(run.option("data.workers") or 0), run.cores
-    rest = max(slow.own - run.tracing - spent, 1e-3)
-    loading = spent if not now else (rest + spent) * now  # of one process: with loaders, the whole step is loading
-    wanted = min(max(now + 1, math.ceil(loading / rest) + 1), 64)
+    remainder = max(slow.own - run.tracing - spent, 1e-3)
+    loading = spent if not now else (remainder + spent) * now  # of one process: with loaders, the whole step is loading
+    workers = min(max(now + 1, math.ceil(loading / remainder) + 1), 64)
     share = float(slow.trace.about.get("cpu", {}).get("data", spent)) / spent if not now else 1.0
     computing = min(1.0, max(0.0, share))  # the part of loading that takes a core; the rest waits for a disk
     if computing > 0.5:
-        wanted = max(now + 1, min(wanted, cores))
+        workers = max(now + 1, min(workers, cores))
     own = []
     for rank in run.ranks:
         each = max(rank.own - run.tracing - rank.parts["data"], 0.0)
-        whole = rank.parts["data"] if not now else (each + rank.parts["data"]) * now
+        loading_time = rank.parts["data"] if not now else (each + rank.parts["data"]) * now
         if not now:  # a loader process hands over each micro-batch, which takes both of them
             each += float(rank.trace.about.get("handed_ms", 0.0)) * int(rank.trace.about.get("slots", 1))
-        busy = (each + whole * computing) / max(1, cores)  # what all cores have to do
-        own.append(max(each, whole / wanted, busy if not now else 0.0))
-    after = max(own) + _beside(run)
-    named = "" if _alike(run, "data") else f" on rank {slow.trace.rank}"
+        busy = (each + loading_time * computing) / max(1, cores)  # work of all cores
+        own.append(max(each, loading_time / workers, busy if not now else 0.0))
+    after = max(own) + _overhead(run)
+    place = "" if _similar(run, "data") else f" on rank {slow.trace.rank}"
     how = f"{now} loader processes do not keep up" if now else "samples are loaded between the steps"
     yield Remedy(
-        "data", f"--data.workers {wanted}", after, f"{how}{named}: {spent:.1f} ms a step are spent in waiting for data"
+        "data",
+        f"--data.workers {workers}",
+        after,
+        f"{how}{place}: {spent:.1f} ms of each step are spent waiting for data",
     )
 
 
@@ -74,24 +77,24 @@ def _imbalance(run: ProfileSummary) -> Iterator[Remedy]:
     """Shares by speed if one rank is slower; by length if ranks take turns."""
     if len(run.ranks) < 2 or run.steady["imbalance"] <= 0.0:
         return
-    waited = min(run.steady["imbalance"], _apart(run))  # the rest is for ranks that had no core, or by chance
+    wait = min(run.steady["imbalance"], _lead(run))  # the rest is for ranks that had no core, or by chance
     own = [rank.own - run.tracing for rank in run.ranks]
     slow = max(range(len(own)), key=own.__getitem__)
-    others = fmean(each for place, each in enumerate(own) if place != slow)
-    if own[slow] > 1.05 * others:
-        waited -= own[slow] - fmean(own)  # what remains is of ranks that are late in turns
-        yield from _slow_rank(run, own, slow, others)
-    if waited <= 0.0:
+    mean = fmean(each for place, each in enumerate(own) if place != slow)
+    if own[slow] > 1.05 * mean:
+        wait -= own[slow] - fmean(own)  # the rest is of ranks that are late in turns
+        yield from _slow_rank(run, own, slow, mean)
+    if wait <= 0.0:
         return
-    after = run.without(imbalance=waited)
-    why = f"in each step another rank is late, {waited:.1f} ms in the mean: samples differ in length"
+    after = run.without(imbalance=wait)
+    why = f"a different rank is late in each step, by {wait:.1f} ms on average: samples differ in length"
     if run.about.get("shares"):
-        yield Remedy("imbalance", "--shares auto, with the task's `work` to say how long a sample takes", after, why)
+        yield Remedy("imbalance", "--shares auto, with the task's `work` as the cost of a sample", after, why)
     else:
-        yield Remedy("imbalance", "samples of like length in a micro-batch", after, why)
+        yield Remedy("imbalance", "samples of similar length in a micro-batch", after, why)
 
 
-def _apart(run: ProfileSummary) -> float:
+def _lead(run: ProfileSummary) -> float:
     """The mean lead of a step's slowest rank over the mean, in milliseconds.
 
     It is that of the ranks' own work.
@@ -100,30 +103,30 @@ def _apart(run: ProfileSummary) -> float:
     return fmean(max(each) - fmean(each) for each in steps)
 
 
-def _slow_rank(run: ProfileSummary, own: list[float], slow: int, others: float) -> Iterator[Remedy]:
+def _slow_rank(run: ProfileSummary, own: list[float], slow: int, mean: float) -> Iterator[Remedy]:
     """Fewer micro-batches for the rank at `slow`.
 
     Args:
         own: milliseconds of each rank's own work in a step.
-        others: the mean of the other ranks.
+        mean: the mean of the other ranks.
     """
     data = [rank.parts["data"] for rank in run.ranks]
-    if data[slow] - min(data) > 0.5 * (own[slow] - others):
+    if data[slow] - min(data) > 0.5 * (own[slow] - mean):
         return  # it is late because of its data alone: see _data
-    exchange, fixed = _beside(run), run.steady["update"]
+    exchange, fixed = _overhead(run), run.steady["update"]
     count = int(run.about.get("micro_batches", len(own)))
     slots = [int(rank.trace.about.get("slots", 1)) for rank in run.ranks]
     each = [(spent - fixed) / max(1, have) for spent, have in zip(own, slots, strict=True)]
     after = _best_cut(each, count) + fixed + exchange
-    late = own[slow] / others - 1.0
+    late = own[slow] / mean - 1.0
     rank = run.ranks[slow].trace
     host = rank.about.get("host", "its host")
-    why = f"rank {rank.rank} on {host} is slow by {late:.0%}, and the others wait for it"
+    why = f"rank {rank.rank} on {host} is {late:.0%} slower, and the others wait for it"
     if run.about.get("shares") and after < 0.97 * run.step:
         yield Remedy("imbalance", "--shares auto", after, why)
     else:
-        what = f"look at rank {rank.rank} itself: its device, its host, its data"
-        yield Remedy("imbalance", what, others + exchange, why)
+        change = f"look at rank {rank.rank}: its device, host and data"
+        yield Remedy("imbalance", change, mean + exchange, why)
 
 
 def _best_cut(each: list[float], count: int) -> float:
@@ -131,11 +134,11 @@ def _best_cut(each: list[float], count: int) -> float:
 
     Each rank gets one or more; `each` is a micro-batch's time on each rank.
     """
-    held = [1] * len(each)
+    counts = [1] * len(each)
     for _ in range(count - len(each)):
-        place = min(range(len(each)), key=lambda rank: (held[rank] + 1) * each[rank])
-        held[place] += 1
-    return max(have * spent for have, spent in zip(held, each, strict=True))
+        place = min(range(len(each)), key=lambda rank: (counts[rank] + 1) * each[rank])
+        counts[place] += 1
+    return max(have * spent for have, spent in zip(counts, each, strict=True))
 
 
 def _communication(run: ProfileSummary) -> Iterator[Remedy]:
@@ -152,26 +155,26 @@ def _communication(run: ProfileSummary) -> Iterator[Remedy]:
         size = _BUCKET if megabytes > 2 * _BUCKET else max(0.1, round(megabytes / _BUCKETS, 1))
         buckets = max(1.0, megabytes / size)
         last = fmean(rank.backward for rank in run.ranks) / slots * _OVERLAPS
-        gone = min(exposed * (1.0 - 1.0 / buckets), last) * (1.0 - _without_core(run))
-        why = f"the gradients travel in one bucket after the backward: {parts}"
-        after = max(run.without(gone=gone), min(run.busy, run.step))
+        savings = min(exposed * (1.0 - 1.0 / buckets), last) * (1.0 - _without_core(run))
+        why = f"the gradients are exchanged in one bucket after the backward: {parts}"
+        after = max(run.without(savings=savings), min(run.busy, run.step))
         yield Remedy("communication", f"--engine.bucket-cap-mb {size:g}", after, why)
     narrow = "compression" in has and not run.option("exact")
     if narrow and str(run.option("engine_options.compression") or "none") == "none":
-        why = f"{parts}; half the bytes would do"
+        why = f"{parts}; compression halves the bytes"
         # Half the bytes are copied in half the time, but a core that adds them adds bf16 more slowly than float32.
-        after = run.without(gone=exposed / 2.0 * (1.0 - run.exchanging))
+        after = run.without(savings=exposed / 2.0 * (1.0 - run.exchanging))
         yield Remedy("communication", "--engine.compression bf16", after, why)
     size = int(run.option("batch_size") or 0)
     seldom = 1.0 - 1.0 / _OFTEN
-    gone = (exposed + run.steady["update"]) * seldom
-    what = f"--batch-size {size * _OFTEN} with the same --micro-batch-size: {_OFTEN} times as much work an exchange"
-    why = f"{parts}; it is another training: choose --lr anew"
+    savings = (exposed + run.steady["update"]) * seldom
+    change = f"--batch-size {size * _OFTEN} with the same --micro-batch-size: {_OFTEN} times the work per exchange"
+    why = f"{parts}; this changes the training: tune --lr again"
     last = exposed < run.without(
-        gone=exposed + run.steady["imbalance"]
+        savings=exposed + run.steady["imbalance"]
     )  # half the bytes of a longer one are not enough
-    if run.step > WORTH * run.without(gone=exposed * seldom):  # the exchange's own share, without that of the update
-        yield Remedy("communication", what, run.without(gone=gone), why, last)
+    if run.step > WORTH * run.without(savings=exposed * seldom):  # the exchange's own share, without that of the update
+        yield Remedy("communication", change, run.without(savings=savings), why, last)
 
 
 def _without_core(run: ProfileSummary) -> float:
@@ -182,13 +185,13 @@ def _without_core(run: ProfileSummary) -> float:
     """
     threads, ranks = (int(run.about.get(name, 1)) for name in ("threads", "local_ranks"))
     free = max(0, int(run.about.get("cores", 1)) - threads * ranks)
-    needed = 1.0 if run.on_cpu and ranks == len(run.ranks) else run.exchanging
-    return max(0.0, needed - free / max(1, ranks))
+    required = 1.0 if run.on_cpu and ranks == len(run.ranks) else run.exchanging
+    return max(0.0, required - free / max(1, ranks))
 
 
-def _seldom(run: ProfileSummary) -> Iterator[Remedy]:
+def _frequency(run: ProfileSummary) -> Iterator[Remedy]:
     """Less frequent evaluations, saves or records."""
-    for name, freq, what in (
+    for name, freq, label in (
         ("evaluation", "eval_freq", "an evaluation"),
         ("checkpoint", "ckpt_freq", "a checkpoint"),
         ("record", "log_freq", "a record"),
@@ -196,22 +199,22 @@ def _seldom(run: ProfileSummary) -> Iterator[Remedy]:
         spent, every = run.steady[name], int(run.option(freq) or 0)
         if spent <= 0.0 or not every:
             continue
-        rest = run.without(gone=spent)
-        wanted = _round(max(every + 1, every * spent / (_RARE * rest)))
-        after = rest + spent * every / wanted
+        remainder = run.without(savings=spent)
+        interval = _round(max(every + 1, every * spent / (_RARE * remainder)))
+        after = remainder + spent * every / interval
         waits = name == "checkpoint" and run.option("checkpoint.mode") == "sync"
-        hint = ", or --checkpoint.mode async, which writes beside the steps" if waits else ""
+        hint = ", or --checkpoint.mode async, which writes in the background" if waits else ""
         flag = "--" + freq.replace("_", "-")
-        why = f"{what} every {every} steps takes {spent * every:.1f} ms each time, {spent / run.step:.0%} of all"
-        yield Remedy("records" if name == "record" else name, f"{flag} {wanted}{hint}", after, why)
+        why = f"{label} every {every} steps takes {spent * every:.1f} ms each time, {spent / run.step:.0%} of the time"
+        yield Remedy("records" if name == "record" else name, f"{flag} {interval}{hint}", after, why)
 
 
-def _beside(run: ProfileSummary) -> float:
+def _overhead(run: ProfileSummary) -> float:
     """A step's time beyond the slowest rank's own: exchange, and variation of steps."""
     return max(0.0, run.step + run.tracing - max(rank.own for rank in run.ranks))
 
 
-def _alike(run: ProfileSummary, part: str) -> bool:
+def _similar(run: ProfileSummary, part: str) -> bool:
     spent = [rank.parts[part] for rank in run.ranks]
     return max(spent) < 1.5 * max(fmean(spent), 1e-9)
 
@@ -225,10 +228,10 @@ def _round(number: float) -> int:
 _COMPUTE = "compute"
 FILE = "verdict.json"
 _RULE = 10.0  # compute to exchange: the rule of thumb for training on several devices
-_MUCH = 0.3  # of a step: from there on, by the same rule, the exchange holds the training back
+_HIGH_EXCHANGE = 0.3  # of a step: from there on, by the same rule, the exchange holds the training back
 _OWN_CORE = 0.8  # of the time in operations: with less, the machine is shared
 _SLOWED = 1.1  # by tracing: worth a word
-_WORDS = {
+_LABELS = {
     "compute": "computing",
     "hidden_communication": "exchange behind it",
     "exposed_communication": "exchange, waited for",
@@ -251,7 +254,7 @@ class ProfileVerdict:
         step_ms: milliseconds of a traced step, of the mean rank.
         parts: milliseconds a step, of the mean rank; all but hidden_communication sum to `step_ms`.
         padding: share of positions without anything to learn.
-        bottleneck: what to change first; "compute" if nothing would gain much.
+        bottleneck: the part to change first; "compute" if nothing would gain much.
         sentence: the verdict in words.
         what, gain: the next step, and the expected speed-up.
         notes: explanations.
@@ -280,7 +283,7 @@ class ProfileVerdict:
             share = spent / max(self.step_ms, 1e-9)
             if share >= 0.001:
                 inside = "  (within computing)" if name == "hidden_communication" else ""
-                lines.append(f"  {_WORDS[name]:<38} {spent:>9.2f} ms {share:>5.0%}{inside}")
+                lines.append(f"  {_LABELS[name]:<38} {spent:>9.2f} ms {share:>5.0%}{inside}")
         if self.padding:
             lines.append(f"  {'positions that hold nothing':<38} {'':>12} {self.padding:>5.0%}")
         operations = [HEADING, *map(str, self.operations)] if self.operations else []
@@ -317,10 +320,10 @@ def judged(traces: Sequence[ProfileTrace]) -> ProfileVerdict:
     run = ProfileSummary(ranks)
     step = sum(rank.step for rank in ranks) / len(ranks)
     every = [replace(remedy, after=run.warmed(remedy)) for remedy in _remedies(run)]
-    found = min(every, key=lambda remedy: (remedy.last or run.step < WORTH * remedy.after, remedy.after), default=None)
-    gain = run.step / found.after if found else 1.0
-    if found is None or gain < WORTH:
-        found, gain = Remedy(_COMPUTE, _faster(run), run.step, ""), 1.0
+    best = min(every, key=lambda remedy: (remedy.last or run.step < WORTH * remedy.after, remedy.after), default=None)
+    gain = run.step / best.after if best else 1.0
+    if best is None or gain < WORTH:
+        best, gain = Remedy(_COMPUTE, _faster(run), run.step, ""), 1.0
     first, last = traces[0].about["steps"]
     return ProfileVerdict(
         (int(first), int(last)),
@@ -328,9 +331,9 @@ def judged(traces: Sequence[ProfileTrace]) -> ProfileVerdict:
         step,
         run.parts,
         empty(run),
-        found.bottleneck,
-        _sentence(run, found, gain),
-        found.what,
+        best.bottleneck,
+        _sentence(run, best, gain),
+        best.what,
         gain,
         _notes(run),
         [{"step": rank.step, **rank.parts} for rank in ranks],
@@ -344,43 +347,43 @@ def _faster(run: ProfileSummary) -> str:
         return "--compile"
     if not run.on_cpu and run.option("precision") == "float32":
         return "--precision bf16"
-    return "more or faster devices: `lockstep scale` says what more of them bring"
+    return "more or faster devices: `lockstep scale` shows what more of them gain"
 
 
-def _sentence(run: ProfileSummary, found: Remedy, gain: float) -> str:
-    if found.bottleneck == _COMPUTE:
+def _sentence(run: ProfileSummary, remedy: Remedy, gain: float) -> str:
+    if remedy.bottleneck == _COMPUTE:
         share = run.steady["compute"] / max(run.step, 1e-9)
         return (
-            f"Computing takes {share:.0%} of a step, and no single change would gain 10 %. Faster still: {found.what}"
+            f"Computing takes {share:.0%} of a step, and no single change would gain 10 %. Faster still: {remedy.what}"
         )
     times = f"{gain:.2f}" if gain < 10 else f"{gain:.0f}"
-    return f"The bottleneck is {found.bottleneck}: {found.why}. Next: {found.what}: about {times} times as fast"
+    return f"The bottleneck is {remedy.bottleneck}: {remedy.why}. Next: {remedy.what}: about {times} times as fast"
 
 
 def _notes(run: ProfileSummary) -> list[str]:
     """Explanations of the numbers."""
-    found = []
+    notes = []
     exposed, hidden = run.steady["exposed_communication"], run.steady["hidden_communication"]
     if len(run.ranks) > 1 and exposed + hidden > 0.0:
         ratio = run.steady["compute"] / (exposed + hidden)
         short = "" if ratio >= _RULE else "; below 10:1 an exchange can be hidden only where it overlaps the backward"
-        found.append(f"computing to exchange is {ratio:.1f}:1{short}")
-        if exposed > _MUCH * run.step:
-            found.append(
-                f"the exchange that is waited for is {exposed / run.step:.0%} of a step; above 30 % more ranks hardly "
-                "help: a larger batch a rank, fewer bytes, or a faster link come first"
+        notes.append(f"computing to exchange is {ratio:.1f}:1{short}")
+        if exposed > _HIGH_EXCHANGE * run.step:
+            notes.append(
+                f"the exposed exchange is {exposed / run.step:.0%} of a step; above 30 % more ranks hardly "
+                "help: first give a larger batch per rank, fewer bytes, or a faster link"
             )
-    had = sum(float(run.about.get("cpu", {}).get(name, 0.0)) for name in ("forward", "backward"))
+    cpu_time = sum(float(run.about.get("cpu", {}).get(name, 0.0)) for name in ("forward", "backward"))
     compute = run.ranks[0].parts["compute"]
-    if run.on_cpu and 0.0 < had < _OWN_CORE * compute:
-        found.append(
-            f"while rank 0 computed it had a core for {had / compute:.0%} of the time: other processes take them, and "
-            "all times here are longer for it"
+    if run.on_cpu and 0.0 < cpu_time < _OWN_CORE * compute:
+        notes.append(
+            f"rank 0 had a core for {cpu_time / compute:.0%} of its computing time: other processes use the cores, and "
+            "all times here are longer"
         )
     plain = run.about.get("untraced_ms")
     if plain and run.step > _SLOWED * float(plain):
-        found.append(
+        notes.append(
             f"tracing itself makes steps longer: {float(plain):.3g} ms before it, {run.step:.3g} ms with it; small "
             "operations look larger than they are"
         )
-    return found
+    return notes

@@ -26,37 +26,37 @@ def _host(run: ProfileSummary) -> Iterator[Remedy]:
     idle = run.steady["host"] - fmean(rank.waits + rank.allocates for rank in run.ranks)
     count = fmean(rank.trace.count / rank.trace.steps for rank in run.ranks)
     calls, calling = _calls(run), _calling(run)
-    whole = run.option("compile_scope") == "whole"
-    what = " ".join(["--compile"] * (not run.option("compile")) + ["--compile-scope whole"] * (not whole))
-    what = what or "fewer and larger operations"
+    whole_model = run.option("compile_scope") == "whole"
+    change = " ".join(["--compile"] * (not run.option("compile")) + ["--compile-scope whole"] * (not whole_model))
+    change = change or "fewer and larger operations"
     if run.on_cpu and count:
         spent = calls + calling
-        why = f"{count:.0f} operations a step, one after the other: {spent:.1f} ms of it is what calling them costs"
-        yield Remedy("operations", what, run.without(gone=_COMPILED * spent), why)
+        why = f"{count:.0f} operations a step, one after another: calling them takes {spent:.1f} ms"
+        yield Remedy("operations", change, run.without(savings=_COMPILED * spent), why)
         idle -= calling + 2.0 * fmean(rank.framing for rank in run.ranks)  # that of checkpointing: see _recomputation
     elif count and 1e3 * run.steady["compute"] / count < _SMALL:
         each = 1e3 * run.steady["compute"] / count
         why = f"{count:.0f} kernels a step take {each:.0f} us each, less than it takes to launch them"
-        yield Remedy("host", what, run.without(gone=_COMPILED * (idle + calls)), why)
+        yield Remedy("host", change, run.without(savings=_COMPILED * (idle + calls)), why)
         return
     if idle > 0.0:
-        where = "nothing is computed" if run.on_cpu else "the device has nothing to do"
-        why = f"for {idle:.1f} ms a step {where} while Python runs"
-        what = f"{what}, or less Python in the model's forward and the loss"
+        effect = "nothing is computed" if run.on_cpu else "the device is idle"
+        why = f"for {idle:.1f} ms a step {effect} while Python runs"
+        change = f"{change}, or less Python in the model's forward and the loss"
         several = int(run.about.get("slots", 1)) > 1
-        yield Remedy("host", what, run.without(gone=idle * (_COMPILED if several else 1.0)), why)
+        yield Remedy("host", change, run.without(savings=idle * (_COMPILED if several else 1.0)), why)
 
 
 def _micro_batches(run: ProfileSummary) -> Iterator[Remedy]:
-    """Fewer passes, each of which has a fixed cost."""
+    """Fewer passes, since each has a fixed cost."""
     slots, size = int(run.about.get("slots", 1)), int(run.about.get("micro_batch_size", 1))
     if slots < 2:
         return
     fixed = max(0.0, fmean(rank.passes for rank in run.ranks) - _framing(run)) + _calls(run)
     fewer = max(1, -(-slots // _MICRO))
     larger = size * (slots // fewer)
-    why = f"{slots} forwards of {size} a step: {fixed:.1f} ms of them is what a forward costs whatever its size"
-    after = run.without(gone=fixed * (1.0 - fewer / slots))
+    why = f"{slots} forwards of {size} a step: {fixed:.1f} ms is their fixed cost, whatever their size"
+    after = run.without(savings=fixed * (1.0 - fewer / slots))
     yield Remedy("micro-batches", f"--micro-batch-size {larger}, if the memory allows it", after, why)
 
 
@@ -69,24 +69,26 @@ def _update(run: ProfileSummary) -> Iterator[Remedy]:
     after = run.steady["update"] - float(each) * float(run.about.get("parameters", 0)) / 1e6
     if after > 0.0:
         why = f"the update takes {run.steady['update']:.1f} ms a step, tensor by tensor"
-        yield Remedy("update", "fused=True in the optimizer that the task makes", run.without(gone=after), why)
+        yield Remedy("update", "fused=True in the optimizer that the task makes", run.without(savings=after), why)
 
 
 def _recomputation(run: ProfileSummary) -> Iterator[Remedy]:
     """No recomputed forward, if there is memory for the activations."""
-    said = str(run.option("activation_checkpointing") or "none")
-    again = fmean(rank.again for rank in run.ranks)
-    if not again and said != "none":  # a compiled backward does not show it in the trace
-        share = {"full": 1.0, "selective": 0.3}.get(said, 1.0 / int(said.partition(":")[2] or 1))
-        again = share * fmean(rank.forward for rank in run.ranks)
+    mode = str(run.option("activation_checkpointing") or "none")
+    recompute = fmean(rank.again for rank in run.ranks)
+    if not recompute and mode != "none":  # a compiled backward does not show it in the trace
+        share = {"full": 1.0, "selective": 0.3}.get(mode, 1.0 / int(mode.partition(":")[2] or 1))
+        recompute = share * fmean(rank.forward for rank in run.ranks)
     # Saving random states and hooks in the forward costs as much as restoring them here.
-    again += fmean(rank.framing for rank in run.ranks)
-    free, used = float(run.about.get("memory_free", 0)), float(run.about.get("memory_used", 1))
-    if again > 0.0 and free > used:
-        room = f"{free / 1e9:.1f} GB are free beside {used / 1e9:.1f} in use"
-        why = f"the backwards compute forwards again, {again:.1f} ms a step, and {room}"
-        what = "less checkpointing of activations in the model" if said == "none" else "--activation-checkpointing none"
-        yield Remedy("recomputation", what, run.without(gone=again), why)
+    recompute += fmean(rank.framing for rank in run.ranks)
+    free, in_use = float(run.about.get("memory_free", 0)), float(run.about.get("memory_used", 1))
+    if recompute > 0.0 and free > in_use:
+        room = f"{free / 1e9:.1f} GB are free, {in_use / 1e9:.1f} in use"
+        why = f"the backwards recompute forwards, {recompute:.1f} ms a step, and {room}"
+        change = (
+            "less checkpointing of activations in the model" if mode == "none" else "--activation-checkpointing none"
+        )
+        yield Remedy("recomputation", change, run.without(savings=recompute), why)
 
 
 def _padding(run: ProfileSummary) -> Iterator[Remedy]:
@@ -94,36 +96,44 @@ def _padding(run: ProfileSummary) -> Iterator[Remedy]:
     if share <= 0.0:
         return
     packs = run.option("data.packing") == "padded"
-    what = "--data.packing documents" if packs else "samples of like length in a micro-batch, or several in one row"
-    gone = share * run.steady["compute"]
-    yield Remedy("padding", what, run.without(gone=gone), f"{share:.0%} of the positions hold nothing to learn from")
+    change = (
+        "--data.packing documents" if packs else "samples of similar length in a micro-batch, or several in one row"
+    )
+    savings = share * run.steady["compute"]
+    yield Remedy("padding", change, run.without(savings=savings), f"{share:.0%} of the positions are padding")
 
 
 def _waits(run: ProfileSummary) -> Iterator[Remedy]:
-    gone = fmean(rank.waits for rank in run.ranks)
-    if gone > 0.0:
-        why = f"the host waits for the device in the middle of a step, and then the device for the host: {gone:.1f} ms"
-        what = "no .item(), .cpu() or print of a tensor in the loss and the model"
-        yield Remedy("synchronisation", what, run.without(gone=gone), why)
+    savings = fmean(rank.waits for rank in run.ranks)
+    if savings > 0.0:
+        why = (
+            f"the host waits for the device in the middle of a step, and then the device for the host: {savings:.1f} ms"
+        )
+        change = "no .item(), .cpu() or print of a tensor in the loss and the model"
+        yield Remedy("synchronisation", change, run.without(savings=savings), why)
 
 
 def _memory(run: ProfileSummary) -> Iterator[Remedy]:
     """Memory that is allocated and freed in every step."""
-    gone = fmean(rank.allocates for rank in run.ranks)
-    if gone > 0.0:
-        why = f"the driver is asked for memory in every step, {gone:.1f} ms"
-        what = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and shapes that stay the same"
-        yield Remedy("memory", what, run.without(gone=gone), why)
+    savings = fmean(rank.allocates for rank in run.ranks)
+    if savings > 0.0:
+        why = f"every step requests memory from the driver, {savings:.1f} ms"
+        change = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and shapes that stay the same"
+        yield Remedy("memory", change, run.without(savings=savings), why)
     system, minor, major = run.usage("system"), run.usage("minor"), run.usage("major")
     if major > 1.0:
         why = f"{major:.0f} pages a step are read back from the disk: the machine swaps"
-        yield Remedy("memory", "a smaller --micro-batch-size, or fewer processes here", run.without(gone=system), why)
+        yield Remedy(
+            "memory", "a smaller --micro-batch-size, or fewer processes here", run.without(savings=system), why
+        )
         return
-    gone = min(system, minor * float(run.about.get("page_us", 0.0)) / 1e3)
-    if gone > 0.0:
-        why = f"{minor:.0f} new pages of memory a step take the system {gone:.1f} ms: large tensors come and go"
-        what = "MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=4294967296 in the environment, which keeps it"
-        yield Remedy("memory", what, run.without(gone=gone), why)
+    savings = min(system, minor * float(run.about.get("page_us", 0.0)) / 1e3)
+    if savings > 0.0:
+        why = f"{minor:.0f} new pages of memory a step take the system {savings:.1f} ms: large tensors come and go"
+        change = (
+            "MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=4294967296 in the environment, which keeps it"
+        )
+        yield Remedy("memory", change, run.without(savings=savings), why)
 
 
 def _threads(run: ProfileSummary) -> Iterator[Remedy]:
@@ -138,20 +148,20 @@ def _threads(run: ProfileSummary) -> Iterator[Remedy]:
     cores, ranks, threads = (int(run.about.get(name, 1)) for name in ("cores", "local_ranks", "threads"))
     # The ranks' differences and the cores' part of an exchange shrink by the same factor.
     slowed = sum(run.steady[name] for name in ("compute", "update", "queued", "imbalance"))
-    gone = (slowed + run.steady["exposed_communication"] * run.exchanging) * (1.0 - 1.0 / gain)
+    savings = (slowed + run.steady["exposed_communication"] * run.exchanging) * (1.0 - 1.0 / gain)
     why = f"{ranks} processes of {threads} threads share {cores} cores"
-    yield Remedy("threads", f"OMP_NUM_THREADS={fewer[0]['count']}", run.without(gone=gone), why)
+    yield Remedy("threads", f"OMP_NUM_THREADS={fewer[0]['count']}", run.without(savings=savings), why)
 
 
 def _cores(run: ProfileSummary) -> Iterator[Remedy]:
-    """Cores taken by other processes; the run's own exchanges and loaders may have them."""
+    """Cores that other processes use, beyond the run's own exchanges and loaders."""
     cores, ranks, threads = (int(run.about.get(name, 1)) for name in ("cores", "local_ranks", "threads"))
     if threads * ranks > cores or run.option("data.workers"):
         return
-    gone = run.steady["queued"] - run.usage("others") * ranks / cores
-    if gone > 0.0:
-        why = f"for {gone:.1f} ms a step the training could run, and other processes have the cores"
-        yield Remedy("cores", "a machine of its own, or fewer processes beside it", run.without(gone=gone), why)
+    savings = run.steady["queued"] - run.usage("others") * ranks / cores
+    if savings > 0.0:
+        why = f"for {savings:.1f} ms a step the training waits for cores that other processes use"
+        yield Remedy("cores", "a machine of its own, or fewer other processes", run.without(savings=savings), why)
 
 
 def _calls(run: ProfileSummary) -> float:

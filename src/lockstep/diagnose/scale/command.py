@@ -37,9 +37,9 @@ def run(request: ScaleRequest, *, as_json: bool) -> int:
         LockstepError: runs failed; the results of the others are printed first.
     """
     machine = machine_for(request.config.device, request.sizes, exact=request.config.exact)
-    with _removing():
+    with _exit_on_signal():
         size = _micro_batch(request, machine)
-        samples, failures = _measured(request, machine, size)
+        samples, failures = _measure_all(request, machine, size)
         rows = rows_of(request, machine, samples, failures, size)
         outcome = report.Outcome(
             request,
@@ -51,8 +51,8 @@ def run(request: ScaleRequest, *, as_json: bool) -> int:
         )
     outcome.show(as_json=as_json)
     if failures:
-        told = "; ".join(f"{report.named(setting)}: {line}" for setting, line in failures.items())
-        raise LockstepError(f"not every size could be measured: {told}")
+        listing = "; ".join(f"{report.named(setting)}: {line}" for setting, line in failures.items())
+        raise LockstepError(f"not every size could be measured: {listing}")
     return 0
 
 
@@ -66,9 +66,9 @@ def compare(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int, 
     size = request.config.micro_batch_size
     rows = rows_of(request, machine, samples, {}, size)
     slow = slowest(rows)
-    said = slow and {"mode": slow.mode, "ranks": slow.ranks, "sentence": grown(slow, rows[0], machine, samples)}
+    summary = slow and {"mode": slow.mode, "ranks": slow.ranks, "sentence": grown(slow, rows[0], machine, samples)}
     further = carried(request, machine, rows, samples)
-    verdict = said | {"profile": None} if said else None
+    verdict = summary | {"profile": None} if summary else None
     report.Outcome(request, machine, size, rows, verdict=verdict, further=further, sources=sources).show(
         as_json=as_json
     )
@@ -90,7 +90,7 @@ def _micro_batch(request: ScaleRequest, machine: Machine) -> int:
     return size
 
 
-def _measured(request: ScaleRequest, machine: Machine, size: int) -> tuple[list[RunSample], dict[Setting, str]]:
+def _measure_all(request: ScaleRequest, machine: Machine, size: int) -> tuple[list[RunSample], dict[Setting, str]]:
     """The samples of all rounds, and each failed setting's first error.
 
     A failed setting is not retried.
@@ -118,10 +118,10 @@ def _verdict(
     if slow is None:
         return None
     base = next(row for row in rows if row.mode == slow.mode)
-    _say(f"{slow.ranks} ranks are below 80 %: looking for what takes the time")
-    found = profiled(request, slow, machine, size)
-    said = found["sentence"] if found else grown(slow, base, machine, samples)
-    return {"mode": slow.mode, "ranks": slow.ranks, "sentence": said, "profile": found}
+    _say(f"{slow.ranks} ranks are below 80 %: looking for the cause")
+    profile = profiled(request, slow, machine, size)
+    sentence = profile["sentence"] if profile else grown(slow, base, machine, samples)
+    return {"mode": slow.mode, "ranks": slow.ranks, "sentence": sentence, "profile": profile}
 
 
 def _say(line: str) -> None:
@@ -129,7 +129,7 @@ def _say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _removing() -> Iterator[None]:
+def _exit_on_signal() -> Iterator[None]:
     """Context manager in which SIGTERM or SIGHUP acts like Ctrl-C.
 
     It ends the current run and removes its files.

@@ -5,7 +5,7 @@
     fit.predict(8, 0.125)           # TimeEstimate(value=19.1, low=16.8, high=22.3): milliseconds, as the times were
     fit.terms(8, 0.125)             # {"compute": 12.1, "bandwidth": 4.0, ...}, which add up to the value
 
-The time of a step on n ranks, the busiest of which has the work w (1: as much as at the smallest size):
+The time of a step on n ranks, if the busiest rank has the work w (1: as much as at the smallest size):
 
     t(n, w) = compute w + serial + latency log2 n + latency' (n - 1) + bandwidth 2 (n - 1) / n + imbalance w e(n)
 
@@ -38,9 +38,7 @@ __all__ = [
     "Further",
     "ScaleRow",
     "SizeMeasurement",
-    "TimeEstimate",
     "carried",
-    "expected_maximum",
     "rows_of",
 ]
 
@@ -108,7 +106,7 @@ def rows_of(
     micro_batch_size: int,
 ) -> list[ScaleRow]:
     """Return a row for each mode and size; a failed size has its error."""
-    found = []
+    rows = []
     for mode in request.modes:
         settings = request.settings(mode)
         first = _rates(samples, settings[0])
@@ -117,13 +115,13 @@ def rows_of(
             shell = ScaleRow(mode, setting.ranks, setting.batch_size, parts, error=failures.get(setting, ""))
             rates = _rates(samples, setting)
             if shell.error or not rates or not first:
-                found.append(shell)
+                rows.append(shell)
                 continue
-            found.append(_measured(shell, request, machine, rates, first, _items(samples, settings[0])))
-    return found
+            rows.append(_fill_row(shell, request, machine, rates, first, _items(samples, settings[0])))
+    return rows
 
 
-def _measured(
+def _fill_row(
     row: ScaleRow,
     request: ScaleRequest,
     machine: Machine,
@@ -178,10 +176,10 @@ _Array = NDArray[np.float64]
 _NOISE = 0.01  # least relative noise between two measurements of the same thing
 _DRAWS = 200
 _MOST = 3  # terms of a sum in addition to the compute
-_COVERED = 0.9  # of the interval
+_COVERAGE = 0.9  # of the interval
 _FLAT = 1 / 9  # power of the weights for the interval: as if the noise were three times as large
 _TAILS = 2  # degrees of freedom of the interval's noise, which is estimated from few sizes
-_SMALL = 0.02  # how strongly terms are drawn to 0, in parts of a time: between two that fit alike, the smaller one
+_SHRINKAGE = 0.02  # shrinkage of terms to 0, as a share of a time: of two equal fits the smaller one wins
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +229,11 @@ class Fit:
             name: np.array([_columns(each.ranks, each.work, each.crowd, ranks_per_node)[name] for each in points])
             for name in _columns(2, 1.0, 1.0, ranks_per_node)
         }
-        draws = _drawn(points)
+        draws = _bootstrap(points)
         self._sums = [
-            fitted
+            candidate
             for names in _supports(columns)
-            if (fitted := _fitted(names, columns, self._middle, draws, self._noise, most_imbalance)) is not None
+            if (candidate := _fit_sum(names, columns, self._middle, draws, self._noise, most_imbalance)) is not None
         ]
         weights = np.array([each.weight for each in self._sums])
         weights = np.exp(weights - weights.max())
@@ -252,22 +250,22 @@ class Fit:
         flat = self._weights**_FLAT
         times, weights = [], []
         for weight, each in zip(flat.tolist(), self._sums, strict=True):
-            drawn = each.drawn(columns)
-            noise = np.exp(math.hypot(self._noise, each.misfit) * spread[: len(drawn)])
-            times.append(drawn * noise)
-            weights.append(np.full(len(drawn), weight / len(drawn)))
+            samples = each.sample(columns)
+            noise = np.exp(math.hypot(self._noise, each.misfit) * spread[: len(samples)])
+            times.append(samples * noise)
+            weights.append(np.full(len(samples), weight / len(samples)))
         low, high = _quantiles(np.concatenate(times), np.concatenate(weights))
         return TimeEstimate(value, min(low, value), max(high, value))
 
     def terms(self, ranks: int, work: float) -> dict[str, float]:
         """Return each term's contribution to `predict(ranks, work).value`, without zero terms."""
         columns = _columns(ranks, work, 1.0, self._per_node)
-        found = dict.fromkeys(columns, 0.0)
+        parts = dict.fromkeys(columns, 0.0)
         for weight, each in self._each():
             for name, factor in zip(each.names, each.factors, strict=True):
-                found[name] += weight * float(factor) * columns[name]
-        whole = self.predict(ranks, work).value / sum(found.values())
-        return {name: spent * whole for name, spent in found.items() if spent > 0}
+                parts[name] += weight * float(factor) * columns[name]
+        ratio = self.predict(ranks, work).value / sum(parts.values())
+        return {name: spent * ratio for name, spent in parts.items() if spent > 0}
 
     def _each(self) -> list[tuple[float, "_Sum"]]:
         return list(zip(self._weights.tolist(), self._sums, strict=True))
@@ -279,7 +277,7 @@ class _Sum:
 
     Attributes:
         factors: of the measured medians.
-        draws: of each draw without a negative one, [draws, terms].
+        draws: factors of each bootstrap sample without a negative one, [draws, terms].
         weight: the logarithm of Akaike's, up to a constant.
         misfit: relative, per degree of freedom.
     """
@@ -293,16 +291,16 @@ class _Sum:
     def at(self, columns: dict[str, float]) -> float:
         return float(self.factors @ np.array([columns[name] for name in self.names]))
 
-    def drawn(self, columns: dict[str, float]) -> _Array:
-        found: _Array = self.draws @ np.array([columns[name] for name in self.names])
-        return found
+    def sample(self, columns: dict[str, float]) -> _Array:
+        times: _Array = self.draws @ np.array([columns[name] for name in self.names])
+        return times
 
 
 def _columns(ranks: int, work: float, crowd: float, per_node: int) -> dict[str, float]:
     """The multiplier of each term's coefficient."""
     nodes = -(-ranks // per_node) if per_node else 1
     inside = min(ranks, per_node) if per_node else ranks
-    found = {
+    columns = {
         "compute": work * crowd,
         "serial": crowd,
         "latency of a tree": math.log2(ranks),
@@ -311,8 +309,8 @@ def _columns(ranks: int, work: float, crowd: float, per_node: int) -> dict[str, 
         "imbalance": work * crowd * expected_maximum(ranks),
     }
     if per_node:
-        found["bandwidth between nodes"] = 2.0 * (nodes - 1) / nodes
-    return found
+        columns["bandwidth between nodes"] = 2.0 * (nodes - 1) / nodes
+    return columns
 
 
 def _supports(columns: dict[str, _Array]) -> list[tuple[str, ...]]:
@@ -321,16 +319,16 @@ def _supports(columns: dict[str, _Array]) -> list[tuple[str, ...]]:
     There cannot be more terms than sizes.
     """
     compute = columns["compute"]
-    others = [
+    candidates = [
         name
         for name, column in columns.items()
         if name != "compute" and column.any() and not np.allclose(column, column[0] * compute / compute[0])
     ]
     most = min(_MOST, len(compute) - 1)
-    return [("compute", *names) for size in range(most + 1) for names in itertools.combinations(others, size)]
+    return [("compute", *names) for size in range(most + 1) for names in itertools.combinations(candidates, size)]
 
 
-def _fitted(
+def _fit_sum(
     names: tuple[str, ...],
     columns: dict[str, _Array],
     middle: _Array,
@@ -340,36 +338,36 @@ def _fitted(
 ) -> _Sum | None:
     """Fit the relative errors by least squares with shrinkage; None if a coefficient is negative."""
     matrix = np.stack([columns[name] for name in names], axis=1) / middle[:, None]
-    pull = np.diag(_SMALL * np.abs(matrix).max(axis=0))[1:]  # none on the compute
+    pull = np.diag(_SHRINKAGE * np.abs(matrix).max(axis=0))[1:]  # none on the compute
     solve = np.linalg.pinv(np.concatenate([matrix, pull]))[:, : len(middle)]
     factors = solve @ np.ones(len(middle))
-    if not _allowed(names, factors[None], most_imbalance)[0]:
+    if not _valid_rows(names, factors[None], most_imbalance)[0]:
         return None
-    drawn = (solve @ (draws / middle).T).T
-    drawn = drawn[_allowed(names, drawn, most_imbalance)]
+    samples = (solve @ (draws / middle).T).T
+    samples = samples[_valid_rows(names, samples, most_imbalance)]
     error = float(((matrix @ factors - 1.0) ** 2).sum())
     free = max(1, len(middle) - len(names))
     weight = -0.5 * (error / noise**2 + 2.0 * len(names))
-    return _Sum(names, factors, drawn if len(drawn) else factors[None], weight, math.sqrt(error / free))
+    return _Sum(names, factors, samples if len(samples) else factors[None], weight, math.sqrt(error / free))
 
 
-def _allowed(names: tuple[str, ...], factors: _Array, most_imbalance: float | None) -> NDArray[np.bool_]:
+def _valid_rows(names: tuple[str, ...], factors: _Array, most_imbalance: float | None) -> NDArray[np.bool_]:
     """Which rows of factors are valid: none negative, compute positive, imbalance within its bound."""
-    found: NDArray[np.bool_] = (factors >= 0).all(axis=1) & (factors[:, 0] > 0)
+    valid: NDArray[np.bool_] = (factors >= 0).all(axis=1) & (factors[:, 0] > 0)
     if most_imbalance is not None and "imbalance" in names:
-        found &= factors[:, names.index("imbalance")] <= most_imbalance
-    return found
+        valid &= factors[:, names.index("imbalance")] <= most_imbalance
+    return valid
 
 
-def _drawn(points: Sequence[SizeMeasurement]) -> _Array:
+def _bootstrap(points: Sequence[SizeMeasurement]) -> _Array:
     """Bootstrap times of each point [draws, points]: medians of resampled rounds, with the least noise."""
     chance = np.random.default_rng(0)
-    found = np.empty((_DRAWS, len(points)))
+    medians = np.empty((_DRAWS, len(points)))
     for place, point in enumerate(points):
         times = np.array(point.times)
         picked = chance.integers(len(times), size=(_DRAWS, len(times)))
-        found[:, place] = np.median(times[picked], axis=1) * np.exp(_NOISE * chance.normal(size=_DRAWS))
-    return found
+        medians[:, place] = np.median(times[picked], axis=1) * np.exp(_NOISE * chance.normal(size=_DRAWS))
+    return medians
 
 
 def _error(times: tuple[float, ...]) -> float:
@@ -380,10 +378,10 @@ def _error(times: tuple[float, ...]) -> float:
 
 
 def _quantiles(values: _Array, weights: _Array) -> tuple[float, float]:
-    """The values between which `_COVERED` of the weight is."""
+    """The values between which `_COVERAGE` of the weight is."""
     order = np.argsort(values)
     below = np.cumsum(weights[order]) / weights.sum()
-    edge = (1 - _COVERED) / 2
+    edge = (1 - _COVERAGE) / 2
     low, high = (values[order][min(int(np.searchsorted(below, at)), len(order) - 1)] for at in (edge, 1 - edge))
     return float(low), float(high)
 
@@ -445,27 +443,27 @@ def carried(
     ]
     spread = _step_spread(samples, base, request.window)
     fit = Fit(points, request.ranks_per_node, most_imbalance=_SLACK * spread)
-    return [_further(fit, request, mode, size, base) for mode in request.modes for size in request.extrapolate]
+    return [_extrapolate(fit, request, mode, size, base) for mode in request.modes for size in request.extrapolate]
 
 
-def _further(fit: Fit, request: ScaleRequest, mode: str, size: int, base: ScaleRow) -> Further:
+def _extrapolate(fit: Fit, request: ScaleRequest, mode: str, size: int, base: ScaleRow) -> Further:
     growth = size / request.base
     strong = mode == STRONG
     batch = base.batch_size if strong else round(base.batch_size * growth)
     work = -(-base.micro_batches // size) / base.work if strong else 1.0
-    found = fit.predict(size, work)
+    estimate = fit.predict(size, work)
     most = (1.0 if strong else growth) * base.step_ms  # speed-up times step_ms
     return Further(
         mode,
         size,
         batch,
-        found.value,
-        found.low,
-        found.high,
-        speedup=most / found.value,
-        efficiency=most / found.value / growth,
-        low=most / found.high / growth,
-        high=most / found.low / growth,
+        estimate.value,
+        estimate.low,
+        estimate.high,
+        speedup=most / estimate.value,
+        efficiency=most / estimate.value / growth,
+        low=most / estimate.high / growth,
+        high=most / estimate.low / growth,
         terms=fit.terms(size, work),
         idle=strong and size > base.micro_batches,
     )
@@ -477,8 +475,8 @@ def _step_spread(samples: Sequence[RunSample], base: ScaleRow, window: int) -> f
     It is estimated from records of `window` steps each. A rank's steps vary about as ranks vary in a step, if they have
     the same devices and work.
     """
-    mine = [each for each in samples if each.setting == Setting(base.ranks, base.batch_size)]
-    means = [statistics.median(each.rates) / rate for each in mine for rate in each.rates]
+    own = [each for each in samples if each.setting == Setting(base.ranks, base.batch_size)]
+    means = [statistics.median(each.rates) / rate for each in own for rate in each.rates]
     if len(means) < 2:
         return base.step_ms
     return base.step_ms * statistics.stdev(means) * math.sqrt(window)

@@ -59,38 +59,37 @@ def profiled(request: ScaleRequest, row: ScaleRow, machine: Machine, micro_batch
         try:
             started(request, setting, flags, machine, Path(folder))
             paths = sorted((Path(folder) / "run" / PROFILE).glob("*/verdict.json"))
-            found = json.loads(paths[0].read_text(encoding="utf-8")) if paths else None
+            verdict = json.loads(paths[0].read_text(encoding="utf-8")) if paths else None
         except (RunFailed, OSError, ValueError):
             return None
-    return found if isinstance(found, dict) and isinstance(found.get("sentence"), str) else None
+    return verdict if isinstance(verdict, dict) and isinstance(verdict.get("sentence"), str) else None
 
 
 def grown(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[RunSample]) -> str:
     """Describe the parts of rank 0's step that did not scale; "" for none.
 
-    They are those of the time/ records.
-
-    In strong scaling a part of the smallest size would shrink with the rank's micro-batches, in weak scaling stay. On
-    shared cores everything takes longer by the factor of ranks to a core's worth of compute.
+    The parts are those of the time/ records. In strong scaling a part of the smallest size would shrink with the
+    rank's micro-batches, in weak scaling stay. On shared cores everything takes longer by the factor of ranks to a
+    core's worth of compute.
     """
     now, then = _parts(samples, row), _parts(samples, base)
     crowd = row.ranks / machine.allowed(row.ranks) * machine.allowed(base.ranks) / base.ranks
     shrink = row.work / base.work * crowd
     more = {name: spent - then.get(name, 0.0) * shrink for name, spent in now.items()}
     total = sum(now.values())
-    named = sorted(((ms, name) for name, ms in more.items() if ms > _SMALL * total), reverse=True)
-    if not named:
+    growth = sorted(((ms, name) for name, ms in more.items() if ms > _SMALL * total), reverse=True)
+    if not growth:
         return ""
-    told = ", ".join(f"{name} by {ms:.3g} ms" for ms, name in named)
-    note = "; the backward includes the exchange" if "exchange" not in now and named[0][1] == "backward" else ""
-    return f"of the {total:.3g} ms of a step on rank 0, beside what they would be if they scaled, grew: {told}{note}"
+    listing = ", ".join(f"{name} by {ms:.3g} ms" for ms, name in growth)
+    note = "; the backward includes the exchange" if "exchange" not in now and growth[0][1] == "backward" else ""
+    return f"of the {total:.3g} ms of a step on rank 0, compared with ideal scaling, grew: {listing}{note}"
 
 
 def _parts(samples: Sequence[RunSample], row: ScaleRow) -> dict[str, float]:
     """{part: milliseconds a step}, medians over the rounds."""
-    mine = [each.parts for each in samples if each.setting == Setting(row.ranks, row.batch_size)]
-    names = sorted({name for parts in mine for name in parts})
-    return {name: statistics.median(parts.get(name, 0.0) for parts in mine) for name in names}
+    own = [each.parts for each in samples if each.setting == Setting(row.ranks, row.batch_size)]
+    names = sorted({name for parts in own for name in parts})
+    return {name: statistics.median(parts.get(name, 0.0) for parts in own) for name in names}
 
 
 _WIDE = 200  # columns without a terminal
@@ -138,7 +137,7 @@ class Outcome:
             console.print(_table([row for row in self.rows if row.mode == mode]))
             further = [each for each in self.further if each.mode == mode]
             if further:
-                console.print(Text("extrapolated by the fit, not measured; nine of ten should lie between"))
+                console.print(Text("extrapolated by the fit, not measured, with 90% intervals"))
                 console.print(_further(further))
         for line in self.notes():
             console.print(Text(printable(line)), soft_wrap=True)
@@ -146,7 +145,7 @@ class Outcome:
     def plain(self) -> dict[str, Any]:
         """Return names and numbers; None for missing measurements."""
         rows = [asdict(row) | {"of_cores": row.of_cores} for row in self.rows]
-        found: dict[str, Any] = _finite(
+        document: dict[str, Any] = _finite(
             {
                 "world_sizes": self.request.sizes,
                 "flags": self.request.flags,
@@ -160,63 +159,63 @@ class Outcome:
                 "notes": self.notes(),
             }
         )
-        return found
+        return document
 
     def notes(self) -> list[str]:
         """Return the remarks that a reader of the tables needs, a line each."""
-        found = [*self.sources, *_of_machine(self.machine, self.rows)]
-        found += _of_spread(self.rows)
+        lines = [*self.sources, *_of_machine(self.machine, self.rows)]
+        lines += _of_spread(self.rows)
         uneven = sorted({row.ranks for row in self.rows if row.full < 1})
         if uneven:
             parts = next(row.micro_batches for row in self.rows if row.full < 1)
             sizes = ", ".join(map(str, uneven))
-            found.append(f"{sizes} ranks do not divide {parts} micro-batches: some wait while others compute one more")
+            lines.append(f"{sizes} ranks do not divide {parts} micro-batches: some wait while others compute one more")
         if self.further:
-            found += _of_fit(self.rows, self.further, self.request.ranks_per_node)
+            lines += _of_fit(self.rows, self.further, self.request.ranks_per_node)
         if self.verdict:
-            why = self.verdict["sentence"] or "no part of rank 0's step grew; a trace would tell more"
-            found.append(f"{self.verdict['ranks']} ranks ({self.verdict['mode']}) are below 80 %: {why}")
-        return found
+            why = self.verdict["sentence"] or "no part of rank 0's step grew; a trace would show more"
+            lines.append(f"{self.verdict['ranks']} ranks ({self.verdict['mode']}) are below 80 %: {why}")
+        return lines
 
 
 def _of_machine(machine: Machine, rows: list[ScaleRow]) -> list[str]:
     if machine.devices:
         return []
     cores = f"{machine.cores:g} core{'s' * (machine.cores != 1)}"
-    found = [
-        f"no CUDA device: the ranks talk by gloo and compute on the {cores} of this machine, {machine.threads} "
-        f"thread{'s' * (machine.threads > 1)} each; that says nothing of how GPUs would scale"
+    lines = [
+        f"no CUDA device: the ranks use gloo and compute on the {cores} of this machine, {machine.threads} "
+        f"thread{'s' * (machine.threads > 1)} each; this does not predict how GPUs scale"
     ]
     shared = [row for row in rows if row.allowed is not None]
     if shared:
         most = max(shared, key=lambda row: row.ranks)
         sizes = ", ".join(str(size) for size in sorted({row.ranks for row in shared}))
-        found.append(
+        lines.append(
             f"{sizes} ranks share {cores}: {most.ranks} can be {most.allowed:.3g} times as fast as the smallest "
             "size at best, whatever the training does; read the last column"
         )
-    return found
+    return lines
 
 
 def _of_fit(rows: list[ScaleRow], further: list[Further], per_node: int) -> list[str]:
-    measured = sorted({row.ranks for row in rows if row.rounds})
-    crossed = per_node and measured[-1] > per_node
-    found = [
-        f"the extrapolation goes from {', '.join(map(str, measured))} ranks to others as if each rank had a device (or "
-        f"cores) of its own and every link were like the measured{'' if crossed else '; no network between nodes was'}"
+    ranks = sorted({row.ranks for row in rows if row.rounds})
+    several_nodes = per_node and ranks[-1] > per_node
+    lines = [
+        f"the extrapolation from {', '.join(map(str, ranks))} ranks assumes a device (or cores) for each rank and "
+        f"links like the measured ones{'' if several_nodes else '; no network between nodes was measured'}"
     ]
     for mode in dict.fromkeys(each.mode for each in further):
         last = max((each for each in further if each.mode == mode), key=lambda each: each.ranks)
         terms = sorted(last.terms.items(), key=lambda pair: -pair[1])
-        told = ", ".join(f"{name} {ms:.3g}" for name, ms in terms if ms > 0.01 * last.step_ms)
-        found.append(f"on {last.ranks} ranks ({mode}) the fit's {last.step_ms:.3g} ms of a step are: {told}")
+        listing = ", ".join(f"{name} {ms:.3g}" for name, ms in terms if ms > 0.01 * last.step_ms)
+        lines.append(f"on {last.ranks} ranks ({mode}) the fitted {last.step_ms:.3g} ms of a step are: {listing}")
         idle = [each for each in further if each.mode == mode and each.idle]
         if idle:
             sizes = ", ".join(str(each.ranks) for each in idle)
-            found.append(
+            lines.append(
                 f"{sizes} ranks ({mode}) are more than a step has micro-batches: the rest would compute nothing"
             )
-    return found
+    return lines
 
 
 def _of_spread(rows: list[ScaleRow]) -> list[str]:
@@ -225,18 +224,18 @@ def _of_spread(rows: list[ScaleRow]) -> list[str]:
     above = sorted({row.ranks for row in measured if row.efficiency > _ABOVE})
     wide = [(max(row.rounds) / min(row.rounds) - 1, row) for row in measured]
     spread, worst = max(wide, key=lambda pair: pair[0], default=(0.0, None))
-    found = []
+    lines = []
     if worst and spread > _WIDE_SPREAD:
-        found.append(
+        lines.append(
             f"the runs on {worst.ranks} rank{'s' * (worst.ranks > 1)} differ by {spread:.0%}: something else used this "
             "machine; wait until it is quiet, or give more --rounds"
         )
     if above:
-        found.append(
-            f"{', '.join(map(str, above))} ranks are above 100 %: where no cache explains it, the smallest size was "
+        lines.append(
+            f"{', '.join(map(str, above))} ranks are above 100 %: unless a cache explains it, the smallest size was "
             "disturbed; give more --rounds"
         )
-    return found
+    return lines
 
 
 def _table(rows: list[ScaleRow]) -> Table:

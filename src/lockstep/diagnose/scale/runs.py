@@ -39,7 +39,6 @@ __all__ = [
     "STRONG",
     "WEAK",
     "WINDOWS",
-    "Existing",
     "Machine",
     "RunFailed",
     "RunSample",
@@ -51,7 +50,6 @@ __all__ = [
     "measure",
     "micro_batch_of",
     "order",
-    "parts_of",
     "started",
 ]
 
@@ -99,7 +97,7 @@ def machine_for(device: str, sizes: Sequence[int], *, exact: bool) -> Machine:
     inside = [name for name in _LAUNCHED if name in os.environ]
     if inside:
         raise ConfigError(
-            f"lockstep scale starts the ranks itself, and here a launcher has set {', '.join(inside)}: start it once, "
+            f"lockstep scale starts the ranks itself, but a launcher has set {', '.join(inside)}: run it once, "
             "outside of torchrun and lockstep launch"
         )
     devices = 0
@@ -110,12 +108,18 @@ def machine_for(device: str, sizes: Sequence[int], *, exact: bool) -> Machine:
             raise ConfigError("--device cuda: torch sees no CUDA device here; use --device auto or cpu")
         if devices and sizes[-1] > devices:
             raise ConfigError(
-                f"--world-sizes has {sizes[-1]}, and this node shows {devices} devices: give {devices} at most, and "
-                f"--extrapolate {sizes[-1]} for what may come of more"
+                f"--world-sizes has {sizes[-1]}, but this node shows {devices} devices: give {devices} at most, and "
+                f"--extrapolate {sizes[-1]} to estimate more"
             )
     cores = usable_cores()
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    threads = 1 if exact else int(given) if given.isdigit() and int(given) else max(1, int(cores) // sizes[-1])
+    omp_threads = os.environ.get("OMP_NUM_THREADS", "")
+    threads = (
+        1
+        if exact
+        else int(omp_threads)
+        if omp_threads.isdigit() and int(omp_threads)
+        else max(1, int(cores) // sizes[-1])
+    )
     return Machine(devices, cores, threads)
 
 
@@ -132,7 +136,7 @@ def usable_cores() -> float:
 STRONG, WEAK = "strong", "weak"
 PROFILE = "profile"  # the option of train that traces steps FIRST:LAST
 WINDOWS = 4  # counted records of a run; one more before them is its start
-_ENDLESS = 1_000_000  # planned steps, so that neither the end nor an evaluation is part of the measurement
+_PLANNED_STEPS = 1_000_000  # planned steps, so that neither the end nor an evaluation is part of the measurement
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -178,7 +182,7 @@ class ScaleRequest:
             raise ConfigError(f"--engine {self.config.engine} is one process whatever the size: leave it out")
         if counts_of(self.config.shares):
             raise ConfigError(
-                f"--shares {self.config.shares} fits one number of ranks alone: leave it out, or give --shares auto"
+                f"--shares {self.config.shares} fits one number of ranks only: leave it out, or give --shares auto"
             )
 
     @property
@@ -203,24 +207,24 @@ class ScaleRequest:
         if most > parts:
             weak = "" if self.modes == (WEAK,) else "; or give --weak, where the batch grows"
             raise ConfigError(
-                f"--world-sizes has {most}, and {cut}: the other ranks would compute nothing; raise --batch-size or "
+                f"--world-sizes has {most}, but {cut}: the other ranks would compute nothing; raise --batch-size or "
                 f"lower --micro-batch-size{weak}"
             )
         if WEAK in self.modes and parts % self.base:
             raise ConfigError(
-                f"--weak: {cut}, which {self.base} ranks cannot share alike, so it cannot grow with them; choose a "
+                f"--weak: {cut}, which {self.base} ranks cannot share equally, so it cannot grow with them; choose a "
                 "--batch-size that they can, or --strong"
             )
 
     def settings(self, mode: str = "") -> list[Setting]:
         """Return the distinct settings to run, by ranks; of one mode only if given."""
-        whole = self.config.batch_size
-        found = {
-            Setting(size, whole if kind == STRONG else whole * size // self.base)
+        batch = self.config.batch_size
+        settings = {
+            Setting(size, batch if kind == STRONG else batch * size // self.base)
             for kind in ((mode,) if mode else self.modes)
             for size in self.sizes
         }
-        return sorted(found)
+        return sorted(settings)
 
     def train_flags(self, setting: Setting, folder: str, micro_batch_size: int, windows: int = WINDOWS) -> list[str]:
         """Return the flags of `train` for one run: the given ones, then the measurement's.
@@ -234,12 +238,12 @@ class ScaleRequest:
             "experiment-name": "run",
             "save-dir": folder,
             "batch-size": setting.batch_size,
-            "max-steps": _ENDLESS,
+            "max-steps": _PLANNED_STEPS,
             "stop-at": steps,
             "extend-to": 0,
             "log-freq": self.window if windows else 2,
             "ckpt-freq": 0,
-            "eval-freq": _ENDLESS,
+            "eval-freq": _PLANNED_STEPS,
             "patience": 0,
             "patience-metric": "",
         }
@@ -247,8 +251,8 @@ class ScaleRequest:
             own[PROFILE] = ""
         if micro_batch_size:
             own["micro-batch-size"] = micro_batch_size
-        told = [word for name, value in own.items() for word in (f"--{name}", str(value))]
-        return [*self.flags, *told, "--no-wandb", "--no-tensorboard"]
+        overrides = [word for name, value in own.items() for word in (f"--{name}", str(value))]
+        return [*self.flags, *overrides, "--no-wandb", "--no-tensorboard"]
 
 
 def ascending(flag: str, text: str) -> tuple[int, ...]:
@@ -260,10 +264,10 @@ def ascending(flag: str, text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() for word in words):
         raise ConfigError(f"{flag} is '{text}': it must be numbers of ranks such as 1,2,4")
-    found = tuple(int(word) for word in words)
-    if found[0] < 1 or any(after <= before for before, after in pairwise(found)):
+    sizes = tuple(int(word) for word in words)
+    if sizes[0] < 1 or any(after <= before for before, after in pairwise(sizes)):
         raise ConfigError(f"{flag} is '{text}': it must be ascending numbers from 1, each once, such as 1,2,4")
-    return found
+    return sizes
 
 
 def order(settings: Sequence[Setting], rounds: int) -> list[tuple[int, Setting]]:
@@ -278,7 +282,7 @@ def order(settings: Sequence[Setting], rounds: int) -> list[tuple[int, Setting]]
 _RATE, _TOTAL, _PARTS = "items_per_second", "time/total", "time/"
 _ERROR = re.compile(r"^(?:lockstep|\S+\.py): error: (.*)$")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PATIENCE = 15.0  # seconds for a run that is told to end
+_PATIENCE = 15.0  # seconds between SIGTERM and SIGKILL
 _OF_LAUNCHERS = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_.*|ROLE_.*|MASTER_.*|TORCHELASTIC_.*|LOCKSTEP_LAUNCHER)"
 )
@@ -326,8 +330,8 @@ def measure(
         records = windows_of(jsonl.read(Path(folder) / "run" / "metrics.jsonl"), after=request.window)
     if not records:
         raise RunFailed(f"the run wrote no records after step {request.window}")
-    found = parts_of(records)
-    return RunSample(setting, number, [record[_RATE] for record in records], found.pop("total"), found)
+    parts = parts_of(records)
+    return RunSample(setting, number, [record[_RATE] for record in records], parts.pop("total"), parts)
 
 
 def windows_of(records: Sequence[dict[str, Any]], after: int) -> list[dict[str, Any]]:
@@ -353,8 +357,10 @@ def micro_batch_of(request: ScaleRequest, machine: Machine) -> int:
         RunFailed: `train` refuses the request, or fails; its exit code is the run's.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
-        setting, given = Setting(request.base, request.config.batch_size), request.config.micro_batch_size
-        started(request, setting, request.train_flags(setting, folder, given, windows=0), machine, Path(folder))
+        setting, micro_batch_size = Setting(request.base, request.config.batch_size), request.config.micro_batch_size
+        started(
+            request, setting, request.train_flags(setting, folder, micro_batch_size, windows=0), machine, Path(folder)
+        )
         return int(cli.read(Path(folder) / "run" / "config.toml")["micro_batch_size"])
 
 
@@ -383,7 +389,7 @@ def started(request: ScaleRequest, setting: Setting, flags: Sequence[str], machi
     run: subprocess.Popen[bytes] | None = None
     with open(log, "wb") as output:
         try:
-            with _unbroken():
+            with _defer_signals():
                 run = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -403,7 +409,7 @@ def started(request: ScaleRequest, setting: Setting, flags: Sequence[str], machi
 
 
 @contextlib.contextmanager
-def _unbroken() -> Iterator[None]:
+def _defer_signals() -> Iterator[None]:
     """Context manager that defers signals to its end.
 
     A process that is just starting would be left behind.
@@ -411,15 +417,15 @@ def _unbroken() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda which, _: came.append(which)) for number in _ENDING}
+    signals: list[int] = []
+    before = {number: signal.signal(number, lambda which, _: signals.append(which)) for number in _ENDING}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+        if signals:
+            signal.raise_signal(signals[0])
 
 
 def _end(run: "subprocess.Popen[bytes]") -> None:
@@ -435,11 +441,11 @@ def _end(run: "subprocess.Popen[bytes]") -> None:
         run.wait()
 
 
-def first_error(said: str, code: int) -> str:
+def first_error(output: str, code: int) -> str:
     """Return the first error line of a failed run, or its last line."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [found[1] for line in lines if (found := _ERROR.match(line))]
-    return errors[0] if errors else lines[-1] if lines else f"it ended with code {code} and said nothing"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [match[1] for line in lines if (match := _ERROR.match(line))]
+    return errors[0] if errors else lines[-1] if lines else f"exited with code {code} without output"
 
 
 # Options that may differ between compared runs; any other difference gets a note.
@@ -476,7 +482,7 @@ def existing(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int)
     """
     if per_node < 0:
         raise ConfigError(f"--ranks-per-node is {per_node}: it must be at least 1; 0: all on one node")
-    runs = sorted((_read(path) for path in paths), key=lambda run: run.setting)
+    runs = sorted((_read_run(path) for path in paths), key=lambda run: run.setting)
     sizes = tuple(sorted({run.setting.ranks for run in runs}))
     if len(sizes) < 2:
         raise ConfigError(
@@ -487,8 +493,8 @@ def existing(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int)
     for run in runs:
         if run.config["micro_batch_size"] != micro:
             raise ConfigError(
-                f"--runs: {_named(run.path)} has micro-batches of {run.config['micro_batch_size']} and "
-                f"{_named(first.path)} of {micro}: give runs that cut a step alike"
+                f"--runs: {_path_text(run.path)} has micro-batches of {run.config['micro_batch_size']} and "
+                f"{_path_text(first.path)} of {micro}: give runs with equal micro-batches"
             )
     log_freq = first.config["log_freq"]
     request = ScaleRequest(
@@ -501,16 +507,16 @@ def existing(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int)
         extrapolate=extrapolate,
         ranks_per_node=per_node,
     )
-    seen: dict[Setting, int] = {}
+    counts: dict[Setting, int] = {}
     samples = []
     for run in runs:
-        number = seen[run.setting] = seen.get(run.setting, -1) + 1
+        number = counts[run.setting] = counts.get(run.setting, -1) + 1
         parts = parts_of(run.records)
         rates = [record["items_per_second"] for record in run.records]
         samples.append(RunSample(run.setting, number, rates, parts.pop("total"), parts))
     notes = [
-        "from the records of runs that were made before, and not in turns; whether their ranks shared cores or a "
-        "network is not known",
+        "from the records of earlier runs, which did not take turns; whether their ranks shared cores or a network is "
+        "unknown",
         *_differences(runs),
     ]
     return Existing(request, Machine(sizes[-1], 0.0, 1), samples, notes)
@@ -523,49 +529,49 @@ def _mode(runs: Sequence[_ExistingRun]) -> str:
     first = runs[0].setting
     if all(run.setting.batch_size * first.ranks == first.batch_size * run.setting.ranks for run in runs):
         return WEAK
-    told = ", ".join(f"{run.setting.batch_size} on {run.setting.ranks}" for run in runs)
+    listing = ", ".join(f"{run.setting.batch_size} on {run.setting.ranks}" for run in runs)
     raise ConfigError(
-        f"--runs: the batches are {told} ranks: give runs of one batch (strong scaling), or whose batch grows with the "
-        "ranks (weak)"
+        f"--runs: the batches are {listing} ranks: give runs of one batch (strong scaling), or runs whose batch grows "
+        "with the ranks (weak)"
     )
 
 
-def _read(path: Path) -> _ExistingRun:
+def _read_run(path: Path) -> _ExistingRun:
     """Read a run's folder. The first record is the run's start, and left out."""
-    where = f"--runs: {_named(path)}"
+    source = f"--runs: {_path_text(path)}"
     try:
         state = RunState.from_json(json.loads((path / "state.json").read_text(encoding="utf-8")), lenient=True)
         config = _flat(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
         ranks, batch, micro = state.world_size, config["batch_size"], config["micro_batch_size"]
         if not ranks or not all(isinstance(each, int) and each > 0 for each in (ranks, batch, micro)) or batch % micro:
             raise ValueError
-        found = windows_of(jsonl.read(path / "metrics.jsonl"), after=0)[1:]
+        records = windows_of(jsonl.read(path / "metrics.jsonl"), after=0)[1:]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{where} is no run's folder, or not a whole one; give folders below --save-dir") from error
-    if not found:
-        raise ConfigError(f"{where} has fewer than two records of its speed: train on, or give a smaller --log-freq")
-    return _ExistingRun(path, Setting(ranks, batch), config, found)
+        raise ConfigError(f"{source} is not a complete run folder; give folders below --save-dir") from error
+    if not records:
+        raise ConfigError(f"{source} has fewer than two records of its speed: train on, or give a smaller --log-freq")
+    return _ExistingRun(path, Setting(ranks, batch), config, records)
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Dotted names and values of the run's config.toml; unknown options are kept."""
+    """Dotted names and values of the run's config.toml, with unknown options."""
     return {
         name if section == name else f"{section}.{name}": value
-        for section, found in values.items()
-        for name, value in (found if isinstance(found, dict) else {section: found}).items()
+        for section, entry in values.items()
+        for name, value in (entry if isinstance(entry, dict) else {section: entry}).items()
     }
 
 
 def _differences(runs: Sequence[_ExistingRun]) -> list[str]:
     """A line for each other option in which the runs differ."""
     names = sorted({name for run in runs for name in run.config})
-    found = []
+    lines = []
     for name in names:
         values = list(dict.fromkeys(str(run.config.get(name, "its default")) for run in runs))
         if len(values) > 1 and name not in _FREE and not name.startswith(_FREE_SECTIONS):
-            found.append(f"the runs also differ in {name} ({', '.join(values)}), and not in their ranks alone")
-    return found
+            lines.append(f"the runs also differ in {name} ({', '.join(values)}), not only in ranks")
+    return lines
 
 
-def _named(path: Path) -> str:
+def _path_text(path: Path) -> str:
     return printable(str(path))

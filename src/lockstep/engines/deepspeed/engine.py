@@ -40,9 +40,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.tensors import local_of
 
 __all__ = [
-    "Accessors",
     "DeepSpeed",
-    "SplitState",
 ]
 
 
@@ -81,21 +79,21 @@ class SplitState:
 
         Each parameter and elementwise state is whole on one rank; numbers and buffers are on all.
         """
-        found: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
         owners = self._owners()
         for name, parameter in self._model.named_parameters():
             full = f"model/{name}"
-            found[full] = self._kept(self._parameter(parameter), owners[full])
+            state[full] = self._place_on(self._parameter(parameter), owners[full])
             if parameter.requires_grad:
                 for key in self._flat.elementwise():
                     value = self._access.safe_get_full_optimizer_state(parameter, key)  # collective
                     full = f"optimizer/{name}/{key}"
-                    found[full] = self._kept(value, owners[full])
+                    state[full] = self._place_on(value, owners[full])
                 for key, number in self._flat.numbers().items():
-                    found[f"optimizer/{name}/{key}"] = number.clone()
+                    state[f"optimizer/{name}/{key}"] = number.clone()
         for second, first in self._ties():
-            found[f"model/{second}"] = found[f"model/{first}"]
-        return found | {f"model/{name}": buffer for name, buffer in self._buffers()}
+            state[f"model/{second}"] = state[f"model/{first}"]
+        return state | {f"model/{name}": buffer for name, buffer in self._buffers()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -109,21 +107,21 @@ class SplitState:
         unstepped = {n for n in own if n.startswith("optimizer/") and stepped and n.rpartition("/")[0] not in stepped}
         missing = sorted((own.keys() - unstepped) ^ state.keys())
         if missing:
-            raise CheckpointError(f"the state does not fit the model: {', '.join(missing[:3])} on one side only")
+            raise CheckpointError(f"the state does not match the model: {', '.join(missing[:3])} on one side only")
         numbers: dict[str, Tensor] = {}
         owners = self._owners()
         for name, parameter in self._model.named_parameters():
             full = f"model/{name}"
-            self._set_parameter(parameter, self._whole(state[full], owners[full]))
+            self._set_parameter(parameter, self._gather(state[full], owners[full]))
             if parameter.requires_grad:
                 for key in self._flat.elementwise():
                     full = f"optimizer/{name}/{key}"
                     if full in unstepped:
-                        whole = torch.zeros(own[full].shape, dtype=own[full].dtype, device=self._world.device)
-                        self._flat.begin(key, whole)
+                        value = torch.zeros(own[full].shape, dtype=own[full].dtype, device=self._world.device)
+                        self._flat.begin(key, value)
                     else:
-                        whole = self._whole(state[full], owners[full])
-                    self._set_state(parameter, whole, key)
+                        value = self._gather(state[full], owners[full])
+                    self._set_state(parameter, value, key)
                 if f"optimizer/{name}" in stepped:
                     numbers |= {key: state[f"optimizer/{name}/{key}"] for key in self._flat.numbers()}
         for key, number in numbers.items():
@@ -156,7 +154,7 @@ class SplitState:
     def named(self) -> dict[str, Tensor]:
         """Return the float32 weights by name, each whole on one rank. Collective."""
         owners = self._owners()
-        return {n: self._kept(self._parameter(p), owners[f"model/{n}"]) for n, p in self._trained()}  # collective
+        return {n: self._place_on(self._parameter(p), owners[f"model/{n}"]) for n, p in self._trained()}  # collective
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> None:
@@ -166,13 +164,13 @@ class SplitState:
         """
         owners = self._owners()
         for name, parameter in self._trained():
-            self._set_master(parameter, self._whole(state[name], owners[f"model/{name}"]))  # collective
+            self._set_master(parameter, self._gather(state[name], owners[f"model/{name}"]))  # collective
 
     @torch.no_grad()
     def show(self) -> None:
         """Copy the float32 weights into the parameters that the forward reads. Collective."""
         for _, parameter in self._trained():
-            self._set_read(parameter, self._parameter(parameter))  # collective
+            self._set_model_weight(parameter, self._parameter(parameter))  # collective
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad)
@@ -203,15 +201,15 @@ class SplitState:
 
     def _parameter(self, parameter: nn.Parameter) -> Tensor:
         if parameter.requires_grad:
-            whole: Tensor = self._access.safe_get_full_fp32_param(parameter)  # collective
-            return whole.detach()
+            value: Tensor = self._access.safe_get_full_fp32_param(parameter)  # collective
+            return value.detach()
         with self._access.gathered([parameter], self._stage):  # collective under ZeRO 3
             return parameter.detach().clone()
 
     def _set_parameter(self, parameter: nn.Parameter, value: Tensor) -> None:
         if parameter.requires_grad:
             self._set_master(parameter, value)
-        self._set_read(parameter, value)
+        self._set_model_weight(parameter, value)
 
     def _set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set the float32 copy, which the optimizer updates."""
@@ -220,7 +218,7 @@ class SplitState:
         else:
             self._access.safe_set_full_fp32_param(parameter, value)
 
-    def _set_read(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def _set_model_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set the parameter that the forward reads."""
         with self._access.gathered([parameter], self._stage, 0):  # collective under ZeRO 3
             parameter.data.copy_(value)
@@ -240,27 +238,27 @@ class SplitState:
         flat = torch.nn.functional.pad(value.flatten(), (0, each * self._world.size - value.numel()))
         return flat[self._world.rank * each :][:each]
 
-    def _kept(self, value: Tensor, owner: int) -> Tensor:
+    def _place_on(self, value: Tensor, owner: int) -> Tensor:
         """Return a DTensor in host memory that only the rank `owner` holds, whole."""
         mesh = self._meshes.get(owner)
         if mesh is None:
             # A mesh of one rank communicates nothing: without a backend it costs no process group.
             mesh = self._meshes[owner] = DeviceMesh("cpu", [owner], _init_backend=False)
-        mine = owner == self._world.rank
-        local = value.to("cpu", copy=True).contiguous() if mine else value.new_zeros((), device="cpu")  # waits
+        is_owner = owner == self._world.rank
+        local = value.to("cpu", copy=True).contiguous() if is_owner else value.new_zeros((), device="cpu")  # waits
         stride = torch.empty(value.shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Replicate()], shape=value.shape, stride=stride)
 
-    def _whole(self, tensor: Tensor, owner: int) -> Tensor:
+    def _gather(self, tensor: Tensor, owner: int) -> Tensor:
         """Return the whole tensor on this rank's device. Collective for a DTensor."""
         if not isinstance(tensor, DTensor):
             return tensor.to(self._world.device)
         if owner == self._world.rank:
-            whole = local_of(tensor).to(self._world.device)
+            value = local_of(tensor).to(self._world.device)
         else:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
-        dist.broadcast(whole, src=owner)  # collective
-        return whole
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
+        dist.broadcast(value, src=owner)  # collective
+        return value
 
 
 class _FlatStates:
@@ -273,8 +271,8 @@ class _FlatStates:
 
     def _states(self) -> dict[Tensor, dict[str, Any]]:
         """Return the state of each flat tensor that is updated."""
-        found: dict[Tensor, dict[str, Any]] = self._zero.optimizer.state
-        return found
+        states: dict[Tensor, dict[str, Any]] = self._zero.optimizer.state
+        return states
 
     def parts(self) -> list[Tensor]:
         """Return the flat tensors. Raises ConfigError if they are on a disk."""
@@ -348,30 +346,32 @@ class DeepSpeed:
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         check_launched("deepspeed", world)
-        given = read_config(settings.options.config)
+        file_config = read_config(settings.options.config)
         dtypes = {p.dtype for p in model.parameters()}
         _check(settings, dtypes)
         package = _package(world)
-        made, options = optimizer(model), settings.options
-        halved = torch.bfloat16 in dtypes
-        wanted = DeepSpeedSettings(
-            options.zero_stage, options.cpu_offload, settings.clip, halved, settings.loss_scaling, made
+        instance, options = optimizer(model), settings.options
+        is_bf16 = torch.bfloat16 in dtypes
+        flags = DeepSpeedSettings(
+            options.zero_stage, options.cpu_offload, settings.clip, is_bf16, settings.loss_scaling, instance
         )
-        config = merged(given, wanted)
+        config = merged(file_config, flags)
         self._stage = int(config["zero_optimization"]["stage"])
         self._world, self._scaled = world, bool(settings.loss_scaling)
         self._roots = ScaledBackward()
-        self._ds = _initialised(package, model, made, config)
+        self._ds = _initialize(package, model, instance, config)
         self.model: nn.Module = self._ds
         self._split = bool(self._stage)
         self.masters: SplitState | None = None
         if self._split:
-            self._finish: Any = _ZeroStep(self._ds, self._stage, settings, world)
-            self._held = SplitState(model, self._ds.optimizer, self._stage, _accessors(package), world)
-            self.masters = self._held
-            add_counter(self.model, self._held.footprint)
+            self._update: Any = _ZeroStep(self._ds, self._stage, settings, world)
+            self._split_state = SplitState(model, self._ds.optimizer, self._stage, _accessors(package), world)
+            self.masters = self._split_state
+            add_counter(self.model, self._split_state.footprint)
         else:
-            self._finish = OptimizerStep(model, made, settings, once="--engine deepspeed", dense="--engine deepspeed")
+            self._update = OptimizerStep(
+                model, instance, settings, once="--engine deepspeed", dense="--engine deepspeed"
+            )
             self._module = model
         settings.say(f"--engine deepspeed {package.__version__}: ZeRO stage {self._stage} over {world.size} ranks")
 
@@ -390,9 +390,9 @@ class DeepSpeed:
         evaluate: Evaluate | None = None,
     ) -> StepResult:
         if self._scaled and not self._split:
-            gradients = [p.grad for p in self._finish.parameters if p.grad is not None]
+            gradients = [p.grad for p in self._update.parameters if p.grad is not None]
             torch._foreach_mul_(gradients, float(self._world.size))
-        result: StepResult = self._finish(factor, limit, momentum, evaluate)
+        result: StepResult = self._update(factor, limit, momentum, evaluate)
         return result
 
     def _factor(self) -> float | Tensor:
@@ -402,7 +402,7 @@ class DeepSpeed:
         and stage 0 multiplies the gradients after the backward.
         """
         if self._scaled and not self._split:
-            scale: float | Tensor = self._finish.scale
+            scale: float | Tensor = self._update.scale
             return scale
         return float(self._world.size)
 
@@ -410,14 +410,16 @@ class DeepSpeed:
         """Do nothing: DeepSpeed's updates cannot be undone."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._held.state_dict() if self._split else self._finish.state_dict(self._module)
-        return {**found, **self._finish.scaling()}
+        state: dict[str, Tensor] = (
+            self._split_state.state_dict() if self._split else self._update.state_dict(self._module)
+        )
+        return {**state, **self._update.scaling()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if self._split:
-            self._held.load_state_dict(self._finish.restore_scaling(state))  # collective
+            self._split_state.load_state_dict(self._update.restore_scaling(state))  # collective
         else:
-            self._finish.load_state_dict(self._module, state)
+            self._update.load_state_dict(self._module, state)
 
 
 class _ZeroStep:
@@ -427,10 +429,10 @@ class _ZeroStep:
         self._ds, self._zero, self._ranks = ds, ds.optimizer, world.size
         self._groups = [(group, float(group["lr"])) for group in self._zero.param_groups]
         self._scaler = LossScale(settings.loss_scaling) if settings.loss_scaling else None
-        self._limit, self._seen = math.inf, math.nan
-        asked = "scaled_global_norm" if stage < 3 else "_get_norm_groups"  # DeepSpeed calls it before it updates
-        self._norm = getattr(self._zero, asked)
-        setattr(self._zero, asked, self._limited_norm)
+        self._limit, self._last_norm = math.inf, math.nan
+        method = "scaled_global_norm" if stage < 3 else "_get_norm_groups"  # DeepSpeed calls it before it updates
+        self._norm = getattr(self._zero, method)
+        setattr(self._zero, method, self._limited_norm)
         self._scale()
 
     def __call__(
@@ -442,12 +444,12 @@ class _ZeroStep:
                 group["lr"] = rate * factor
         for group, _ in self._groups:
             set_momentum(group, momentum)
-        self._limit, self._seen = limit, math.inf
+        self._limit, self._last_norm = limit, math.inf
         self._ds.step()  # collective; waits for the device
         applied = not self._zero.overflow
-        for gradient in self._left():
+        for gradient in self._stale_gradients():
             gradient.zero_()
-        norm = torch.tensor(self._seen, dtype=torch.float32)
+        norm = torch.tensor(self._last_norm, dtype=torch.float32)
         if self._scaler:
             self._scaler.learn(norm, applied)
             self._scale()
@@ -459,15 +461,15 @@ class _ZeroStep:
         The norm is under the loss scale. If DeepSpeed finds an overflow before it asks for the norm, the step's norm
         stays infinite.
         """
-        found = self._norm(*args, **settings)  # collective
-        groups = [float(norm) for norm in (found if isinstance(found, list) else [found])]  # waits for the device
+        result = self._norm(*args, **settings)  # collective
+        groups = [float(norm) for norm in (result if isinstance(result, list) else [result])]  # waits for the device
         # -1 marks a norm that is not finite
-        self._seen = math.inf if min(groups) < 0.0 else math.hypot(*groups) / float(self._zero.loss_scale)
-        if self._seen < self._limit:
-            return found
-        return [found[0] * math.inf] if isinstance(found, list) else math.inf
+        self._last_norm = math.inf if min(groups) < 0.0 else math.hypot(*groups) / float(self._zero.loss_scale)
+        if self._last_norm < self._limit:
+            return result
+        return [result[0] * math.inf] if isinstance(result, list) else math.inf
 
-    def _left(self) -> list[Tensor]:
+    def _stale_gradients(self) -> list[Tensor]:
         """Return the gradients that ZeRO keeps beyond a step, to be zeroed.
 
         ZeRO would reuse or add to them where a micro-batch does not use a parameter: the buffer of stage 3; with
@@ -475,8 +477,12 @@ class _ZeroStep:
         """
         buffer = getattr(self._zero, "grad_partitions_flat_buffer", None)
         groups = getattr(self._zero, "fp32_partitioned_groups_flat", None) or self._zero.single_partition_of_fp32_groups
-        kept = [buffer, *getattr(self._zero, "accumulated_grads_in_cpu", {}).values(), *(flat.grad for flat in groups)]
-        return [tensor for tensor in kept if tensor is not None]
+        tensors = [
+            buffer,
+            *getattr(self._zero, "accumulated_grads_in_cpu", {}).values(),
+            *(flat.grad for flat in groups),
+        ]
+        return [tensor for tensor in tensors if tensor is not None]
 
     def _scale(self) -> None:
         if self._scaler:
@@ -495,8 +501,8 @@ class _ZeroStep:
 def _check(settings: Settings, dtypes: set[torch.dtype]) -> None:
     if settings.exact:
         raise ConfigError(
-            "--exact cannot hold with --engine deepspeed, which adds gradients in an order of its own; use --engine "
-            "fsdp, zero or ddp"
+            "--exact does not work with --engine deepspeed, which sums gradients in its own order; use --engine fsdp, "
+            "zero or ddp"
         )
     if torch.float64 in dtypes:
         raise ConfigError("--engine deepspeed updates in float32, not --precision float64; use --engine fsdp")
@@ -525,15 +531,15 @@ def _package(world: World) -> Any:
     return package
 
 
-def _initialised(package: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+def _initialize(package: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
     try:
-        made, *_ = package.initialize(model=model, optimizer=optimizer, config=config)  # collective
+        engine, *_ = package.initialize(model=model, optimizer=optimizer, config=config)  # collective
     except (AssertionError, ImportError, ValueError, RuntimeError) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        missing = "ninja" in said or "CUDA_HOME" in said or "compiler" in said or "Error building" in said
+        message = " ".join(str(error).split()) or type(error).__name__
+        missing = "ninja" in message or "CUDA_HOME" in message or "compiler" in message or "Error building" in message
         way_out = "install a compiler and ninja" if missing else "change --engine.config"
-        raise ConfigError(f"--engine deepspeed: DeepSpeed refuses: {said[:300]}; {way_out}") from error
-    return made
+        raise ConfigError(f"--engine deepspeed: DeepSpeed refuses: {message[:300]}; {way_out}") from error
+    return engine
 
 
 def _accessors(package: Any) -> Any:

@@ -27,7 +27,6 @@ __all__ = [
     "UsageCheck",
     "again",
     "check",
-    "reached",
     "shard",
 ]
 
@@ -59,36 +58,36 @@ class UsageCheck:
         Raises:
             ConfigError: on every rank, if the coming exchange would not match.
         """
-        used = self._used(loss)
-        first = self._first = self._first or used
-        mixed = [self._every and now is not before for now, before in zip(used, first, strict=True)]
-        counts = torch.tensor([used, mixed], dtype=torch.int32)
+        flags = self._predict_use(loss)
+        first = self._first = self._first or flags
+        mixed = [self._every and now is not before for now, before in zip(flags, first, strict=True)]
+        counts = torch.tensor([flags, mixed], dtype=torch.int32)
         dist.all_reduce(counts, group=self._world.control)  # collective
         users, mixing = counts.tolist()
         names = [name for name, n in zip(self._usage.names, users, strict=True) if n not in (0, self._world.size)]
         if names:
-            self._refuse(names, self._who(names[0], used))
+            self._refuse(names, self._describe_users(names[0], flags))
         names = [name for name, n in zip(self._usage.names, mixing, strict=True) if n]
         if names:
             self._refuse(names, "used by some micro-batches of this step and not by others")
 
-    def _used(self, loss: Tensor) -> list[bool]:
+    def _predict_use(self, loss: Tensor) -> list[bool]:
         """Return which parameters will have a gradient after the backward of `loss`."""
-        used = [False] * len(self._usage.names) if self._every else self._usage.used()
-        if all(used):
-            return used
-        found = reached(loss)
-        return [before or parameter in found for before, parameter in zip(used, self._usage.parameters, strict=True)]
+        flags = [False] * len(self._usage.names) if self._every else self._usage.used()
+        if all(flags):
+            return flags
+        leaves = reached(loss)
+        return [before or parameter in leaves for before, parameter in zip(flags, self._usage.parameters, strict=True)]
 
-    def _who(self, name: str, used: list[bool]) -> str:
+    def _describe_users(self, name: str, flags: list[bool]) -> str:
         place = self._usage.names.index(name)
-        told = self._world.gather(used[place])  # collective
-        users, others = ([str(rank) for rank, uses in enumerate(told) if uses is wanted] for wanted in (True, False))
-        return f"used by rank {listed(users)} and not by rank {listed(others)} in this step"
+        by_rank = self._world.gather(flags[place])  # collective
+        users, idle = ([str(rank) for rank, uses in enumerate(by_rank) if uses is flag] for flag in (True, False))
+        return f"used by rank {listed(users)} and not by rank {listed(idle)} in this step"
 
-    def _refuse(self, names: list[str], who: str) -> None:
+    def _refuse(self, names: list[str], reason: str) -> None:
         raise ConfigError(
-            f"--engine fsdp: torch {torch.__version__} cannot exchange the gradients of {listed(names)}, {who}; "
+            f"--engine fsdp: torch {torch.__version__} cannot exchange the gradients of {listed(names)}, {reason}; "
             "use torch 2.13 or newer, or --engine ddp, or have every rank use the same parameters in every step"
         )
 
@@ -98,19 +97,19 @@ def reached(loss: Tensor) -> set[Tensor]:
 
     Excludes what a reentrant activation checkpoint hides.
     """
-    seen = {loss.grad_fn}
-    todo, found = [loss.grad_fn], set()
+    visited = {loss.grad_fn}
+    todo, leaves = [loss.grad_fn], set()
     while todo:
         node = todo.pop()
         if node is None:
             continue
         if type(node).__name__ == "AccumulateGrad":
-            found.add(node.variable)  # type: ignore[attr-defined]
+            leaves.add(node.variable)  # type: ignore[attr-defined]
         for following, _ in node.next_functions:
-            if following not in seen:
-                seen.add(following)
+            if following not in visited:
+                visited.add(following)
                 todo.append(following)
-    return found
+    return leaves
 
 
 _DTYPES = {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
@@ -120,9 +119,9 @@ def check(settings: Settings, world: World) -> None:
     """Raise ConfigError for options that this world, or exact mode, does not support."""
     options = settings.options
     if options.cpu_offload and world.device.type != "cuda":
-        raise ConfigError("--engine.cpu-offload frees GPU memory, and this process uses none; leave it out")
+        raise ConfigError("--engine.cpu-offload frees GPU memory, and this process uses none; drop it")
     if settings.exact:
-        away = {
+        conflicts = {
             "--engine.sharding": options.sharding in ("hybrid", "none"),
             "--engine.cpu-offload": options.cpu_offload,
             "--engine.param-dtype": options.param_dtype != "same",
@@ -130,11 +129,11 @@ def check(settings: Settings, world: World) -> None:
             "--engine.output-dtype": options.output_dtype != "same",
             "--engine.accumulate shard": options.accumulate == "shard",
         }
-        wrong = [name for name, there in away.items() if there]
+        wrong = [name for name, is_set in conflicts.items() if is_set]
         if wrong:
-            raise ConfigError(f"--exact with --engine fsdp cannot hold with {', '.join(wrong)}; leave it out")
+            raise ConfigError(f"--exact with --engine fsdp does not work with {', '.join(wrong)}; drop it")
     if options.shard_size and options.sharding != "hybrid":
-        raise ConfigError("--engine.shard-size is for --engine.sharding hybrid; set that, or leave it out")
+        raise ConfigError("--engine.shard-size is for --engine.sharding hybrid; set that, or drop it")
 
 
 def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
@@ -160,10 +159,10 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
     }
     for block in blocks.modules:
         place(list(block.modules()), world, send=options.meta_init)
-        fully_shard(block, mp_policy=_precision(options, whole=False), **policies)
+        fully_shard(block, mp_policy=_precision(options, is_root=False), **policies)
     inside = {part for block in blocks.modules for part in block.modules()}
     place([part for part in model.modules() if part not in inside], world, send=options.meta_init)
-    fully_shard(model, mp_policy=_precision(options, whole=True), **policies)
+    fully_shard(model, mp_policy=_precision(options, is_root=True), **policies)
     _prefetch(blocks.modules, options.prefetch)
     _report(blocks, options, mesh, settings)
     return mesh
@@ -184,8 +183,8 @@ def again(model: nn.Module) -> DeviceMesh:
         state: Any = module._get_fsdp_state()
         group = getattr(state, "_fsdp_param_group", None)  # several from torch 2.13 on
         for each in getattr(state, "_fsdp_param_groups", None) or ([group] if group else []):
-            trained = [one for one in each.fsdp_params if one.sharded_param.requires_grad]
-            if len({one.sharded_param.dtype for one in trained}) > 1:
+            trained = [parameter for parameter in each.fsdp_params if parameter.sharded_param.requires_grad]
+            if len({parameter.sharded_param.dtype for parameter in trained}) > 1:
                 raise ConfigError(
                     f"--engine fsdp: the block '{name}' would train parameters of several dtypes, which it exchanges "
                     "together; give them one dtype, or use --engine ddp"
@@ -208,11 +207,11 @@ def _mesh(options: EngineOptions, world: World) -> DeviceMesh:
     return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
 
 
-def _precision(options: EngineOptions, whole: bool) -> MixedPrecisionPolicy:
+def _precision(options: EngineOptions, is_root: bool) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=_DTYPES[options.param_dtype],
         reduce_dtype=_DTYPES[options.reduce_dtype],
-        output_dtype=_DTYPES[options.output_dtype] if whole else None,  # between blocks nothing is cast
+        output_dtype=_DTYPES[options.output_dtype] if is_root else None,  # between blocks nothing is cast
     )
 
 
@@ -220,18 +219,18 @@ def _check_parameters(model: nn.Module, blocks: BlockUnits) -> None:
     scalars = [name for name, p in model.named_parameters() if p.ndim == 0]
     if scalars:
         raise ConfigError(f"--engine fsdp cannot split the 0-dim parameter {scalars[0]}; give it the shape [1]")
-    turned = [name for name, p in model.named_parameters() if not p.is_contiguous()]
-    if turned:
+    strided = [name for name, p in model.named_parameters() if not p.is_contiguous()]
+    if strided:
         raise ConfigError(
-            f"--engine fsdp cannot split {turned[0]}, which is not contiguous (channels_last, or a transposed tensor); "
-            "make it so, or use --engine ddp"
+            f"--engine fsdp cannot split {strided[0]}, which is not contiguous (channels_last, or transposed); make it "
+            "contiguous, or use --engine ddp"
         )
     # AdamW and its kin update `view_as_real` of a parameter; for a shard that is a copy, so the shard never changes.
     complexes = [name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad]
     if complexes:
         raise ConfigError(
             f"--engine fsdp cannot train the complex parameter {complexes[0]}: torch's optimizers do not move shards "
-            "of such; hold it as real numbers (torch.view_as_complex in the forward), or use --engine ddp"
+            "of such; store it as real numbers (torch.view_as_complex in the forward), or use --engine ddp"
         )
     inside = {p for block in blocks.modules for p in block.parameters()}
     groups = [list(block.parameters()) for block in blocks.modules]
@@ -255,8 +254,8 @@ def _prefetch(blocks: list[nn.Module], ahead: int) -> None:
 
 
 def _report(blocks: BlockUnits, options: EngineOptions, mesh: DeviceMesh, settings: Settings) -> None:
-    rest = " and the rest" if blocks.modules else ""
-    settings.say(f"--engine fsdp, sharding {options.sharding} over {list(mesh.shape)} ranks: {blocks.origin}{rest}")
+    suffix = " and the rest" if blocks.modules else ""
+    settings.say(f"--engine fsdp, sharding {options.sharding} over {list(mesh.shape)} ranks: {blocks.origin}{suffix}")
     if options.cpu_offload:
         settings.say(
             "--engine.cpu-offload: each step copies all parameters to the GPU and all gradients back, and the update "

@@ -30,8 +30,6 @@ from lockstep.tensors import local_of
 
 __all__ = [
     "FSDP",
-    "ExactNorm",
-    "ExactReduceScatter",
 ]
 
 
@@ -70,24 +68,24 @@ class ExactNorm:
         if not gradients:
             return []
         owners = shared_out([gradient.numel() for gradient in gradients], self._world.size)
-        wholes = self._gathered(gradients, owners)
-        found = iter(norms_of(wholes))
-        mine = [next(found) if owner == self._world.rank else None for owner in owners]
+        wholes = self._gather_owned(gradients, owners)
+        norms = iter(norms_of(wholes))
+        local = [next(norms) if owner == self._world.rank else None for owner in owners]
         kind = torch.float64 if any(g.dtype is torch.float64 for g in gradients) else torch.float32
         table = torch.zeros(len(gradients), dtype=kind, device=self._world.device)
-        for index, norm in enumerate(mine):
+        for index, norm in enumerate(local):
             if norm is not None:
                 table[index] = norm
         dist.all_reduce(table)  # collective
         return list(table.unbind())
 
-    def _gathered(self, gradients: list[Tensor], owners: list[int]) -> list[Tensor]:
+    def _gather_owned(self, gradients: list[Tensor], owners: list[int]) -> list[Tensor]:
         """Return the whole gradients that this rank owns, in order. Collective."""
         wide = max((g.dtype for g in gradients), key=lambda dtype: dtype.itemsize)
         parts = [local_of(gradient).to(wide) for gradient in gradients]
         wholes = gather_rows(parts, [gradient.shape for gradient in gradients], owners)  # collective
-        mine = (gradient for gradient, owner in zip(gradients, owners, strict=True) if owner == self._world.rank)
-        return [whole.to(gradient.dtype) for whole, gradient in zip(wholes, mine, strict=True)]
+        sources = (gradient for gradient, owner in zip(gradients, owners, strict=True) if owner == self._world.rank)
+        return [tensor.to(gradient.dtype) for tensor, gradient in zip(wholes, sources, strict=True)]
 
 
 class ExactReduceScatter:
@@ -102,7 +100,7 @@ class ExactReduceScatter:
     """
 
     def __init__(self, parts: Subtrees) -> None:
-        self._owned, self.slots = parts, parts.slots
+        self._subtrees, self.slots = parts, parts.slots
         self._sums: Subtotals[Tensor] = Subtotals(parts.micro_batches, Tensor.add_)
         self._count = 0
         self.last = False
@@ -116,9 +114,9 @@ class ExactReduceScatter:
         """Take over `input_tensor` [ranks * n]; the last call fills `output_tensor` [n] with the sum."""
         if input_tensor.is_cuda:  # it outlives the call, on this stream
             input_tensor.record_stream(torch.cuda.current_stream())
-        place = self._owned.mine.start + self._count
+        place = self._subtrees.mine.start + self._count
         self._count += 1
-        if place < self._owned.mine.stop:  # else the slot is empty
+        if place < self._subtrees.mine.stop:  # else the slot is empty
             self._sums.push(TreeSpan(place, place + 1), input_tensor)
         if not self.last:
             output_tensor.zero_()
@@ -128,7 +126,7 @@ class ExactReduceScatter:
         def room(pieces: int) -> Tensor:
             return input_tensor.new_empty(pieces, len(output_tensor))
 
-        output_tensor.copy_(piece_of_sum(self._sums.taken(), room, self._owned, group))
+        output_tensor.copy_(piece_of_sum(self._sums.taken(), room, self._subtrees, group))
 
 
 _NAME = "--engine fsdp"
@@ -156,29 +154,29 @@ class FSDP:
         self._comms: list[ExactReduceScatter] = []
         self._usage: GradientUsage | None = None
         self._check: UsageCheck | None = None
-        self._synced, self._backwards, self._within = True, 0, False
+        self._synced, self._backwards, self._in_backward = True, 0, False
         if settings.exact and world.size == 1:
-            self._stay_plain(optimizer)
+            self._build_unsharded(optimizer)
             return
         mesh = shard(model, world, settings) if settings.wrapper is None else again(model)
         self._units = [cast(Any, module) for module in model.modules() if isinstance(module, FSDPModule)]
-        made = optimizer(model)
-        self._exchanged = trained(model, made)
+        instance = optimizer(model)
+        self._parameters = trained(model, instance)
         norm, norms = self._norms(mesh)
         self._update = OptimizerStep(
             model,
-            made,
+            instance,
             settings,
             norm,
             local_of,
-            cleared=self._exchanged,
+            cleared=self._parameters,
             fixed=True,
             norms=norms,
             once=_NAME,
             dense=_NAME,
         )
-        _check_held(model, self._update)
-        self._sum_plainly()
+        _check_optimizer_parameters(model, self._update)
+        self._set_sum_reduction()
         self._watch_usage()
         if watching := vars(model).pop(_WATCH, None):  # from a former engine
             watching.remove()
@@ -200,7 +198,7 @@ class FSDP:
         if self._tree:
             self._tree.push()
         elif self._comms and not self._comms[0].last:
-            for parameter in self._exchanged:  # zeros: the sums are in the trees until the last micro-batch
+            for parameter in self._parameters:  # zeros: the sums are in the trees until the last micro-batch
                 parameter.grad = None
 
     def step(
@@ -210,13 +208,13 @@ class FSDP:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        made, self._backwards = self._backwards, 0
+        backwards, self._backwards = self._backwards, 0
         if self._tree:
             self._tree.finish()
         elif self._comms:
-            check_slots(made, self._comms[0].slots, self._world)
+            check_slots(backwards, self._comms[0].slots, self._world)
         if self._usage:
-            self._drop_unused(self._usage, made)
+            self._drop_unused(self._usage, backwards)
         return self._update(factor, limit, momentum, evaluate)
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
@@ -224,36 +222,36 @@ class FSDP:
             self._update.rehearse(None)
             return
         self.accumulate(True)
-        self._update.rehearse(Alone(loss, self._alone))
+        self._update.rehearse(Alone(loss, self._backward_alone))
         if self._usage:
             self._usage.begin()
         if self._check:
             self._check.begin()
 
-    def _alone(self, loss: Tensor) -> None:
+    def _backward_alone(self, loss: Tensor) -> None:
         if self._check:
             self._check(loss)  # collective
         self._run(loss, 1.0)
 
     def _run(self, loss: Tensor, weight: float) -> None:
-        self._within = True
+        self._in_backward = True
         try:
             loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]  # collective
         finally:
-            self._within = False
+            self._in_backward = False
 
     def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Refuse gradients taken before the backward: FSDP would reshard parameters that it needs."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._check_within)  # type: ignore[no-untyped-call]
+                    tensor.register_hook(self._check_in_backward)  # type: ignore[no-untyped-call]
 
-    def _check_within(self, gradient: Tensor) -> None:
-        if not self._within:
+    def _check_in_backward(self, gradient: Tensor) -> None:
+        if not self._in_backward:
             raise ConfigError(
-                f"{_NAME} does not go with a loss that takes gradients itself (torch.autograd.grad through the model, "
-                "as gradient penalties do): use --engine ddp or zero"
+                f"{_NAME} does not work with a loss that takes gradients itself (torch.autograd.grad through the "
+                "model, as gradient penalties do): use --engine ddp or zero"
             )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -262,16 +260,16 @@ class FSDP:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._update.load_state_dict(self.model, state)
 
-    def _stay_plain(self, optimizer: MakeOptimizer) -> None:
+    def _build_unsharded(self, optimizer: MakeOptimizer) -> None:
         self.model.to(self._world.device)
         unexpanded(self.model)
         same_start(self.model)
-        made = optimizer(self.model)
-        exchanged = trained(self.model, made)
+        instance = optimizer(self.model)
+        parameters = trained(self.model, instance)
         self._update = OptimizerStep(
-            self.model, made, self._settings, cleared=exchanged, fixed=True, once=_NAME, dense=_NAME
+            self.model, instance, self._settings, cleared=parameters, fixed=True, once=_NAME, dense=_NAME
         )
-        self._tree = Tree(exchanged, self._settings.exact, self._world)
+        self._tree = Tree(parameters, self._settings.exact, self._world)
 
     def _norms(self, mesh: Any) -> tuple[Any, Any]:
         """Return the functions for the norm of all gradients, and of each."""
@@ -279,8 +277,8 @@ class FSDP:
             exact = ExactNorm(self._world)
             return exact, exact.each
         group = mesh.get_group(mesh.ndim - 1)  # the shards' dimension is the last
-        where = {"group": group, "device": self._world.device}
-        return partial(_sharded_norm, **where), partial(_sharded_norms, **where)
+        options = {"group": group, "device": self._world.device}
+        return partial(_sharded_norm, **options), partial(_sharded_norms, **options)
 
     def _set_sync(self, last: bool) -> None:
         """Set whether the next backward exchanges; only on a change, since it visits all modules."""
@@ -291,7 +289,7 @@ class FSDP:
         else:
             root.set_requires_all_reduce(last)
 
-    def _sum_plainly(self) -> None:
+    def _set_sum_reduction(self) -> None:
         """Sum gradients instead of averaging; in exact mode in the tree's order."""
         exact = self._settings.exact
         parts = Subtrees(exact, self._world) if exact else None
@@ -308,23 +306,23 @@ class FSDP:
         On a torch that cannot align them, each exchange is checked instead.
         """
         options = self._settings.options
-        wish = options.find_unused_parameters
-        if wish == "true" and not FILLS_UNUSED:
+        mode = options.find_unused_parameters
+        if mode == "true" and not FILLS_UNUSED:
             raise ConfigError(
-                f"--engine.find-unused-parameters true with --engine fsdp needs torch 2.13, here is "
+                f"--engine.find-unused-parameters true with --engine fsdp needs torch 2.13, found "
                 f"{torch.__version__}; use --engine ddp"
             )
-        if wish == "false":
+        if mode == "false":
             return
-        self._usage = GradientUsage(self._trained(), self._world)
-        self._told = wish == "true"
+        self._usage = GradientUsage(self._trained_parameters(), self._world)
+        self._is_reported = mode == "true"
         if FILLS_UNUSED:
             cast(Any, self.model).set_reduce_scatter_unused_params(True)
         elif self._world.size > 1:
             every = bool(self._settings.exact) or options.accumulate == "shard"
             self._check = UsageCheck(self._usage, self._world, every)
 
-    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+    def _trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole parameter) of trained parameters, gathering one unit at a time."""
         for unit in self._units:
             unit.unshard()  # collective
@@ -338,8 +336,8 @@ class FSDP:
 
         Checked in every step, since a later step may take another branch, and zeros would silently train differently.
         """
-        names = [] if self._told else usage.missed(backwards)
-        self._told = True
+        names = [] if self._is_reported else usage.missed(backwards)
+        self._is_reported = True
         if names:
             self._settings.say(
                 f"--engine fsdp: {len(names)} parameters are not used by every micro-batch ({listed(names)}); "
@@ -350,17 +348,17 @@ class FSDP:
             return
         unused = usage.unused()  # collective
         if any(unused):
-            held = dict(self.model.named_parameters())
+            parameters = dict(self.model.named_parameters())
             for name, missed in zip(usage.names, unused, strict=True):
                 if missed:
-                    held[name].grad = None
+                    parameters[name].grad = None
 
 
-def _check_held(model: nn.Module, update: OptimizerStep) -> None:
+def _check_optimizer_parameters(model: nn.Module, update: OptimizerStep) -> None:
     """Raise ConfigError if the optimizer was built before sharding and holds other parameters."""
-    held = set(model.parameters())
-    if any(parameter not in held for parameter in update.parameters):
+    members = set(model.parameters())
+    if any(parameter not in members for parameter in update.parameters):
         raise ConfigError(
             "--engine fsdp replaces the parameters by shards: give `optimizer` as a function of the model, "
-            "lambda model: AdamW(model.parameters()), not an optimizer made before"
+            "lambda model: AdamW(model.parameters()), not an optimizer built before"
         )

@@ -1,6 +1,7 @@
-"""Attach the recorder at Python's start; `lockstep trace` puts this folder first on PYTHONPATH.
+"""Attach the recorder when Python starts.
 
-A process that never imports torch is left alone. The user's own `sitecustomize` runs afterwards, as it would without.
+`lockstep trace` puts this folder first on PYTHONPATH. A process that never imports torch is left alone. The user's own
+`sitecustomize` still runs afterwards.
 """
 
 import importlib
@@ -19,7 +20,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(_HERE))
 def _attach() -> None:
     """Load the recorder once torch is imported.
 
-    In another environment than lockstep's it is loaded from this file's own package.
+    In an environment without lockstep it is loaded from this file's own package.
     """
     if importlib.util.find_spec("lockstep") is None:
         stub = ModuleType("lockstep")
@@ -28,10 +29,10 @@ def _attach() -> None:
     importlib.import_module("lockstep.trace.record.imports").watch()
 
 
-def _users() -> None:
-    """Run the sitecustomize that this one hides."""
-    elsewhere = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+def _run_user_sitecustomize() -> None:
+    """Run the sitecustomize that this one shadows."""
+    others = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
         sys.modules["sitecustomize"] = module
@@ -43,5 +44,5 @@ if __name__ == "sitecustomize":
         try:
             _attach()
         except Exception as error:  # the script runs all the same
-            print(f"lockstep trace: not attached: {error!r}", file=sys.stderr)
-    _users()
+            print(f"lockstep trace: this process is not recorded: {error!r}", file=sys.stderr)
+    _run_user_sitecustomize()

@@ -1,11 +1,10 @@
-"""Compare two runs step by step, and name the first difference.
+"""Compare two runs step by step and find the first difference.
 
 verdict = judged(read(one), read(two))
 
-A step is examined in detail only if something that matters differs: the gradients, the rates, the weights, the
-buffers, values that ranks should share, the samples of an evaluation. Then its stages are compared in causal order,
-and the first that differs is the cause. The tolerance is that of docs/verify.md plus the distance that the weights
-had before.
+A step is examined in detail only if something that matters differs: gradients, rates, weights, buffers, values that
+ranks should share, the samples of an evaluation. Its stages are then compared in causal order; the first that differs
+is the cause. The tolerance is that of docs/verify.md plus the distance of the weights before the step.
 """
 
 import math
@@ -68,7 +67,6 @@ from lockstep.trace.compare.pairing import (
 from lockstep.trace.compare.reading import TracePart, TraceRun, distance
 
 __all__ = [
-    "Unseen",
     "judged",
 ]
 
@@ -83,7 +81,7 @@ _STAGES = {  # in causal order
 
 
 class Unseen:
-    """Count the values that are not finite in both runs.
+    """Counter of the values that are not finite in both runs.
 
     Attributes:
         counts: by kind, over all steps.
@@ -101,13 +99,13 @@ class Unseen:
             self.counts[kind] += 1
 
     def text(self, compared: Counter[str]) -> list[str]:
-        """Describe where they began, and how much was compared nevertheless."""
+        """Describe the first such value, and how much was compared nevertheless."""
         if not self.where:
             return []
         counts = ", ".join(
             f"{compared[kind]} of {compared[kind] + count} {kind}" for kind, count in sorted(self.counts.items())
         )
-        return [f"{self.where}, which compares nothing: compared were {counts}"]
+        return [f"{self.where}, so it is not compared; compared: {counts}"]
 
 
 def _finite_in_one(step: StepPair) -> TraceFinding | None:
@@ -116,14 +114,14 @@ def _finite_in_one(step: StepPair) -> TraceFinding | None:
     Gradients are judged with their causes instead.
     """
     for kind, (stage, cause) in _STAGES.items():
-        mine, theirs = step.one.tensors(kind), step.two.tensors(kind)
-        for name in matched(mine, theirs).both:
-            if finite(mine[name]) != finite(theirs[name]):
-                side = SECOND if finite(mine[name]) else FIRST
-                return step.finding(stage, cause, f"it is not finite in {side} alone", name)
+        first, second = step.one.tensors(kind), step.two.tensors(kind)
+        for name in matched(first, second).both:
+            if finite(first[name]) != finite(second[name]):
+                side = SECOND if finite(first[name]) else FIRST
+                return step.finding(stage, cause, f"it is not finite in {side} only", name)
     one, two = (_losses_finite(step, side) for side in (0, 1))
     if None not in (one, two) and one != two:
-        return step.finding("forward", "forward", f"it is not finite in {SECOND if one else FIRST} alone", "loss")
+        return step.finding("forward", "forward", f"it is not finite in {SECOND if one else FIRST} only", "loss")
     return None
 
 
@@ -133,17 +131,17 @@ def _not_finite(step: StepPair) -> Iterator[tuple[str, str]]:
     A buffer may have infinities by design, such as a mask of -inf: there only NaN counts. A gradient that overflowed
     does not count if the update was skipped, as by a GradScaler.
     """
-    for kind, shown in _NAMES.items():
-        mine, theirs = step.one.tensors(kind), step.two.tensors(kind)
-        for name in matched(mine, theirs).both:
-            if finite(mine[name]) or finite(theirs[name]):
+    for kind, plural in _NAMES.items():
+        first, second = step.one.tensors(kind), step.two.tensors(kind)
+        for name in matched(first, second).both:
+            if finite(first[name]) or finite(second[name]):
                 continue
             if kind == "grad" and every(_skipped(spot, name) for _, spot in step.sides()):
                 continue
-            if kind == "buffers" and mine[name].digest == theirs[name].digest and math.isinf(mine[name].square):
+            if kind == "buffers" and first[name].digest == second[name].digest and math.isinf(first[name].square):
                 continue
-            what = f"the gradient of {name}" if kind == "grad" else f"the state {name}" if kind == "state" else name
-            yield shown, what
+            text = f"the gradient of {name}" if kind == "grad" else f"the state {name}" if kind == "state" else name
+            yield plural, text
     sides = [(spot.before(), spot.tensors("weights")) for _, spot in step.sides()]
     names = matched(*(matched(before, after).both for before, after in sides)).both
     for name in names:
@@ -164,15 +162,15 @@ def _skipped(spot: Spot, name: str) -> bool:
 
 def _losses_finite(step: StepPair, side: int) -> bool | None:
     """Whether all losses of a step are finite; None if a rank has none."""
-    found = losses_of((step.one, step.two)[side])
-    return every(math.isfinite(value) for rank in found for value in rank) if found else None
+    losses = losses_of((step.one, step.two)[side])
+    return every(math.isfinite(value) for rank in losses for value in rank) if losses else None
 
 
 _NOISE, _NOISE_OFF = (
     1e-3,
     1e-2,
 )  # a gradient this small a share of all, and off by this share of itself, is noise
-_LOST = 1e-2  # share by which the weights may differ while gradients are still comparable
+_TOO_FAR = 1e-2  # share by which the weights may differ while gradients are still comparable
 
 
 def judged(one: TraceRun, two: TraceRun) -> TraceVerdict:
@@ -185,15 +183,15 @@ def judged(one: TraceRun, two: TraceRun) -> TraceVerdict:
     names = [side.spots[0].tensors("initial") for side in (pair.one, pair.two)]
     if names[0] and names[1] and not matched(*names).both:
         text = f"the first trains {next(iter(names[0]))} and others, the second {next(iter(names[1]))} and others"
-        verdict.missing.append(f"no parameter of one name is in both: {text}")
+        verdict.missing.append(f"the runs have no parameter name in common: {text}")
         return verdict
     state = _Divergence()
     for number, (first, second) in enumerate(pair.steps):
         step = StepPair(pair, pair.one.spots[first], pair.two.spots[second], (first, second), number, state.off)
         step.limit = gradient_limit(step)
-        found = _difference(step, verdict)
-        if found is not None:
-            verdict.finding = found
+        finding = _difference(step, verdict)
+        if finding is not None:
+            verdict.finding = finding
             return verdict
         verdict.judged += 1
         if not verdict.unproven:
@@ -206,11 +204,11 @@ def judged(one: TraceRun, two: TraceRun) -> TraceVerdict:
     for side in (pair.one, pair.two):
         if apart_from_each_other(side.spots[0]):
             text = f"{side.name}: its {side.world} processes have no process group of torch: unless something else"
-            verdict.notes.append(f"{text} brings them together, each trains by itself")
+            verdict.notes.append(f"{text} synchronises them, each trains alone")
     verdict.notes += state.trained.note(verdict.judged)
     if state.noise:
-        text = f"tensors whose gradients are all rounding: {len(state.noise)}, such as {min(state.noise)}"
-        verdict.notes.append(f"{text}; how far these are apart is not counted")
+        text = f"tensors whose gradients are rounding noise: {len(state.noise)}, such as {min(state.noise)}"
+        verdict.notes.append(f"{text}; their distance is not counted")
     verdict.finding = _end(pair)
     verdict.missing += [*state.unseen.text(verdict.compared), *uncovered(pair, verdict)]
     verdict.not_finite = dict(state.unseen.counts)
@@ -219,7 +217,7 @@ def judged(one: TraceRun, two: TraceRun) -> TraceVerdict:
 
 @dataclass
 class _Divergence:
-    """The distance between the two runs so far.
+    """Distance between the two runs so far.
 
     Attributes:
         off: relative distance of the weights.
@@ -236,63 +234,63 @@ class _Divergence:
 
     def follow(self, step: StepPair, verdict: TraceVerdict) -> None:
         """Update the distance by a step without a finding."""
-        mine, theirs = step.one.tensors("weights"), step.two.tensors("weights")
+        first, second = step.one.tensors("weights"), step.two.tensors("weights")
         before = self.bits
-        self.bits &= every(mine[name].digest == theirs[name].digest for name in matched(mine, theirs).both)
+        self.bits &= every(first[name].digest == second[name].digest for name in matched(first, second).both)
         count_numbers(step, verdict.compared)
         if before and not self.bits:
-            verdict.notes += _parting(step)
+            verdict.notes += _first_different_bits(step)
         verdict.bits += self.bits
-        grads, others = step.one.tensors("grad"), step.two.tensors("grad")
-        norm = math.sqrt(sum(whole.square for whole in grads.values()))
-        for name in grads.keys() & others.keys():
+        grads, second_grads = step.one.tensors("grad"), step.two.tensors("grad")
+        norm = math.sqrt(sum(tensor.square for tensor in grads.values()))
+        for name in grads.keys() & second_grads.keys():
             small = grads[name].norm < _NOISE * norm
-            if small and distance(grads[name].sketch, others[name].sketch) > _NOISE_OFF * grads[name].norm:
+            if small and distance(grads[name].sketch, second_grads[name].sketch) > _NOISE_OFF * grads[name].norm:
                 self.noise.add(name)
-        error, length = apart({name: whole for name, whole in mine.items() if name not in self.noise}, theirs)
+        error, length = apart({name: tensor for name, tensor in first.items() if name not in self.noise}, second)
         self.off = error / length if length else 0.0
         verdict.largest = max(verdict.largest, self.off) if self.off == self.off else verdict.largest
-        if self.off > _LOST:
+        if self.off > _TOO_FAR:
             verdict.unproven = (
-                f"from step {step.at[0]} on rounding has grown to {self.off:.1e} of the weights, too far to tell it "
-                "from a mistake in the numbers; data, rates and evaluations were compared to the end"
+                f"from step {step.at[0]} on rounding has grown to {self.off:.1e} of the weights, which may hide a "
+                "mistake in the numbers; data, rates and evaluations were compared to the end"
             )
 
 
 def _hide_unplaced(pair: TracePair, parts: list[TracePart], verdict: TraceVerdict) -> None:
-    """Exclude sharded tensors with unknown places: different numbers of ranks do not sum them alike."""
+    """Exclude shards with unknown places: their sums depend on the number of ranks."""
     sides = (pair.one, pair.two) if pair.one.world != pair.two.world else ()
     for part in parts:
         part.hidden = set()
-    found = {
+    hidden = {
         (kind, name)
         for side in sides
         for kind in ("initial", "begin", "grad", "weights", "buffers", "state")
-        for name, whole in side.spots[0].tensors(kind).items()
-        if whole.opaque
+        for name, tensor in side.spots[0].tensors(kind).items()
+        if tensor.opaque
     }
     for part in parts:
-        part.hidden = found
-    names = sorted({name for kind, name in found if kind != "state"})
+        part.hidden = hidden
+    names = sorted({name for kind, name in hidden if kind != "state"})
     if names:
-        text = f"tensors that are sharded in a way that is not known: {len(names)}, such as {names[0]}"
-        unknown = any(kind == "weights" for kind, _ in found)
+        text = f"tensors with an unknown sharding: {len(names)}, such as {names[0]}"
+        unknown = any(kind == "weights" for kind, _ in hidden)
         (verdict.missing if unknown else verdict.notes).append(f"{text}; they are not compared")
 
 
-def _parting(step: StepPair) -> list[str]:
-    """Note where the bits of two runs of one shape first differ, though within rounding."""
+def _first_different_bits(step: StepPair) -> list[str]:
+    """Describe where the bits of two runs with the same world size first differ."""
     if step.one.part.world != step.two.part.world:
         return []
     module = first_module(step)
     if module:
-        return [f"the bits part in step {step.at[0]}, first in the output of {module}"]
+        return [f"the bits first differ in step {step.at[0]}, in the output of {module}"]
     for kind, name in (("grad", "the gradient of"), ("weights", "the update of")):
-        mine, theirs = step.one.tensors(kind), step.two.tensors(kind)
-        tensor = next((n for n in mine if n in theirs and mine[n].digest != theirs[n].digest), "")
+        first, second = step.one.tensors(kind), step.two.tensors(kind)
+        tensor = next((n for n in first if n in second and first[n].digest != second[n].digest), "")
         if tensor:
             more = "" if any(f.get("mn") for f in _first(step.one)["fwd"]) else "; --modules names the module"
-            return [f"the bits part in step {step.at[0]}, first in {name} {tensor}{more}"]
+            return [f"the bits first differ in step {step.at[0]}, in {name} {tensor}{more}"]
     return []
 
 
@@ -309,7 +307,7 @@ def _difference(step: StepPair, verdict: TraceVerdict) -> TraceFinding | None:
     else:
         checks += [
             changed_weights,
-            partial(_computed, verdict=verdict),
+            partial(_gradient_cause, verdict=verdict),
             rate_difference,
             _finite_in_one,
             update_difference,
@@ -319,15 +317,15 @@ def _difference(step: StepPair, verdict: TraceVerdict) -> TraceFinding | None:
             state_difference,
         ]
     for check in checks:
-        found = check(step)
-        if found is not None:
-            return found
-        if verdict.unproven and isinstance(check, partial) and check.func is _computed:
+        finding = check(step)
+        if finding is not None:
+            return finding
+        if verdict.unproven and isinstance(check, partial) and check.func is _gradient_cause:
             return rate_difference(step)
     return None
 
 
-def _computed(step: StepPair, verdict: TraceVerdict) -> TraceFinding | None:
+def _gradient_cause(step: StepPair, verdict: TraceVerdict) -> TraceFinding | None:
     """Find the cause of a different gradient, in causal order."""
     unequal = next(
         ((name, n, w) for name, spot in step.sides() for n, w in spot.tensors("grad").items() if unlike(w)), None
@@ -336,40 +334,40 @@ def _computed(step: StepPair, verdict: TraceVerdict) -> TraceFinding | None:
     exact = items_unequal(step) or own_statistics(step)
     if not step.flagged and unequal is None and exact is None:
         return None
-    found = data_difference(step)
-    if found is not None:
-        return found
-    by_design, found = random_difference(step)
-    if found is not None:
-        return found
+    finding = data_difference(step)
+    if finding is not None:
+        return finding
+    by_design, finding = random_difference(step)
+    if finding is not None:
+        return finding
     if by_design and unequal is None:
         verdict.unproven = by_design
         return None
-    found = gradient_sets(step) if unequal is None else None
-    if found is not None:
-        return found
-    found = gradient_difference(step)
-    if found.stage != "reduction" or unequal is not None:
-        return found
-    if found.cause == "reduction" and step.one.part.world == step.two.part.world == 1:
-        found = step.finding("gradient", "gradient", found.text, found.where)  # one process reduces nothing
-    return kept_gradient(step) or found
+    finding = gradient_sets(step) if unequal is None else None
+    if finding is not None:
+        return finding
+    finding = gradient_difference(step)
+    if finding.stage != "reduction" or unequal is not None:
+        return finding
+    if finding.cause == "reduction" and step.one.part.world == step.two.part.world == 1:
+        finding = step.finding("gradient", "gradient", finding.text, finding.where)  # one process reduces nothing
+    return kept_gradient(step) or finding
 
 
 def _flagged(step: StepPair) -> list[str]:
-    """The gradients that differ by more than rounding explains."""
-    mine, theirs = step.one.tensors("grad"), step.two.tensors("grad")
+    """List the gradients that differ by more than rounding explains."""
+    first, second = step.one.tensors("grad"), step.two.tensors("grad")
     if step.one.hidden or step.two.hidden:
         return _norms_off(step)
-    norm = math.sqrt(max(sum(whole.square for whole in side.values()) for side in (mine, theirs)))
-    found = unmatched_gradients(step)
-    for name in matched(mine, theirs).both:
-        error = distance(mine[name].sketch, theirs[name].sketch)
-        known = finite(mine[name]), finite(theirs[name])
-        off = not error <= step.limit * norm or known[0] != known[1]
-        if mine[name].digest != theirs[name].digest and any(known) and off:  # if neither is finite, skip
-            found.append(name)
-    return found
+    norm = math.sqrt(max(sum(tensor.square for tensor in side.values()) for side in (first, second)))
+    names = unmatched_gradients(step)
+    for name in matched(first, second).both:
+        error = distance(first[name].sketch, second[name].sketch)
+        finite_sides = finite(first[name]), finite(second[name])
+        off = not error <= step.limit * norm or finite_sides[0] != finite_sides[1]
+        if first[name].digest != second[name].digest and any(finite_sides) and off:  # if neither is finite, skip
+            names.append(name)
+    return names
 
 
 def _first(spot: Spot) -> dict[str, Any]:
@@ -377,17 +375,17 @@ def _first(spot: Spot) -> dict[str, Any]:
 
 
 def _norms_off(step: StepPair) -> list[str]:
-    """`_flagged` for an engine that reports only the gradient norm."""
+    """Compare the gradient norms, for an engine that reports nothing else."""
     norms: list[float] = []
     for spot in (step.one, step.two):
-        said = _first(spot).get("norm")
-        if said is None and not spot.tensors("grad"):
+        norm = _first(spot).get("norm")
+        if norm is None and not spot.tensors("grad"):
             return []
-        if said is None:
+        if norm is None:
             clips = [event for event in _first(spot)["ev"] if event[1] == "clip" and event[4]]
-            squares = sum(whole.square for whole in spot.tensors("grad").values())
-            said = clips[-1][4][0] if clips else math.sqrt(squares)
-        norms.append(float(said))
+            squares = sum(tensor.square for tensor in spot.tensors("grad").values())
+            norm = clips[-1][4][0] if clips else math.sqrt(squares)
+        norms.append(float(norm))
     if not math.isfinite(norms[0]) and not math.isfinite(norms[1]):
         return []  # counted as not compared
     return [] if abs(norms[0] - norms[1]) <= step.limit * max(norms) else ["norm"]
@@ -403,29 +401,25 @@ def _end(pair: TracePair) -> TraceFinding | None:
     step = StepPair(pair, pair.one.spots[last[0]], pair.two.spots[last[1]], last, len(pair.steps), 0.0)
     if one != two:
         text = f"{pair.one.name} makes {one} steps and {pair.two.name} {two}"
-        found = step.finding("steps", "step-count", text)
-        return TraceFinding(**{**vars(found), "step": min(one, two), "other": min(one, two) - pair.shift})
+        finding = step.finding("steps", "step-count", text)
+        return TraceFinding(**{**vars(finding), "step": min(one, two), "other": min(one, two) - pair.shift})
     return evaluation_difference(step, tail=True)
 
 
 def _notes(pair: TracePair, verdict: TraceVerdict) -> None:
     if pair.shift > 0:
-        verdict.notes.append(
-            f"{pair.two.name} begins with the weights that {pair.one.name} has after step {pair.shift - 1}"
-        )
+        verdict.notes.append(f"{pair.two.name} starts with the weights of {pair.one.name} after step {pair.shift - 1}")
     elif pair.shift < 0:
-        verdict.notes.append(
-            f"{pair.one.name} begins with the weights that {pair.two.name} has after step {-pair.shift - 1}"
-        )
+        verdict.notes.append(f"{pair.one.name} starts with the weights of {pair.two.name} after step {-pair.shift - 1}")
     heads = [side.spots[0].part.first.head for side in (pair.one, pair.two)]
     names = sorted(set(heads[0]["versions"]) | set(heads[1]["versions"]))
     for name in names:
-        mine, theirs = (head["versions"].get(name, "none") for head in heads)
-        if mine != theirs:
-            verdict.notes.append(f"{name} is {mine} in the first and {theirs} in the second")
+        first, second = (head["versions"].get(name, "none") for head in heads)
+        if first != second:
+            verdict.notes.append(f"{name} is {first} in the first and {second} in the second")
     if heads[0]["script"] != heads[1]["script"]:
-        verdict.notes.append("the scripts are not the same file")
+        verdict.notes.append("the scripts differ")
     for side in (pair.one, pair.two):
         if side.full:
-            text = f"{side.name}: the recording ended behind step {len(side.spots) - 1}"
+            text = f"{side.name}: the recording ended after step {len(side.spots) - 1}"
             verdict.notes.append(f"{text}, at the limit of --max-mb")

@@ -31,7 +31,6 @@ __all__ = [
     "gradient_difference",
     "gradient_limit",
     "items_unequal",
-    "normalisation_difference",
     "own_statistics",
     "same_effect",
 ]
@@ -40,7 +39,7 @@ __all__ = [
 _SAFETY, _CEILING = 32.0, 0.25  # of docs/verify.md
 _FINE = ROUNDOFF["float32"]
 _LEAST_LIMIT, _MOST = 4.0, 16.0  # roundings of the coarsest dtype; in between the measured distance decides
-_MEASURED = 8.0  # times the distance of the same samples' outputs
+_DISTANCE_FACTOR = 8.0  # times the distance of the same samples' outputs
 
 Output = tuple[int, tuple[float, float]]  # rank; signed sum and sum of squares of the output
 
@@ -59,8 +58,8 @@ def gradient_limit(step: StepPair) -> float:
     fine = unit <= _FINE  # coarser roundings go either way, so their sum grows with the root of their number
     rounding = _SAFETY * count * unit * (step.number + 1) if fine else _LEAST_LIMIT * math.sqrt(count) * unit
     if step.number or step.one.part.world != step.two.part.world:
-        moved = _moved(step)
-        measured = _MEASURED * moved if moved <= _MOST * inner else 0.0  # else rounding does not explain it
+        gap = _output_distance(step)
+        measured = _DISTANCE_FACTOR * gap if gap <= _MOST * inner else 0.0  # else rounding does not explain it
         rounding += min(_MOST * inner, max(_LEAST_LIMIT * inner, measured))
     return min(_CEILING, rounding + GROWTH * step.off)
 
@@ -78,23 +77,26 @@ def _coarsest(step: StepPair) -> float:
 
 def _unit(step: StepPair) -> float:
     """Unit roundoff of the gradients' dtype."""
-    kinds = {whole.kind for spot in (step.one, step.two) for whole in spot.tensors("grad").values()}
+    kinds = {tensor.kind for spot in (step.one, step.two) for tensor in spot.tensors("grad").values()}
     return max((ROUNDOFF.get(kind, 0.0) for kind in kinds), default=_FINE)
 
 
-def _moved(step: StepPair) -> float:
+def _output_distance(step: StepPair) -> float:
     """Relative distance of the same samples' outputs in the first step."""
     first = max(0, step.pair.shift)
-    mine, theirs = _outputs_of(step.pair.one.spots[first]), _outputs_of(step.pair.two.spots[first - step.pair.shift])
-    pairs = [(mine[key][1], theirs[key][1]) for key in mine.keys() & theirs.keys()]
+    first_outputs, second_outputs = (
+        _outputs_of(step.pair.one.spots[first]),
+        _outputs_of(step.pair.two.spots[first - step.pair.shift]),
+    )
+    pairs = [(first_outputs[key][1], second_outputs[key][1]) for key in first_outputs.keys() & second_outputs.keys()]
     square = sum(one[1] for one, _ in pairs)
-    apart = sum((one[0] - two[0]) ** 2 for one, two in pairs)  # random signs: in the mean, the outputs' distance
-    return math.sqrt(apart / square) if square > 0 and math.isfinite(apart + square) else 0.0
+    error = sum((one[0] - two[0]) ** 2 for one, two in pairs)  # random signs: in the mean, the outputs' distance
+    return math.sqrt(error / square) if square > 0 and math.isfinite(error + square) else 0.0
 
 
 def _outputs_of(spot: Spot) -> dict[tuple[int, int, int, int], Output]:
     """Return (root, sample digest, elements, earlier occurrences) -> (rank, its output)."""
-    found: dict[tuple[int, int, int, int], Output] = {}
+    outputs: dict[tuple[int, int, int, int], Output] = {}
     for rank, record in spot.part.records(spot.at).items():
         for forward in record["fwd"]:
             values = floats(forward.get("out"))
@@ -103,15 +105,15 @@ def _outputs_of(spot: Spot) -> dict[tuple[int, int, int, int], Output]:
                 continue
             for place, sample in enumerate(samples):
                 count = 0
-                while (forward["m"], sample, forward["w"], count) in found:
+                while (forward["m"], sample, forward["w"], count) in outputs:
                     count += 1
-                found[forward["m"], sample, forward["w"], count] = rank, (values[2 * place], values[2 * place + 1])
-    return found
+                outputs[forward["m"], sample, forward["w"], count] = rank, (values[2 * place], values[2 * place + 1])
+    return outputs
 
 
 _LEAST = 1e-4  # share by which equal factors may differ
 _ROUNDINGS = 2.0  # of the coarsest dtype, by which they may be off
-_SURE = 6.0  # standard errors of a mean factor
+_STANDARD_ERRORS = 6.0  # standard errors of a mean factor
 _FREEDOM = 4  # extra samples over the forwards needed to know the error of a mean
 _RATIO = 1e-3  # share by which a ratio may miss a whole number
 
@@ -142,19 +144,19 @@ def items_unequal(step: StepPair) -> TraceFinding | None:
     factors = _factors(step)
     common = _mean([each.mean for each in factors])
     least = _tolerance(step)
-    if not factors or every(abs(each.mean - common) <= max(least, _SURE * each.error) for each in factors):
+    if not factors or every(abs(each.mean - common) <= max(least, _STANDARD_ERRORS * each.error) for each in factors):
         return None
     low, high = (pick(factors, key=lambda each: each.mean) for pick in (min, max))
     times = math.exp(high.mean - low.mean)
-    for name, which in _keys(step):
-        counts = [_counts(step, side, name, which) for side in (0, 1)]
+    for name, column in _keys(step):
+        counts = [_counts(step, side, name, column) for side in (0, 1)]
         for ways in product(("all", "rank", "forward"), repeat=2):
-            if _explained(factors, counts, ways, least):
-                return _named(step, times, counts, ways)
+            if _divisors_explain(factors, counts, ways, least):
+                return _rank_average(step, times, counts, ways)
     if sum(each.samples - 1 for each in factors) < _FREEDOM:
         return None  # too few samples to know how far such lengths vary anyway
     text = (
-        f"an item of rank {high.two[0]} counts {times:.6g} times as much as one of rank {low.two[0]}, against the first"
+        f"an item of rank {high.two[0]} counts {times:.6g} times as much as one of rank {low.two[0]}, unlike the first"
     )
     return step.finding("normalisation", "loss", f"in the second run {text}", "items", high.two[0])
 
@@ -165,17 +167,17 @@ def same_effect(step: StepPair) -> bool:
     return any(each.samples > 1 for each in factors) and every(each.apart <= _tolerance(step) for each in factors)
 
 
-def _named(step: StepPair, times: float, counts: list[Counts], ways: tuple[str, ...]) -> TraceFinding:
+def _rank_average(step: StepPair, times: float, counts: list[Counts], ways: tuple[str, ...]) -> TraceFinding:
     name, side, way = next(
         each
         for each in zip(("the second run", "the first run"), counts[::-1], ways[::-1], strict=True)
         if each[2] != "all"
     )
-    found = _by_rank(side) if way == "rank" else [count for each in side.values() for count in each]
-    items = " and ".join(map(str, found))
+    divisors = _by_rank(side) if way == "rank" else [count for each in side.values() for count in each]
+    items = " and ".join(map(str, divisors))
     own = "rank's" if way == "rank" else "micro-batch's"
     text = (
-        f"in {name} each loss is divided by the {own} own items ({items}), so that one counts {times:.6g} times as much"
+        f"in {name} each loss is divided by the {own} own items ({items}), so one item counts {times:.6g} times as much"
     )
     return step.finding("normalisation", "rank-average", f"{text} as another", f"items {items}")
 
@@ -192,12 +194,14 @@ def _mean(values: list[float]) -> float:
 def _factors(step: StepPair) -> list[_Factor]:
     """The factors of all pairs of forwards with common samples."""
     groups: dict[tuple[Forward, Forward], list[tuple[float, float]]] = {}
-    sides = _lengths(step)
-    for key, (forward, mine) in sides[0].items():
-        if key in sides[1] and mine > 0:
-            other, theirs = sides[1][key]
-            if theirs > 0 and math.isfinite(mine * theirs):
-                groups.setdefault((forward, other), []).append((math.log(theirs / mine), mine * mine))
+    sides = _output_gradient_norms(step)
+    for key, (forward, first_norm) in sides[0].items():
+        if key in sides[1] and first_norm > 0:
+            second_forward, second_norm = sides[1][key]
+            if second_norm > 0 and math.isfinite(first_norm * second_norm):
+                groups.setdefault((forward, second_forward), []).append(
+                    (math.log(second_norm / first_norm), first_norm * first_norm)
+                )
     means = {key: _weighted_mean(each) for key, each in groups.items()}
     count, total = sum(map(len, groups.values())), sum(w for each in groups.values() for _, w in each)
     off = sum(w * (value - means[key]) ** 2 for key, each in groups.items() for value, w in each)
@@ -218,36 +222,37 @@ def _weighted_mean(values: list[tuple[float, float]]) -> float:
     return sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
 
 
-def _lengths(step: StepPair) -> list[dict[tuple[int, int], tuple[Forward, float]]]:
+def _output_gradient_norms(step: StepPair) -> list[dict[tuple[int, int], tuple[Forward, float]]]:
     """For each run: (sample, earlier occurrences) -> (its forward, norm of its output's gradient)."""
     uses = _uses(step)
-    found: list[dict[tuple[int, int], tuple[Forward, float]]] = []
+    sides: list[dict[tuple[int, int], tuple[Forward, float]]] = []
     for use, contents in zip(uses, computed(*uses), strict=True):
-        here: dict[tuple[int, int], tuple[Forward, float]] = {}
-        seen: dict[int, int] = {}
+        norms: dict[tuple[int, int], tuple[Forward, float]] = {}
+        occurrences: dict[int, int] = {}
         for rank, forwards in contents.items():
             for number, (each, samples) in enumerate(zip(use[rank].forwards, forwards, strict=False)):
                 values = floats(each.get("og"))
                 if each.get("backwards") != 1 or len(values) != len(samples):
                     continue
                 for sample, value in zip(samples, values, strict=True):
-                    place = seen[sample] = seen.get(sample, -1) + 1
-                    here[sample, place] = (rank, number), value
-        found.append(here)
-    return found
+                    place = occurrences[sample] = occurrences.get(sample, -1) + 1
+                    norms[sample, place] = (rank, number), value
+        sides.append(norms)
+    return sides
 
 
-def _explained(factors: list[_Factor], counts: list[Counts], ways: tuple[str, ...], least: float) -> bool:
+def _divisors_explain(factors: list[_Factor], counts: list[Counts], ways: tuple[str, ...], least: float) -> bool:
     """Whether these integer divisors explain the factors; `ways` is the divisor of each run."""
-    rest: list[float] = []
+    residuals: list[float] = []
     for each in factors:
         below = [_divisor(side, way, *at) for side, way, at in zip(counts, ways, (each.one, each.two), strict=True)]
         if not every(map(bool, below)):
             return False
-        rest.append(each.mean - math.log(below[0] / below[1]))
-    common = _mean(rest)
+        residuals.append(each.mean - math.log(below[0] / below[1]))
+    common = _mean(residuals)
     return every(
-        abs(value - common) <= max(least, _SURE * each.error) for value, each in zip(rest, factors, strict=True)
+        abs(value - common) <= max(least, _STANDARD_ERRORS * each.error)
+        for value, each in zip(residuals, factors, strict=True)
     )
 
 
@@ -260,19 +265,19 @@ def _divisor(counts: Counts, way: str, rank: int, number: int) -> float:
 
 def normalisation_difference(step: StepPair) -> TraceFinding | None:
     """Find a difference in the divisor of the losses, given that the outputs agree."""
-    found = items_unequal(step)
-    if found is not None or not step.flagged:
-        return found
+    finding = items_unequal(step)
+    if finding is not None or not step.flagged:
+        return finding
     losses = [_losses(spot) for spot in (step.one, step.two)]
     if not every(map(bool, losses)) or not every(any(each.values()) for each in losses):
         return None
-    mine, theirs = _total(losses[0]), _total(losses[1])
+    first, second = _total(losses[0]), _total(losses[1])
     least = max(1e-5, step.limit)
-    if not math.isfinite(mine * theirs) or abs(mine - theirs) <= least * max(abs(mine), abs(theirs)):
+    if not math.isfinite(first * second) or abs(first - second) <= least * max(abs(first), abs(second)):
         return None
-    text = f"the loss of the step is {theirs:.6g} instead of {mine:.6g}"
-    for name, which in _keys(step):
-        counts = [_counts(step, side, name, which) for side in (0, 1)]
+    text = f"the loss of the step is {second:.6g} instead of {first:.6g}"
+    for name, column in _keys(step):
+        counts = [_counts(step, side, name, column) for side in (0, 1)]
         weighted = [_weighted(each, count) for each, count in zip(losses, counts, strict=True)]
         if None in weighted or weighted[0] is None or weighted[1] is None:
             continue
@@ -282,10 +287,10 @@ def normalisation_difference(step: StepPair) -> TraceFinding | None:
         ):
             side = counts[1] if len(counts[1]) > 1 or len(counts[0]) == 1 else counts[0]
             items = " and ".join(str(count) for count in _by_rank(side))
-            where = f"items {items}"
+            place = f"items {items}"
             text += f"; weighted by the items ({items}) they agree"
-            return step.finding("normalisation", "rank-average", text, where)
-    ratio = theirs / mine if mine else math.inf
+            return step.finding("normalisation", "rank-average", text, place)
+    ratio = second / first if first else math.inf
     worlds = step.pair.two.world / step.pair.one.world
     micro = [max(len(each) for each in side.values()) for side in losses]
     near = max(_RATIO, _tolerance(step))
@@ -323,11 +328,11 @@ def _weighted(losses: dict[int, list[float]], counts: Counts) -> float | None:
     """
     total = items = 0.0
     for rank, each in losses.items():
-        mine = counts.get(rank, [])
-        if len(mine) != len(each):
+        items_of_rank = counts.get(rank, [])
+        if len(items_of_rank) != len(each):
             return None
-        total += sum(value * len(each) * count for value, count in zip(each, mine, strict=True))
-        items += sum(mine)
+        total += sum(value * len(each) * count for value, count in zip(each, items_of_rank, strict=True))
+        items += sum(items_of_rank)
     return total / items if items else None
 
 
@@ -344,30 +349,30 @@ def _keys(step: StepPair) -> Iterator[tuple[str, int]]:
     keys: list[tuple[str, int]] = [("", 0)]
     for use in _uses(step)[1].values():
         for batch in [*use.loads, *use.forwards]:
-            keys += [(name, which) for name in batch.get("cn", ()) for which in (0, 1)]
+            keys += [(name, column) for name in batch.get("cn", ()) for column in (0, 1)]
     yield from dict.fromkeys(keys)
 
 
-def _counts(step: StepPair, side: int, name: str, which: int) -> Counts:
-    found: Counts = {}
+def _counts(step: StepPair, side: int, name: str, column: int) -> Counts:
+    counts: Counts = {}
     for rank, use in _uses(step)[side].items():
         batches: list[dict[str, Any]] = (
             use.loads if use.matched and len(use.loads) == len(use.forwards) else use.forwards
         )
         if name and not any(name in batch.get("cn", ()) for batch in batches):
             batches = use.forwards
-        found[rank] = []
+        counts[rank] = []
         for batch in batches:
             if not name:
-                found[rank].append(batch["n"])
+                counts[rank].append(batch["n"])
             elif name in batch.get("cn", ()):
-                found[rank].append(batch["c"][2 * batch["cn"].index(name) + which])
-    return found
+                counts[rank].append(batch["c"][2 * batch["cn"].index(name) + column])
+    return counts
 
 
 _PARALLEL = 1e-3  # sine of the largest angle between gradients that differ only in length
 _LENGTH = 1e-2  # share by which a length may miss the clipped one
-_ALIKE = 1e-4  # share by which numbers that ranks share may differ
+_EQUAL = 1e-4  # share by which numbers that ranks share may differ
 _STATISTICS = ("running_mean", "running_var")
 _OUTPUT = 1e-3  # share by which a sample's output may differ
 
@@ -375,10 +380,10 @@ _OUTPUT = 1e-3  # share by which a sample's output may differ
 def gradient_difference(step: StepPair) -> TraceFinding:
     """Return the first stage that differs, from the forward to the reduction."""
     return (
-        _scaled_before(step)
+        _clipped_scaled(step)
         or _unreduced(step)
-        or _clipped_apart(step)
-        or _changed_after(step)
+        or _unequal_clip_norms(step)
+        or _changed_after_clipping(step)
         or own_statistics(step)
         or _forward(step)
         or normalisation_difference(step)
@@ -396,15 +401,13 @@ def _clips(record: dict[str, Any]) -> list[list[Any]]:
     return [event for event in record["ev"] if event[1] == "clip"]
 
 
-def _scaled_before(step: StepPair) -> TraceFinding | None:
+def _clipped_scaled(step: StepPair) -> TraceFinding | None:
     for name, spot in step.sides():
         for rank, record in _records(spot).items():
             unscaled = [event[0] for event in record["ev"] if event[1] == "unscale"]
             clips = _clips(record)
             if clips and unscaled and clips[-1][0] < min(unscaled):
-                text = (
-                    f"in {name} the norm is {_norm(clips[-1])} when it is clipped; the scale is divided out afterwards"
-                )
+                text = f"in {name} the norm is {_norm(clips[-1])} when it is clipped, and unscaled only afterwards"
                 return step.finding(
                     "clipping", "clip-before-unscale", text, "all gradients", -1 if len(_records(spot)) > 1 else rank
                 )
@@ -415,60 +418,62 @@ def _norm(clip: list[Any]) -> float:
     return float(clip[4][0]) if len(clip) > 4 and clip[4] else math.nan
 
 
-def _clipped_apart(step: StepPair) -> TraceFinding | None:
+def _unequal_clip_norms(step: StepPair) -> TraceFinding | None:
     """Report ranks that clip by their own norms although they update by one gradient."""
     for name, spot in step.sides():
         norms = {rank: _norm(clips[-1]) for rank, record in _records(spot).items() if (clips := _clips(record))}
-        known = {rank: norm for rank, norm in norms.items() if math.isfinite(norm)}
-        if len(known) < 2:
+        finite_norms = {rank: norm for rank, norm in norms.items() if math.isfinite(norm)}
+        if len(finite_norms) < 2:
             continue
-        first = known[min(known)]
-        wrong = next((rank for rank, norm in known.items() if abs(norm - first) > _ALIKE * max(norm, first)), None)
+        first = finite_norms[min(finite_norms)]
+        wrong = next(
+            (rank for rank, norm in finite_norms.items() if abs(norm - first) > _EQUAL * max(norm, first)), None
+        )
         same = every(
-            whole.other is None or whole.other[1] <= _ALIKE * whole.norm for whole in spot.tensors("grad").values()
+            tensor.other is None or tensor.other[1] <= _EQUAL * tensor.norm for tensor in spot.tensors("grad").values()
         )
         if wrong is not None and same:
-            shown = ", ".join(f"{norm:.6g} on rank {rank}" for rank, norm in known.items())
+            listed = ", ".join(f"{norm:.6g} on rank {rank}" for rank, norm in finite_norms.items())
             return step.finding(
-                "clipping", "clip-before-reduce", f"in {name} the norm is {shown}", "all gradients", wrong
+                "clipping", "clip-before-reduce", f"in {name} the norm is {listed}", "all gradients", wrong
             )
     return None
 
 
-def _changed_after(step: StepPair) -> TraceFinding | None:
+def _changed_after_clipping(step: StepPair) -> TraceFinding | None:
     """Report gradients that reach the optimizer with another length than clipping left.
 
     It must be so in one run only.
     """
-    found: dict[str, tuple[int, float, float]] = {}
+    changes: dict[str, tuple[int, float, float]] = {}
     for name, spot in step.sides():
         for rank, record in _records(spot).items():
             clips = [clip for clip in _clips(record) if clip[2] == "clip_grad_norm_" and clip[3]]
             if len(clips) == 1 and math.isfinite(_norm(clips[0])) and spot.tensors("grad"):
-                length = math.sqrt(sum(whole.square for whole in spot.tensors("grad").values()))
+                length = math.sqrt(sum(tensor.square for tensor in spot.tensors("grad").values()))
                 clipped = min(_norm(clips[0]), float(clips[0][3]))
                 if abs(length - clipped) > _LENGTH * clipped:
-                    found.setdefault(name, (rank, clipped, length))
-    if len(found) != 1:
+                    changes.setdefault(name, (rank, clipped, length))
+    if len(changes) != 1:
         return None
-    name, (_, clipped, length) = next(iter(found.items()))
-    text = f"in {name} clipping leaves a length of {clipped:.6g}, and the optimizer gets {length:.6g}"
+    name, (_, clipped, length) = next(iter(changes.items()))
+    text = f"in {name} clipping leaves a norm of {clipped:.6g}, but the optimizer gets {length:.6g}"
     return step.finding("clipping", "clip-before-unscale", text, "all gradients")
 
 
 def _unreduced(step: StepPair) -> TraceFinding | None:
     for name, spot in step.sides():
         grads = spot.tensors("grad")
-        apart = {n: w for n, w in grads.items() if w.other is not None and not w.other[1] <= _ALIKE * w.norm}
-        if not apart:
+        unequal = {n: w for n, w in grads.items() if w.other is not None and not w.other[1] <= _EQUAL * w.norm}
+        if not unequal:
             continue
-        tensor, whole = next(iter(apart.items()))
+        tensor, whole = next(iter(unequal.items()))
         assert whole.other is not None
         text = f"in {name} it differs from rank 0's by {share(whole.other[1], whole.norm)}"
-        part = len(apart) < len(grads)
+        part = len(unequal) < len(grads)
         cause = "part-unreduced" if part else "unreduced"
         return step.finding(
-            "reduction", cause, f"{text} ({len(apart)} of {len(grads)} tensors)", tensor, whole.other[0]
+            "reduction", cause, f"{text} ({len(unequal)} of {len(grads)} tensors)", tensor, whole.other[0]
         )
     return None
 
@@ -478,16 +483,16 @@ def own_statistics(step: StepPair) -> TraceFinding | None:
 
     Ranks that normalise over all samples end a step with the same bits, in any dtype.
     """
-    found = []
+    unequal = []
     for name, spot in step.sides():
         statistics = {n: w for n, w in spot.tensors("buffers").items() if n.rpartition(".")[2] in _STATISTICS}
-        found += [(name, *each) for each in statistics.items() if unlike(each[1])][:1]
-    if len(found) != 1:
+        unequal += [(name, *each) for each in statistics.items() if unlike(each[1])][:1]
+    if len(unequal) != 1:
         return None
-    run, name, whole = found[0]
+    run, name, whole = unequal[0]
     assert whole.other is not None
     rank, error = whole.other
-    text = f"in {run} rank {rank}'s {name} differs from rank 0's by {share(error, whole.norm)} behind the step"
+    text = f"in {run} rank {rank}'s {name} differs from rank 0's by {share(error, whole.norm)} after the step"
     return step.finding("buffers", "batchnorm", text, name.rpartition(".")[0])
 
 
@@ -496,22 +501,23 @@ def _forward(step: StepPair) -> TraceFinding | None:
     outputs = [_outputs_of(spot) for spot in (step.one, step.two)]
     least = max(_OUTPUT, 2 * step.limit)
     off: dict[int, int] = {}
-    shown = ""
-    for key, (_, mine) in outputs[0].items():
+    example = ""
+    for key, (_, first) in outputs[0].items():
         if key not in outputs[1]:
             continue
-        rank, theirs = outputs[1][key]
-        error = abs(mine[0] - theirs[0]) + abs(math.sqrt(abs(mine[1])) - math.sqrt(abs(theirs[1])))
-        if not error <= least * math.sqrt(max(mine[1], theirs[1])):
+        rank, second = outputs[1][key]
+        error = abs(first[0] - second[0]) + abs(math.sqrt(abs(first[1])) - math.sqrt(abs(second[1])))
+        if not error <= least * math.sqrt(max(first[1], second[1])):
             off[rank] = off.get(rank, 0) + 1
-            shown = (
-                shown or f"a sample's output differs by {error / math.sqrt(max(mine[1], theirs[1]) or 1):.2g} of itself"
+            example = (
+                example
+                or f"a sample's output differs by {error / math.sqrt(max(first[1], second[1]) or 1):.2g} of itself"
             )
     if not off:
         return None
     rank = next(iter(off)) if len(off) == 1 else -1
     both = outputs[0].keys() & outputs[1].keys()
-    text = f"{shown} ({sum(off.values())} of {len(both)} samples)"
+    text = f"{example} ({sum(off.values())} of {len(both)} samples)"
     sizes = [
         {f["n"] for record in _records(spot).values() for f in record["fwd"] if f["train"]}
         for spot in (step.one, step.two)
@@ -530,12 +536,12 @@ def first_module(step: StepPair) -> str:
     if step.one.part.world != step.two.part.world:
         return ""
     for rank, record in _records(step.one).items():
-        other = _records(step.two).get(rank)
-        if other is None:
+        second_record = _records(step.two).get(rank)
+        if second_record is None:
             continue
-        for mine, theirs in zip(record["fwd"], other["fwd"], strict=False):
+        for first, second in zip(record["fwd"], second_record["fwd"], strict=False):
             names = zip(
-                mine.get("mn", ()), theirs.get("mn", ()), mine.get("mv", ()), theirs.get("mv", ()), strict=False
+                first.get("mn", ()), second.get("mn", ()), first.get("mv", ()), second.get("mv", ()), strict=False
             )
             for name, their, one, two in names:
                 if name == their and words(one)[0] != words(two)[0]:
@@ -551,13 +557,13 @@ def _sketches(step: StepPair) -> tuple[list[float], list[float]]:
 
 def _ratio(step: StepPair) -> float:
     """The ratio of the second gradient to the first; NaN if they are not parallel."""
-    mine, theirs = _sketches(step)
-    square = sum(x * x for x in mine)
+    first, second = _sketches(step)
+    square = sum(x * x for x in first)
     if not square or not math.isfinite(square):
         return math.nan
-    ratio = sum(x * y for x, y in zip(mine, theirs, strict=True)) / square
-    rest = sum((y - ratio * x) ** 2 for x, y in zip(mine, theirs, strict=True))
-    return ratio if math.sqrt(rest) <= max(_PARALLEL, step.limit) * abs(ratio) * math.sqrt(square) else math.nan
+    ratio = sum(x * y for x, y in zip(first, second, strict=True)) / square
+    residual = sum((y - ratio * x) ** 2 for x, y in zip(first, second, strict=True))
+    return ratio if math.sqrt(residual) <= max(_PARALLEL, step.limit) * abs(ratio) * math.sqrt(square) else math.nan
 
 
 def _clipping(step: StepPair) -> TraceFinding | None:
@@ -570,10 +576,13 @@ def _clipping(step: StepPair) -> TraceFinding | None:
     norms = [_norm(each[-1]) if each else math.nan for each in clips]
     if limits[0] != limits[1]:
         return step.finding("clipping", "clipping", f"clipped to {limits[1]} instead of {limits[0]}", "all gradients")
-    if abs(norms[0] - norms[1]) > _ALIKE * max(norms):
+    if abs(norms[0] - norms[1]) > _EQUAL * max(norms):
         return None  # the norm is wrong, and so the sum
     return step.finding(
-        "clipping", "clipping", f"the length is {ratio:.6g} times the other, at the same norm", "all gradients"
+        "clipping",
+        "clipping",
+        f"the clipped gradient is {ratio:.6g} times the other, at the same norm",
+        "all gradients",
     )
 
 
@@ -585,9 +594,7 @@ def _reduction(step: StepPair) -> TraceFinding:
         return step.finding("reduction", cause, f"the gradient is {ratio:.6g} times the other", "all gradients")
     one, two = step.one.tensors("grad"), step.two.tensors("grad")
     if not one or not two:
-        return step.finding(
-            "reduction", "reduction", "its norm differs, which is all that the engine says of it", "norm"
-        )
+        return step.finding("reduction", "reduction", "its norm differs; the engine reports nothing else of it", "norm")
     name = step.flagged[0] if step.flagged else next(iter(two), "gradient")
     if name not in one or name not in two:
         side = SECOND if name in one else FIRST

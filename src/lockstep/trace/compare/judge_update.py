@@ -62,28 +62,28 @@ def count_data(step: StepPair, compared: Counter[str]) -> None:
 def count_numbers(step: StepPair, compared: Counter[str]) -> None:
     """Count the tensors and losses of a step that were compared."""
     for kind, name in (("grad", "gradients"), ("weights", "weights"), ("buffers", "buffers"), ("state", "states")):
-        compared[name] += len(_both(step.one.tensors(kind), step.two.tensors(kind), masks=kind == "buffers"))
-    weights = _both(step.one.tensors("weights"), step.two.tensors("weights"))
-    compared["updates"] += len(matched(weights, _both(step.one.before(), step.two.before())).both)
+        compared[name] += len(_finite_in_both(step.one.tensors(kind), step.two.tensors(kind), masks=kind == "buffers"))
+    weights = _finite_in_both(step.one.tensors("weights"), step.two.tensors("weights"))
+    compared["updates"] += len(matched(weights, _finite_in_both(step.one.before(), step.two.before())).both)
     norms = [norm_of(spot) for _, spot in _sides(step) if spot.hidden]
     compared["gradient norms"] += bool(norms) and None not in norms and every(math.isfinite(norm) for norm in norms)
     one, two = (losses_of(spot) for _, spot in _sides(step))
     if one and two:
-        mine, theirs = (sum(map(math.fsum, side)) / len(side) for side in (one, two))
-        if abs(mine - theirs) <= max(1e-5, step.limit) * max(abs(mine), abs(theirs)) or mine == theirs:
+        first, second = (sum(map(math.fsum, side)) / len(side) for side in (one, two))
+        if abs(first - second) <= max(1e-5, step.limit) * max(abs(first), abs(second)) or first == second:
             compared["losses"] += min(sum(map(len, one)), sum(map(len, two)))
 
 
 def unended(pair: TracePair) -> list[str]:
     """List the runs that were not recorded to their end, or not on all ranks."""
     sides = (pair.one, pair.two)
-    found = [f"{side.name} {side.stop} after step {len(side.spots) - 1}" for side in sides if side.stop]
+    runs = [f"{side.name} {side.stop} after step {len(side.spots) - 1}" for side in sides if side.stop]
     for side in sides:
         part = side.spots[0].part
         if len(part.ranks) < part.world:
-            text = f"of {part.world} ranks of {side.name} {len(part.ranks)} are recorded"
-            found.append(f"{text}: of several nodes copy the files rank*.jsonl of all into one folder")
-    return found
+            text = f"{side.name} has {len(part.ranks)} of {part.world} ranks"
+            runs.append(f"{text}: copy the files rank*.jsonl of all nodes into one folder")
+    return runs
 
 
 def uncovered(pair: TracePair, verdict: TraceVerdict) -> list[str]:
@@ -94,23 +94,23 @@ def uncovered(pair: TracePair, verdict: TraceVerdict) -> list[str]:
         return []
     sides = (pair.one, pair.two)
     kinds = [("weights",), ("updates",), ("gradients", "gradient norms")]
-    found = [f"no {kind[0]} were compared" for kind in kinds if not any(verdict.compared[each] for each in kind)]
+    gaps = [f"no {kind[0]} were compared" for kind in kinds if not any(verdict.compared[each] for each in kind)]
     checks = [("losses", _has_losses), ("samples", _has_samples)]
     checks += [("states", _has_state)] * (not any(side.spots[0].hidden for side in sides))
     for name, has in checks:
         one, two = (any(has(side, place[number]) for place in pair.steps) for number, side in enumerate(sides))
         if one != two:
-            found.append(f"{name} are in {verdict.two if two else verdict.one} alone")
-    return found
+            gaps.append(f"only {verdict.two if two else verdict.one} has {name}")
+    return gaps
 
 
-def _both(one: dict[str, WholeTensor], two: dict[str, WholeTensor], *, masks: bool = False) -> list[str]:
-    """The names in both with finite values; with `masks` also equal infinite ones."""
+def _finite_in_both(one: dict[str, WholeTensor], two: dict[str, WholeTensor], *, masks: bool = False) -> list[str]:
+    """List the names with finite values in both; with `masks` also equal infinite ones."""
     pairs = ((name, one[name], two[name]) for name in matched(one, two).both)
     return [
         name
-        for name, mine, theirs in pairs
-        if (finite(mine) and finite(theirs)) or (masks and mine.digest == theirs.digest and math.isinf(mine.square))
+        for name, first, second in pairs
+        if (finite(first) and finite(second)) or (masks and first.digest == second.digest and math.isinf(first.square))
     ]
 
 
@@ -126,8 +126,8 @@ def norm_of(spot: Spot) -> Any:
 def losses_of(spot: Spot) -> list[list[float]]:
     """Return the losses of each rank; empty if a rank has none."""
     records = spot.part.records(spot.at).values()
-    found = [[entry["v"][0] for entry in record["loss"] if entry["v"]] for record in records]
-    return found if [] not in found else []
+    losses = [[entry["v"][0] for entry in record["loss"] if entry["v"]] for record in records]
+    return losses if [] not in losses else []
 
 
 def _has_losses(side: TraceSide, at: int) -> bool:
@@ -160,42 +160,42 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
     if not uses[0] or not uses[1]:
         return None
     one, two = trained(*uses)
-    mine, theirs = counted(readers(one)), counted(readers(two))
-    if mine == theirs:
-        return _alone(step, spots[1], two) or _alone(step, spots[0], one)
+    first, second = counted(readers(one)), counted(readers(two))
+    if first == second:
+        return _uncombined_scores(step, spots[1], two) or _uncombined_scores(step, spots[0], one)
     names = {s.content: s.name for side in (one, two) for each in side.values() for s in each}
     for name, counts, expected, samples, spot in (
-        (SECOND, theirs, mine, two, spots[1]),
-        (FIRST, mine, theirs, one, spots[0]),
+        (SECOND, second, first, two, spots[1]),
+        (FIRST, first, second, one, spots[0]),
     ):
         more, less = counts - expected, expected - counts
         if more and not less and set(more) <= set(expected):
-            if _heard(spot, "gather_for_metrics"):
+            if _has_event(spot, "gather_for_metrics"):
                 return None
             content = next(iter(more))
             rank = [rank for rank, each in samples.items() if any(s.content == content for s in each)][-1]
             text = f"in {name} {names[content]} is counted {counts[content]} times instead of {expected[content]}"
             return step.finding("evaluation", "padded-evaluation", text, f"{sum(counts.values())} samples", rank)
-    less, more = mine - theirs, theirs - mine
+    less, more = first - second, second - first
     if less and not more:
-        text = f"{sum(theirs.values())} samples instead of {sum(mine.values())}: {names[next(iter(less))]} is missing"
+        text = f"{sum(second.values())} samples instead of {sum(first.values())}: {names[next(iter(less))]} is missing"
         return step.finding("evaluation", "lost-evaluation", text, "samples")
-    text = f"{sum(more.values())} of {sum(theirs.values())} samples are other ones"
+    text = f"{sum(more.values())} of {sum(second.values())} samples are different"
     return step.finding("evaluation", "evaluation", text, "samples")
 
 
-def _alone(step: StepPair, spot: Spot, samples: dict[int, Any]) -> TraceFinding | None:
+def _uncombined_scores(step: StepPair, spot: Spot, samples: dict[int, Any]) -> TraceFinding | None:
     """Report ranks that evaluate a part each without a collective that could combine the scores."""
     sets = [{sample.content for sample in each} for each in samples.values() if each]
     if len(sets) < 2 or any(one & two for place, one in enumerate(sets) for two in sets[:place]):
         return None
-    if _heard(spot, "gather_for_metrics") or _heard(spot, "collective"):
+    if _has_event(spot, "gather_for_metrics") or _has_event(spot, "collective"):
         return None
     counts = ", ".join(f"{len(each)} on rank {rank}" for rank, each in samples.items())
     return step.finding("evaluation", "rank-evaluation", f"{counts}, and no collective follows", "samples")
 
 
-def _heard(spot: Spot, kind: str) -> bool:
+def _has_event(spot: Spot, kind: str) -> bool:
     """Whether an event occurred between an evaluation's first forward and the next training."""
     for rank in spot.part.ranks.values():
         record = rank.steps[spot.at] if spot.at < len(rank.steps) else rank.end
@@ -204,12 +204,12 @@ def _heard(spot: Spot, kind: str) -> bool:
         begin = min((f["at"] for f in record["fwd"] if not f["train"]), default=0)
         end = min((f["at"] for f in record["fwd"] if f["train"] and f["at"] > begin), default=1 << 60)
         for event in record["ev"]:
-            if begin < event[0] < end and event[1] == kind and (kind != "collective" or _of_scores(event)):
+            if begin < event[0] < end and event[1] == kind and (kind != "collective" or _may_carry_scores(event)):
                 return True
     return False
 
 
-def _of_scores(event: list[Any]) -> bool:
+def _may_carry_scores(event: list[Any]) -> bool:
     """Whether a collective may carry scores.
 
     A barrier does not, nor does the single integer of a decision to stop.
@@ -242,10 +242,10 @@ class TrainedSoFar:
         record = next(iter(spot.part.records(spot.at).values()))
         hidden = record["kind"] == "DeepSpeedEngine"  # it reports only the norm
         self.got |= hidden or bool(gradients)
-        self.counts |= (hidden and record.get("norm") != 0) or any(whole.square for whole in gradients)
+        self.counts |= (hidden and record.get("norm") != 0) or any(tensor.square for tensor in gradients)
         old = spot.before()
         self.moved |= any(
-            name not in old or old[name].digest != whole.digest for name, whole in spot.tensors("weights").items()
+            name not in old or old[name].digest != tensor.digest for name, tensor in spot.tensors("weights").items()
         )
         rates = (group.get("lr", 0.0) for group in record["groups"])
         self.rate = max(self.rate, *(float(rate[0] if isinstance(rate, list) else rate) for rate in rates), 0.0)
@@ -262,19 +262,19 @@ class TrainedSoFar:
         return [f"the weights never change in {steps} steps: nothing is trained (largest learning rate: {self.rate:g})"]
 
 
-_OWN = 1e-2  # share of itself by which a gradient may differ while its update is still comparable
+_MOST_OFF = 1e-2  # share of itself by which a gradient may differ while its update is still comparable
 _SAME = 1e-3  # share by which the updates of bitwise equal gradients may differ
 _UPDATE = 0.1  # share by which updates may differ, in addition to rounding of their gradients
-_FAR = 0.8  # no healthy update differs by this share
+_NEVER_ROUNDING = 0.8  # no healthy update differs by this share
 
 
 def update_count(step: StepPair) -> TraceFinding | None:
     """Report updates without a backward before them."""
-    found = {}
+    updates = {}
     for name, spot in step.sides():
         records = spot.part.records(spot.at)
-        found[name] = {rank: record.get("again", 0) for rank, record in records.items()}
-    one, two = found[FIRST], found[SECOND]
+        updates[name] = {rank: record.get("again", 0) for rank, record in records.items()}
+    one, two = updates[FIRST], updates[SECOND]
     if set(one.values()) == set(two.values()):
         return None
     for name, counts in ((SECOND, two), (FIRST, one)):
@@ -293,15 +293,17 @@ def rate_difference(step: StepPair) -> TraceFinding | None:
         first = records[min(records)]["groups"]
         for rank, record in records.items():
             for number, (group, expected) in enumerate(zip(record["groups"], first, strict=False)):
-                key = _unequal(group, expected)
+                key = _unequal_setting(group, expected)
                 if key:
                     text = f"in {name} {key} is {group[key]} instead of {expected[key]} on rank {min(records)}"
                     return step.finding(
                         "optimizer", "rank-rate" if key == "lr" else "settings", text, f"group {number}", rank
                     )
-    mine, theirs = (next(iter(spot.part.records(spot.at).values()))["groups"] for spot in (step.one, step.two))
-    for number, (group, expected) in enumerate(zip(theirs, mine, strict=False)):
-        key = _unequal(group, expected)
+    first_groups, second_groups = (
+        next(iter(spot.part.records(spot.at).values()))["groups"] for spot in (step.one, step.two)
+    )
+    for number, (group, expected) in enumerate(zip(second_groups, first_groups, strict=False)):
+        key = _unequal_setting(group, expected)
         if key == "lr":
             return _rate(step, number, _number(group["lr"]), _number(expected["lr"]))
         if key:
@@ -312,22 +314,22 @@ def rate_difference(step: StepPair) -> TraceFinding | None:
 
 
 def _rate(step: StepPair, number: int, rate: float, expected: float) -> TraceFinding:
-    text, where = f"the learning rate is {rate:.6g} instead of {expected:.6g}", f"group {number}"
+    text, group = f"the learning rate is {rate:.6g} instead of {expected:.6g}", f"group {number}"
     worlds = step.pair.one.world, step.pair.two.world
     if not step.number and not step.pair.shift:
         ratio = rate / expected if expected else math.inf
         scaled = worlds[0] != worlds[1] and math.isclose(ratio, worlds[1] / worlds[0], rel_tol=1e-6)
         scheduled = any(_schedules(step, side) for side in (0, 1))
         if not scheduled or scaled:
-            return step.finding("optimizer", "world-rate" if scaled else "other-rate", text, where)
+            return step.finding("optimizer", "world-rate" if scaled else "other-rate", text, group)
     if step.pair.shift > 0 and math.isclose(_rate_at(step.pair.one.spots[step.at[1]], number), rate, rel_tol=1e-9):
-        return step.finding("schedule", "schedule-resume", text, where)
+        return step.finding("schedule", "schedule-resume", text, group)
     counts = _schedules(step, 0), _schedules(step, 1)
     if counts[0] != counts[1]:
-        text += f"; the schedule was stepped {counts[1]} times until then instead of {counts[0]}"
+        text += f"; so far the schedule stepped {counts[1]} times instead of {counts[0]}"
         more = (counts[1] > counts[0]) == (worlds[1] > worlds[0]) and worlds[0] != worlds[1]
-        return step.finding("schedule", "schedule-ranks" if more else "schedule", text, where)
-    return step.finding("schedule", "schedule", text, where)
+        return step.finding("schedule", "schedule-ranks" if more else "schedule", text, group)
+    return step.finding("schedule", "schedule", text, group)
 
 
 def _rate_at(spot: Spot, number: int) -> float:
@@ -346,8 +348,8 @@ def _number(value: Any) -> float:
     return float(value[0] if isinstance(value, list) else value)
 
 
-def _unequal(one: dict[str, Any], two: dict[str, Any]) -> str:
-    """The first setting in which two groups differ; the rate before the others."""
+def _unequal_setting(one: dict[str, Any], two: dict[str, Any]) -> str:
+    """Return the first setting in which two groups differ, the rate before the others; else ""."""
     for key in sorted(one.keys() & two.keys(), key=lambda name: (name != "lr", name)):
         if key in ("fused", "foreach", "initial_lr", "n") or one[key] == two[key]:
             continue
@@ -368,10 +370,10 @@ def update_difference(step: StepPair) -> TraceFinding | None:
             rank, error = wrong[1].other
             text = f"in {name} after the update it differs from rank 0's by {share(error, wrong[1].norm)}"
             return step.finding("optimizer", "update", text, wrong[0], rank)
-    return _moved_otherwise(step)
+    return _unexplained_update(step)
 
 
-def _moved_otherwise(step: StepPair) -> TraceFinding | None:
+def _unexplained_update(step: StepPair) -> TraceFinding | None:
     """Report updates that the gradients do not explain.
 
     A tensor is judged alone if its gradient is bitwise equal. Otherwise all are judged together: for an element with a
@@ -389,38 +391,38 @@ def _moved_otherwise(step: StepPair) -> TraceFinding | None:
             if name not in grads or name not in their_grads:
                 continue
             off = distance(grads[name].sketch, their_grads[name].sketch)
-            if off > _OWN * grads[name].norm:
+            if off > _MOST_OFF * grads[name].norm:
                 continue
             noise, signal = math.hypot(noise, off), math.hypot(signal, grads[name].norm)
-        mine, theirs = (
+        first_move, second_move = (
             tuple(a - b for a, b in zip(after[name].sketch, begin[name].sketch, strict=True))
             for after, begin in ((weights, before), (their_weights, their_before))
         )
-        zero = (0.0,) * len(mine)
-        apart, length = distance(mine, theirs), max(distance(mine, zero), distance(theirs, zero))
+        zero = (0.0,) * len(first_move)
+        gap, length = distance(first_move, second_move), max(distance(first_move, zero), distance(second_move, zero))
         unit = 64 * ROUNDOFF.get(weights[name].kind, 2.0**-24) * weights[name].norm
         same = not hidden and not step.off and grads[name].digest == their_grads[name].digest
-        if same and before[name].digest == their_before[name].digest and apart > _SAME * length + unit:
-            text = f"it moves by {share(apart, length)} of its way otherwise, and its gradient has the same bits"
+        if same and before[name].digest == their_before[name].digest and gap > _SAME * length + unit:
+            text = f"its update differs by {share(gap, length)}, although its gradient has the same bits"
             return step.finding("optimizer", "update", text, name)
-        error, way, rounding = math.hypot(error, apart), math.hypot(way, length), math.hypot(rounding, unit)
-        if apart > most:
-            worst, most = name, apart
+        error, way, rounding = math.hypot(error, gap), math.hypot(way, length), math.hypot(rounding, unit)
+        if gap > most:
+            worst, most = name, gap
     rough = step.limit if hidden else noise / signal if signal else 0.0
-    if error > min(_FAR, _UPDATE + 4 * math.sqrt(rough) + GROWTH * step.off) * way + rounding:
-        text = f"all weights together move by {share(error, way)} of their way otherwise, and the gradients agree"
+    if error > min(_NEVER_ROUNDING, _UPDATE + 4 * math.sqrt(rough) + GROWTH * step.off) * way + rounding:
+        text = f"the update of all weights differs by {share(error, way)}, although the gradients agree"
         return step.finding("optimizer", "update", text, worst)
     return None
 
 
 def buffer_difference(step: StepPair) -> TraceFinding | None:
-    mine, theirs = step.one.tensors("buffers"), step.two.tensors("buffers")
-    for name in mine:
-        if name not in theirs or mine[name].digest == theirs[name].digest:
+    first, second = step.one.tensors("buffers"), step.two.tensors("buffers")
+    for name in first:
+        if name not in second or first[name].digest == second[name].digest:
             continue
-        error = distance(mine[name].sketch, theirs[name].sketch)
-        norm = max(mine[name].norm, theirs[name].norm)
-        if not error <= max(1e-4, step.limit, 10 * step.off) * norm and finite_in_some(mine[name], theirs[name]):
+        error = distance(first[name].sketch, second[name].sketch)
+        norm = max(first[name].norm, second[name].norm)
+        if not error <= max(1e-4, step.limit, 10 * step.off) * norm and finite_in_some(first[name], second[name]):
             statistics = name.rpartition(".")[2] in ("running_mean", "running_var")
             text = f"it differs by {share(error, norm)}"
             return step.finding("buffers", "batchnorm" if statistics else "forward", text, name)
@@ -430,21 +432,21 @@ def buffer_difference(step: StepPair) -> TraceFinding | None:
 def begin_state(step: StepPair) -> TraceFinding | None:
     """Compare the optimizer state at a resume: over the ranks, and with the other run's."""
     sides = ((SECOND, step.two, step.one), (FIRST, step.one, step.two))
-    for name, spot, other in sides:
-        began = spot.tensors("initial state")
-        wrong = next(((n, w) for n, w in began.items() if unlike(w) and w.other), None)
+    for name, spot, other_spot in sides:
+        initial = spot.tensors("initial state")
+        wrong = next(((n, w) for n, w in initial.items() if unlike(w) and w.other), None)
         if wrong and wrong[1].other:
             rank, error = wrong[1].other
-            text = f"in {name} the state that it begins with differs from rank 0's by {share(error, wrong[1].norm)}"
+            text = f"in {name} the state at its start differs from rank 0's by {share(error, wrong[1].norm)}"
             return step.finding("optimizer state", "state", text, wrong[0], rank)
-        if spot.at == 0 and other.at and spot.part is not other.part and not step.number:
-            before = other.part.tensors(other.at - 1, "state")
-            if before and not began:
-                text = f"{name} begins with none, and the other has one"
+        if spot.at == 0 and other_spot.at and spot.part is not other_spot.part and not step.number:
+            before = other_spot.part.tensors(other_spot.at - 1, "state")
+            if before and not initial:
+                text = f"{name} starts without a state, the other with one"
                 return step.finding("optimizer state", "state", text)
-            found = _states_off(step, before, began)
-            if found is not None:
-                return found
+            finding = _states_off(step, before, initial)
+            if finding is not None:
+                return finding
     return None
 
 
@@ -459,22 +461,26 @@ def state_difference(step: StepPair) -> TraceFinding | None:
     return _states_off(step, step.one.tensors("state"), step.two.tensors("state"))
 
 
-def _states_off(step: StepPair, mine: dict[str, WholeTensor], theirs: dict[str, WholeTensor]) -> TraceFinding | None:
+def _states_off(step: StepPair, first: dict[str, WholeTensor], second: dict[str, WholeTensor]) -> TraceFinding | None:
     norms: dict[str, float] = {}
-    for name in mine.keys() & theirs.keys():
+    for name in first.keys() & second.keys():
         key = name.rpartition("/")[2]
-        norms[key] = math.hypot(norms.get(key, 0.0), mine[name].norm)
-    for name in [n for n in mine if n in theirs]:
-        error = distance(mine[name].sketch, theirs[name].sketch)
+        norms[key] = math.hypot(norms.get(key, 0.0), first[name].norm)
+    for name in [n for n in first if n in second]:
+        error = distance(first[name].sketch, second[name].sketch)
         bound = max(4 * step.limit, 1e-4) * norms[name.rpartition("/")[2]]
-        if mine[name].digest != theirs[name].digest and not error <= bound and finite_in_some(mine[name], theirs[name]):
-            text = f"it differs by {share(error, mine[name].norm)}"
+        if (
+            first[name].digest != second[name].digest
+            and not error <= bound
+            and finite_in_some(first[name], second[name])
+        ):
+            text = f"it differs by {share(error, first[name].norm)}"
             return step.finding("optimizer state", "state", text, name)
     return None
 
 
 _LAST_PLACES = 8.0  # units in the last place by which restored weights may be off: w + e - e
-_ALIKE = 0.1  # share by which the same change may differ between the runs
+_MOVE_SHARE = 0.1  # share by which the same change may differ between the runs
 
 
 def initial_difference(step: StepPair) -> TraceFinding | None:
@@ -482,19 +488,19 @@ def initial_difference(step: StepPair) -> TraceFinding | None:
     if step.number:
         return None
     for name, spot in step.sides():
-        for tensor, whole in spot.tensors("initial").items():
-            if whole.other and not whole.other[1] <= 1e-30:
-                rank, error = whole.other
-                text = f"in {name} it differs from rank 0's by {share(error, whole.norm)}"
+        for tensor, value in spot.tensors("initial").items():
+            if value.other and not value.other[1] <= 1e-30:
+                rank, error = value.other
+                text = f"in {name} it differs from rank 0's by {share(error, value.norm)}"
                 return step.finding("initial weights", "rank-weights", text, tensor, rank)
     if step.pair.shift:
         return None
-    mine, theirs = step.one.tensors("initial"), step.two.tensors("initial")
-    for name in [name for name in mine if name in theirs]:
-        error = distance(mine[name].sketch, theirs[name].sketch)
-        near = error <= 1e-6 * (mine[name].norm + theirs[name].norm) or not finite_in_some(mine[name], theirs[name])
-        if mine[name].digest != theirs[name].digest and not near:
-            text = f"it differs by {share(error, mine[name].norm)}"
+    first, second = step.one.tensors("initial"), step.two.tensors("initial")
+    for name in [name for name in first if name in second]:
+        error = distance(first[name].sketch, second[name].sketch)
+        near = error <= 1e-6 * (first[name].norm + second[name].norm) or not finite_in_some(first[name], second[name])
+        if first[name].digest != second[name].digest and not near:
+            text = f"it differs by {share(error, first[name].norm)}"
             return step.finding("initial weights", "other-weights", text, name)
     return None
 
@@ -504,54 +510,54 @@ def changed_weights(step: StepPair) -> TraceFinding | None:
     for name, spot in step.sides():
         if spot.begins:
             continue
-        left = spot.left()
-        for tensor, whole in spot.tensors("begin").items():
-            if whole.other and tensor in left and left[tensor].other is None:
-                rank, error = whole.other
-                text = f"in {name} its bits changed {_since(spot)}, by {share(error, whole.norm)}"
+        previous = spot.left()
+        for tensor, value in spot.tensors("begin").items():
+            if value.other and tensor in previous and previous[tensor].other is None:
+                rank, error = value.other
+                text = f"in {name} its bits changed {_describe_time(spot)}, by {share(error, value.norm)}"
                 return step.finding("weights", "changed-weights", text, tensor, rank)
     if step.one.begins or step.two.begins:
         return None
-    return _moved_alone(step)
+    return _further_moves(step)
 
 
-def _moved_alone(step: StepPair) -> TraceFinding | None:
+def _further_moves(step: StepPair) -> TraceFinding | None:
     """Report weights that moved further in one run than in the other.
 
     A perturbation that is undone leaves a few units in the last place of the weights' norm. If the other run moved
     nothing, it had no perturbation, and each bit counts.
     """
-    mine, theirs = step.one.tensors("begin"), step.two.tensors("begin")
-    if not mine or not theirs:
+    first, second = step.one.tensors("begin"), step.two.tensors("begin")
+    if not first or not second:
         return None  # of large models they are recorded now and then
-    moved, others = _moved(step.one), _moved(step.two)
-    norm = math.sqrt(max(sum(whole.square for whole in side.values()) for side in (mine, theirs)))
-    unit = max((ROUNDOFF.get(whole.kind, 2.0**-24) for whole in theirs.values()), default=0.0)
-    back = _LAST_PLACES * unit * norm if moved and others else 0.0
-    for tensor in sorted((moved.keys() | others.keys()) & mine.keys() & theirs.keys()):
-        zero = (0.0,) * len(mine[tensor].sketch)
-        one, two = moved.get(tensor, zero), others.get(tensor, zero)
+    first_moves, second_moves = _moves(step.one), _moves(step.two)
+    norm = math.sqrt(max(sum(value.square for value in side.values()) for side in (first, second)))
+    unit = max((ROUNDOFF.get(value.kind, 2.0**-24) for value in second.values()), default=0.0)
+    back = _LAST_PLACES * unit * norm if first_moves and second_moves else 0.0
+    for tensor in sorted((first_moves.keys() | second_moves.keys()) & first.keys() & second.keys()):
+        zero = (0.0,) * len(first[tensor].sketch)
+        one, two = first_moves.get(tensor, zero), second_moves.get(tensor, zero)
         far, near = distance(two, zero), distance(one, zero)
-        if tensor in moved and tensor in others and not math.isfinite(far + near):
+        if tensor in first_moves and tensor in second_moves and not math.isfinite(far + near):
             continue  # both are not finite
-        alone = (tensor in moved) != (tensor in others)
+        alone = (tensor in first_moves) != (tensor in second_moves)
         error = distance(one, two)
-        if (alone and not back) or not error <= back + (_ALIKE + GROWTH * step.off) * max(far, near):
+        if (alone and not back) or not error <= back + (_MOVE_SHARE + GROWTH * step.off) * max(far, near):
             name, spot, way = (SECOND, step.two, far) if not far < near else (FIRST, step.one, near)
-            text = f"in {name} its bits changed {_since(spot)}, by {share(way, mine[tensor].norm)}"
+            text = f"in {name} its bits changed {_describe_time(spot)}, by {share(way, first[tensor].norm)}"
             return step.finding("weights", "changed-weights", text, tensor)
     return None
 
 
-def _since(spot: Spot) -> str:
+def _describe_time(spot: Spot) -> str:
     return f"since step {spot.at - 1} ended" if spot.at else "between the first forward and the update"
 
 
-def _moved(spot: Spot) -> dict[str, tuple[float, ...]]:
-    """The moves of the tensors that changed since the previous update."""
-    left = spot.left()
+def _moves(spot: Spot) -> dict[str, tuple[float, ...]]:
+    """Return the moves of the tensors that changed since the previous update."""
+    previous = spot.left()
     return {
-        name: tuple(a - b for a, b in zip(whole.sketch, left[name].sketch, strict=True))
-        for name, whole in spot.tensors("begin").items()
-        if name in left and left[name].digest != whole.digest
+        name: tuple(a - b for a, b in zip(tensor.sketch, previous[name].sketch, strict=True))
+        for name, tensor in spot.tensors("begin").items()
+        if name in previous and previous[name].digest != tensor.digest
     }

@@ -1,6 +1,6 @@
 """Match the steps, samples and tensors of two runs.
 
-`paired` matches the steps by the weights that they start with; a restarted part replaces the steps that it repeats.
+`paired` matches steps by the weights that they start with; a restarted part replaces the steps that it repeats.
 `TracedSamples` matches forwards with the loaders' batches. `StepPair` is one step of both runs as the judges see it.
 """
 
@@ -29,7 +29,6 @@ __all__ = [
     "apart_from_each_other",
     "computed",
     "counted",
-    "evaluated",
     "every",
     "finite",
     "finite_in_some",
@@ -63,25 +62,25 @@ class Matched:
 
 def matched(one: Iterable[str], two: Iterable[str]) -> Matched:
     """Match two sets of names, each in its own order."""
-    mine, theirs = dict.fromkeys(one), dict.fromkeys(two)
+    first, second = dict.fromkeys(one), dict.fromkeys(two)
     return Matched(
-        tuple(name for name in mine if name in theirs),
-        tuple(name for name in mine if name not in theirs),
-        tuple(name for name in theirs if name not in mine),
+        tuple(name for name in first if name in second),
+        tuple(name for name in first if name not in second),
+        tuple(name for name in second if name not in first),
     )
 
 
 def every(tests: Iterable[bool]) -> bool:
-    """Whether there are tests and none fails.
+    """Whether there are tests and all pass.
 
     `all` is true of nothing, which would let two runs with nothing in common pass as equal.
     """
-    some = False
+    tested = False
     for test in tests:
         if not test:
             return False
-        some = True
-    return some
+        tested = True
+    return tested
 
 
 @dataclass(frozen=True)
@@ -125,15 +124,15 @@ class Use:
         )
 
 
-def _used(rank: RankTrace) -> list[tuple[Use, Use]]:
+def _uses(rank: RankTrace) -> list[tuple[Use, Use]]:
     """Return (training, evaluation) of each of a rank's records, the end included."""
     waiting: list[dict[str, Any]] = []
     kinds: dict[int, int] = {}
-    found: list[tuple[Use, Use]] = []
+    uses: list[tuple[Use, Use]] = []
     for record in [*rank.steps, *([rank.end] if rank.end else [])]:
         both = (Use(), Use())
         events = sorted([*record["loads"], *record["fwd"]], key=lambda event: int(event["at"]))
-        seen: list[dict[str, Any]] = []
+        used: list[dict[str, Any]] = []
         for event in events:
             if "l" in event:
                 waiting.append(event)
@@ -143,19 +142,19 @@ def _used(rank: RankTrace) -> list[tuple[Use, Use]]:
             use = both[0] if event["train"] else both[1]
             use.forwards.append(event)
             use.inputs += [TracedSample(content) for content in words(event.get("s"))]
-            load = _match(event, waiting, seen, kinds)
+            load = _match(event, waiting, used, kinds)
             use.sources.append(load)
             if load is None:
                 use.matched = False
-            elif not any(load is known for known in use.loads):
+            elif not any(load is earlier for earlier in use.loads):
                 use.loads.append(load)
                 use.samples += _samples(load)
-        found.append(both)
-    return found
+        uses.append(both)
+    return uses
 
 
 def _match(
-    forward: dict[str, Any], waiting: list[dict[str, Any]], seen: list[dict[str, Any]], kinds: dict[int, int]
+    forward: dict[str, Any], waiting: list[dict[str, Any]], used: list[dict[str, Any]], kinds: dict[int, int]
 ) -> dict[str, Any] | None:
     """Find the batch that a forward computes, and remove it from those that wait.
 
@@ -163,20 +162,20 @@ def _match(
     """
     inputs = set(words(forward.get("leaf"))) - {0}
     best, most = None, 0
-    for load in [*waiting, *seen]:
+    for load in [*waiting, *used]:
         common = len(inputs & set(words(load.get("leaf"))))
         if common > most:
             best, most = load, common
     if best is None:
         best = next((load for load in waiting if kinds.get(load["l"], forward["train"]) == forward["train"]), None)
     if best is None:
-        last = seen[-1] if seen else None
+        last = used[-1] if used else None
         return last if last is not None and kinds.get(last["l"]) == forward["train"] else None
     if any(best is load for load in waiting):
         kinds.setdefault(best["l"], forward["train"])
         older = [load for load in waiting if load["l"] == best["l"] and load["e"] < best["e"]]
         waiting[:] = [load for load in waiting if load is not best and not any(load is old for old in older)]
-        seen.append(best)
+        used.append(best)
     return best
 
 
@@ -192,14 +191,14 @@ class TracedSamples:
     """The samples of a part's ranks, read once."""
 
     def __init__(self, part: TracePart) -> None:
-        self.of = {number: _used(rank) for number, rank in part.ranks.items()}
+        self.of = {number: _uses(rank) for number, rank in part.ranks.items()}
 
     def at(self, step: int, kind: int) -> dict[int, Use]:
         """Return rank -> its use; kind 0: training, 1: evaluation."""
         return {number: uses[step][kind] for number, uses in self.of.items() if step < len(uses)}
 
 
-def _chosen(one: Iterable[Use], two: Iterable[Use]) -> bool:
+def _by_loader(one: Iterable[Use], two: Iterable[Use]) -> bool:
     """Whether both runs can be compared by the loaders' batches."""
     return every(use.matched for use in (*one, *two))
 
@@ -209,7 +208,7 @@ def trained(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list
 
     They are from the loaders' batches if both runs have them, else from the inputs.
     """
-    by_load = _chosen(one.values(), two.values())
+    by_load = _by_loader(one.values(), two.values())
     for side in (one, two):
         yield {rank: use.samples if by_load else use.inputs for rank, use in side.items()}
 
@@ -226,11 +225,11 @@ def computed(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, lis
     by_load = every(use.whole for use in uses)
     by_index = by_load and every(len(load.get("i") or ()) == load["n"] for use in uses for load in use.loads)
     for side in (one, two):
-        found: dict[int, list[list[int]]] = {}
+        batches_by_rank: dict[int, list[list[int]]] = {}
         for rank, use in side.items():
             batches = [each for each in (use.sources if by_load else use.forwards) if each is not None]
-            found[rank] = [list(each["i"]) if by_index else words(each.get("s")) for each in batches]
-        yield found
+            batches_by_rank[rank] = [list(each["i"]) if by_index else words(each.get("s")) for each in batches]
+        yield batches_by_rank
 
 
 def readers(samples: dict[int, list[TracedSample]]) -> dict[int, list[TracedSample]]:
@@ -253,7 +252,7 @@ def counted(samples: dict[int, list[TracedSample]]) -> Counter[int]:
 
 
 _NEAR = 0.45  # share of a step's own move within which two weights belong to the same step; 0.5 is between two
-_BACK = 16  # updates within which each of several optimizers steps
+_MOST_UPDATES_BACK = 16  # updates within which each of several optimizers steps
 
 
 @dataclass(frozen=True)
@@ -278,14 +277,14 @@ class Spot:
 
     def left(self) -> dict[str, WholeTensor]:
         """Return this optimizer's weights as the previous updates left them, or the initial ones."""
-        wanted, found = self.tensors("weights").keys(), dict[str, WholeTensor]()
-        for at in range(self.at, max(-1, self.at - _BACK), -1):
+        names, weights = self.tensors("weights").keys(), dict[str, WholeTensor]()
+        for at in range(self.at, max(-1, self.at - _MOST_UPDATES_BACK), -1):
             earlier = self.part.tensors(at, "weights") if at != self.at else {}
-            for known in (earlier, self.part.tensors(at, "initial")):
-                found.update({name: known[name] for name in wanted - found.keys() if name in known})
-            if not wanted - found.keys():
+            for tensors in (earlier, self.part.tensors(at, "initial")):
+                weights.update({name: tensors[name] for name in names - weights.keys() if name in tensors})
+            if not names - weights.keys():
                 break
-        return found
+        return weights
 
     def before(self) -> dict[str, WholeTensor]:
         """Return the weights at the start of the update."""
@@ -353,9 +352,9 @@ def paired(one: TraceRun, two: TraceRun) -> TracePair:
     begins = [int(side.spots[0].part.first.steps[0]["k"]) for side in (first, second)]
     if max(begins):
         return TracePair(first, second, begins[1] - begins[0])
-    shift = _begin(second.spots[0], first.spots)
+    shift = _steps_before(second.spots[0], first.spots)
     if shift is None:
-        shift = -(_begin(first.spots[0], second.spots) or 0)
+        shift = -(_steps_before(first.spots[0], second.spots) or 0)
     return TracePair(first, second, shift)
 
 
@@ -363,11 +362,11 @@ def _side(run: TraceRun) -> TraceSide:
     spots: list[Spot] = []
     for part in run.parts:
         fresh = [Spot(part, at) for at in range(part.count)]
-        at = _begin(fresh[0], spots) if spots else 0
+        at = _steps_before(fresh[0], spots) if spots else 0
         first = Spot(part, 0, begins=at != 0)  # a start from scratch is no resume
         spots = [*spots[:at], first, *fresh[1:]]
     last = run.parts[-1]
-    window = any(_windowed(rank) for part in run.parts for rank in part.ranks.values())
+    window = any(_is_window(rank) for part in run.parts for rank in part.ranks.values())
     full = any(rank.full for rank in last.ranks.values())
     ended = every(rank.end is not None and not rank.full for rank in last.ranks.values())
     tail = Spot(last, last.count) if ended and not window else None
@@ -377,11 +376,11 @@ def _side(run: TraceRun) -> TraceSide:
 def _stop(run: TraceRun, last: TracePart) -> str:
     """Describe how the last start of a run stopped before its end."""
     _, _, behind = str(run.info.get("steps") or "").partition(":")
-    if behind and every(_made(rank) >= int(behind) for rank in last.ranks.values()):
+    if behind and every(_next_step(rank) >= int(behind) for rank in last.ranks.values()):
         return ""  # all requested steps were recorded
     for number, rank in last.ranks.items():
         if rank.failed:
-            return f"could not be recorded further ({rank.failed})"
+            return f"stopped recording ({rank.failed})"
         if rank.end is not None and rank.end.get("error"):
             return f"ended by {rank.end['error']} on rank {number}"
         if rank.end is None and not rank.full:
@@ -390,37 +389,37 @@ def _stop(run: TraceRun, last: TracePart) -> str:
     return f"ended with exit code {code}" if code else ""
 
 
-def _windowed(rank: RankTrace) -> bool:
+def _is_window(rank: RankTrace) -> bool:
     """Whether `--steps` excluded some steps, at the start or at the end."""
-    made = rank.end["k"] if rank.end else 0
-    return bool(rank.steps[0]["k"]) or made > _made(rank)
+    total = rank.end["k"] if rank.end else 0
+    return bool(rank.steps[0]["k"]) or total > _next_step(rank)
 
 
-def _made(rank: RankTrace) -> int:
-    """The step after the last recorded one."""
+def _next_step(rank: RankTrace) -> int:
+    """Return the step after the last recorded one."""
     last = rank.steps[-1]
     return int(last["k"]) + 1 + int(last.get("again", 0))
 
 
-def _begin(spot: Spot, steps: list[Spot]) -> int | None:
+def _steps_before(spot: Spot, steps: list[Spot]) -> int | None:
     """Count the steps after which the weights are those of `spot`'s start; None if unknown."""
-    mine, last = spot.tensors("initial"), steps[0].tensors("initial")
-    if not mine or not last:
+    start, last = spot.tensors("initial"), steps[0].tensors("initial")
+    if not start or not last:
         return None
-    if _equal(mine, last):
+    if _equal(start, last):
         return 0
-    best, near, way = 0, apart(mine, last)[0], 0.0
+    best, closest, move = 0, apart(start, last)[0], 0.0
     for count, step in enumerate(steps, 1):
         after = {**last, **step.tensors("weights")}
-        if _equal(mine, after):
+        if _equal(start, after):
             return count
-        far = apart(mine, after)[0]
-        if far < near or count == 1:  # the first step's move is also the yardstick for nearness to the start
-            way = apart(last, after)[0]
-        if far < near:
-            best, near = count, far
+        far = apart(start, after)[0]
+        if far < closest or count == 1:  # the first step's move is also the yardstick for nearness to the start
+            move = apart(last, after)[0]
+        if far < closest:
+            best, closest = count, far
         last = after
-    return best if near <= _NEAR * way else None
+    return best if closest <= _NEAR * move else None
 
 
 def _equal(one: dict[str, WholeTensor], two: dict[str, WholeTensor]) -> bool:
@@ -498,5 +497,5 @@ def unlike(whole: WholeTensor) -> bool:
 def share(error: float, norm: float) -> str:
     """Format an error as a share of the norm."""
     if error <= 1e-7 * norm:
-        return "its last bits alone"
+        return "its last bits only"
     return f"{error / norm:.2g} of itself" if norm and math.isfinite(error) else f"{error:.3g}"

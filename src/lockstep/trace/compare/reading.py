@@ -1,4 +1,4 @@
-"""Read a trace without torch: every rank's records, and whole tensors from their shards.
+"""Read a trace without torch: each rank's records, and tensors assembled from shards.
 
 run = read(Path("one"))
 run.parts[0].ranks[1].steps[5]              # rank 1's record of its sixth step
@@ -32,12 +32,12 @@ __all__ = [
 
 FORMAT = 2
 FOLDER_FILE = "trace.json"
-NO_STEP = "no process came to a step of a torch optimizer (one that is started as python -I, -E or -S is not seen)"
+NO_STEP = "no process reached a step of a torch optimizer (a process started as python -I, -E or -S is not recorded)"
 _WIDTH = 10  # columns of a row of sums: digest, square, eight signed sums
 
 
 class TraceError(Exception):
-    """No trace, or an unreadable one; one line."""
+    """Trace that is missing or unreadable; one line."""
 
 
 def words(raw: memoryview | None) -> list[int]:
@@ -52,7 +52,7 @@ def floats(raw: memoryview | None) -> list[float]:
 
 @dataclass
 class WholeTensor:
-    """A tensor, assembled from the ranks' pieces.
+    """Tensor, assembled from the ranks' shards.
 
     Attributes:
         digest: 32 bits; equal for equal bits, however the tensor is sharded.
@@ -102,7 +102,7 @@ class TracePart:
 
     ranks: dict[int, RankTrace]
     hidden: set[tuple[str, str]] = field(default_factory=set)
-    _held: dict[tuple[int, str], dict[str, WholeTensor]] = field(default_factory=dict)
+    _cache: dict[tuple[int, str], dict[str, WholeTensor]] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -132,16 +132,16 @@ class TracePart:
         A kind that was recorded in several parts ("initial#1" of a second model) is merged.
         """
         key = (step, kind)
-        if key not in self._held:
-            if len(self._held) > 64:
-                self._held.clear()
-            self._held[key] = self._assembled(step, kind)
-        held = self._held[key]
-        return {n: w for n, w in held.items() if (kind, n) not in self.hidden} if self.hidden else held
+        if key not in self._cache:
+            if len(self._cache) > 64:
+                self._cache.clear()
+            self._cache[key] = self._assemble(step, kind)
+        tensors = self._cache[key]
+        return {n: w for n, w in tensors.items() if (kind, n) not in self.hidden} if self.hidden else tensors
 
-    def _assembled(self, step: int, kind: str) -> dict[str, WholeTensor]:
+    def _assemble(self, step: int, kind: str) -> dict[str, WholeTensor]:
         pieces: dict[str, dict[tuple[int, int], tuple[int, list[int], list[float], str]]] = {}
-        found: dict[str, WholeTensor] = {}
+        tensors: dict[str, WholeTensor] = {}
         entries = [
             (number, record[key])
             for number, record in self.records(step).items()
@@ -154,31 +154,31 @@ class TracePart:
             for row, name in enumerate(table["names"]):
                 at, size = table["starts"][row], table["sizes"][row]
                 key = (at, size) if at >= 0 else (-1 - number, size)
-                here = pieces.setdefault(name, {})
+                shards = pieces.setdefault(name, {})
                 numbers = values[row * _WIDTH + 1 : (row + 1) * _WIDTH]
                 digest = raw[row * _WIDTH]
-                if key not in here:
-                    here[key] = (digest, raw[row * _WIDTH : (row + 1) * _WIDTH], numbers, table["types"][row])
-                    self._add(found, name, digest, numbers, table["types"][row], at < 0)
-                elif here[key][0] != digest:
-                    whole = found[name]
-                    whole.ranks.append(number)
-                    if whole.other is None:
-                        whole.other = (number, distance(tuple(here[key][2][1:]), tuple(numbers[1:])))
-        return found
+                if key not in shards:
+                    shards[key] = (digest, raw[row * _WIDTH : (row + 1) * _WIDTH], numbers, table["types"][row])
+                    self._add(tensors, name, digest, numbers, table["types"][row], at < 0)
+                elif shards[key][0] != digest:
+                    tensor = tensors[name]
+                    tensor.ranks.append(number)
+                    if tensor.other is None:
+                        tensor.other = (number, distance(tuple(shards[key][2][1:]), tuple(numbers[1:])))
+        return tensors
 
     @staticmethod
     def _add(
-        found: dict[str, WholeTensor], name: str, digest: int, numbers: list[float], kind: str, opaque: bool
+        tensors: dict[str, WholeTensor], name: str, digest: int, numbers: list[float], kind: str, opaque: bool
     ) -> None:
-        whole = found.get(name)
-        if whole is None:
-            found[name] = WholeTensor(digest, numbers[0], tuple(numbers[1:]), kind, opaque=opaque)
+        tensor = tensors.get(name)
+        if tensor is None:
+            tensors[name] = WholeTensor(digest, numbers[0], tuple(numbers[1:]), kind, opaque=opaque)
             return
-        whole.digest = (whole.digest + digest) & 0xFFFFFFFF
-        whole.square += numbers[0]
-        whole.sketch = tuple(a + b for a, b in zip(whole.sketch, numbers[1:], strict=True))
-        whole.opaque |= opaque
+        tensor.digest = (tensor.digest + digest) & 0xFFFFFFFF
+        tensor.square += numbers[0]
+        tensor.sketch = tuple(a + b for a, b in zip(tensor.sketch, numbers[1:], strict=True))
+        tensor.opaque |= opaque
 
 
 def distance(one: tuple[float, ...], two: tuple[float, ...]) -> float:
@@ -209,26 +209,28 @@ def read(folder: Path) -> TraceRun:
         TraceError: no trace, another format, or no optimizer step in any process.
     """
     if not folder.is_dir():
-        raise TraceError(f"{folder}: there is no such folder; `lockstep trace -o DIR -- ...` makes one")
+        raise TraceError(f"{folder}: no such folder; record a trace with `lockstep trace -o DIR -- ...`")
     try:
         info = json.loads((folder / FOLDER_FILE).read_text(encoding="utf-8"))
-        known = isinstance(info, dict) and "format" in info
+        is_trace = isinstance(info, dict) and "format" in info
     except (OSError, ValueError):
-        known = False
-    if not known:
-        raise TraceError(f"{folder} is no trace: it has no {FOLDER_FILE}; `lockstep trace -o DIR -- ...` makes one")
+        is_trace = False
+    if not is_trace:
+        raise TraceError(
+            f"{folder} is not a trace: it has no {FOLDER_FILE}; record one with `lockstep trace -o DIR -- ...`"
+        )
     if info["format"] != FORMAT:
-        raise TraceError(f"{folder} has format {info['format']}, this lockstep reads {FORMAT}: trace it again")
-    ranks = [found for path in sorted(folder.glob("rank*.jsonl")) if (found := _rank(path)) is not None]
+        raise TraceError(f"{folder} has format {info['format']}, but this lockstep reads {FORMAT}: record it again")
+    ranks = [trace for path in sorted(folder.glob("rank*.jsonl")) if (trace := _rank(path)) is not None]
     trained = [rank for rank in ranks if rank.steps]
     if not trained:
-        seen = any(rank.end and any(f["train"] for f in rank.end["fwd"]) for rank in ranks)
-        why = (
-            "forwards of a training are there, but no optimizer step of torch: a compiled or a hand-written update"
-            if seen
+        forwards = any(rank.end and any(f["train"] for f in rank.end["fwd"]) for rank in ranks)
+        reason = (
+            "it has training forwards but no step of a torch optimizer: the update is compiled or hand-written"
+            if forwards
             else NO_STEP
         )
-        raise TraceError(f"{folder} holds no optimizer step: {why}")
+        raise TraceError(f"{folder} has no optimizer step: {reason}")
     return TraceRun(str(folder), _parts(trained), info, any(rank.full for rank in ranks))
 
 
@@ -299,16 +301,16 @@ def _parts(ranks: list[RankTrace]) -> list[TracePart]:
 
     The clocks of several nodes may differ, so if all ranks appear equally often no clock decides.
     """
-    came: dict[int, list[RankTrace]] = {}
+    starts: dict[int, list[RankTrace]] = {}
     parts: list[dict[int, RankTrace]] = []
     for rank in sorted(ranks, key=lambda rank: rank.head["time"]):
         number = rank.steps[0].get("rank", rank.head["rank"])
-        came.setdefault(number, []).append(rank)
+        starts.setdefault(number, []).append(rank)
         if not parts or number in parts[-1]:
             parts.append({})
         parts[-1][number] = rank
-    if len({len(each) for each in came.values()}) == 1:
-        parts = [dict(zip(came, each, strict=True)) for each in zip(*came.values(), strict=True)]
+    if len({len(each) for each in starts.values()}) == 1:
+        parts = [dict(zip(starts, each, strict=True)) for each in zip(*starts.values(), strict=True)]
     return [TracePart(dict(sorted(part.items()))) for part in parts]
 
 

@@ -1,6 +1,6 @@
-"""Attach the recorder to a module as soon as it has been imported.
+"""Attach the recorder to a module once it is imported.
 
-watch()         # in a process's first moments; costs nothing if torch is never imported
+watch()         # at the start of a process; costs nothing if torch is never imported
 """
 
 import importlib
@@ -18,7 +18,7 @@ __all__ = [
 
 
 # module -> (module of the recorder, function to call with it)
-_WAITING = {
+_TARGETS = {
     "torch": ("lockstep.trace.record.hooks", "attach"),
     "accelerate.accelerator": ("lockstep.trace.record.hooks", "accelerate"),
     "deepspeed.runtime.engine": ("lockstep.trace.record.hooks", "deepspeed"),
@@ -26,21 +26,21 @@ _WAITING = {
 
 
 def watch() -> None:
-    """Start waiting for the imports."""
+    """Watch the imports of torch, Accelerate and DeepSpeed."""
     sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Import finder that finds nothing itself, but adds a call after the module's execution."""
+    """Import finder that finds no module itself: it calls the recorder once a module was executed."""
 
     def __init__(self) -> None:
-        self._waiting = dict(_WAITING)
+        self._pending = dict(_TARGETS)
         self._busy = threading.local()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self._waiting or getattr(self._busy, "name", None) == name:
+        if name not in self._pending or getattr(self._busy, "name", None) == name:
             return None
         self._busy.name = name
         try:
@@ -51,16 +51,16 @@ class _Finder(importlib.abc.MetaPathFinder):
             return spec
         execute = spec.loader.exec_module
 
-        def executed(module: ModuleType) -> None:
+        def exec_and_attach(module: ModuleType) -> None:
             execute(module)
             # Here and not above: transformers looks for torch with find_spec, without importing it.
-            where, function = self._waiting.pop(name, ("", ""))
-            if not where:
+            recorder, function = self._pending.pop(name, ("", ""))
+            if not recorder:
                 return
             try:
-                getattr(importlib.import_module(where), function)(module)
+                getattr(importlib.import_module(recorder), function)(module)
             except Exception as error:  # the script runs all the same
-                print(f"lockstep trace: not attached to {name}: {error!r}", file=sys.stderr)
+                print(f"lockstep trace: {name} is not recorded: {error!r}", file=sys.stderr)
 
-        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_and_attach  # type: ignore[method-assign]
         return spec

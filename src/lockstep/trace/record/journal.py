@@ -1,10 +1,11 @@
-"""Write a process's trace: a record for each step, and tables of tensor names.
+"""Write one process's trace: a record for each step, and tables of tensor names.
 
 journal = Journal(Options.read())
 journal.record["loss"].append(...); journal.sums({"grad": [("layers.0.weight", tensor, WHOLE)]})
-journal.ended()      # the step's record is read and written, now or with the next few; the next begins
+journal.ended()      # writes the step's record, now or with the next few, and starts the next one
 
-PassRecorder and Updates fill it. An error in the recorder is printed once and ends the recording, never the script.
+PassRecorder and Updates fill the record. An error in the recorder is printed once; it ends the recording, never the
+script.
 """
 
 import binascii
@@ -30,7 +31,6 @@ from lockstep.trace.record.sums import WIDTH, SumPlan, plain
 __all__ = [
     "Journal",
     "Options",
-    "Writer",
     "quiet",
 ]
 
@@ -50,7 +50,7 @@ _FRAMEWORKS = {
 
 
 def _place() -> tuple[int, int]:
-    """Return (rank, world size) of the default group or the launcher's variables; else (0, 1)."""
+    """Return (rank, world size) of the default group, else of the launcher's variables, else (0, 1)."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -60,15 +60,15 @@ def _place() -> tuple[int, int]:
         return 0, 1
 
 
-def _written(folder: Path) -> int:
-    """Bytes that all processes have written to the folder so far."""
+def _bytes_written(folder: Path) -> int:
+    """Count the bytes that all processes have written to the folder so far."""
     return sum(path.stat().st_size for path in folder.glob("rank*.jsonl"))
 
 
 def _header() -> dict[str, Any]:
-    """The first record: rank, versions, frameworks, the script's name and digest.
+    """Return the first record: rank, versions, frameworks, the script's name and digest.
 
-    It has no arguments, environment variables or host name.
+    For privacy it has no arguments, environment variables or host name.
     """
     rank, world = _place()
     script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
@@ -101,32 +101,32 @@ def _header() -> dict[str, Any]:
 
 
 class Writer:
-    """A trace file of this process in `folder`.
+    """Trace file of this process in `folder`.
 
     Args:
-        most: size limit in bytes; a line that would exceed it is not written, nor any after it.
+        most: size limit in bytes; the first line that would exceed it ends the file.
     """
 
     def __init__(self, folder: Path, most: int, head: dict[str, Any]) -> None:
         name = f"rank{head['rank']:05}-{time.time_ns()}-{os.getpid()}.jsonl"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(folder / name, flags, 0o600)
-        self._left, self.full = most, False
+        self._free, self.full = most, False
         self._write(_line(head))  # even if nothing else fits
 
     def put(self, record: dict[str, Any]) -> bool:
-        """Write a line; return False if the file is full, which its last line records."""
+        """Write a line; return False once the file is full, which its last line records."""
         if self.full:
             return False
         line = _line(record)
-        if len(line) + 200 > self._left:
+        if len(line) + 200 > self._free:
             self.full = True
             line = _line({"t": "full", "k": record.get("k")})
         self._write(line)
         return not self.full
 
     def _write(self, line: bytes) -> None:
-        self._left -= len(line)
+        self._free -= len(line)
         while line:
             line = line[os.write(self._file, line) :]
 
@@ -135,15 +135,15 @@ def _line(record: dict[str, Any]) -> bytes:
     parts: list[bytes] = []
     count = 0
 
-    def referred(value: Any) -> list[int]:
+    def refer(value: Any) -> list[int]:
         nonlocal count
         if not isinstance(value, bytes):
-            raise TypeError(f"a record holds no {type(value).__name__}")
+            raise TypeError(f"a trace record cannot store a {type(value).__name__}")
         parts.append(value)
         first, count = count, count + len(value) // 8
         return [first, count - first]
 
-    text = json.dumps(record, separators=(",", ":"), default=referred).encode()
+    text = json.dumps(record, separators=(",", ":"), default=refer).encode()
     if parts:  # joined here: base64 needs no escapes, and the encoder would search for them
         text = b'%s,"words":"%s"}' % (text[:-1], binascii.b2a_base64(b"".join(parts), newline=False))
     return text + b"\n"
@@ -151,8 +151,8 @@ def _line(record: dict[str, Any]) -> bytes:
 
 _LAYOUTS = 32  # cached layouts
 _FIRST = 3  # first steps of a process, in which everything is digested
-_SELDOM = 10  # later, every so many steps
-_WAIT = 0.02  # seconds that a step's record may wait for later ones
+_EVERY = 10  # after that, everything is digested every so many steps
+_DELAY = 0.02  # seconds that a step's record may wait for later ones
 
 P = ParamSpec("P")
 
@@ -183,13 +183,13 @@ class Options:
 
 
 def quiet(method: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a method of an object with a journal; its errors end only the recording.
+    """Wrap a method of an object with a journal, so that its errors end only the recording.
 
-    It is skipped if nothing is recorded.
+    The method is skipped if nothing is recorded.
     """
 
     @functools.wraps(method)
-    def tried(*args: P.args, **kwargs: P.kwargs) -> None:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
         owner: Any = args[0]
         journal: Journal = owner.journal
         if not journal.on or journal.busy:
@@ -209,17 +209,17 @@ def quiet(method: Callable[P, None]) -> Callable[P, None]:
             torch._C._set_grad_enabled(grad)
             journal.busy = False
 
-    return tried
+    return wrapper
 
 
 @dataclass
 class _Layout:
-    """Tensors of several kinds, with fixed names, sizes and places.
+    """Layout of tensors of several kinds, with fixed names, sizes and places.
 
     Attributes:
-        tables: kind -> number of the table with their names.
+        tables: kind -> number of the table with its names.
         plans: for each device, the indices of its tensors and the plan that sums them.
-        slots: where they wait instead, if they are few.
+        slots: memory in which small tensors wait instead; None for others.
     """
 
     tables: dict[str, int]
@@ -228,27 +228,27 @@ class _Layout:
 
 
 class Journal:
-    """The record of the current step, and the trace file.
+    """Record of the current step, and the trace file.
 
     Attributes:
-        on: whether anything is recorded.
+        on: recording is on.
         busy: the recorder itself runs, so operations are not the script's.
         fresh: no step has been recorded yet.
         step: optimizer steps so far.
-        record: of the current step.
+        record: record of the current step.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.on, self.busy, self.fresh = True, False, True
         self.step = 0
-        self.record = _fresh()
+        self.record = _empty_record()
         self.reading = PendingTensors()
         self.pool = Pool(self.reading.put)
-        self._ready: list[dict[str, Any]] = []  # records that wait
+        self._ready: list[dict[str, Any]] = []  # records that are not written yet
         self._due = 0.0
         self._rank = -1
-        self._left: tuple[Slots, list[Any]] | None = None  # the weights after the previous step, if they are few
+        self._last_weights: tuple[Slots, list[Any]] | None = None  # the weights after the previous step, if small
         self._writer: Writer | None = None
         self._tables: dict[tuple[Any, ...], int] = {}
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
@@ -256,7 +256,7 @@ class Journal:
     @property
     def thorough(self) -> bool:
         """Whether this step is recorded in full: one of the first steps, or every tenth."""
-        return self.step < _FIRST or self.step % _SELDOM == 0
+        return self.step < _FIRST or self.step % _EVERY == 0
 
     def within(self) -> bool:
         """Whether the current step is in the recorded range."""
@@ -271,7 +271,7 @@ class Journal:
         return ticks
 
     def sums(self, kinds: Mapping[str, list[Entry]]) -> None:
-        """Record [table number, sums] of named tensors for each kind, all summed at once."""
+        """Record [table number, sums] for each kind of named tensors, all summed at once."""
         entries = [entry for each in kinds.values() for entry in each]
         locals_ = [local for _, local, _ in entries]
         key = (
@@ -284,33 +284,34 @@ class Journal:
                 self.pool.finish()
                 self._layouts.clear()
             layout = self._layouts[key] = self._layout(kinds, entries)
-        into, end = [], 0
+        targets, end = [], 0
         for kind, each in kinds.items():
-            self.record[kind] = found = [layout.tables[kind], None] if each else []
+            self.record[kind] = target = [layout.tables[kind], None] if each else []
             begin, end = end, end + len(each)
             if each:
-                into.append((found, begin, end))
+                targets.append((target, begin, end))
         if layout.slots is not None:
-            self.pool.sums(layout.slots, locals_, into)
+            self.pool.sums(layout.slots, locals_, targets)
             if next(iter(kinds)) == "weights":
-                self._left = layout.slots, _described(kinds["weights"])
+                self._last_weights = layout.slots, _identify(kinds["weights"])
             return
         plains = [plain(local, at) for _, local, at in entries]
         if len(layout.plans) == 1:
             rows = layout.plans[0][1].run(plains)
         else:
             rows = torch.zeros(len(entries), WIDTH, dtype=torch.int64)
-            for here, plan in layout.plans:
-                rows[torch.tensor(here)] = plan.run([plains[index] for index in here]).cpu()  # waits for the device
-        for found, begin, end in into:
-            self.reading.put(found, 1, rows[begin:end])
+            for indices, plan in layout.plans:
+                sums = plan.run([plains[index] for index in indices])
+                rows[torch.tensor(indices)] = sums.cpu()  # waits for the device
+        for target, begin, end in targets:
+            self.reading.put(target, 1, rows[begin:end])
 
     def as_left(self, entries: list[Entry]) -> bool:
-        """Whether these weights are bitwise those that the previous step left."""
-        if self._left is None:
+        """Whether these weights are bitwise equal to those after the previous step."""
+        if self._last_weights is None:
             return False
-        slots, described = self._left
-        return described == _described(entries) and slots.unmoved([local for _, local, _ in entries])
+        slots, identity = self._last_weights
+        return identity == _identify(entries) and slots.unmoved([local for _, local, _ in entries])
 
     def _layout(self, kinds: Mapping[str, list[Entry]], entries: list[Entry]) -> _Layout:
         plains, places = [plain(local, at) for _, local, at in entries], [at for _, _, at in entries]
@@ -319,17 +320,17 @@ class Journal:
             return _Layout(tables, [], Slots(plains, places))
         plans = []
         for device in dict.fromkeys(tensor.device for tensor in plains):
-            here = [index for index, tensor in enumerate(plains) if tensor.device == device]
-            plans.append((here, SumPlan([plains[index] for index in here], [places[index] for index in here])))
+            indices = [index for index, tensor in enumerate(plains) if tensor.device == device]
+            plans.append((indices, SumPlan([plains[index] for index in indices], [places[index] for index in indices])))
         return _Layout(tables, plans, None)
 
     def names(self, kind: str, entries: list[Entry]) -> None:
-        """Record the names of tensors, if there are any."""
+        """Record the names of tensors; nothing if there are none."""
         if entries:
             self.record[kind] = self._table(entries)
 
     def _table(self, entries: list[Entry]) -> int:
-        """Return the number of the table with these names; it is written once."""
+        """Return the number of the table with these names, which is written once."""
         table: dict[str, list[Any]] = {
             "names": [name for name, _, _ in entries],
             "starts": [place.start for _, _, place in entries],
@@ -344,9 +345,9 @@ class Journal:
         return number
 
     def ended(self) -> None:
-        """End the step: queue its record if it is in range, and start the next."""
+        """End the step: queue its record if it is in range, and start the next one."""
         if "weights" not in self.record:
-            self._left = None
+            self._last_weights = None
         if self.within():
             self.fresh = False
             if self._rank < 0 or self.thorough:
@@ -359,20 +360,20 @@ class Journal:
         self.forget()
 
     def _flush(self) -> None:
-        """Write the records that wait."""
+        """Write the queued records."""
         ready, self._ready = self._ready, []
         self.pool.finish()
         self.reading.finish()
         for record in ready:
             self._put(record)
-        self._due = time.monotonic() + _WAIT
+        self._due = time.monotonic() + _DELAY
 
     def forget(self) -> None:
-        """Discard the current record, which belongs to no step."""
-        self.record = _fresh()
+        """Discard the current record."""
+        self.record = _empty_record()
 
     def close(self) -> None:
-        """Write what follows the last step, at the end of the process."""
+        """Write the record after the last step, when the process ends."""
         self._ready.append({"t": "end", "k": self.step, **self.record, "rank": _place()[0], "error": _error()})
         if self._writer is not None or self.record["fwd"]:
             self._flush()
@@ -381,40 +382,40 @@ class Journal:
     def fail(self, error: Exception) -> None:
         """End the recording with a line on stderr."""
         self.on = False
-        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+        message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the script may have closed its stderr
-            print(f"lockstep trace: recording ended at step {self.step}: {said}", file=sys.stderr, flush=True)
+            print(f"lockstep trace: recording ended at step {self.step}: {message}", file=sys.stderr, flush=True)
         if os.environ.get("LOCKSTEP_TRACE_DEBUG"):
             raise error
-        with contextlib.suppress(Exception):  # steps that had ended
+        with contextlib.suppress(Exception):  # write the steps that ended before
             self._flush()
         self.forget()  # release the tensors
         self.reading = PendingTensors()
         self.pool = Pool(self.reading.put)
         if self._writer is not None:
             with contextlib.suppress(OSError):  # a disk may be full
-                self._writer.put({"t": "failed", "k": self.step, "error": said})
+                self._writer.put({"t": "failed", "k": self.step, "error": message})
 
     def _put(self, line: dict[str, Any]) -> None:
         if self._writer is None:
-            left = self.options.most - _written(self.options.folder)  # an earlier start's files count too
-            self._writer = Writer(self.options.folder, left // max(1, _place()[1]), _header() | {"first": self.step})
+            free = self.options.most - _bytes_written(self.options.folder)  # an earlier start's files count too
+            self._writer = Writer(self.options.folder, free // max(1, _place()[1]), _header() | {"first": self.step})
         if not self._writer.put(line):
             self.on = False
 
 
-def _described(entries: list[Entry]) -> list[Any]:
+def _identify(entries: list[Entry]) -> list[Any]:
     return [(name, at, local.shape, local.device) for name, local, at in entries]
 
 
 def _error() -> str:
-    """The class of the error that ends this process, else "".
+    """Return the class of the error that ends this process, else "".
 
-    Its text may have user data, so it is not recorded.
+    Its text is not recorded, because it may have user data.
     """
     kind = sys.exc_info()[0] or getattr(sys, "last_type", None)  # a child of multiprocessing; the main program
     return "" if kind is None or issubclass(kind, SystemExit) else kind.__name__
 
 
-def _fresh() -> dict[str, Any]:
+def _empty_record() -> dict[str, Any]:
     return {"ticks": 0, "loads": [], "fwd": [], "loss": [], "ev": []}

@@ -1,7 +1,7 @@
-"""Identify tensors: the modules that a script calls, parameter names, places of shards.
+"""Identify tensors: by the module that the script calls, by name, by place of a shard.
 
 names = Names()
-names.called(module)                # a module that the script itself called
+names.called(module)                # a module that the script called itself
 names.of(parameter)                 # "layers.3.weight"
 piece(parameter)                    # (local tensor, its place in the whole)
 """
@@ -38,7 +38,7 @@ _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether the module wraps the script's model."""
+    """Whether a module wraps the script's model."""
     names = _class_names(type(module).__mro__)
     if names & _WRAPPERS:
         return True
@@ -52,26 +52,26 @@ def _class_names(kinds: tuple[type, ...]) -> frozenset[str]:
 
 
 class Names:
-    """The roots: modules with parameters that the script itself calls."""
+    """Names of the tensors of all roots: modules with parameters that the script itself calls."""
 
     def __init__(self) -> None:
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._known: dict[int, str] = {}
-        self._flat: dict[int, int] = {}  # of FSDP 1: where a parameter's shard begins
+        self._names: dict[int, str] = {}
+        self._flat: dict[int, int] = {}  # FSDP 1: offset of a parameter's shard
         self._modules: list[tuple[str, str, weakref.ref[nn.Module]]] = []
-        self._drawing: dict[int, list[tuple[str, weakref.ref[nn.Module], str]]] = {}
+        self._generators: dict[int, list[tuple[str, weakref.ref[nn.Module], str]]] = {}
 
     def called(self, module: nn.Module) -> int:
-        """Return the number of a module's root, in the order of their first calls."""
+        """Return the number of a module's root, in order of first calls."""
         for number, root in enumerate(self._roots):
             if root() is module:
                 return number
         for number, root in enumerate(self._roots):
-            held = root()
-            if held is not None and any(part is module for part in held.modules()):
+            model = root()
+            if model is not None and any(part is module for part in model.modules()):
                 return number
         self._roots.append(weakref.ref(module))
-        self._known.clear()
+        self._names.clear()
         self._modules.clear()
         return len(self._roots) - 1
 
@@ -81,18 +81,18 @@ class Names:
         return len(self._roots)
 
     def roots(self, only: int | None = None) -> Iterator[tuple[str, nn.Module]]:
-        """Yield (name prefix, root): no prefix for the first; only root number `only` if set."""
+        """Yield (name prefix, root), the first without a prefix; if `only` is set, that root alone."""
         for number, root in enumerate(self._roots):
-            held = root()
-            if held is not None and only in (None, number):
-                kind = type(held).__name__.removeprefix("FSDP")
-                yield (f"{kind}#{number}/" if number else ""), held
+            model = root()
+            if model is not None and only in (None, number):
+                kind = type(model).__name__.removeprefix("FSDP")
+                yield (f"{kind}#{number}/" if number else ""), model
 
     def of(self, parameter: Tensor) -> str | None:
-        """Return the name of a parameter; None if no root has it."""
-        if id(parameter) not in self._known:
-            self._learn()
-        return self._known.get(id(parameter))
+        """Return a parameter's name; None if no root has it."""
+        if id(parameter) not in self._names:
+            self._read_names()
+        return self._names.get(id(parameter))
 
     def parameters(self, only: int | None = None) -> Iterator[tuple[str, nn.Parameter]]:
         for prefix, root in self.roots(only):
@@ -100,10 +100,10 @@ class Names:
                 yield prefix + _clean(name), parameter
 
     def buffers(self, look: bool, only: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named buffers of the known modules, or of root `only`.
+        """Yield the named buffers of all roots, or of root `only`.
 
         Args:
-            look: search the roots for modules first.
+            look: search the roots for modules again.
         """
         modules = self._modules
         if look or not modules:
@@ -113,38 +113,38 @@ class Names:
                 for name, module in root.named_modules()
             ]
             self._modules = modules if only is None else self._modules
-        seen = set()
-        for prefix, path, known in modules:
-            module = known()
+        ids = set()
+        for prefix, path, ref in modules:
+            module = ref()
             for name, buffer in module._buffers.items() if module is not None else ():
-                if buffer is not None and (prefix, id(buffer)) not in seen:
-                    seen.add((prefix, id(buffer)))
+                if buffer is not None and (prefix, id(buffer)) not in ids:
+                    ids.add((prefix, id(buffer)))
                     yield prefix + path + name, buffer
 
     def entry(self, name: str, tensor: Tensor) -> Entry:
-        """Return (name, this rank's part of a tensor, its place in the whole)."""
+        """Return (name, this rank's shard of a tensor, its place in the whole)."""
         local, place = piece(tensor)
-        flat = self._flat.get(id(tensor))  # where this shard of FSDP 1 begins
+        flat = self._flat.get(id(tensor))  # offset of a shard of FSDP 1
         return name, local, place if flat is None else ElementPlaces(flat)
 
-    def entries(self, named: Iterable[tuple[str, Tensor]]) -> list[Entry]:
-        """Return the entries of several tensors, without those on meta."""
-        return [self.entry(name, tensor) for name, tensor in named if not tensor.is_meta]
+    def entries(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Entry]:
+        """Return the entries of several tensors, without those on the meta device."""
+        return [self.entry(name, tensor) for name, tensor in tensors if not tensor.is_meta]
 
     def generators(self, module: nn.Module, look: bool) -> list[tuple[str, torch.Generator]]:
-        """Return the generators among the attributes of a module; `look`: search again."""
-        if look or id(module) not in self._drawing:
-            self._drawing[id(module)] = [
+        """Return the generators among a module's attributes; `look`: search again."""
+        if look or id(module) not in self._generators:
+            self._generators[id(module)] = [
                 (f"{_clean(name)}.{key}".lstrip("."), weakref.ref(part), key)
                 for name, part in module.named_modules()
                 for key, value in vars(part).items()
                 if isinstance(value, torch.Generator)
             ]
-        found = [(name, getattr(part(), key, None)) for name, part, key in self._drawing[id(module)]]
-        return [(name, value) for name, value in found if isinstance(value, torch.Generator)]
+        values = [(name, getattr(part(), key, None)) for name, part, key in self._generators[id(module)]]
+        return [(name, value) for name, value in values if isinstance(value, torch.Generator)]
 
-    def _learn(self) -> None:
-        self._known = {id(parameter): name for name, parameter in reversed(list(self.parameters()))}
+    def _read_names(self) -> None:
+        self._names = {id(parameter): name for name, parameter in reversed(list(self.parameters()))}
         self._flat = {}
         for _, root in self.roots():
             for module in root.modules():
@@ -162,12 +162,12 @@ def _clean(name: str) -> str:
 
 
 def piece(tensor: Tensor) -> tuple[Tensor, ElementPlaces]:
-    """Return (this rank's part of a tensor, its place in the whole)."""
+    """Return (this rank's shard of a tensor, its place in the whole)."""
     shard = getattr(tensor, "ds_tensor", None)
     if shard is not None:  # DeepSpeed stage 3: a run of the flattened tensor, padded at the end
-        whole, rank = int(tensor.ds_numel), torch.distributed.get_rank()  # type: ignore[attr-defined]
-        begin = min(whole, rank * shard.numel())
-        return shard[: whole - begin], ElementPlaces(begin)
+        numel, rank = int(tensor.ds_numel), torch.distributed.get_rank()  # type: ignore[attr-defined]
+        begin = min(numel, rank * shard.numel())
+        return shard[: numel - begin], ElementPlaces(begin)
     if not hasattr(tensor, "placements"):
         return tensor, WHOLE
     local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ def piece(tensor: Tensor) -> tuple[Tensor, ElementPlaces]:
 
 
 def _place(tensor: Any, local: Tensor) -> ElementPlaces:
-    """The place of a DTensor's shard, from torch.chunk's sizes over each mesh dimension in turn.
+    """Locate a DTensor's shard, from torch.chunk's sizes over each mesh dimension in turn.
 
     FSDP on top of tensor parallelism shards last on the first mesh dimension (`_StridedShard`).
     """

@@ -1,10 +1,10 @@
-"""Record the generators, the passes and the updates of a process.
+"""Record a process's random generators, passes and updates.
 
 updates = Updates(journal, names, passes)
-updates.before(optimizer); updates.after(optimizer)         # ends the step
+updates.before(optimizer); updates.after(optimizer)         # the second ends the step
 
 `state_digests` and `seed_digests` digest the random generators. `PassRecorder` records batches, forwards and
-backwards. `Updates` records the gradients as the optimizer receives them, its groups, and the weights, buffers and
+backwards. `Updates` records the gradients that the optimizer receives, its groups, and the weights, buffers and
 optimizer state afterwards.
 """
 
@@ -33,67 +33,65 @@ from lockstep.trace.record.sums import summed
 __all__ = [
     "PassRecorder",
     "Updates",
-    "seed_digests",
-    "state_digests",
 ]
 
 
 # name -> (last bytes of the generator, their digest)
-_seen: dict[str, tuple[Any, str]] = {}
+_digest_cache: dict[str, tuple[Any, str]] = {}
 
 
 def state_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, str]:
-    """Digest the generator states of torch, CUDA, python, numpy, and the model's `own`.
+    """Digest the generator states of torch, CUDA, python, numpy and the model (`own`).
 
     A CUDA generator's state is in host memory, so nothing waits.
     """
-    found = {"torch": _of("torch", torch.get_rng_state()), "python": _python()}
+    digests = {"torch": _digest_state("torch", torch.get_rng_state()), "python": _digest_python()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = _of("cuda", torch.cuda.get_rng_state())
+        digests["cuda"] = _digest_state("cuda", torch.cuda.get_rng_state())
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
-        found["numpy"] = _numpy(numpy.random)
+        digests["numpy"] = _digest_numpy(numpy.random)
     for name, generator in own:
-        found[name] = _of("", generator.get_state())
-    return found
+        digests[name] = _digest_state("", generator.get_state())
+    return digests
 
 
 def seed_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, str]:
-    """Digest the seed of each generator of torch, which a draw leaves unchanged.
+    """Digest the seeds of torch's generators, which a draw leaves unchanged.
 
     Args:
         own: the model's generators by name.
 
     Returns:
-        A generator's name -> digest of its seed. Python's and numpy's do not know theirs.
+        Generator's name -> digest of its seed. Python's and numpy's do not keep theirs.
     """
-    found = {"torch": torch.initial_seed(), **{name: generator.initial_seed() for name, generator in own}}
+    seeds = {"torch": torch.initial_seed(), **{name: generator.initial_seed() for name, generator in own}}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = torch.cuda.initial_seed()
-    return {name: hashlib.blake2b(str(seed).encode(), digest_size=4).hexdigest() for name, seed in found.items()}
+        seeds["cuda"] = torch.cuda.initial_seed()
+    return {name: hashlib.blake2b(str(seed).encode(), digest_size=4).hexdigest() for name, seed in seeds.items()}
 
 
-def _of(name: str, state: torch.Tensor) -> str:
+def _digest_state(name: str, state: torch.Tensor) -> str:
     raw = ctypes.string_at(state.data_ptr(), state.numel())
-    before = _seen.get(name)
+    before = _digest_cache.get(name)
     if before is not None and before[0] == raw:
         return before[1]
     digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
-    _seen[name] = raw, digest
+    _digest_cache[name] = raw, digest
     return digest
 
 
-def _python() -> str:
-    """Digest python's global generator; all its changing state is in its C object and `gauss_next`."""
+def _digest_python() -> str:
+    """Digest python's global generator, whose state is in its C object and in `gauss_next`."""
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
     now = (_memory(generator), generator.gauss_next)
-    before = _seen.get("python")
-    if _SHOWN and before is not None and before[0] == now:
+    before = _digest_cache.get("python")
+    if _READABLE and before is not None and before[0] == now:
         return before[1]
     version, keys, gauss = random.getstate()
     number = hash((version, keys, gauss is None, gauss or 0.0))  # hash(None) is an address before Python 3.12
     digest = f"{number & 0xFFFFFFFFFFFFFFFF:016x}"
-    _seen["python"] = now, digest
+    _digest_cache["python"] = now, digest
     return digest
 
 
@@ -102,7 +100,7 @@ def _memory(generator: Any) -> bytes:
     return ctypes.string_at(id(generator) + head, _random.Random.__basicsize__ - head)
 
 
-def _shows() -> bool:
+def _memory_readable() -> bool:
     """Whether a draw changes a generator's visible memory, as in CPython."""
     generator = random.Random(1)
     before = _memory(generator)
@@ -110,36 +108,36 @@ def _shows() -> bool:
     return before != _memory(generator)
 
 
-_SHOWN = _shows()
+_READABLE = _memory_readable()
 
 
-def _numpy(module: Any) -> str:
-    """Digest numpy's global generator. A cached Gaussian value is outside the memory that is compared."""
+def _digest_numpy(module: Any) -> str:
+    """Digest numpy's global generator; a cached Gaussian value is outside the memory that is compared."""
     raw = None
     if hasattr(module, "get_bit_generator"):
         bits = module.get_bit_generator()
         if type(bits).__name__ == "MT19937":
             raw = ctypes.string_at(bits.ctypes.state_address, 625 * 4)  # 624 words and the place among them
-            before = _seen.get("numpy")
+            before = _digest_cache.get("numpy")
             if before is not None and before[0] == raw:
                 return before[1]
     _, keys, place, *gauss = module.get_state()
     digest = hashlib.blake2b(keys.tobytes() + repr((place, *gauss)).encode(), digest_size=8).hexdigest()
-    _seen["numpy"] = (None if gauss[0] else raw), digest
+    _digest_cache["numpy"] = (None if gauss[0] else raw), digest
     return digest
 
 
-_EVENTS = 2000  # events that are kept of a step
-_MODULES = 2  # steps in which every module's output is recorded anyway
+_MOST_EVENTS = 2000  # events recorded of a step
+_MODULE_STEPS = 2  # steps in which every module's output is recorded anyway
 
 
 class PassRecorder:
-    """Recorder of batches, forwards and backwards before an update.
+    """Recorder of the batches, forwards and backwards before an update.
 
     Attributes:
         root: the module that the script called, while it runs.
-        in_backward: a backward runs, in which modules may be called again.
-        begun: whether there was a forward or backward yet.
+        in_backward: a backward runs, which may call modules again.
+        begun: there was a forward or backward.
         initial: names of the tensors with recorded initial values.
     """
 
@@ -149,8 +147,8 @@ class PassRecorder:
         self.in_backward = self.begun = False
         self.initial: set[str] = set()
         self._first: dict[int, Any] = {}  # root -> versions of the parameters recorded as initial
-        self._unsharded = False  # FSDP 1 has whole tensors within its forwards
-        self._entered: dict[str, Any] = {}
+        self._unsharded = False  # FSDP 1 gathers whole tensors within its forwards
+        self._forward: dict[str, Any] = {}
         self._module_names: dict[int, str] = {}
 
     @quiet
@@ -162,7 +160,7 @@ class PassRecorder:
         if set_epoch is not None:
             record["se"] = set_epoch
         if isinstance(indices, list):
-            with contextlib.suppress(TypeError):  # keys of another kind
+            with contextlib.suppress(TypeError):  # keys other than integers
                 record["i"] = [operator.index(index) for index in indices]
         self._put_batch(record, Batch(data))
         self.journal.record["loads"].append(record)
@@ -176,7 +174,7 @@ class PassRecorder:
 
     @quiet
     def entering(self, module: nn.Module, grad: bool) -> None:
-        """Record the call of a module with parameters by the script itself.
+        """Record that the script calls a module with parameters.
 
         Args:
             grad: whether gradients are enabled.
@@ -188,23 +186,23 @@ class PassRecorder:
         if self.journal.within():
             training = module.training and grad
             number = self._names.called(module)
-            self._entered = {"at": self.journal.tick(), "m": number, "train": int(training)}
+            self._forward = {"at": self.journal.tick(), "m": number, "train": int(training)}
             if training:
                 self._put_initial(number)
-                self._entered["rng"] = [state_digests(self._names.generators(module, self.journal.thorough))]
-            every = self.journal.options.modules or self.journal.step < _MODULES
+                self._forward["rng"] = [state_digests(self._names.generators(module, self.journal.thorough))]
+            every = self.journal.options.modules or self.journal.step < _MODULE_STEPS
             self._module_names = {id(part): name for name, part in module.named_modules()} if every else {}
 
     def _put_initial(self, number: int) -> None:
-        """Record the initial values of a root, from its last forward before the first backward.
+        """Record a root's initial values, at its last forward before the first backward.
 
-        A change of the weights between that and the update (a perturbation that is not undone) then shows as a change.
+        A change of the weights between that and the update, such as a perturbation that is not undone, then shows.
         """
-        known = self._first.get(number, ())
-        if known is None or self._unsharded:
+        versions = self._first.get(number, ())
+        if versions is None or self._unsharded:
             return
         values = [(id(p), p._version) for _, p in self._names.parameters(number) if not p.is_inference()]
-        if known == values:
+        if versions == values:
             return
         self._first[number] = values
         part = f"#{number}" if number else ""
@@ -215,20 +213,20 @@ class PassRecorder:
 
     def inside(self, module: nn.Module, output: Any) -> None:
         """Record the end of a submodule's forward."""
-        if self._module_names and self._entered:
-            self._inside(module, output)
+        if self._module_names and self._forward:
+            self._record_module(module, output)
 
     @quiet
-    def _inside(self, module: nn.Module, output: Any) -> None:
-        record = self._entered
-        if len(record.get("mn", ())) >= _EVENTS:
+    def _record_module(self, module: nn.Module, output: Any) -> None:
+        record = self._forward
+        if len(record.get("mn", ())) >= _MOST_EVENTS:
             return
         values = output if isinstance(output, tuple | list) else (output,)
-        found = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
-        if found is not None:
-            local, at = piece(found)
-            if found.dtype in (torch.bfloat16, torch.float16):
-                record["ac"] = str(found.dtype).removeprefix("torch.")
+        tensor = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
+        if tensor is not None:
+            local, at = piece(tensor)
+            if tensor.dtype in (torch.bfloat16, torch.float16):
+                record["ac"] = str(tensor.dtype).removeprefix("torch.")
             record.setdefault("mn", []).append(self._module_names.get(id(module), "?"))
             record.setdefault("mv", []).append(None)
             self.journal.reading.put(record["mv"], -1 + len(record["mv"]), summed([(local, at)]))
@@ -237,7 +235,7 @@ class PassRecorder:
     def left(self, args: Any, kwargs: Any, output: Any) -> None:
         """Record the end of the root's forward."""
         module, self.root = self.root, None
-        record, self._entered = self._entered, {}
+        record, self._forward = self._forward, {}
         if module is None or not record:
             return
         batch = Batch((*args, kwargs) if kwargs else args)
@@ -258,15 +256,15 @@ class PassRecorder:
         self.journal.record["fwd"].append(record)
 
     def _follow(self, record: dict[str, Any], output: Tensor) -> None:
-        """Wait for the backward at an output, or at its source in another dtype.
+        """Record the gradient that reaches an output, or its source in another dtype.
 
-        Accelerate and the Trainer convert a model's outputs, and a loss inside the model uses the unconverted ones.
+        Accelerate and the Trainer convert a model's outputs; a loss inside the model uses the unconverted ones.
         """
         at_output = False
 
         def reached_output(gradient: Tensor | None) -> None:
             nonlocal at_output
-            if gradient is not None:  # DDP passes on None
+            if gradient is not None:  # DDP passes None
                 at_output = True
                 self.reached(record, gradient)
 
@@ -283,7 +281,7 @@ class PassRecorder:
 
     @quiet
     def reached(self, record: dict[str, Any], gradient: Tensor) -> None:
-        """Record the norm of each sample's part of the gradient at a forward's output."""
+        """Record the norm of each sample's gradient at a forward's output."""
         record["backwards"] = record.get("backwards", 0) + 1
         self.journal.reading.put(record, "og", lengths(gradient))
 
@@ -293,8 +291,8 @@ class PassRecorder:
         self.root, self.begun = None, True
         self._first = dict.fromkeys(self._first)
         if self.journal.within():
-            found = roots if isinstance(roots, tuple | list) else [roots]
-            total = next((t for t in found if isinstance(t, Tensor) and t.numel() == 1), None)
+            tensors = roots if isinstance(roots, tuple | list) else [roots]
+            total = next((t for t in tensors if isinstance(t, Tensor) and t.numel() == 1), None)
             record = {"at": self.journal.tick(), "v": None}
             if total is not None:
                 self.journal.reading.put(record, "v", total, "numbers")
@@ -302,9 +300,9 @@ class PassRecorder:
 
     @quiet
     def event(self, kind: str, *values: Any) -> None:
-        """Record another event with a name and numbers; tensors are read with the step."""
+        """Record another event with a name and numbers; tensors are read when the step ends."""
         events = self.journal.record["ev"]
-        if self.journal.within() and len(events) < _EVENTS:
+        if self.journal.within() and len(events) < _MOST_EVENTS:
             event = [self.journal.tick(), kind, *values]
             for index, value in enumerate(event):
                 if isinstance(value, Tensor):
@@ -312,19 +310,19 @@ class PassRecorder:
             events.append(event)
 
 
-_SMALL = 4 << 20  # elements up to which weights before the update and the optimizer's state are digested in every step
-_NUMBERS, _SEQUENCES = (bool, int, float), (tuple, list)
+_MOST_ELEMENTS = 4 << 20  # up to this size, weights before the update and optimizer state are digested in every step
+_NUMBERS, _LISTS = (bool, int, float), (tuple, list)
 
 
 @dataclass
 class _OptimizerParameters:
-    """The parameters of an optimizer.
+    """Parameters of an optimizer.
 
     Attributes:
-        key: root count and parameter ids that they were looked up for.
-        entries: their entries; `parameters` has the tensors in the same order.
+        key: cache key: root count and parameter ids.
+        entries: their entries, in the order of `parameters`.
         others: parameters of the model that the optimizer does not have.
-        plain: no parameter is a shard, and so no gradient or state.
+        plain: no parameter is a shard, so no gradient or state is.
     """
 
     key: list[int]
@@ -335,32 +333,32 @@ class _OptimizerParameters:
 
 
 class Updates:
-    """Recorder of updates, which end the steps.
+    """Recorder of the updates, each of which ends a step.
 
     Attributes:
-        in_engine: the step of DeepSpeed's engine runs; its own optimizers' steps are a part of it.
+        in_engine: DeepSpeed's engine steps; the steps of its own optimizers are part of that.
     """
 
     def __init__(self, journal: Journal, names: Names, passes: PassRecorder) -> None:
         self.journal, self._names, self._passes = journal, names, passes
         self.in_engine = False
         self._optimizers: list[weakref.ref[Any]] = []
-        self._known: weakref.WeakKeyDictionary[Any, _OptimizerParameters] = weakref.WeakKeyDictionary()
-        self._aside = False  # an update that trains nothing
+        self._cache: weakref.WeakKeyDictionary[Any, _OptimizerParameters] = weakref.WeakKeyDictionary()
+        self._skipped = False  # the current update trains nothing
 
     @quiet
     def before(self, optimizer: Any) -> None:
         """Record gradients, groups and weights before an optimizer's step."""
         journal = self.journal
         self._passes.root = None
-        # torch.distributed.checkpoint creates the state to load into by a step at rate 0, which trains nothing.
-        begun = self._passes.begun
-        self._aside = not begun and all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
-        if self._aside or not journal.within():
+        # torch.distributed.checkpoint makes a step at rate 0 to create the state that it loads into: it trains nothing.
+        started = self._passes.begun
+        self._skipped = not started and all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+        if self._skipped or not journal.within():
             return
-        if not any(known() is optimizer for known in self._optimizers):
+        if not any(ref() is optimizer for ref in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
-        number = next(n for n, known in enumerate(self._optimizers) if known() is optimizer)
+        number = next(n for n, ref in enumerate(self._optimizers) if ref() is optimizer)
         journal.record.update(opt=number, kind=type(optimizer).__name__, at=journal.tick())
         trained = self._trained(optimizer)
         kinds: dict[str, list[Entry]] = {}
@@ -383,36 +381,36 @@ class Updates:
         journal.record["groups"] = [self._numbers(group) for group in optimizer.param_groups]
 
     def _initial(self, trained: list[Entry]) -> dict[str, list[Entry]]:
-        """The initial values of tensors that no forward showed."""
-        known = set(self._passes.initial)
-        rest: dict[str, list[Entry]] = {"initial#rest": [], "initial buffers#rest": []}
+        """Return the initial values of tensors that no forward recorded."""
+        names = set(self._passes.initial)
+        kinds: dict[str, list[Entry]] = {"initial#rest": [], "initial buffers#rest": []}
         for kind, entries in (
             ("initial#rest", [*self._names.entries(self._names.parameters()), *trained]),
             ("initial buffers#rest", self._names.entries(self._names.buffers(True))),
         ):
             for entry in entries:
-                if entry[0] not in known:
-                    known.add(entry[0])
-                    rest[kind].append(entry)
-        return rest
+                if entry[0] not in names:
+                    names.add(entry[0])
+                    kinds[kind].append(entry)
+        return kinds
 
     def _frozen(self, trained: _OptimizerParameters) -> list[Entry]:
-        """Parameters that require no gradient."""
+        """Return the parameters that require no gradient."""
         own = zip(trained.entries, trained.parameters, strict=True)
-        found = [entry for entry, parameter in own if not parameter.requires_grad]
-        others = [(name, parameter) for name, parameter in trained.others if not parameter.requires_grad]
-        return [*found, *self._names.entries(others)]
+        frozen = [entry for entry, parameter in own if not parameter.requires_grad]
+        outside = [(name, parameter) for name, parameter in trained.others if not parameter.requires_grad]
+        return [*frozen, *self._names.entries(outside)]
 
     def _trained(self, optimizer: Any) -> _OptimizerParameters:
-        """Look up an optimizer's parameters, and cache them unless they are shards.
+        """Look up an optimizer's parameters; unless they are shards, cache them until they change.
 
-        The lookup is repeated if they change, and in thorough steps.
+        Thorough steps repeat the lookup.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         key = [self._names.count, *map(id, parameters)]
-        known = self._known.get(optimizer)
-        if known is not None and known.key == key and not self.journal.thorough:
-            return known
+        cache = self._cache.get(optimizer)
+        if cache is not None and cache.key == key and not self.journal.thorough:
+            return cache
         entries = []
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
@@ -420,43 +418,43 @@ class Updates:
                 entries.append(self._names.entry(name, parameter))
         plain = all(local is parameter for (_, local, _), parameter in zip(entries, parameters, strict=True))
         own = set(map(id, parameters))
-        others = [(name, parameter) for name, parameter in self._names.parameters() if id(parameter) not in own]
-        found = _OptimizerParameters(key, entries, parameters, others, plain)
-        self._known.pop(optimizer, None)
+        outside = [(name, parameter) for name, parameter in self._names.parameters() if id(parameter) not in own]
+        result = _OptimizerParameters(key, entries, parameters, outside, plain)
+        self._cache.pop(optimizer, None)
         if plain:  # caching would keep shards in memory
-            self._known[optimizer] = found
-        return found
+            self._cache[optimizer] = result
+        return result
 
     def _whole(self, trained: _OptimizerParameters) -> bool:
-        return self.journal.thorough or sum(local.numel() for _, local, _ in trained.entries) <= _SMALL
+        return self.journal.thorough or sum(local.numel() for _, local, _ in trained.entries) <= _MOST_ELEMENTS
 
     def _state(self, optimizer: Any, trained: _OptimizerParameters) -> list[Entry]:
-        found = []
+        entries = []
         for (name, local, at), parameter in zip(trained.entries, trained.parameters, strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    mine, place = (value, WHOLE) if trained.plain else piece(value)
-                    same = mine.numel() == local.numel() and mine.numel() > 1
-                    found.append((f"{name}/{key}", mine, at if same else place))
-        return found
+                    shard, place = (value, WHOLE) if trained.plain else piece(value)
+                    same = shard.numel() == local.numel() and shard.numel() > 1
+                    entries.append((f"{name}/{key}", shard, at if same else place))
+        return entries
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        kept: dict[str, Any] = {"n": len(group["params"])}
+        numbers: dict[str, Any] = {"n": len(group["params"])}
         for key, value in group.items():
             if isinstance(value, _NUMBERS) or value is None:
-                kept[key] = value
+                numbers[key] = value
             elif isinstance(value, Tensor) and value.numel() == 1:
-                self.journal.reading.put(kept, key, value, "numbers")
-            elif isinstance(value, _SEQUENCES) and all(isinstance(each, _NUMBERS) for each in value):
-                kept[key] = list(value)
-        return kept
+                self.journal.reading.put(numbers, key, value, "numbers")
+            elif isinstance(value, _LISTS) and all(isinstance(each, _NUMBERS) for each in value):
+                numbers[key] = list(value)
+        return numbers
 
     @quiet
     def after(self, optimizer: Any) -> None:
-        """Record weights, buffers and state after an optimizer's step, and end the step."""
+        """Record weights, buffers and state after an optimizer's update, and end the step."""
         journal = self.journal
-        if self._aside:
-            self._aside = False
+        if self._skipped:
+            self._skipped = False
             journal.forget()
             return
         if journal.within() and "opt" in journal.record:
@@ -472,7 +470,7 @@ class Updates:
 
     @quiet
     def before_engine(self, engine: Any) -> None:
-        """Record the weights before the step of DeepSpeed's engine, which reports only the gradient norm."""
+        """Record the weights before a step of DeepSpeed's engine, which reports only the gradient norm."""
         journal = self.journal
         self._passes.root = None
         if not journal.within():
@@ -488,11 +486,13 @@ class Updates:
 
     @quiet
     def after_engine(self, engine: Any) -> None:
-        """Record norm, weights and buffers after the engine's step, and end the step."""
+        """Record norm, weights and buffers after the engine's update, and end the step."""
         journal = self.journal
         if journal.within() and "opt" in journal.record:
             norm = engine.get_global_grad_norm()
-            journal.record["norm"] = float(norm) if norm is not None else None  # waits for the device, as the engine
+            journal.record["norm"] = (
+                float(norm) if norm is not None else None
+            )  # waits for the device, as does the engine
             buffers = self._names.buffers(journal.thorough)
             weights = self._names.entries(self._names.parameters())
             journal.sums({"weights": weights, "buffers": self._names.entries(buffers)})

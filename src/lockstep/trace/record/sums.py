@@ -1,12 +1,11 @@
 """Digest, square and sketch tensors so that the results add up over shards.
 
-found = summed([(weight, ElementPlaces(0)), (shard, ElementPlaces(4096))])   # int64 [2, WIDTH], on the device
+rows = summed([(weight, ElementPlaces(0)), (shard, ElementPlaces(4096))])   # int64 [2, WIDTH], on the device
 
 A row has a digest (32 bits: a sum over the elements of a hash of position and bits), the sum of squares (float64) and
 SKETCH signed sums (float64). The signs depend on an element's position in the whole tensor, so the mean square of the
-differences of two sketches estimates the squared distance of two tensors that are never in one place. Values of less
-than four bytes count as the float32 that they represent, integers as float64. Zeros add nothing. Nothing waits for
-the device.
+differences of two sketches estimates the squared distance of two tensors that are on different machines. Values of
+less than four bytes are converted to float32, integers to float64. Zeros add nothing. Nothing waits for the device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "SKETCH",
     "WIDTH",
     "ElementPlaces",
     "SumPlan",
@@ -27,10 +25,10 @@ __all__ = [
 ]
 
 
-SKETCH = 8  # signed sums of a tensor: the estimated distance is typically off by a third of itself
+SKETCH = 8  # signed sums of a tensor: the estimated distance is typically off by a third
 WIDTH = 2 + SKETCH
 _BLOCK = 256  # elements that share a row
-_ROWS = {"cpu": 768}  # rows at a time: enough that calls cost little, few enough to stay in a cache
+_ROWS = {"cpu": 768}  # rows per call: enough that calls cost little, few enough to fit a cache
 _DEVICE_ROWS = 1 << 14
 _PLANS = 32  # cached layouts
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -44,8 +42,9 @@ class ElementPlaces(NamedTuple):
     """Positions of a piece's elements in the whole tensor, in row-major order.
 
     Attributes:
-        start: of the first; negative if unknown.
-        run: contiguous elements, `stride` from run to run; 0: all of them (columns of a matrix: a run for each row).
+        start: position of the first element; negative if unknown.
+        run: number of contiguous elements, with `stride` from run to run (columns of a matrix: a run for each row);
+            0: all are contiguous.
     """
 
     start: int
@@ -53,7 +52,7 @@ class ElementPlaces(NamedTuple):
     stride: int = 0
 
     def whole_rows(self) -> bool:
-        """Whether its runs consist of whole rows of sums."""
+        """Whether each run consists of whole rows of sums."""
         return not (self.start % _BLOCK or self.run % _BLOCK or self.stride % _BLOCK)
 
     def spans(self, row: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -77,7 +76,7 @@ def mixed(numbers: Tensor) -> Tensor:
 def plain(tensor: Tensor, place: ElementPlaces) -> Tensor:
     """Convert to dense float32 or float64 in row-major order, without a copy if possible.
 
-    If `place` has runs that are no whole rows, zeros are inserted between them; they add nothing.
+    Runs of `place` that are not whole rows are padded with zeros, which add nothing.
     """
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -98,23 +97,23 @@ def summed(pieces: Sequence[tuple[Tensor, ElementPlaces]]) -> Tensor:
     plains, places = [plain(*piece) for piece in pieces], [place for _, place in pieces]
     device = plains[0].device
     key = (device, *((tensor.numel(), tensor.dtype, place) for tensor, place in zip(plains, places, strict=True)))
-    plan = _known.get(key)
+    plan = _plan_cache.get(key)
     if plan is None:
-        if len(_known) >= _PLANS:
-            _known.clear()
-        plan = _known[key] = SumPlan(plains, places)
+        if len(_plan_cache) >= _PLANS:
+            _plan_cache.clear()
+        plan = _plan_cache[key] = SumPlan(plains, places)
     return plan.run(plains)
 
 
-_known: dict[tuple[Any, ...], "SumPlan"] = {}
+_plan_cache: dict[tuple[Any, ...], "SumPlan"] = {}
 
 
 @dataclass
 class _Pack:
-    """Rows that are summed at once.
+    """Rows that are summed in one call.
 
     Attributes:
-        parts: their sources in order: (piece, from, to), or (-1, 0, zeros).
+        parts: sources of the rows in order: (piece, from, to), or (-1, 0, number of zeros).
         spans: (piece, its first row's position in the whole tensor in blocks, rows), in order.
         rows: number of rows.
     """
@@ -127,7 +126,7 @@ class _Pack:
 
 @dataclass
 class _FloatPacks:
-    """The packs of one float dtype, and the factors of their rows.
+    """Packs of one float dtype, and the factors of their rows.
 
     Attributes:
         owners: the piece of each row.
@@ -143,7 +142,7 @@ class _FloatPacks:
 
 
 class SumPlan:
-    """Plan that cuts pieces of the given sizes and places into rows.
+    """Plan to cut pieces of certain sizes and places into rows, and sum them.
 
     Args:
         plains: the pieces, from `plain`; `run` takes others of the same sizes.
@@ -157,7 +156,7 @@ class SumPlan:
         self._shapes = [tensor.shape for tensor in plains]
         self._sizes = [tensor.numel() for tensor in plains]
         layouts = [
-            (tensor.numel(), _rowed(place), tensor.dtype == torch.float64)
+            (tensor.numel(), _place_of_rows(place), tensor.dtype == torch.float64)
             for tensor, place in zip(plains, places, strict=True)
         ]
         self._packs = _packs(layouts, 1 << 62 if pooled else _ROWS.get(device.type, _DEVICE_ROWS))
@@ -165,17 +164,17 @@ class SumPlan:
         self._sides = [_FloatPacks(wide, packs, *_constants(packs, device)) for wide, packs in kinds if packs]
         self._zeros = {kind: torch.zeros(_BLOCK, device=device, dtype=kind) for kind in _KINDS}
         self._tables = {side.wide: _tables(side.wide, device) for side in self._sides}
-        # Pieces that are cut are flattened once.
-        whole = {(piece, 0, size) for piece, size in enumerate(self._sizes)}
+        # Each piece that is cut is flattened once.
+        uncut = {(piece, 0, size) for piece, size in enumerate(self._sizes)}
         self._cut = sorted(
-            {part[0] for pack in self._packs for part in pack.parts if part[0] >= 0 and part not in whole}
+            {part[0] for pack in self._packs for part in pack.parts if part[0] >= 0 and part not in uncut}
         )
 
     def run(self, plains: list[Tensor]) -> Tensor:
         """Return a row for each piece. int64 [n, WIDTH]; floats by their bits."""
         for piece in self._cut:
             plains[piece] = plains[piece].reshape(-1)
-        return self._summed([(self._rows(pack, plains) for pack in side.packs) for side in self._sides], 1)
+        return self._sum([(self._rows(pack, plains) for pack in side.packs) for side in self._sides], 1)
 
     @property
     def rows(self) -> int:
@@ -187,28 +186,32 @@ class SumPlan:
         Returns:
             The rows of each pack, [times * rows, _BLOCK], and for each copy the pieces as views in their shapes.
         """
-        made = [
+        rooms = [
             torch.zeros(times * pack.rows, _BLOCK, dtype=_KINDS[pack.wide], device=self._device) for pack in self._packs
         ]
         views = [[torch.empty(shape) for shape in self._shapes] for _ in range(times)]  # for pieces without a row
-        for pack, room in zip(self._packs, made, strict=True):
+        for pack, room in zip(self._packs, rooms, strict=True):
             for time, rows in enumerate(torch.split(room, pack.rows)):
                 flat, at = rows.view(-1), 0
                 for piece, begin, end in pack.parts:
                     if piece >= 0:
                         views[time][piece] = flat[at : at + end - begin].view(self._shapes[piece])
                     at += end - begin
-        return made, views
+        return rooms, views
 
     def pooled(self, rooms: list[Tensor], times: int) -> Tensor:
         """Sum the first `times` copies in the rooms, as `run` does. int64 [times * n, WIDTH]"""
-        kept = (room[: times * pack.rows] for pack, room in zip(self._packs, rooms, strict=True))
-        return self._summed([torch.split(rows, _ROWS["cpu"]) for rows in kept], times)  # a side has one pack
+        used = (room[: times * pack.rows] for pack, room in zip(self._packs, rooms, strict=True))
+        return self._sum([torch.split(rows, _ROWS["cpu"]) for rows in used], times)  # a side has one pack
 
-    def _summed(self, found: Sequence[Iterable[Tensor]], times: int) -> Tensor:
-        """Sum each piece. `found`: for each side the rows of all `times` in order, in chunks."""
+    def _sum(self, rows: Sequence[Iterable[Tensor]], times: int) -> Tensor:
+        """Sum each piece.
+
+        Args:
+            rows: for each side the rows of all `times` in order, in chunks.
+        """
         total = torch.zeros(times * self._count, WIDTH, dtype=torch.int64, device=self._device)
-        for side, chunks in zip(self._sides, found, strict=True):
+        for side, chunks in zip(self._sides, rows, strict=True):
             self._add(total, side, chunks, times)
         total[:, 0].bitwise_and_(0xFFFFFFFF)
         return total
@@ -234,7 +237,7 @@ class SumPlan:
         signed = (sketches.view(SKETCH, times, -1) * side.signs.unsqueeze(1)).view(SKETCH, count)
         numbers[:, 2:].index_add_(0, owners, signed.t().double())
 
-    def _hash(self, rows: Tensor, wide: bool, into: Tensor) -> None:
+    def _hash(self, rows: Tensor, wide: bool, out: Tensor) -> None:
         words = rows.view(torch.int32)
         mixed_words, shifted = (
             _scratch(use, rows.shape[0], words.shape[1], torch.int32, self._device) for use in ("mixed", "shifted")
@@ -242,7 +245,7 @@ class SumPlan:
         torch.mul(words, self._tables[wide][0], out=mixed_words)
         torch.bitwise_right_shift(mixed_words, 15, out=shifted)
         torch.bitwise_xor(mixed_words, shifted, out=shifted)
-        torch.sum(shifted, 1, dtype=torch.int32, out=into)
+        torch.sum(shifted, 1, dtype=torch.int32, out=out)
 
     def _rows(self, pack: _Pack, plains: Sequence[Tensor]) -> Tensor:
         if len(pack.parts) == 1:
@@ -263,15 +266,15 @@ class SumPlan:
         return rows
 
 
-def _rowed(place: ElementPlaces) -> ElementPlaces:
-    """The place of a piece after `plain`."""
+def _place_of_rows(place: ElementPlaces) -> ElementPlaces:
+    """Return the place of a piece after `plain`."""
     if place.start < 0:
         return ElementPlaces(0)
     return place if place.whole_rows() else ElementPlaces(place.start)
 
 
 def _packs(layouts: Sequence[Layout], most: int) -> list[_Pack]:
-    """Cut the pieces into packs of about `most` rows at most."""
+    """Cut the pieces into packs of about `most` rows."""
     packs: list[_Pack] = []
     for wide in (False, True):
         open_pack = _Pack(wide)
@@ -288,8 +291,8 @@ def _packs(layouts: Sequence[Layout], most: int) -> list[_Pack]:
                 for row in range(0, middle, most):
                     rows = min(most, middle - row)
                     first = head + row * _BLOCK
-                    moved = place if place.run else ElementPlaces(start + head)
-                    spans = [(piece, *span) for span in moved.spans(row, rows)]
+                    origin = place if place.run else ElementPlaces(start + head)
+                    spans = [(piece, *span) for span in origin.spans(row, rows)]
                     packs.append(_Pack(wide, [(piece, first, first + rows * _BLOCK)], spans, rows))
                 if head + middle * _BLOCK < count:
                     cuts.append((head + middle * _BLOCK, count))
@@ -304,10 +307,7 @@ def _packs(layouts: Sequence[Layout], most: int) -> list[_Pack]:
 
 
 def _append(pack: _Pack, piece: int, begin: int, end: int, start: int) -> None:
-    """Append the elements from `begin` to `end` of a piece to a pack.
-
-    Zeros pad them to whole rows.
-    """
+    """Append the elements from `begin` to `end` of a piece to a pack, padded with zeros to whole rows."""
     lead = (start + begin) % _BLOCK
     if lead:
         pack.parts.append((-1, 0, lead))
@@ -321,7 +321,7 @@ def _append(pack: _Pack, piece: int, begin: int, end: int, start: int) -> None:
 
 
 def _constants(packs: Sequence[_Pack], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The piece, an odd number (int32) and the signs (float32 [SKETCH, rows]) of each row."""
+    """Return the piece, an odd number (int32) and the signs (float32 [SKETCH, rows]) of each row."""
     spans = torch.tensor([span for pack in packs for span in pack.spans], dtype=torch.int64).reshape(-1, 3)
     pieces, firsts, rows = spans.unbind(1)
     owners = pieces.repeat_interleave(rows)
@@ -333,10 +333,7 @@ def _constants(packs: Sequence[_Pack], device: torch.device) -> tuple[Tensor, Te
 
 
 def _tables(wide: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """An odd number (int32) for each word of a row, and each element's signs.
-
-    The signs are [SKETCH, _BLOCK].
-    """
+    """Return an odd number (int32) for each word of a row, and the signs [SKETCH, _BLOCK] of each element."""
     numbers = mixed(torch.arange(1, _BLOCK * (2 if wide else 1) + 1) * 31)
     odd = ((numbers >> 16) | 1).to(torch.int32)
     signs = ((mixed(torch.arange(1, _BLOCK + 1) * 77) >> torch.arange(SKETCH).unsqueeze(1)) & 1) * 2 - 1
@@ -344,23 +341,23 @@ def _tables(wide: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _scratch(use: str, rows: int, width: int, kind: torch.dtype, device: torch.device) -> Tensor:
-    """Reuse memory for rows and intermediate results: new pages would cost more than the arithmetic."""
+    """Return reused memory for rows and intermediate results: new pages cost more than the arithmetic."""
     key = (use, width, kind, device)
-    held = _scratches.get(key)
-    if held is None or held.shape[0] < rows:
-        held = _scratches[key] = torch.empty(rows, width, dtype=kind, device=device)
-    return held if held.shape[0] == rows else held[:rows]
+    memory = _scratch_cache.get(key)
+    if memory is None or memory.shape[0] < rows:
+        memory = _scratch_cache[key] = torch.empty(rows, width, dtype=kind, device=device)
+    return memory if memory.shape[0] == rows else memory[:rows]
 
 
-_scratches: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
+_scratch_cache: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
 
-def _sketch(rows: Tensor, table: Tensor, into: Tensor) -> None:
+def _sketch(rows: Tensor, table: Tensor, out: Tensor) -> None:
     """Compute table @ rows.T without rounded products, whatever the matmul precision."""
     if rows.device.type != "cpu":
         for each in range(SKETCH):
-            torch.sum(rows * table[each], 1, out=into[each])
+            torch.sum(rows * table[each], 1, out=out[each])
     elif rows.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        into.copy_(torch.mm(table.double(), rows.double().t()))
+        out.copy_(torch.mm(table.double(), rows.double().t()))
     else:
-        torch.mm(table, rows.t(), out=into)
+        torch.mm(table, rows.t(), out=out)
