@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import lockstep
 from lockstep.config.sections import Guards, Optim
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 
 pytest.importorskip("lightning")
 
 from lightning_modules import autoencoder, classifier, gan, loaders, rows, seeded, their_losses, trainer
+from refusals import refuses
 
 L = importlib.import_module("lightning.pytorch")
 pytestmark = [
@@ -245,7 +246,7 @@ def test_micro_batches_that_step_unalike_are_told_apart(tmp_path):
             self.manual_backward(self.judge(self.generator(batch[0][:, :4])).mean())
             self.optimizers()[place].step()
 
-    with pytest.raises(lockstep.errors.LockstepError, match="training_step ended"):
+    with refuses(LockstepError, "['optimizer', 0]", "['optimizer', 1]"):
         trained(tmp_path, seeded(Unalike), DataLoader(rows(), 16), trainer(L), micro_batch_size=4)
 
 
@@ -483,18 +484,18 @@ def test_what_is_saved_is_tried_once_in_a_new_run_and_leaves_nothing_behind(tmp_
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "setting"),
     [
-        ({"optim": Optim(clip=1.0)}, "optim.clip does not go with"),
-        ({"optim": Optim(clip=0.0, ema=0.9)}, "optim.ema does not go with"),
-        ({"guards": Guards(nonfinite="skip")}, "guards.nonfinite skip does not go with"),
-        ({"guards": Guards(spike="skip")}, "guards.spike skip does not go with"),
-        ({"precision": "fp16"}, "precision fp16 does not go with"),
+        ({"optim": Optim(clip=1.0)}, "optim.clip"),
+        ({"optim": Optim(clip=0.0, ema=0.9)}, "optim.ema"),
+        ({"guards": Guards(nonfinite="skip")}, "guards.nonfinite skip"),
+        ({"guards": Guards(spike="skip")}, "guards.spike skip"),
+        ({"precision": "fp16"}, "precision fp16"),
     ],
     ids=["clip", "ema", "nonfinite", "spike", "fp16"],
 )
-def test_what_needs_one_update_a_step_is_refused_with_manual_optimization(tmp_path, changes, said):
-    with pytest.raises(lockstep.errors.LockstepError, match=said):
+def test_what_needs_one_update_a_step_is_refused_with_manual_optimization(tmp_path, changes, setting):
+    with refuses(LockstepError, setting):
         trained(tmp_path, seeded(gan(L)), loaders()[0], trainer(L), **changes)
     assert not list(tmp_path.rglob("checkpoints/step-*"))
 

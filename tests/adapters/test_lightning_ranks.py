@@ -235,7 +235,7 @@ def test_the_command_takes_a_file(tmp_path, monkeypatch, capsys):
     values = {"task": "lightning:mine.py:Module,mine.py:Data"}
     seen = []
     tried = importlib.import_module("lockstep.diagnose.doctor.task")
-    monkeypatch.setattr(tried, "_tried", lambda built: seen.append(built.config.micro_batch_size))
+    monkeypatch.setattr(tried, "_train_steps", lambda built: seen.append(built.config.micro_batch_size))
     here = importlib.import_module("lockstep.diagnose.doctor.command").place_of(
         lockstep.Config(**values), with_task=True, patience=1.0
     )

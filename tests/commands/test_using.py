@@ -180,19 +180,19 @@ def test_prompts_of_one_length_go_through_the_model_together(place, capsys, monk
     alone = [texts(capsys, run, *flags, "--prompt", word) for word in words]
     assert len({len(text) for text in alone}) > 3
     rows = []
-    written = CausalLM._written
+    continued = CausalLM._continue
 
     def noted(self, model, begins, *others, **named):
         rows.append(begins)
-        return written(self, model, begins, *others, **named)
+        return continued(self, model, begins, *others, **named)
 
-    monkeypatch.setattr(CausalLM, "_written", noted)
+    monkeypatch.setattr(CausalLM, "_continue", noted)
     prompts = [flag for word in words for flag in ("--prompt", word)]
     assert texts(capsys, run, *flags, *prompts) == "\n".join(alone)
     lengths = [{len(begin) for begin in part} for part in rows]
     assert all(len(part) == 1 for part in lengths)
     assert len({min(part) for part in lengths}) == len(rows) < len(words)
-    monkeypatch.setattr("lockstep.tasks.language_model._ROWS", 2)
+    monkeypatch.setattr("lockstep.tasks.language_model._GROUP_SIZE", 2)
     rows.clear()
     assert texts(capsys, run, *flags, *prompts) == "\n".join(alone)
     assert max(map(len, rows)) == 2

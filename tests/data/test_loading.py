@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refusals import refuses
 from toys import Partial, Ragged
 
 import lockstep
@@ -393,16 +394,16 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "line"),
+    ("dataset", "named"),
     [
-        (Stream(), "dataset('train') returned Stream, which has no __len__ and no __getitem__"),
-        (iter([1]), "has no __len__ and no __getitem__: any sample must be had by its index"),
-        (torch.utils.data.Dataset(), "returned Dataset, which has no __len__"),
-        (None, "returned NoneType"),
+        (Stream(), ("Stream", "__len__", "__getitem__")),
+        (iter([1]), ("list_iterator", "__len__", "__getitem__")),
+        (torch.utils.data.Dataset(), ("Dataset", "__len__")),
+        (None, ("NoneType",)),
     ],
 )
-def test_a_dataset_without_an_index_is_refused_in_one_line(dataset, line):
-    with pytest.raises(DataError, match=re.escape(line)) as caught:
+def test_a_dataset_without_an_index_is_refused_in_one_line(dataset, named):
+    with refuses(DataError, "dataset('train')", *named) as caught:
         check_dataset(dataset, "train")
     assert "\n" not in str(caught.value)
 

@@ -36,7 +36,7 @@ def test_any_step_of_a_long_run_is_known_at_once_and_few_are_remembered():
     works = MicroBatchCosts(Numbered(), range(29), Sequential(29), StepPlan(1000, 500, 10**15))
     for step in (10**11, 0, 5 * 10**10, *range(600)):
         assert len(works(step)) == 2
-    assert len(works._known) <= 300
+    assert len(works._cache) <= 300
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])

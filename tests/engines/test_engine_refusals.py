@@ -274,7 +274,7 @@ def test_a_precision_that_the_device_lacks_is_refused(monkeypatch):
 def test_data_parallel_trains_where_two_gpus_are_seen(monkeypatch):
     """Without a GPU nn.DataParallel is its module, so that what stands around it can be run here."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a build for CUDA would ask for the GPUs by its count
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # else a CUDA build asks for them
     lines = []
     made, _ = build(World(), Ragged(), "data-parallel", lines=lines)
     assert "--engine ddp is faster" in lines[0]

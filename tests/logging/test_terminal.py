@@ -48,7 +48,7 @@ def test_a_forked_process_finds_nothing_half_drawn():
             warnings.simplefilter("ignore")  # newer Pythons warn of threads
             child = os.fork()
         if child == 0:
-            os._exit(0 if module._DRAWING.acquire(blocking=False) else 1)
+            os._exit(0 if module._TERMINAL_LOCK.acquire(blocking=False) else 1)
         ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     ticker.stop()
     assert ends == [0] * 10

@@ -396,9 +396,9 @@ def test_the_callbacks_that_are_told_are_those_that_the_adapters_know():
     from lockstep.adapters.lightning import hooks as lightning_callbacks
 
     assert trainer_refusals.CALLBACKS.keys() == {
-        *trainer_callbacks._DONE,
+        *trainer_callbacks._REPLACED_BY_RUN,
         *trainer_callbacks._SINKS,
-        trainer_callbacks._EARLY,
+        trainer_callbacks._EARLY_STOPPING,
     }
     served = {"EarlyStopping", "ModelCheckpoint", "EMAWeightAveraging"}
     assert refusals.CALLBACKS.keys() == served | {*lightning_callbacks.DONE}

@@ -365,7 +365,12 @@ def _patch_torch(stack: contextlib.ExitStack) -> None:
     _set(stack, apply, "init_device_mesh", init_mesh)
     _set(stack, _fsdp_param, "_chunk_with_empty", _Chunks)
     # The ranks' total follows from this rank's count: the others do the same.
-    _set(stack, GradientUsage, "_reduce_counts", lambda usage, backwards: [(int(n < backwards), n) for n in usage._counts])
+    _set(
+        stack,
+        GradientUsage,
+        "_reduce_counts",
+        lambda usage, backwards: [(int(n < backwards), n) for n in usage._counts],
+    )
     wrap = ReplicatedEngine._wrap
 
     def wrapped(engine: Any, find_unused: bool) -> None:
