@@ -14,7 +14,7 @@ from lockstep.config import cli
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.models.hf import HubTokenizer
-from lockstep.training.inference import InferenceRequest, opened
+from lockstep.training.inference import InferenceRequest, load_run
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -46,7 +46,7 @@ def test_the_built_in_gpt_with_its_tokenizer(tmp_path, text, capsys, task):
     assert dispatch(["export", str(tmp_path / "gpt"), str(tmp_path / "hf"), "--format", "hf", "--best"]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    with opened(InferenceRequest(str(tmp_path / "gpt"), "best")) as used:
+    with load_run(InferenceRequest(str(tmp_path / "gpt"), "best")) as used:
         corpus, ids = used.task.corpus, torch.randint(299, (2, 31))
         assert torch.equal(logits(theirs, ids), logits(used.model.eval(), ids)), "bit for bit"
     written = "def function_7(x):\n    return x  # köln 🙂 can 't"
@@ -78,7 +78,7 @@ def test_adapters_open_in_peft_and_merged_in_transformers(tmp_path, text, capsys
     argv = ["--model-name", str(base), "--model.pretrained", "--lora.rank", "2", "--lr", "0.05", "--max-steps", "3"]
     train(tmp_path, text, "--experiment-name", "tuned", *argv)
     run, ids = tmp_path / "tuned", torch.randint(300, (2, 20))
-    with opened(InferenceRequest(str(run))) as used:
+    with load_run(InferenceRequest(str(run))) as used:
         wanted = logits(used.model.eval(), ids)
     plain = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
     assert not torch.equal(wanted, logits(plain, ids))

@@ -14,7 +14,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.run_state import RunState
-from lockstep.training.build_engine import model_of
+from lockstep.training.build_engine import build_model
 from lockstep.transforms import Transforms, attention, autocast, compiled, prepare
 from lockstep.transforms.attention import AS_TORCH, AttentionFacts, KernelOrder, described, facts_of, order_of
 
@@ -175,7 +175,7 @@ def test_cudnn_is_first_only_where_a_task_says_that_it_has_no_mask(monkeypatch, 
     monkeypatch.setattr(MODULE, "_refusal", lambda *_: "")
     made = language() if task == "language" else task()
     settings = config(tmp_path, data=Data(packing=packing), precision="float32")
-    model = model_of(settings, made, World(), RunState(), said.append)
+    model = build_model(settings, made, World(), RunState(), said.append)
     assert orders_of(model) == [names] * len(model.blocks)
     assert [("with a mask" in line) for line in said if line.startswith("attention: ")] == [names == PLAIN]
 

@@ -32,21 +32,21 @@ from lockstep.files import created
 from lockstep.guards.contents import KEY, Contents, check_contents
 from lockstep.guards.samples import RetryingDataset
 from lockstep.task import Task
-from lockstep.training.evaluation import named_sets
+from lockstep.training.evaluation import sets_by_name
 from lockstep.training.run_dir import RunFolder
 
 __all__ = [
-    "align",
     "check_samples",
-    "check_shared",
-    "datasets_of",
-    "guarded",
+    "check_shared_folder",
+    "collect_new_modules",
+    "copy_from_rank0",
     "log_ranks",
-    "watch_new_modules",
+    "make_datasets",
+    "with_retries",
 ]
 
 
-def datasets_of(task: Task, world: World) -> tuple[Any, dict[str, Any], int]:
+def make_datasets(task: Task, world: World) -> tuple[Any, dict[str, Any], int]:
     """Make the training set and the evaluation sets. Collective.
 
     Returns:
@@ -55,11 +55,11 @@ def datasets_of(task: Task, world: World) -> tuple[Any, dict[str, Any], int]:
     Raises:
         DataError: one is no dataset, or the training set is empty.
     """
-    plain, evaluation = on_all_ranks(world, lambda: _datasets(task))  # collective
-    return plain, evaluation, on_all_ranks(world, lambda: _size(plain))  # collective
+    plain, evaluation = on_all_ranks(world, lambda: _task_datasets(task))  # collective
+    return plain, evaluation, on_all_ranks(world, lambda: _check_size(plain))  # collective
 
 
-def guarded(config: Config, dataset: Any, world: World) -> RetryingDataset:
+def with_retries(config: Config, dataset: Any, world: World) -> RetryingDataset:
     """Wrap a dataset with the retries and skips of `--guards.retries` and `--guards.bad-samples`."""
     guards = config.guards
     return RetryingDataset(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
@@ -94,13 +94,13 @@ def check_samples(config: Config, training: Any, evaluation: Mapping[str, Any], 
     return check_contents(world, on_all_ranks(world, read))  # collective
 
 
-def _datasets(task: Task) -> tuple[Any, dict[str, Any]]:
+def _task_datasets(task: Task) -> tuple[Any, dict[str, Any]]:
     training, evaluation = task.dataset("train"), task.dataset("evaluation")
     check_dataset(training, "train")
-    return training, named_sets(evaluation)
+    return training, sets_by_name(evaluation)
 
 
-def _size(dataset: Any) -> int:
+def _check_size(dataset: Any) -> int:
     if not len(dataset):
         raise DataError("the training set is empty: the task's dataset('train') has no samples")
     return len(dataset)
@@ -108,36 +108,36 @@ def _size(dataset: Any) -> int:
 
 # --- log
 
-_FEW = 16  # ranks that have a line each
+_MAX_RANK_LINES = 16  # ranks that have a line each
 _LOG = logging.getLogger("lockstep")
 
 
 def log_ranks(world: World) -> None:
     """Write the host and device of every rank to rank 0's log file. Collective."""
     found = world.gather([platform.node(), str(world.device)])  # collective
-    for line in lines_of(found) if world.is_main else ():
+    for line in rank_lines(found) if world.is_main else ():
         _LOG.info(line, extra={"only_file": True})
 
 
-def lines_of(places: Sequence[Sequence[str]]) -> Iterator[str]:
+def rank_lines(places: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield a line for each rank, or for each host where there are many.
 
     Args:
         places: [host, device] by rank.
     """
-    if len(places) <= _FEW:
+    if len(places) <= _MAX_RANK_LINES:
         yield from (f"{rank_label(rank)}: {host}, {device}" for rank, (host, device) in enumerate(places))
         return
     for host, group in groupby(enumerate(places), key=lambda item: item[1][0]):
         ranks, devices = zip(*((rank, device) for rank, (_, device) in group), strict=True)
-        yield f"{_span('rank', ranks)}: {host}, {_joined(devices)}"
+        yield f"{_number_range('rank', ranks)}: {host}, {_device_range(devices)}"
 
 
-def _span(word: str, numbers: Sequence[int]) -> str:
+def _number_range(word: str, numbers: Sequence[int]) -> str:
     return f"{word} {numbers[0]}" if len(numbers) == 1 else f"{word}s {numbers[0]} to {numbers[-1]}"
 
 
-def _joined(devices: Sequence[str]) -> str:
+def _device_range(devices: Sequence[str]) -> str:
     """Shorten to `cpu` if all are equal, or to a range if numbered in order."""
     if len(set(devices)) == 1:
         return devices[0]
@@ -151,7 +151,7 @@ def _joined(devices: Sequence[str]) -> str:
 
 
 @contextmanager
-def watch_new_modules() -> Iterator[list[nn.Module]]:
+def collect_new_modules() -> Iterator[list[nn.Module]]:
     """Collect every module that is constructed inside the context."""
     new: list[nn.Module] = []
     init = nn.Module.__init__
@@ -169,7 +169,7 @@ def watch_new_modules() -> Iterator[list[nn.Module]]:
 
 
 @torch.no_grad()
-def align(model: nn.Module, new: list[nn.Module], world: World) -> int:
+def copy_from_rank0(model: nn.Module, new: list[nn.Module], world: World) -> int:
     """Copy rank 0's parameters and buffers of modules that are not new. Collective.
 
     Modules that `task.model()` constructs draw their weights under the run's seed. They are left to the comparison of
@@ -183,7 +183,7 @@ def align(model: nn.Module, new: list[nn.Module], world: World) -> int:
     """
     if world.size == 1:
         return 0
-    held = _held(model, {id(module) for module in new})
+    held = _existing_tensors(model, {id(module) for module in new})
     mine = {name: [f"{t.dtype} {list(t.shape)}", _hash(t)] for name, t in held.items()}
     ranks = world.gather(mine)  # collective
     kinds = [{name: kind for name, (kind, _) in each.items()} for each in ranks]
@@ -192,13 +192,13 @@ def align(model: nn.Module, new: list[nn.Module], world: World) -> int:
     odd = [name for name, value in ranks[0].items() if any(each[name] != value for each in ranks)]
     for name in odd:
         tensor = held[name]
-        sent = _bytes(tensor).clone()
+        sent = _host_bytes(tensor).clone()
         dist.broadcast(sent, src=0, group=world.control)  # collective
         tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
     return len(odd)
 
 
-def _held(model: nn.Module, new: set[int]) -> dict[str, Tensor]:
+def _existing_tensors(model: nn.Module, new: set[int]) -> dict[str, Tensor]:
     """Collect the tensors of modules that existed before, each once, except those without memory."""
     found: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in model.named_modules():
@@ -210,21 +210,21 @@ def _held(model: nn.Module, new: set[int]) -> dict[str, Tensor]:
     return dict(found.values())
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _host_bytes(tensor: Tensor) -> Tensor:
     """Copy a tensor's bytes to host memory, row by row. uint8 [n]"""
     return tensor.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8)  # waits for the device
 
 
 def _hash(tensor: Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(_bytes(tensor).numpy().data)
+    return xxhash.xxh3_64_hexdigest(_host_bytes(tensor).numpy().data)
 
 
 # --- shared run folder
 
-_PAUSES = (0.0, 0.1, 0.2, 0.5, 1.2)  # seconds; a network file system may show a new file late
+_READ_DELAYS = (0.0, 0.1, 0.2, 0.5, 1.2)  # seconds; a network file system may show a new file late
 
 
-def check_shared(folder: RunFolder, world: World) -> None:
+def check_shared_folder(folder: RunFolder, world: World) -> None:
     """Check that every rank sees rank 0's run folder. Collective.
 
     Rank 0 writes a token that every rank reads. Device and inode numbers are not compared: two nodes may see different
@@ -240,7 +240,7 @@ def check_shared(folder: RunFolder, world: World) -> None:
     with ExitStack() as stack:
         write = lambda: stack.enter_context(_token(folder)) if world.is_main else ("", 0)  # noqa: E731
         token, above = world.gather(on_all_ranks(world, write))[0]  # collective
-        seen = world.is_main or _sees(path, token, above)
+        seen = world.is_main or _sees_token(path, token, above)
         ranks = world.gather([socket.gethostname(), str(path), seen])  # collective
     odd = [rank for rank, (_, _, seen) in enumerate(ranks) if not seen]
     if odd:
@@ -272,12 +272,12 @@ def _token(folder: RunFolder) -> Iterator[tuple[str, int]]:
             path.unlink(missing_ok=True)
 
 
-def _sees(path: Path, token: str, above: int) -> bool:
+def _sees_token(path: Path, token: str, above: int) -> bool:
     """Whether the token is visible here, this many levels above `path`."""
     if above > len(path.parents):
         return False
     file = (path / "x").parents[above] / token
-    for pause in _PAUSES:
+    for pause in _READ_DELAYS:
         time.sleep(pause)
         with suppress(OSError):
             if file.read_bytes() == token.encode():

@@ -42,25 +42,25 @@ from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run_state import RunState, Selection
 from lockstep.task import Order, Task, adapted, has_own
 from lockstep.training import resume
-from lockstep.training.agreement import check_samples, check_shared, datasets_of, guarded, log_ranks
+from lockstep.training.agreement import check_samples, check_shared_folder, log_ranks, make_datasets, with_retries
 from lockstep.training.build_engine import (
-    Groups,
-    compiled_or_not,
-    engine_of,
-    model_of,
-    optimizer_of,
-    own_factor,
-    own_momentum,
+    OptimizerGroups,
+    build_engine,
+    build_model,
+    build_optimizer,
+    schedule_factor,
+    schedule_momentum,
+    try_compile,
 )
 from lockstep.training.defaults import (
-    all_fast,
-    described_loss,
-    described_optimizer,
-    described_step,
-    largest_micro_batch,
-    warnings,
+    all_devices_fast,
+    describe_loss,
+    describe_optimizer,
+    describe_step,
+    find_largest_micro_batch,
+    plan_warnings,
 )
-from lockstep.training.evaluation import batches_of
+from lockstep.training.evaluation import build_evaluation_batches
 from lockstep.training.named_task import named_task
 from lockstep.training.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
 from lockstep.training.resume import RunPlan, check_extends, check_longer, check_plan, plan_before, plan_of
@@ -75,9 +75,9 @@ __all__ = [
     "Built",
     "announce",
     "build",
+    "build_batches",
     "notify",
     "show_groups",
-    "stream_of",
 ]
 
 
@@ -89,7 +89,7 @@ class TrainingSet(NamedTuple):
     order: SizedOrder
 
 
-def stream_of(
+def build_batches(
     config: Config, task: Task, training: TrainingSet, run_plan: RunPlan, world: World, state: RunState
 ) -> tuple[Batches, Balancer | None]:
     """Make the training batches, and the balancer of `--shares auto`. Collective."""
@@ -146,7 +146,7 @@ class Built:
     kept: dict[str, Any]
     base: frozenset[str] = frozenset()
     balancer: Balancer | None = None
-    groups: Groups = field(default_factory=Groups)
+    groups: OptimizerGroups = field(default_factory=OptimizerGroups)
     sets: dict[str, Any] = field(default_factory=dict)
     training: TrainingSet = field(kw_only=True)
     notes: list[str] = field(default_factory=list)
@@ -190,7 +190,7 @@ class Built:
     @property
     def own(self) -> dict[str, Tensor]:
         """The task's own tensors, as `task/KEY`, and the caller's, as `kept.NAME/KEY`."""
-        found = _own(self.task)
+        found = _task_tensors(self.task)
         for name in self.kept:
             found |= self.own_of(name)
         return found
@@ -250,7 +250,7 @@ class Built:
             gamma=optim.gamma,
             drops=fallen(self.state.selection),
         )
-        return (lambda step: own_factor(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
+        return (lambda step: schedule_factor(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
 
     @property
     def momentum(self) -> Callable[[int], float | None]:
@@ -262,7 +262,9 @@ class Built:
         if optim.schedule != "one-cycle":
             return lambda step: None
         said = lambda step: cycled_momentum(step, whole, optim.warmup_steps)  # noqa: E731
-        return (lambda step: own_momentum(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
+        return (
+            (lambda step: schedule_momentum(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
+        )
 
 
 def build(
@@ -289,22 +291,22 @@ def build(
     Raises:
         UsageError: the configuration cannot be run; the same on every rank.
     """
-    asked, say = _agreed(config, world), notify(world)
+    asked, say = _shared_config(config, world), notify(world)
     folder = RunFolder(asked.save_dir, asked.experiment_name)
     if resume:
-        check_shared(folder, world)  # collective
-    source, state = _found(folder, world) if resume and not joins else (None, RunState())
-    state = _glimpsed(folder) if joins else state
-    start = _start_facts(
+        check_shared_folder(folder, world)  # collective
+    source, state = _find_checkpoint(folder, world) if resume and not joins else (None, RunState())
+    state = _read_newest_state(folder) if joins else state
+    start = _add_device_facts(
         asked, StartFacts(checkpoint=checkpoint_facts(state), steps=steps, least=least), world, given
     )  # collective
     draft = draft_of(asked, start)
     for line in draft.notices:
         say(line)
-    task = _task_of(draft.config, given, world, state)
-    training, evaluation, samples = _data_of(draft.config, task, world)
+    task = _make_task(draft.config, given, world, state)
+    training, evaluation, samples = _load_datasets(draft.config, task, world)
     check_extends(asked, resumes=start.checkpoint is not None)
-    model = model_of(draft.config, task, world, state, say)
+    model = build_model(draft.config, task, world, state, say)
     resolved = resolve(asked, Facts.of(task, model, samples, training.order.size, start))
     config_file = on_all_ranks(world, lambda: read_json(asked.engine_options.config))
     # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
@@ -313,26 +315,26 @@ def build(
     check_longer(resolved.config, state, resolved.run_plan.step_plan.steps)
     if not draft.config.micro_batch_size:  # it depended on the model
         check_cut(resolved.config, world, say)
-    on_all_ranks(world, lambda: checkpoint.check_keepable(model.state_dict() | _own(task)))
+    on_all_ranks(world, lambda: checkpoint.check_keepable(model.state_dict() | _task_tensors(task)))
     check_weights(world, model)
     own_task = given is not None or kind_of(asked.task) == OWN
     plan = plan_of(resolved.config, resolved.run_plan, task, model, own_task=own_task)
     _check_plan(folder, state, plan, resolved.config, asked, world)
-    stream, balancer = stream_of(resolved.config, task, training, resolved.run_plan, world, state)
+    stream, balancer = build_batches(resolved.config, task, training, resolved.run_plan, world, state)
     first = min(state.global_step, resolved.run_plan.step_plan.steps - 1)
     check_programs(world, task, stream.samples(first, 0))
     notes = check_samples(resolved.config, training.plain, evaluation, world)  # collective
-    groups = Groups(gradients=GradientNorms(asked.log_gradients, resolved.config.log_freq))
+    groups = OptimizerGroups(gradients=GradientNorms(asked.log_gradients, resolved.config.log_freq))
     unfrozen = begin_as_made(model, state)
-    engine = engine_of(resolved.config, task, model, world, groups, stream, say, state)
+    engine = build_engine(resolved.config, task, model, world, groups, stream, say, state)
     with explained(engine, world):  # the first forward is where most runs that do not fit end
         on_all_ranks(world, lambda: check_held(engine.model, groups.optimizer, unfrozen))
-        held_out = batches_of(resolved.config, task, evaluation, world)
+        held_out = build_evaluation_batches(resolved.config, task, evaluation, world)
         # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
         if not joins and (source is None or judges(asked) or task.reduction == "auto"):
             trial = Trial(engine, model, task, world, resolved.config, say)
             check_evaluated(resolved.config, check_task(trial, stream, held_out, state))  # collective
-        compiles = joins or _compiles(resolved.config, asked, task, model, engine, stream, world)  # collective
+        compiles = joins or _can_compile(resolved.config, asked, task, model, engine, stream, world)  # collective
     trained = resolved if compiles else resolved.eager()
     state.compile = trained.config.compile
     built = Built(
@@ -364,17 +366,17 @@ def build(
     return built
 
 
-def _start_facts(asked: Config, facts: StartFacts, world: World, given: Any) -> StartFacts:
+def _add_device_facts(asked: Config, facts: StartFacts, world: World, given: Any) -> StartFacts:
     """Add what the devices can do to the other facts, where the configuration leaves it to them. Collective."""
-    facts = dataclasses.replace(facts, fast=all_fast(asked, world))  # collective
+    facts = dataclasses.replace(facts, fast=all_devices_fast(asked, world))  # collective
     draft = draft_of(asked, facts).config
     begun = facts.checkpoint is not None and facts.checkpoint.plan
     if begun or draft.micro_batch_size or given is not None:  # no other process could make the task `given`
         return facts
-    return dataclasses.replace(facts, largest=largest_micro_batch(draft, world, notify(world)))  # collective
+    return dataclasses.replace(facts, largest=find_largest_micro_batch(draft, world, notify(world)))  # collective
 
 
-def _task_of(draft: Config, given: Any, world: World, state: RunState) -> Task:
+def _make_task(draft: Config, given: Any, world: World, state: RunState) -> Task:
     """Make the task, once the settings that it cannot change are checked. Collective."""
     check_auditable(draft, world)
     pin(exact=draft.exact or bool(draft.guards.audit), matmul=draft.matmul_precision, device=world.device)
@@ -390,11 +392,11 @@ def _task_of(draft: Config, given: Any, world: World, state: RunState) -> Task:
     return task
 
 
-def _data_of(draft: Config, task: Task, world: World) -> tuple[TrainingSet, dict[str, Any], int]:
+def _load_datasets(draft: Config, task: Task, world: World) -> tuple[TrainingSet, dict[str, Any], int]:
     """Make the training set, the evaluation sets, and the number of training samples. Collective."""
-    plain, evaluation, samples = datasets_of(task, world)  # collective
+    plain, evaluation, samples = make_datasets(task, world)  # collective
     order = on_all_ranks(world, lambda: order_of(task, samples, draft.seed))
-    return TrainingSet(plain, guarded(draft, plain, world), order), evaluation, samples
+    return TrainingSet(plain, with_retries(draft, plain, world), order), evaluation, samples
 
 
 def _check_plan(
@@ -406,20 +408,20 @@ def _check_plan(
         notify(world)(line)
 
 
-def _compiles(
+def _can_compile(
     config: Config, asked: Config, task: Task, model: nn.Module, engine: Engine, stream: Batches, world: World
 ) -> bool:
     """Whether the model compiles, if it is to be compiled. Only --compile auto may fail. Collective."""
     if not config.compile:
         return True
     may_fail = is_auto(asked, "compile")
-    reason = compiled_or_not(config, task, model, engine, stream, world, may_fail=may_fail)  # collective
+    reason = try_compile(config, task, model, engine, stream, world, may_fail=may_fail)  # collective
     if reason:
         notify(world)(f"--compile auto: the model cannot be compiled ({reason}); it is trained without")
     return not reason
 
 
-def _agreed(config: Config, world: World) -> Config:
+def _shared_config(config: Config, world: World) -> Config:
     """Replace the experiment name by rank 0's, and require the rest to be equal. Collective.
 
     A name that contains the time differs between ranks.
@@ -430,7 +432,7 @@ def _agreed(config: Config, world: World) -> Config:
     return config
 
 
-def _found(folder: RunFolder, world: World) -> tuple[Path | None, RunState]:
+def _find_checkpoint(folder: RunFolder, world: World) -> tuple[Path | None, RunState]:
     """Find the newest complete checkpoint and its state; (None, a new run's state) without one. Collective."""
     found = checkpoint.find_resume(folder.path, world, notify(world))
     if found is None:
@@ -445,13 +447,13 @@ def _found(folder: RunFolder, world: World) -> tuple[Path | None, RunState]:
     return source, state
 
 
-def _glimpsed(folder: RunFolder) -> RunState:
+def _read_newest_state(folder: RunFolder) -> RunState:
     """Read the newest checkpoint's state, which records the plan's start, without its tensors."""
     steps = checkpoint.list_steps(folder.path)
     return checkpoint.read_run_state(checkpoint.path_of(folder.path, steps[-1])) if steps else RunState()
 
 
-def _own(task: Task) -> dict[str, Tensor]:
+def _task_tensors(task: Task) -> dict[str, Tensor]:
     """Return the task's `state_dict()`, its names prefixed by `task/`."""
     return {f"task/{name}": tensor for name, tensor in task.state_dict().items()}
 
@@ -461,10 +463,10 @@ def notify(world: World) -> Callable[[str], None]:
 
     It is for messages before the log is open, and can be pickled, so that a task may use it in another process.
     """
-    return partial(_tell, world.is_main and not world.quiet)
+    return partial(_print_line, world.is_main and not world.quiet)
 
 
-def _tell(is_main: bool, line: str) -> None:
+def _print_line(is_main: bool, line: str) -> None:
     if is_main:
         print(said(line), file=sys.stderr, flush=True)
 
@@ -477,24 +479,24 @@ _LOG = logging.getLogger("lockstep")
 def announce(built: Built) -> None:
     """Log each rank's device, the size of a step, and warnings. Collective."""
     log_ranks(built.world)  # collective
-    _LOG.info(described_step(built.run_plan, built.world.size))
-    if line := described_loss(built.run_plan, built.task):
+    _LOG.info(describe_step(built.run_plan, built.world.size))
+    if line := describe_loss(built.run_plan, built.task):
         _LOG.info(line)
     if not has_own(built.task, "optimizer"):
-        _LOG.info(described_optimizer(built.run_plan))
+        _LOG.info(describe_optimizer(built.run_plan))
     if built.config.checkpoint.mode == "none" and built.world.is_main:
         _LOG.warning(
             "--checkpoint.mode none: no checkpoint is written; what this start trains cannot be resumed or loaded"
         )
     if line := resume.described(built.state, built.run_plan.step_plan.steps, built.lr * built.rate(built.start)):
         _LOG.info(line)
-    for line in warnings(built.run_plan, built.model) if built.world.is_main else ():
+    for line in plan_warnings(built.run_plan, built.model) if built.world.is_main else ():
         _LOG.warning(line)
 
 
 # --- lockstep train --show-groups
 
-_WIDE = 120  # minimum columns, so that names are not cut
+_MIN_WIDTH = 120  # minimum columns, so that names are not cut
 
 
 def show_groups(config: Config) -> None:
@@ -502,20 +504,20 @@ def show_groups(config: Config) -> None:
     world = World.join(config.device, config.timeout)
     try:
         built = build(config, None, world, resume=False)  # an existing run in the folder does not matter
-        made = optimizer_of(built.config, built.task, built.model)
+        made = build_optimizer(built.config, built.task, built.model)
         table = Table("group", "tensors", "parameters", "lr", "weight decay", box=None, pad_edge=False)
         table.add_column("names", overflow="fold")
-        for row in groups_of(built.model, made):
+        for row in group_rows(built.model, made):
             table.add_row(*row)
         if world.is_main:
             console = Console()
-            console.width = max(console.width, _WIDE)
+            console.width = max(console.width, _MIN_WIDTH)
             console.print(table)
     finally:
         world.leave()
 
 
-def groups_of(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, ...]]:
+def group_rows(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, ...]]:
     """Return a table row for each group, and one for the frozen parameters.
 
     Returns:
@@ -528,16 +530,16 @@ def groups_of(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, ...]]:
         own = [(left.pop(parameter), parameter) for parameter in group["params"]]
         rates = (f"{group['lr']:g}", f"{group.get('weight_decay', 0.0):g}")
         kind = " muon" if group.get("muon") else ""
-        rows.append((f"{number}{kind}", *_counted(own), *rates, _shown([name for name, _ in own])))
+        rows.append((f"{number}{kind}", *_sizes(own), *rates, _shorten([name for name, _ in own])))
     if left:
         own = [(name, parameter) for parameter, name in left.items()]
-        rows.append(("frozen", *_counted(own), "", "", _shown([name for name, _ in own])))
+        rows.append(("frozen", *_sizes(own), "", "", _shorten([name for name, _ in own])))
     return rows
 
 
-def _counted(own: list[tuple[str, nn.Parameter]]) -> tuple[str, str]:
+def _sizes(own: list[tuple[str, nn.Parameter]]) -> tuple[str, str]:
     return str(len(own)), f"{sum(parameter.numel() for _, parameter in own):,}"
 
 
-def _shown(names: list[str]) -> str:
+def _shorten(names: list[str]) -> str:
     return "\n".join(names if len(names) < 4 else [names[0], "...", names[-1]])

@@ -40,30 +40,30 @@ from lockstep.optim.optimizers import make_optimizer, rules_of
 from lockstep.run_state import RunState, TrainedSet
 from lockstep.seeds import derive
 from lockstep.task import Task, has_own
-from lockstep.training.agreement import align, watch_new_modules
+from lockstep.training.agreement import collect_new_modules, copy_from_rank0
 from lockstep.training.loss_check import as_it_was
 from lockstep.training.trainable import adapt, injected, left_out
 from lockstep.transforms import Transforms, prepare
 from lockstep.transforms.precision import eager, uncompiled
 
 __all__ = [
-    "Groups",
-    "compiled_or_not",
-    "engine_of",
-    "kernels_of",
-    "model_of",
-    "optimizer_of",
-    "own_factor",
-    "own_momentum",
+    "OptimizerGroups",
+    "build_engine",
+    "build_model",
+    "build_optimizer",
+    "choose_kernels",
+    "schedule_factor",
+    "schedule_momentum",
+    "try_compile",
 ]
 
 
 Kernels = Callable[[int, int], AbstractContextManager[Any]]
 
-_ANY: AbstractContextManager[None] = nullcontext()
+_AS_IS: AbstractContextManager[None] = nullcontext()
 
 
-def kernels_of(compiled: bool, step_plan: StepPlan) -> Kernels:
+def choose_kernels(compiled: bool, step_plan: StepPlan) -> Kernels:
     """Return (step, micro-batch) -> the context manager of its forward: compiled or eager.
 
     A micro-batch that is short of samples, at the end of a run, runs eager: it would be compiled for that one forward.
@@ -72,17 +72,17 @@ def kernels_of(compiled: bool, step_plan: StepPlan) -> Kernels:
 
     def chosen(step: int, index: int) -> AbstractContextManager[Any]:
         start, stop = step_plan.positions(step, index)
-        return _ANY if stop - start == step_plan.micro_size else eager()
+        return _AS_IS if stop - start == step_plan.micro_size else eager()
 
-    return chosen if compiled else lambda step, index: _ANY
+    return chosen if compiled else lambda step, index: _AS_IS
 
 
 # --- compile
 
-_LONGEST = 300  # characters of a reason that is shown
+_MAX_REASON = 300  # characters of a reason that is shown
 
 
-def compiled_or_not(
+def try_compile(
     config: Config, task: Task, plain: nn.Module, engine: Engine, batches: Batches, world: World, *, may_fail: bool
 ) -> str:
     """Try to compile the model on this rank's first micro-batch. Collective.
@@ -102,12 +102,12 @@ def compiled_or_not(
     def attempt() -> str:
         ((batch, _),) = batches.parts(0, [(0, batches.own_samples(0))])
         seeder(config.seed, "check", world.device)(0, batch.index)
-        kernels = kernels_of(config.compile, batches.step_plan)
+        kernels = choose_kernels(config.compile, batches.step_plan)
         try:
-            with engine.accumulate(False), kernels(0, batch.index), _quiet(), _whole_backwards():
+            with engine.accumulate(False), kernels(0, batch.index), _ignore_warnings(), _compile_backward_at_once():
                 loss_of(task)(engine.model, batch)
-        except _failures() as error:
-            return _reason(error)
+        except _compile_errors() as error:
+            return _short_reason(error)
         finally:
             undo_step(engine)  # so that step 1 does not continue from this forward's state
         return ""
@@ -125,25 +125,25 @@ def compiled_or_not(
     return found
 
 
-def _failures() -> tuple[type[BaseException], ...]:
+def _compile_errors() -> tuple[type[BaseException], ...]:
     """Return the exceptions that torch raises if it cannot compile."""
     dynamo: Any = importlib.import_module("torch._dynamo.exc")
     names = ("TorchDynamoException", "FailOnRecompileLimitHit")
     return tuple(getattr(dynamo, name) for name in names if hasattr(dynamo, name))
 
 
-def _reason(error: BaseException) -> str:
+def _short_reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("backend=")]
     text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 3] + "..."
 
 
-def _quiet() -> Any:
+def _ignore_warnings() -> Any:
     """Silence the compiler's warnings about itself."""
     return warnings.catch_warnings(action="ignore")
 
 
-def _whole_backwards() -> Any:
+def _compile_backward_at_once() -> Any:
     """Compile the backward with its forward, so that it fails in the trial, not later."""
     config: Any = importlib.import_module("torch._functorch.config")
     return config.patch(force_non_lazy_backward_lowering=True)
@@ -154,7 +154,9 @@ def _whole_backwards() -> Any:
 Say = Callable[[str], None]
 
 
-def model_of(config: Config, task: Task, world: World, state: RunState, say: Say, planned: bool = False) -> nn.Module:
+def build_model(
+    config: Config, task: Task, world: World, state: RunState, say: Say, planned: bool = False
+) -> nn.Module:
     """Make the model and prepare it for training. Collective.
 
     Its weights are drawn under a seed of their own, so they are the same on every rank of any world. If the task made
@@ -167,7 +169,7 @@ def model_of(config: Config, task: Task, world: World, state: RunState, say: Say
         planned: only sizes matter, as in `lockstep plan` (see `lockstep.diagnose`); no weights are read.
     """
     if config.weight_copies == "step":
-        _check_copies(config, task, world)
+        _check_weight_copies(config, task, world)
     torch.manual_seed(derive(config.seed, "model"))
     where, moves = model_init(config.engine, world, config.engine_options)
 
@@ -175,20 +177,20 @@ def model_of(config: Config, task: Task, world: World, state: RunState, say: Say
         with where:
             made: nn.Module = task.model()
         if where is NOTHING and not planned:
-            check_valued(made)
+            check_not_meta(made)
         return made
 
-    with watch_new_modules() as new:
+    with collect_new_modules() as new:
         model = on_all_ranks(world, make)
-    check_initialised(model)
-    differed = 0 if planned else align(model, new, world)  # collective
+    check_not_lazy(model)
+    differed = 0 if planned else copy_from_rank0(model, new, world)  # collective
     if differed and state.place is None:
         more = f"{differed} tensors differ" if differed > 1 else "a tensor differs"
         say(f"the model was made before the run and {more} between the ranks: all begin with rank 0's values")
     if isinstance(model, GPT):
         state.gpt = dataclasses.asdict(model.config)  # the shapes of its tensors do not give the number of heads
-    _check_residual(config, model)
-    _fuse(config, model, world.device, planned)
+    _set_residual_dtype(config, model)
+    _fuse_layers(config, model, world.device, planned)
     has_base = injected(config, task, model) if planned else adapt(config, task, model, world, state, say)
     base = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)] if has_base else []
     frozen = on_all_ranks(world, lambda: freeze(model, rules_of(config)))
@@ -215,7 +217,7 @@ def model_of(config: Config, task: Task, world: World, state: RunState, say: Say
     )
 
 
-def check_initialised(model: nn.Module) -> None:
+def check_not_lazy(model: nn.Module) -> None:
     """Refuse a lazy module whose shapes no forward has set yet.
 
     Raises:
@@ -229,7 +231,7 @@ def check_initialised(model: nn.Module) -> None:
         )
 
 
-def check_valued(model: nn.Module) -> None:
+def check_not_meta(model: nn.Module) -> None:
     """Refuse a parameter or buffer on the meta device, which has no values.
 
     Raises:
@@ -244,7 +246,7 @@ def check_valued(model: nn.Module) -> None:
         )
 
 
-def _check_copies(config: Config, task: Task, world: World) -> None:
+def _check_weight_copies(config: Config, task: Task, world: World) -> None:
     """Raise ConfigError if --weight-copies step does not fit the precision, engine or task."""
     if config.precision != "bf16":
         raise ConfigError(f"--weight-copies step needs --precision bf16, and it is {config.precision}: leave it out")
@@ -257,7 +259,7 @@ def _check_copies(config: Config, task: Task, world: World) -> None:
     )
 
 
-def _check_residual(config: Config, model: nn.Module) -> None:
+def _set_residual_dtype(config: Config, model: nn.Module) -> None:
     """Set the built-in GPT's residual dtype; ConfigError for any other model."""
     if config.residual_dtype == "float32":
         return
@@ -269,7 +271,7 @@ def _check_residual(config: Config, model: nn.Module) -> None:
     model.residual = torch.bfloat16
 
 
-def _fuse(config: Config, model: nn.Module, device: torch.device, planned: bool) -> None:
+def _fuse_layers(config: Config, model: nn.Module, device: torch.device, planned: bool) -> None:
     """Replace layers of the built-in GPT, by --fused-kernels.
 
     Args:
@@ -294,14 +296,14 @@ def _fuse(config: Config, model: nn.Module, device: torch.device, planned: bool)
 # --- schedule, optimizer and engine
 
 
-def own_factor(task: Task, step: int, steps: int, otherwise: Callable[[int], float]) -> float:
+def schedule_factor(task: Task, step: int, steps: int, otherwise: Callable[[int], float]) -> float:
     """Return the task's own schedule factor, or `otherwise(step)` if that is None.
 
     Raises:
         ConfigError: the factor is not a finite number of 0 or more.
         DataError: the method failed.
     """
-    said = _said(task, step, steps)
+    said = _call_schedule(task, step, steps)
     if said is None:
         return otherwise(step)
     try:
@@ -316,7 +318,7 @@ def own_factor(task: Task, step: int, steps: int, otherwise: Callable[[int], flo
     return factor
 
 
-def own_momentum(task: Task, step: int, steps: int, otherwise: Callable[[int], float | None]) -> float | None:
+def schedule_momentum(task: Task, step: int, steps: int, otherwise: Callable[[int], float | None]) -> float | None:
     """Return `otherwise(step)` if the task's `schedule` returns None for the step, else None.
 
     None leaves the momentum of the groups as it is.
@@ -324,10 +326,10 @@ def own_momentum(task: Task, step: int, steps: int, otherwise: Callable[[int], f
     Raises:
         DataError: the method failed.
     """
-    return otherwise(step) if _said(task, step, steps) is None else None
+    return otherwise(step) if _call_schedule(task, step, steps) is None else None
 
 
-def _said(task: Task, step: int, steps: int) -> Any:
+def _call_schedule(task: Task, step: int, steps: int) -> Any:
     try:
         return task.schedule(step, steps)
     except LockstepError:
@@ -336,14 +338,14 @@ def _said(task: Task, step: int, steps: int) -> Any:
         raise blamed("schedule", error, f"step {step} of {steps}") from error
 
 
-def optimizer_of(config: Config, task: Task, model: nn.Module) -> Optimizer:
+def build_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
     """Make the task's own optimizer, or else the configured one, over the engine's model."""
     named = task.blocks(model)
     layers = repeated_layers(model) if named is None else list(named)
-    return _own_optimizer(config, task, model) or make_optimizer(model, config, layers)
+    return _task_optimizer(config, task, model) or make_optimizer(model, config, layers)
 
 
-def _own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:
+def _task_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:
     """Call the task's `optimizer`. Raises ConfigError if the result does not fit this model."""
     try:
         made = task.optimizer(model, config)
@@ -371,14 +373,14 @@ def _own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | 
     return made
 
 
-_OF_THE_BASE = (
+_BASE_MESSAGE = (
     "it is of the adapters' base, which their checkpoints leave out; name it with --lora.modules-to-save from the "
     "start, or train on from the merged model (lockstep export --format hf --merge)"
 )
 
 
 @dataclass
-class Groups:
+class OptimizerGroups:
     """An engine's optimizer, the base learning rates of its groups, and its gradient norms."""
 
     optimizer: Optimizer | None = None
@@ -423,12 +425,12 @@ def check_own_steps(config: Config) -> None:
             raise ConfigError(f"{flag} does not go with a task that takes its optimizers' steps itself: {out}")
 
 
-def engine_of(
+def build_engine(
     config: Config,
     task: Task,
     model: nn.Module,
     world: World,
-    groups: Groups,
+    groups: OptimizerGroups,
     stream: Batches,
     say: Callable[[str], None],
     state: RunState,
@@ -446,19 +448,19 @@ def engine_of(
     def make(held: nn.Module) -> Optimizer:
         if groups.optimizer is not None:
             return groups.again(groups.optimizer)
-        return groups.begun(optimizer_of(config, task, held))
+        return groups.begun(build_optimizer(config, task, held))
 
     def again(held: nn.Module, before: Optimizer) -> Optimizer:
         trained = {id(p) for p in held.parameters() if p.requires_grad}
         if has_own(task, "optimizer") and trained <= {id(p) for group in before.param_groups for p in group["params"]}:
             groups.rates += [float(group["lr"]) for group in before.param_groups[len(groups.rates) :]]
             return before
-        return groups.begun(optimizer_of(config, task, held))
+        return groups.begun(build_optimizer(config, task, held))
 
     def changed(trained: TrainedSet) -> None:
         state.trained = trained
 
-    fixed = {name.removeprefix("model/"): _OF_THE_BASE for name in left_out(model, state)}
+    fixed = {name.removeprefix("model/"): _BASE_MESSAGE for name in left_out(model, state)}
     return engine(
         config.engine,
         model,

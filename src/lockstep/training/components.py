@@ -31,9 +31,9 @@ from lockstep.loop import StepControl, seeder
 from lockstep.records import Best, Step, StepRecord, expanded, filled, flat, mean_numbers, merged_sums
 from lockstep.task import items_of_a_sample
 from lockstep.training.build import Built
-from lockstep.training.build_engine import kernels_of
-from lockstep.training.evaluation import numbered
-from lockstep.training.guards import Balancing, RunGuards
+from lockstep.training.build_engine import choose_kernels
+from lockstep.training.evaluation import all_numbers
+from lockstep.training.guards import RunGuards, ShareReporter
 from lockstep.training.profiler import Profiling
 from lockstep.training.recorder import EXIT_INTERRUPTED, EXIT_SAVED, Meter, RunRecorder, losses_text
 from lockstep.training.session import HookContext, ReadNumbers, Session
@@ -41,26 +41,26 @@ from lockstep.training.trainable import note_body
 
 __all__ = [
     "after_first_step",
-    "end_of",
-    "handed_on",
+    "build_components",
+    "finish_evaluation",
+    "finish_run",
+    "flush_steps",
+    "iterate_steps",
     "leave_early",
-    "note_best",
-    "note_change",
-    "reader",
-    "recorded",
+    "make_number_reader",
+    "prepare_recovery",
+    "record_body_change",
+    "record_step",
     "save",
-    "saved_and_evaluated",
-    "settle",
-    "taken",
-    "tell_evaluated",
-    "works",
+    "save_and_evaluate",
+    "update_best",
 ]
 
 
 _LOG = logging.getLogger("lockstep")
 _EXIT_CODES = {INTERRUPT: EXIT_INTERRUPTED, SAVE_AND_END: EXIT_SAVED}
-_STATUS = {INTERRUPT: "interrupted", SAVE_AND_END: "preempted"}
-_PATIENCE = 10.0  # seconds to wait for the other ranks to leave the loop
+_STATUSES = {INTERRUPT: "interrupted", SAVE_AND_END: "preempted"}
+_LEAVE_TIMEOUT = 10.0  # seconds to wait for the other ranks to leave the loop
 
 
 class StepComponents(NamedTuple):
@@ -71,7 +71,7 @@ class StepComponents(NamedTuple):
     meter: Meter
     recorder: RunRecorder
     guards: RunGuards
-    balancing: Balancing
+    balancing: ShareReporter
     control: StepControl
     profiling: Profiling
     step_plan: StepPlan
@@ -79,7 +79,7 @@ class StepComponents(NamedTuple):
     last: int  # last step of this start
 
 
-def works(session: Session, built: Built) -> StepComponents:
+def build_components(session: Session, built: Built) -> StepComponents:
     config, world, state, step_plan = built.config, built.world, built.state, built.run_plan.step_plan
     step_loader = built.batches.from_step(built.start)
     each = items_of_a_sample(built.task)
@@ -91,7 +91,7 @@ def works(session: Session, built: Built) -> StepComponents:
         return BusySeconds(spent.get("data", 0.0), spent.get("forward", 0.0), recorder.saver.blocked)
 
     constant = (lambda step: each * step_plan.samples(step)) if each else None
-    balancing, outlives = Balancing(built, clock), bool(session.member)
+    balancing, outlives = ShareReporter(built, clock), bool(session.member)
     exchange = StepExchange(
         world,
         step_loader.items,
@@ -119,7 +119,7 @@ def works(session: Session, built: Built) -> StepComponents:
         built.momentum,
         guards.audit,
         before_update=recorder.saver.order,
-        kernels=kernels_of(config.compile, step_plan),
+        kernels=choose_kernels(config.compile, step_plan),
         world=world,
         micro_batches=step_plan.micro_batches,
         sharing=built.batches.sharing,
@@ -129,7 +129,7 @@ def works(session: Session, built: Built) -> StepComponents:
     return StepComponents(*parts, step_plan.steps, built.last)
 
 
-def recorded(session: Session, built: Built, works: StepComponents, record: StepRecord) -> Step:
+def record_step(session: Session, built: Built, works: StepComponents, record: StepRecord) -> Step:
     """Record a step, run the guards, and return it as the caller gets it."""
     done, late = record.step + 1, works.guards.late
     session.sinks.progress(done)
@@ -148,7 +148,7 @@ def recorded(session: Session, built: Built, works: StepComponents, record: Step
     )
 
 
-def saved_and_evaluated(session: Session, built: Built, works: StepComponents, step: Step, ending: bool) -> bool:
+def save_and_evaluate(session: Session, built: Built, works: StepComponents, step: Step, ending: bool) -> bool:
     """Save and evaluate where they are due.
 
     Returns:
@@ -165,48 +165,48 @@ def saved_and_evaluated(session: Session, built: Built, works: StepComponents, s
         save(works, done)
     cut_short = ending and done < works.last  # a signal must not wait for an evaluation: the next start makes it
     if state.evaluation_due and not cut_short:
-        settle(works)
+        flush_steps(works)
         state.evaluation_due = False
         with marked("evaluate"):
             step.evaluation = session.evaluation = works.recorder.evaluate(done)
-        tell_evaluated(session, built, done)
+        finish_evaluation(session, built, done)
         saves = saves or works.recorder.is_best
         if saves and not late:
             save(works, done)
-        note_best(session)
+        update_best(session)
     session.present, session.global_step = step, done
     return saves
 
 
-def tell_evaluated(session: Session, built: Built, done: int) -> None:
+def finish_evaluation(session: Session, built: Built, done: int) -> None:
     """Mark the step as evaluated, and run the task's hooks."""
     session.evaluated = done
     if built.task.hooks and session.evaluation:
-        built.task.hooks.evaluated(HookContext(session, built), done, numbered(session.evaluation))
+        built.task.hooks.evaluated(HookContext(session, built), done, all_numbers(session.evaluation))
 
 
 def save(works: StepComponents, done: int) -> None:
     if works.recorder.saved != done:
-        settle(works)
+        flush_steps(works)
         with marked("save"):
             works.guards.keep()
             works.recorder.save(done)
 
 
-def note_change(works: StepComponents, built: Built, done: int) -> None:
+def record_body_change(works: StepComponents, built: Built, done: int) -> None:
     """Record that the loop's body changed what is trained, after the step's checkpoint was begun."""
     if works.recorder.saved == done and built.config.checkpoint.mode != "none":
         note_body(built.engine, built.state, built.folder, done, built.world)
 
 
-def settle(works: StepComponents) -> None:
+def flush_steps(works: StepComponents) -> None:
     """Read and check every step taken so far, and write its record. Collective if a device delays them."""
     for step in works.guards.rest():  # waits for the device, if steps were not read yet
         works.meter.add(step)
         works.recorder.log(step.record)
 
 
-def taken(works: StepComponents, world: World, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
+def iterate_steps(works: StepComponents, world: World, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
     """Yield the steps. If one fails, write the records before it, if no other rank is needed."""
     try:
         yield from records
@@ -233,7 +233,7 @@ def leave_early(session: Session, works: StepComponents, told: Heartbeats | None
     if built is None or now or sys.is_finalizing():
         return
     what = "abandon" if session.abandoned else "leave"
-    if all_do(told, built.world.rank, what, session.global_step - 1, lambda: _PATIENCE):
+    if all_do(told, built.world.rank, what, session.global_step - 1, lambda: _LEAVE_TIMEOUT):
         if session.abandoned:
             return
         save(works, session.global_step)
@@ -245,7 +245,7 @@ def leave_early(session: Session, works: StepComponents, told: Heartbeats | None
         _LOG.warning("the loop was left after step %d on some ranks alone; not saved", session.global_step)
 
 
-def reader(exchange: StepExchange, world: World, told: Heartbeats | None, outlives: bool) -> ReadNumbers:
+def make_number_reader(exchange: StepExchange, world: World, told: Heartbeats | None, outlives: bool) -> ReadNumbers:
     """Return a function that reads a step's loss and own numbers during its body."""
 
     def read(step: Step) -> tuple[float, dict[str, float]]:
@@ -272,7 +272,7 @@ def reader(exchange: StepExchange, world: World, told: Heartbeats | None, outliv
 
 
 @contextmanager
-def handed_on(works: StepComponents) -> Iterator[None]:
+def prepare_recovery(works: StepComponents) -> Iterator[None]:
     """Prepare a rollback or a recovery: close the exchange, or save what the guards know."""
     try:
         yield
@@ -284,7 +284,7 @@ def handed_on(works: StepComponents) -> Iterator[None]:
         raise
 
 
-def end_of(built: Built, stop_request: int, saved: int, losses: str = "") -> tuple[str, int]:
+def finish_run(built: Built, stop_request: int, saved: int, losses: str = "") -> tuple[str, int]:
     """Return the run's status and exit code, and write them into the run's folder.
 
     A code that is not 0 is reported to the launcher too.
@@ -293,7 +293,7 @@ def end_of(built: Built, stop_request: int, saved: int, losses: str = "") -> tup
     if code:
         note_end(code)
     whole = saved >= built.run_plan.step_plan.steps
-    status = _STATUS.get(stop_request, "finished" if whole else "stopped")
+    status = _STATUSES.get(stop_request, "finished" if whole else "stopped")
     if built.world.is_main:
         built.folder.stop_file.unlink(missing_ok=True)  # obeyed, or too late: the next start must not find it
         built.folder.write_end(code, saved, status, losses)
@@ -303,17 +303,17 @@ def end_of(built: Built, stop_request: int, saved: int, losses: str = "") -> tup
 def after_first_step(built: Built, works: StepComponents) -> None:
     """Report memory and prepare saves, once step 1 has made the optimizer's states. Collective."""
     if built.world.is_first:
-        _report(built)
+        _log_memory(built)
     works.recorder.prepare()
 
 
-def _report(built: Built) -> None:
+def _log_memory(built: Built) -> None:
     """Log the memory that each rank holds. Collective."""
     held = built.world.gather(footprint(built.engine))  # collective
     _LOG.info(described(name_of(built.config.engine, built.world), held))
 
 
-def note_best(session: Session) -> None:
+def update_best(session: Session) -> None:
     built = session.built
     best = built.state.selection.best if built else None
     if built and best:

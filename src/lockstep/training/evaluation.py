@@ -40,39 +40,39 @@ from lockstep.transforms.precision import eager
 from lockstep.whole_step import WHOLE_LOSS, whole_step_of
 
 __all__ = [
-    "ANY",
-    "batches_of",
+    "MORE_NAMES",
+    "all_numbers",
+    "build_evaluation_batches",
     "check_mergeable",
     "evaluate",
     "evaluate_all",
     "is_metric",
-    "named_sets",
-    "numbered",
-    "one_step",
-    "taken",
+    "one_step_plan",
+    "pop_state",
+    "sets_by_name",
 ]
 
 
 # --- metrics
 
-ANY = "*"  # among metric names: further names are known only after the whole set
+MORE_NAMES = "*"  # among metric names: further names are known only after the whole set
 
-_NEEDED = ("metric_state", "merge_state", "reset", "compute", "clone")
+_METRIC_METHODS = ("metric_state", "merge_state", "reset", "compute", "clone")
 
 
 def is_metric(value: Any) -> bool:
     """Whether `value` is a metric with its own state, as torchmetrics' are."""
-    return all(hasattr(value, name) for name in _NEEDED)
+    return all(hasattr(value, name) for name in _METRIC_METHODS)
 
 
-def taken(metric: Any) -> dict[str, Any]:
+def pop_state(metric: Any) -> dict[str, Any]:
     """Return the metric's state as JSON values, and reset it. Waits for the device."""
-    state = {name: _plain(value) for name, value in metric.metric_state.items()}
+    state = {name: _to_json(value) for name, value in metric.metric_state.items()}
     metric.reset()
     return state
 
 
-def merged(name: str, metric: Any, states: list[dict[str, Any]]) -> dict[str, float]:
+def merge_states(name: str, metric: Any, states: list[dict[str, Any]]) -> dict[str, float]:
     """Merge the states of all micro-batches and compute the metric.
 
     No collective: every rank has all states.
@@ -83,8 +83,8 @@ def merged(name: str, metric: Any, states: list[dict[str, Any]]) -> dict[str, fl
     Raises:
         ConfigError: it cannot be merged, or computes no number.
     """
-    with _one_number(name, metric):
-        return _named(name, metric, _whole(metric, states).compute() if states else math.nan)
+    with _metric_errors(name, metric):
+        return _numbers(name, metric, _merge(metric, states).compute() if states else math.nan)
 
 
 def check_mergeable(name: str, metric: Any, state: dict[str, Any]) -> list[str]:
@@ -99,54 +99,54 @@ def check_mergeable(name: str, metric: Any, state: dict[str, Any]) -> list[str]:
     Raises:
         ConfigError: it cannot be merged, or computes no number.
     """
-    if reason := obstacle(metric, {key: _tensors(value) for key, value in state.items()}):
+    if reason := obstacle(metric, {key: _from_json(value) for key, value in state.items()}):
         raise ConfigError(
             f"the task's metric '{name}' ({type(metric).__name__}) cannot be merged over batches: {reason}; or return "
             "(sum, count)"
         )
-    with _one_number(name, metric):
-        whole = _whole(metric, [state])
+    with _metric_errors(name, metric):
+        whole = _merge(metric, [state])
     try:
-        with _quiet():
+        with _ignore_warnings():
             value = whole.compute()
     except LockstepError:
         raise
     except Exception:
-        return [ANY] if _is_several(metric) else [name]
-    with _one_number(name, metric):
-        if not _is_several(metric):
-            _named(name, metric, _whole(metric, [state] * 3).compute())  # some fail from the third state on
-        return list(_named(name, metric, value))
+        return [MORE_NAMES] if _has_several_numbers(metric) else [name]
+    with _metric_errors(name, metric):
+        if not _has_several_numbers(metric):
+            _numbers(name, metric, _merge(metric, [state] * 3).compute())  # some fail from the third state on
+        return list(_numbers(name, metric, value))
 
 
-def _named(name: str, metric: Any, value: Any) -> dict[str, float]:
-    if not _is_several(metric):
+def _numbers(name: str, metric: Any, value: Any) -> dict[str, float]:
+    if not _has_several_numbers(metric):
         return {name: float(value)}
     return {key: float(each) for key, each in value.items()} if isinstance(value, dict) else {}
 
 
-def _is_several(metric: Any) -> bool:
+def _has_several_numbers(metric: Any) -> bool:
     return bool(getattr(metric, "several", False))
 
 
-def _whole(metric: Any, states: list[dict[str, Any]]) -> Any:
+def _merge(metric: Any, states: list[dict[str, Any]]) -> Any:
     whole = metric.clone().cpu()
     whole.distributed_available_fn = _never  # every rank has all states: torchmetrics must not gather them again
-    merge(whole, [{key: _tensors(value) for key, value in state.items()} for state in states])
+    merge(whole, [{key: _from_json(value) for key, value in state.items()} for state in states])
     return whole
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _ignore_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "compute before update": its state was merged instead
         yield
 
 
 @contextlib.contextmanager
-def _one_number(name: str, metric: Any) -> Iterator[None]:
+def _metric_errors(name: str, metric: Any) -> Iterator[None]:
     try:
-        with _quiet():
+        with _ignore_warnings():
             yield
     except (LockstepError, MemoryError):
         raise
@@ -162,23 +162,23 @@ def _never() -> bool:
     return False
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, Tensor):
         held = value.detach().cpu().contiguous()  # waits for the device
         text = base64.b64encode(
             held.reshape(-1).view(torch.uint8).numpy().tobytes()
         ).decode()  # base64 takes a third more
         return {"dtype": str(held.dtype).removeprefix("torch."), "shape": list(held.shape), "v": text}
-    return [_plain(each) for each in value]
+    return [_to_json(each) for each in value]
 
 
-def _tensors(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
         held = bytearray(base64.b64decode(value["v"]))
         dtype = getattr(torch, value["dtype"])
         flat = torch.frombuffer(held, dtype=dtype) if held else torch.empty(0, dtype=dtype)
         return flat.reshape(value["shape"])
-    return [_tensors(each) for each in value]
+    return [_from_json(each) for each in value]
 
 
 # --- evaluation
@@ -186,7 +186,7 @@ def _tensors(value: Any) -> Any:
 Progress = Callable[[int, int], None]
 
 
-def one_step(samples: int, micro_size: int) -> StepPlan:
+def one_step_plan(samples: int, micro_size: int) -> StepPlan:
     """Return the whole set as one step, whose micro-batches are divided among the ranks."""
     return StepPlan(-(-samples // micro_size) * micro_size, micro_size, samples)
 
@@ -219,17 +219,17 @@ def evaluate_all(
     """
     whole, before, found = sum(batches.slots_in_all for batches in sets.values()), 0, dict[str, EvaluationRecord]()
     for name, batches in sets.items():
-        told = _after(progress, before, whole) if progress else None
+        told = _offset_progress(progress, before, whole) if progress else None
         found[name] = evaluate(engine, task, batches, world, step=step, seed=seed, progress=told)
         before += batches.slots_in_all
     first = next(iter(found.values()))
     if list(found) == [""]:
         return first
-    metrics = {f"{name}/{key}": value for name, each in found.items() for key, value in numbered(each).items()}
+    metrics = {f"{name}/{key}": value for name, each in found.items() for key, value in all_numbers(each).items()}
     return EvaluationRecord(step, first.loss, first.items, metrics)
 
 
-def numbered(record: EvaluationRecord) -> dict[str, float]:
+def all_numbers(record: EvaluationRecord) -> dict[str, float]:
     """Return every number of the record by name: loss, items, and the metrics."""
     return {"loss": record.loss, "items": record.items, **record.metrics}
 
@@ -260,8 +260,8 @@ def evaluate(
     try:
         with torch.set_grad_enabled(takes_gradients(task)), eager():
             reseed = seeder(seed, "evaluation", world.device)
-            whole = WholeLosses(task, batches, world, reseed) if looks_at_whole_step(task) else None
-            own = _own_rows(engine.model, task, batches, reseed, progress, whole)
+            whole = WholeStepLosses(task, batches, world, reseed) if looks_at_whole_step(task) else None
+            own = _evaluate_rank(engine.model, task, batches, reseed, progress, whole)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -269,17 +269,19 @@ def evaluate(
     parts = world.gather([own.rows, own.states, whole.beside() if whole else {}])  # collective
     gathered = [row for rows, _, _ in parts for row in rows]
     loss, items = math.fsum(row[0] for row in gathered), number(math.fsum(row[1] for row in gathered))
-    ratios = {name: _ratio(name, [row[2 + 2 * k : 4 + 2 * k] for row in gathered]) for k, name in enumerate(own.pairs)}
+    ratios = {name: _divide(name, [row[2 + 2 * k : 4 + 2 * k] for row in gathered]) for k, name in enumerate(own.pairs)}
     in_order = sorted((found for _, states, _ in parts for found in states), key=lambda found: found[0])
-    computed = {name: merged(name, metric, [states[name] for _, states in in_order]) for name, metric in own.metrics}
+    computed = {
+        name: merge_states(name, metric, [states[name] for _, states in in_order]) for name, metric in own.metrics
+    }
     parts_of = (computed[name] if name in computed else {name: ratios[name]} for name in own.names)
-    metrics = _averages([beside for _, _, beside in parts])
+    metrics = _average_numbers([beside for _, _, beside in parts])
     metrics |= {name: value for part in parts_of for name, value in part.items()}
     over = whole.samples if whole else items
     return EvaluationRecord(step, loss / over if over else math.nan, items, metrics)
 
 
-def _ratio(name: str, pairs: list[list[float]]) -> float:
+def _divide(name: str, pairs: list[list[float]]) -> float:
     """Divide the sum by the count, both exactly rounded; NaN if nothing was counted.
 
     Raises:
@@ -294,7 +296,7 @@ def _ratio(name: str, pairs: list[list[float]]) -> float:
     return math.fsum(value for value, _ in pairs) / whole if whole else math.nan
 
 
-def _measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
+def _make_measure(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
     """Return (model, micro-batch) -> (loss summed over items, name -> (sum, count)).
 
     The numbers that `loss` returns are metrics too; if the task's metrics have the same name, theirs wins. A mean over
@@ -316,7 +318,7 @@ def _measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mappin
     return measured
 
 
-class WholeLosses:
+class WholeStepLosses:
     """Evaluation losses that cover all samples of a step, cut as in training.
 
     Attributes:
@@ -349,18 +351,18 @@ class WholeLosses:
         losses = self._whole(found, gradient=False)
         counted = sum(bool(weight) for _, weight, _ in found)
         for row, loss in zip(rows[len(rows) - counted :], losses, strict=False):
-            row[0] = _kept([loss.double() * self._whole.samples])[0]
+            row[0] = _host_floats([loss.double() * self._whole.samples])[0]
         self.samples += self._whole.samples
         for _, beside, counts in self._whole.numbers:
             for name, part in beside.items() if counts else ():
-                self._numbers.setdefault(name, []).append(_kept([part.value * part.factor, part.count]))
+                self._numbers.setdefault(name, []).append(_host_floats([part.value * part.factor, part.count]))
 
     def beside(self) -> dict[str, list[list[float]]]:
         """Return the numbers that came with this rank's losses, as (sum, count) by name. Waits for the device."""
-        return {name: _read(rows) for name, rows in self._numbers.items()}
+        return {name: _read_rows(rows) for name, rows in self._numbers.items()}
 
 
-def _averages(parts: list[dict[str, list[list[float]]]]) -> dict[str, float]:
+def _average_numbers(parts: list[dict[str, list[list[float]]]]) -> dict[str, float]:
     """Average each number over the parts of all ranks: its sum over its count."""
     names = dict.fromkeys(name for part in parts for name in part)
     rows = {name: [row for part in parts for row in part.get(name, ())] for name in names}
@@ -368,7 +370,7 @@ def _averages(parts: list[dict[str, list[list[float]]]]) -> dict[str, float]:
 
 
 @dataclass
-class _Own:
+class _RankResults:
     """Results of this rank's share of the set.
 
     Attributes:
@@ -386,32 +388,32 @@ class _Own:
     states: list[tuple[tuple[int, int], dict[str, Any]]]
 
 
-def _after(progress: Progress, before: int, whole: int) -> Progress:
+def _offset_progress(progress: Progress, before: int, whole: int) -> Progress:
     return lambda done, _: progress(before + done, whole)
 
 
-def _own_rows(
+def _evaluate_rank(
     model: nn.Module,
     task: Task,
     batches: Batches,
     reseed: Any,
     progress: Progress | None,
-    whole: "WholeLosses | None",
-) -> _Own:
+    whole: "WholeStepLosses | None",
+) -> _RankResults:
     told = (lambda done: progress(done, batches.slots_in_all)) if progress else None
     with closing(batches.micro(0)) as found:  # so that an error ends the loader processes too
-        return _found(model, task, found, reseed, told, whole)
+        return _evaluate_micro_batches(model, task, found, reseed, told, whole)
 
 
-def _found(
+def _evaluate_micro_batches(
     model: nn.Module,
     task: Task,
     micro: Iterable[tuple[int, MicroBatch]],
     reseed: Any,
     progress: Callable[[int], None] | None,
-    whole: "WholeLosses | None",
-) -> _Own:
-    measure, own = whole.measure if whole else _measures(task), _Own([], [], [], [], [])
+    whole: "WholeStepLosses | None",
+) -> _RankResults:
+    measure, own = whole.measure if whole else _make_measure(task), _RankResults([], [], [], [], [])
     rows: list[list[Any]] = []
     for done, (step, batch) in enumerate(micro, 1):
         reseed(step, batch.index)
@@ -426,32 +428,32 @@ def _found(
                 f"{', '.join(own.names) or 'nothing'} in another: return the same names each time, with count 0 if "
                 "need be"
             )
-        states = {name: taken(metric) for name, metric in own.metrics}  # waits for the device, if there are any
+        states = {name: pop_state(metric) for name, metric in own.metrics}  # waits for the device, if there are any
         if batch.weight:
             numbers = (number for name in own.pairs for number in found[name])
-            rows.append(_kept([loss, float(batch.items), *numbers]))
+            rows.append(_host_floats([loss, float(batch.items), *numbers]))
             own.states += [((step, batch.index), states)] if states else []
         if whole:
             whole.after(step, rows)  # collective, at the end of a step
         if progress:
             progress(done)
-    own.rows = _read(rows)
+    own.rows = _read_rows(rows)
     return own
 
 
-def _kept(row: list[Any]) -> list[Any]:
+def _host_floats(row: list[Any]) -> list[Any]:
     """Convert host tensors of a row to floats.
 
     Small tensors that outlive a forward fragment the heap.
     """
-    return [_detached(v) if isinstance(v, Tensor) and v.device.type != "cpu" else float(_detached(v)) for v in row]
+    return [_detach(v) if isinstance(v, Tensor) and v.device.type != "cpu" else float(_detach(v)) for v in row]
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _read(rows: list[list[Any]]) -> list[list[float]]:
+def _read_rows(rows: list[list[Any]]) -> list[list[float]]:
     """Convert tensors to numbers, all of them in one transfer."""
     tensors = [value.detach().double().reshape(()) for row in rows for value in row if isinstance(value, Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])  # waits for the device
@@ -463,7 +465,7 @@ def _read(rows: list[list[Any]]) -> list[list[float]]:
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
-def named_sets(found: Any) -> dict[str, Any]:
+def sets_by_name(found: Any) -> dict[str, Any]:
     """Return the evaluation sets by name: {"": set} for a single one, {} for none.
 
     A mapping whose keys are all strings is several sets; with other keys it is a dataset.
@@ -489,7 +491,7 @@ def named_sets(found: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def batches_of(config: Config, task: Task, sets: Mapping[str, Any], world: World) -> dict[str, Batches]:
+def build_evaluation_batches(config: Config, task: Task, sets: Mapping[str, Any], world: World) -> dict[str, Batches]:
     """Cut the sets into steps, in their order. Collective.
 
     Raises:
@@ -497,28 +499,28 @@ def batches_of(config: Config, task: Task, sets: Mapping[str, Any], world: World
     """
     sizes = {name: len(dataset) for name, dataset in sets.items()}
     world.check_same("evaluation set", {"names": list(sizes), "samples": list(sizes.values())})  # collective
-    return {name: _one(config, task, dataset, world) for name, dataset in sets.items()}
+    return {name: _build_batches(config, task, dataset, world) for name, dataset in sets.items()}
 
 
-def _one(config: Config, task: Task, dataset: Any, world: World) -> Batches:
+def _build_batches(config: Config, task: Task, dataset: Any, world: World) -> Batches:
     micro_size = config.eval_micro_batch_size or config.micro_size
     workers = config.data.workers if config.eval_workers < 0 else config.eval_workers
-    whole = one_step(len(dataset), micro_size).micro_batches
+    whole = one_step_plan(len(dataset), micro_size).micro_batches
     samples = min(len(dataset), in_batches(config.limit_eval_batches, whole) * micro_size)
     loading = Loading(workers, config.data.prefetch, config.guards.retries)
-    step_plan, order = _cut(config, task, samples, micro_size), Sequential(len(dataset))
+    step_plan, order = _plan_steps(config, task, samples, micro_size), Sequential(len(dataset))
     guards = config.guards
     dataset = RetryingDataset(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
     return Batches(task, dataset, order, step_plan, world, seed=config.seed, loading=loading)
 
 
-def _cut(config: Config, task: Task, samples: int, micro_size: int) -> StepPlan:
+def _plan_steps(config: Config, task: Task, samples: int, micro_size: int) -> StepPlan:
     """Return the steps of a set.
 
     It is one step; or steps as in training, if the loss covers all samples of a step.
     """
     if not looks_at_whole_step(task):
-        return one_step(samples, micro_size)
+        return one_step_plan(samples, micro_size)
     if config.batch_size % micro_size:
         raise ConfigError(
             f"--eval-micro-batch-size {micro_size} does not divide --batch-size {config.batch_size}: the loss looks at "

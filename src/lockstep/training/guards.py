@@ -39,26 +39,26 @@ from lockstep.loop import UNAUDITED, Audits, loss_of
 from lockstep.records import StepRecord
 from lockstep.task import looks_at_whole_step
 from lockstep.training.build import Built
-from lockstep.training.build_engine import kernels_of
+from lockstep.training.build_engine import choose_kernels
 from lockstep.training.open_run import bad_parameters, where_not_finite
 from lockstep.training.trainable import trained_digest
 from lockstep.whole_step import zero_of
 
 __all__ = [
-    "Balancing",
     "RunGuards",
-    "device_of",
-    "differing",
-    "ranges",
+    "ShareReporter",
+    "describe_unequal_devices",
+    "format_ranges",
+    "name_and_memory",
 ]
 
 
 # --- devices of the ranks
 
-_SAME = 0.05  # relative difference of memory sizes that counts as equal: a host's depends on its firmware
+_TOLERANCE = 0.05  # relative difference of memory sizes that counts as equal: a host's depends on its firmware
 
 
-def device_of(device: torch.device) -> list[Any]:
+def name_and_memory(device: torch.device) -> list[Any]:
     """Return [name, bytes of memory] of a rank's device.
 
     Of a CPU it is the model's name and the host's memory.
@@ -66,10 +66,10 @@ def device_of(device: torch.device) -> list[Any]:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return [found.name, found.total_memory]
-    return [_processor(), _host_memory()]
+    return [_processor_name(), _host_memory()]
 
 
-def differing(devices: Sequence[Sequence[Any]], speeds: Sequence[float] = ()) -> str:
+def describe_unequal_devices(devices: Sequence[Sequence[Any]], speeds: Sequence[float] = ()) -> str:
     """Describe ranks' devices that differ in name, memory or speed; "" if they are alike.
 
     Args:
@@ -80,7 +80,7 @@ def differing(devices: Sequence[Sequence[Any]], speeds: Sequence[float] = ()) ->
     kinds: list[tuple[str, int, float, list[int]]] = []
     for rank, ((name, size), speed) in enumerate(zip(devices, speeds, strict=True)):
         for kind in kinds:
-            if kind[0] == name and abs(kind[1] - size) <= _SAME * kind[1] and abs(kind[2] - speed) <= _SAME:
+            if kind[0] == name and abs(kind[1] - size) <= _TOLERANCE * kind[1] and abs(kind[2] - speed) <= _TOLERANCE:
                 kind[3].append(rank)
                 break
         else:
@@ -88,14 +88,14 @@ def differing(devices: Sequence[Sequence[Any]], speeds: Sequence[float] = ()) ->
     if len(kinds) < 2:
         return ""
     shown = [
-        f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}: {name}, {bytes_text(size)}"
+        f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}: {name}, {bytes_text(size)}"
         + (f", speed {speed:.2g}" if min(speeds) < 1.0 else "")
         for name, size, speed, ranks in kinds
     ]
     return f"unequal devices: {'; '.join(shown)}"
 
 
-def ranges(ranks: Sequence[int]) -> str:
+def format_ranges(ranks: Sequence[int]) -> str:
     """Format sorted numbers as `0-3, 6`."""
     found: list[list[int]] = []
     for rank in ranks:
@@ -106,7 +106,7 @@ def ranges(ranks: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -124,10 +124,10 @@ def _host_memory() -> int:
 # --- balance of shares
 
 _LOG = logging.getLogger("lockstep")
-_SPARED = 0.5  # share of the free memory that larger shares may use
+_USABLE_MEMORY = 0.5  # share of the free memory that larger shares may use
 
 
-class Balancing:
+class ShareReporter:
     """Measure this rank, and let the balancer decide the shares. Its constructor is collective.
 
     Raises:
@@ -139,7 +139,9 @@ class Balancing:
         data = built.config.data
         self._ahead = data.workers * data.prefetch  # steps that loader processes may prefetch, with one slot each
         self._count, self._bounded = 0, not built.config.exact
-        line = differing(built.world.gather(device_of(built.world.device)), self._speeds)  # collective
+        line = describe_unequal_devices(
+            built.world.gather(name_and_memory(built.world.device)), self._speeds
+        )  # collective
         if self._balancer:  # the first step; later ones are compared in each exchange
             check_alike(built.world.gather(self._balancer.check(built.start, built.start + 1)))  # collective
         if line and built.world.is_main:
@@ -193,7 +195,7 @@ class Balancing:
         assert balancer is not None
         count, now = built.config.micro_batches, max(built.batches.sharing.now.slots)
         gradients = sum(p.numel() * p.element_size() for p in built.model.parameters() if p.requires_grad)
-        own = most_slots(count, now, gradients, int(_SPARED * _free(built.world.device)))
+        own = max_slots(count, now, gradients, int(_USABLE_MEMORY * _free_memory(built.world.device)))
         balancer.bound(built.world.gather(own), first)  # collective
         self._keep()
 
@@ -202,7 +204,7 @@ class Balancing:
         self._built.state.shares = self._balancer.state
 
 
-def most_slots(micro_batches: int, now: int, gradients: int, free: int) -> int:
+def max_slots(micro_batches: int, now: int, gradients: int, free: int) -> int:
     """Return how many micro-batches a rank may have in the free memory: `now` or more.
 
     A run of n micro-batches holds up to 2 log2(n) + 2 sums of the gradients' size (see docs/exactness.md); nothing else
@@ -218,7 +220,7 @@ def most_slots(micro_batches: int, now: int, gradients: int, free: int) -> int:
     return micro_batches if fitting >= micro_batches.bit_length() else min(micro_batches, max(now, 1 << fitting))
 
 
-def _free(device: torch.device) -> int:
+def _free_memory(device: torch.device) -> int:
     """Return free bytes of a device or of this process's part of a host.
 
     Of a CUDA device it is what no step has reserved so far.
@@ -273,7 +275,7 @@ class RunGuards:
 
     def _audit(self, clock: Clock) -> Audit:
         built = self._built
-        kernels = kernels_of(built.config.compile, built.run_plan.step_plan)
+        kernels = choose_kernels(built.config.compile, built.run_plan.step_plan)
         again = Again(built.model, built.task, self._loss, self._seed, built.world.device, kernels)
         share, seed, folder = self._config.audit, built.config.seed, built.folder.path
         kept = partial(checkpoint.list_steps, folder)

@@ -47,13 +47,13 @@ def run_script(script: Script, told: Mapping[str, Any]) -> int:
         LockstepError: the run failed.
     """
     trainers = as_it_is("--hf-script", str(script.path)).Trainer
-    training = _Training(told)
-    with _bound(trainers, training), _as_started(script):
+    training = _TrainReplacement(told)
+    with _replace_train(trainers, training), _script_environment(script):
         try:
             runpy.run_path(str(script.path), run_name="__main__")
         except SystemExit as end:
             if end.code:
-                return _code(end.code)
+                return _exit_code(end.code)
         except ValueError as error:
             if raised_in(error) == "transformers.hf_argparser:parse_dict":
                 raise ConfigError(f"--hf-args {script.arguments}: {str(error).splitlines()[0]}") from error
@@ -66,7 +66,7 @@ def run_script(script: Script, told: Mapping[str, Any]) -> int:
     return 0
 
 
-class _Training:
+class _TrainReplacement:
     """Replacement for `Trainer.train`.
 
     Attributes:
@@ -89,7 +89,7 @@ class _Training:
         config, task = from_trainer(trainer)
         ends = {"max_steps": 0} if "num_epochs" in self._told else {}  # max_steps would win over --num-epochs
         said = {**cli.flat(config, own_task=True), **ends, **self._told}
-        config = cli.build({**said, "log_freq": _recorded(trainer, cli.build(said))})
+        config = cli.build({**said, "log_freq": _log_freq(trainer, cli.build(said))})
         folder = (config.save_dir, config.experiment_name)
         if folder in self.folders:
             raise ConfigError(
@@ -110,7 +110,7 @@ class _Training:
         return _output(trainer, config, task, result, time.perf_counter() - began)
 
 
-def _recorded(trainer: Any, config: Config) -> int | str:
+def _log_freq(trainer: Any, config: Config) -> int | str:
     """Return `log_freq`, adjusted so that a short run has one record.
 
     The script reads the loss from it.
@@ -142,16 +142,16 @@ def _history(trainer: Any, result: Result) -> list[dict[str, Any]]:
     """Return the run's records in the Trainer's format; [] except on the first process."""
     if not trainer.is_world_process_zero():
         return []
-    return [dict(_renamed(record)) for record in jsonl.read(result.folder / "metrics.jsonl")]
+    return [dict(_rename(record)) for record in jsonl.read(result.folder / "metrics.jsonl")]
 
 
-_THEIRS = {"running_loss": "loss", "lr": "learning_rate", "grad_norm": "grad_norm", "global_step": "step"}
+_TRAINER_NAMES = {"running_loss": "loss", "lr": "learning_rate", "grad_norm": "grad_norm", "global_step": "step"}
 
 
-def _renamed(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _rename(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in record.items():
-        if name in _THEIRS:
-            yield _THEIRS[name], value
+        if name in _TRAINER_NAMES:
+            yield _TRAINER_NAMES[name], value
         elif name.startswith("evaluation/"):
             yield f"eval_{name.removeprefix('evaluation/')}", value
     if "epoch" in record:
@@ -159,7 +159,7 @@ def _renamed(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def _bound(trainers: Any, training: _Training) -> Iterator[None]:
+def _replace_train(trainers: Any, training: _TrainReplacement) -> Iterator[None]:
     """Replace `train` of every Trainer class in this process, subclasses included, by `training`."""
     theirs = trainers.train
 
@@ -176,7 +176,7 @@ def _bound(trainers: Any, training: _Training) -> Iterator[None]:
 
 
 @contextmanager
-def _as_started(script: Script) -> Iterator[None]:
+def _script_environment(script: Script) -> Iterator[None]:
     """Set `sys.argv` and `sys.path` as if Python had been started with the script."""
     argv, path = sys.argv, list(sys.path)
     sys.argv, sys.path[:0] = [str(script.path), str(script.arguments)], [str(script.path.parent.absolute())]
@@ -186,7 +186,7 @@ def _as_started(script: Script) -> Iterator[None]:
         sys.argv, sys.path[:] = argv, path
 
 
-def _code(code: Any) -> int:
+def _exit_code(code: Any) -> int:
     """Return an exit code as Python does: a string is printed, and means failure."""
     if isinstance(code, int):
         return code

@@ -45,9 +45,9 @@ from lockstep.tasks.columns import check_classes
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
 from lockstep.tasks.regression import on_columns_of
 from lockstep.training.build import notify
-from lockstep.training.build_engine import model_of
-from lockstep.training.defaults import all_fast
-from lockstep.training.evaluation import batches_of, evaluate_all, named_sets
+from lockstep.training.build_engine import build_model
+from lockstep.training.defaults import all_devices_fast
+from lockstep.training.evaluation import build_evaluation_batches, evaluate_all, sets_by_name
 from lockstep.training.named_task import load_task, named_task, on_data
 from lockstep.training.resolve import StartFacts, draft_of
 from lockstep.training.resume import chosen, fill
@@ -63,14 +63,14 @@ __all__ = [
     "evaluate_run",
     "export_run",
     "generate_texts",
-    "joined",
+    "join_world",
     "load",
-    "opened",
+    "load_run",
 ]
 
 
 @contextmanager
-def joined(config: Config, world: World | None = None) -> Iterator[World]:
+def join_world(config: Config, world: World | None = None) -> Iterator[World]:
     """Join the world, and leave it at the end, unless `world` is given.
 
     After an error the other processes are not waited for.
@@ -114,7 +114,7 @@ class InferenceRequest:
 
 
 @dataclass(slots=True)
-class Used:
+class LoadedRun:
     """A loaded run.
 
     Attributes:
@@ -130,7 +130,7 @@ class Used:
 
 
 @contextlib.contextmanager
-def opened(wanted: InferenceRequest) -> Iterator[Used]:
+def load_run(wanted: InferenceRequest) -> Iterator[LoadedRun]:
     """Load a run on every process of the launcher; leave the world at the end.
 
     Raises:
@@ -140,8 +140,8 @@ def opened(wanted: InferenceRequest) -> Iterator[Used]:
     """
     path = Path(wanted.run).expanduser()
     config = config_of(path, wanted)
-    with joined(config) as world:
-        yield _made(path, config, wanted, world)
+    with join_world(config) as world:
+        yield _build_loaded_run(path, config, wanted, world)
 
 
 def config_of(path: Path, wanted: InferenceRequest) -> Config:
@@ -162,9 +162,9 @@ def config_of(path: Path, wanted: InferenceRequest) -> Config:
     return dataclasses.replace(config, micro_batch_size=config.micro_size)
 
 
-def _made(path: Path, config: Config, wanted: InferenceRequest, world: World) -> Used:
+def _build_loaded_run(path: Path, config: Config, wanted: InferenceRequest, world: World) -> LoadedRun:
     """Make the task and the model, and load the weights. Collective."""
-    config, notices = draft_of(config, StartFacts(fast=all_fast(config, world)))  # collective
+    config, notices = draft_of(config, StartFacts(fast=all_devices_fast(config, world)))  # collective
     for line in notices:
         notify(world)(line)
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
@@ -173,10 +173,10 @@ def _made(path: Path, config: Config, wanted: InferenceRequest, world: World) ->
     state = on_all_ranks(world, lambda: checkpoint.read_run_state(found))
     task = on_all_ranks(world, lambda: _task_of(path, config, wanted, state, notify(world)))
     recall(task, state)
-    model = model_of(config, task, world, dataclasses.replace(state), notify(world))
+    model = build_model(config, task, world, dataclasses.replace(state), notify(world))
     without = left_out(model, state)
-    on_all_ranks(world, lambda: _filled(found, model, task, without, wanted.ema))
-    return Used(config, world, task, model, state.global_step)
+    on_all_ranks(world, lambda: _load_weights(found, model, task, without, wanted.ema))
+    return LoadedRun(config, world, task, model, state.global_step)
 
 
 def _task_of(path: Path, config: Config, wanted: InferenceRequest, state: RunState, say: Callable[[str], None]) -> Task:
@@ -205,7 +205,7 @@ def _task_of(path: Path, config: Config, wanted: InferenceRequest, state: RunSta
     return on_data(task, config, wanted.data, say) if wanted.data else task
 
 
-def _filled(found: Path, model: nn.Module, task: Task, without: frozenset[str], ema: bool) -> None:
+def _load_weights(found: Path, model: nn.Module, task: Task, without: frozenset[str], ema: bool) -> None:
     own = task.state_dict()
     try:
         fill(found, model, own, without=without, ema=ema)
@@ -223,16 +223,16 @@ def evaluate_run(wanted: InferenceRequest, *, as_json: bool = False) -> Evaluati
         DataError: there is no evaluation set.
     """
     aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with aside, opened(wanted) as used:  # hides the task's prints
-        record, is_main = _record(used), used.world.is_main
+    with aside, load_run(wanted) as used:  # hides the task's prints
+        record, is_main = _evaluate(used), used.world.is_main
     if is_main:
         _print(record, wanted, as_json)
     return record
 
 
-def _record(used: Used) -> EvaluationRecord:
-    found = on_all_ranks(used.world, lambda: named_sets(used.task.dataset("evaluation")))
-    sets = batches_of(used.config, used.task, found, used.world)
+def _evaluate(used: LoadedRun) -> EvaluationRecord:
+    found = on_all_ranks(used.world, lambda: sets_by_name(used.task.dataset("evaluation")))
+    sets = build_evaluation_batches(used.config, used.task, found, used.world)
     if not sets:
         raise DataError("the task has no evaluation set: its dataset('evaluation') is None or empty")
     with waiting("evaluating", shown=used.world.is_main) as progress:
@@ -295,7 +295,9 @@ def export_run(asked: ExportRequest, say: Say) -> Path:
     """
     path = export_chosen(Path(asked.run), _step(asked))
     weights = _weights(asked, path, checkpoint.read_run_state(path))
-    export(path, Path(asked.out), asked.form, weights=weights, beside=partial(_beside, path, say), ema=asked.ema)
+    export(
+        path, Path(asked.out), asked.form, weights=weights, beside=partial(_export_tokenizer, path, say), ema=asked.ema
+    )
     return path
 
 
@@ -325,11 +327,11 @@ def _weights(asked: ExportRequest, path: Path, state: RunState) -> FullTensors |
             )
         return None
     run, step = path.parent.parent, int(path.name.rpartition("-")[2])
-    with opened(InferenceRequest(str(run), step, asked.task, device="cpu", ema=asked.ema)) as used:
-        return _whole(merge(used.model))
+    with load_run(InferenceRequest(str(run), step, asked.task, device="cpu", ema=asked.ema)) as used:
+        return _as_checkpoint(merge(used.model))
 
 
-def _whole(tensors: dict[str, Tensor]) -> FullTensors:
+def _as_checkpoint(tensors: dict[str, Tensor]) -> FullTensors:
     """Wrap tensors in memory as a checkpoint's; tied ones are stored once."""
     stored: dict[tuple[int, tuple[int, ...]], StoredTensor] = {}
     named, held = {}, {f"model/{name}": tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -339,7 +341,7 @@ def _whole(tensors: dict[str, Tensor]) -> FullTensors:
     return FullTensors(named, held.__getitem__)
 
 
-def _beside(path: Path, say: Say, folder: Path) -> None:
+def _export_tokenizer(path: Path, say: Say, folder: Path) -> None:
     """Write tokenizer and generation settings, for a language model whose run knows its data."""
     run = path.parent.parent
     if not (run / "config.toml").is_file():
@@ -348,7 +350,7 @@ def _beside(path: Path, say: Say, folder: Path) -> None:
         wanted = InferenceRequest(str(run))
         config = config_of(run, wanted)
         state = checkpoint.read_run_state(path)
-        if kind_of(config.task) != LANGUAGE or state.plan.get("task") not in _LANGUAGE:
+        if kind_of(config.task) != LANGUAGE or state.plan.get("task") not in _LANGUAGE_TASKS:
             return
         corpus: Any = _task_of(run, config, wanted, state, say).corpus  # type: ignore[attr-defined]
     except LockstepError as error:
@@ -363,7 +365,7 @@ def _beside(path: Path, say: Say, folder: Path) -> None:
         save_trained(folder, corpus.separator, temperature=plain.temperature, top_k=plain.top_k)
 
 
-_LANGUAGE = (CausalLM.__qualname__, HubCausalLM.__qualname__)
+_LANGUAGE_TASKS = (CausalLM.__qualname__, HubCausalLM.__qualname__)
 
 
 def generate_texts(wanted: InferenceRequest, prompts: Sequence[str], sampling: Sampling) -> list[str]:
@@ -375,7 +377,7 @@ def generate_texts(wanted: InferenceRequest, prompts: Sequence[str], sampling: S
         CheckpointError, ConfigError: see `opened`; ConfigError also if the run is no language model.
     """
     texts = []
-    with opened(wanted) as used:
+    with load_run(wanted) as used:
         task = used.task
         if not isinstance(task, CausalLM | HubCausalLM):
             kind = type(written(task)).__name__

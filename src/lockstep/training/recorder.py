@@ -40,7 +40,7 @@ from lockstep.records import TRAIN, EvaluationRecord, StepRecord, expanded, mean
 from lockstep.report.goodput import EVALUATION, SAVES, Timeline, waits
 from lockstep.run_state import RunningSums, RunState
 from lockstep.training.build import Built
-from lockstep.training.evaluation import evaluate_all, numbered
+from lockstep.training.evaluation import all_numbers, evaluate_all
 from lockstep.training.open_run import exempt_names, not_finite_now, where_not_finite
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import brief, judged, looked_at, out_of_patience, shown, stopped_by
@@ -315,7 +315,7 @@ class RunRecorder:
                 progress=lambda *evaluated: self._sinks.progress(done, evaluated),
             )
         if built.world.is_main:
-            numbers = {f"evaluation/{name}": value for name, value in numbered(found).items()}
+            numbers = {f"evaluation/{name}": value for name, value in all_numbers(found).items()}
             self._sinks.log({"global_step": done, **numbers})
         self._meter.pause(time.perf_counter() - began, "evaluation")
         selection = built.state.selection

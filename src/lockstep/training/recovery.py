@@ -32,9 +32,9 @@ from lockstep.errors import PeerError, RankLost
 from lockstep.guards.startup import program
 from lockstep.logging.log import open_log
 from lockstep.run_state import RunningSums, RunState
-from lockstep.training.build import Built, build, notify, stream_of
-from lockstep.training.build_engine import engine_of, optimizer_of
-from lockstep.training.evaluation import batches_of
+from lockstep.training.build import Built, build, build_batches, notify
+from lockstep.training.build_engine import build_engine, build_optimizer
+from lockstep.training.evaluation import build_evaluation_batches
 from lockstep.training.open_run import claimed, open_sinks
 from lockstep.training.session import Session
 from lockstep.training.sharing import shares_for
@@ -245,14 +245,14 @@ def _place(session: Session, built: Built, found: Generation, best: str, state: 
     _stand(session, built, furthest)
     shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)
     config = dataclasses.replace(built.config, shares=shares)
-    built.batches, built.balancer = stream_of(config, task, built.training, built.run_plan, world, built.state)
-    built.evaluation = batches_of(config, task, built.sets, world)  # collective
+    built.batches, built.balancer = build_batches(config, task, built.training, built.run_plan, world, built.state)
+    built.evaluation = build_evaluation_batches(config, task, built.sets, world)  # collective
     built.loading = [built.loading[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
     if built.state.trained:  # a new process made its optimizer for another set, so all make theirs again
         begin_as_made(built.model, built.state)
-        built.groups.renewed(optimizer_of(config, task, built.model))
+        built.groups.renewed(build_optimizer(config, task, built.model))
     parts = (config, task, built.model, world, built.groups, built.batches)
-    built.engine = engine_of(*parts, notify(world), built.state)
+    built.engine = build_engine(*parts, notify(world), built.state)
     built.load_state_dict(state)  # most of it is in place already
     train_now(built.model, built.state)
     optimizer = built.groups.optimizer

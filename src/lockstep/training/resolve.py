@@ -23,7 +23,18 @@ from lockstep.data.batches import START, Origin
 from lockstep.errors import ConfigError, DataError
 from lockstep.run_state import Extension, RunState
 from lockstep.task import Task
-from lockstep.training.defaults import ADAM, FEW, FLOOR, FLOORS, KINDS, LORA, SGD, batchnorms, is_open, warm_up
+from lockstep.training.defaults import (
+    ADAM_DEFAULTS,
+    LORA_DEFAULTS,
+    LR_FLOOR,
+    LR_FLOORS,
+    MIN_BATCHNORM_SAMPLES,
+    SGD_DEFAULTS,
+    TASK_DEFAULTS,
+    batchnorm_names,
+    default_warmup,
+    is_device_default,
+)
 from lockstep.training.resume import RunPlan, in_epoch
 
 __all__ = [
@@ -97,7 +108,7 @@ class Facts:
 
     Attributes:
         start: what is known before the task is made.
-        kind: of the task's defaults, one of `defaults.KINDS`.
+        kind: of the task's defaults, one of `defaults.TASK_DEFAULTS`.
         undivided: the loss of a micro-batch depends on which samples it has, so by default a step is one of them.
         batchnorm: the model normalises by the batch.
         samples: of the training set.
@@ -120,7 +131,7 @@ class Facts:
             samples: of the training set.
             epoch: samples of an epoch, if the task's order has more or fewer; 0: the same number.
         """
-        undivided, batchnorm = task.reduction == "micro-batch", bool(batchnorms(model))
+        undivided, batchnorm = task.reduction == "micro-batch", bool(batchnorm_names(model))
         return cls(start or StartFacts(), task.defaults, undivided, batchnorm, samples, epoch or samples)
 
 
@@ -152,7 +163,7 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
 
 def _on_device(config: Config, facts: StartFacts) -> tuple[dict[str, Any], list[str]]:
     """Choose precision and compile by the weakest device; a checkpoint's settings win."""
-    open_ones = [name for name in ("precision", "compile") if is_open(config, name)]
+    open_ones = [name for name in ("precision", "compile") if is_device_default(config, name)]
     before, fast = facts.checkpoint, facts.fast
     suited = {"precision": "bf16" if fast else "float32", "compile": fast}
     begun = suited
@@ -275,7 +286,7 @@ def _origin(config: Config, before: CheckpointFacts | None, extension: Extension
 def _planned(config: Config, facts: Facts, origin: Origin) -> RunPlan:
     """Resolve what depends on task, model and number of steps."""
     undivided = config.batch_size if facts.undivided else 0
-    default = default_micro_batch_size(config.batch_size, FEW if facts.batchnorm else 1)
+    default = default_micro_batch_size(config.batch_size, MIN_BATCHNORM_SAMPLES if facts.batchnorm else 1)
     size = config.micro_batch_size or undivided or default
     config = dataclasses.replace(config, micro_batch_size=size)
     epoch = in_epoch(config, facts.epoch)
@@ -285,8 +296,8 @@ def _planned(config: Config, facts: Facts, origin: Origin) -> RunPlan:
         _refuse(run_plan)
     defaults: dict[str, Any] = {
         **_suited(config, facts.kind),
-        "optim.warmup_steps": warm_up(steps, shape),
-        "optim.floor": FLOORS.get(shape, FLOOR),
+        "optim.warmup_steps": default_warmup(steps, shape),
+        "optim.floor": LR_FLOORS.get(shape, LR_FLOOR),
         "eval_micro_batch_size": size,
         "eval_workers": config.data.workers,
     }
@@ -304,13 +315,15 @@ def _in_steps(run_plan: RunPlan) -> dict[str, int]:
 
 def _suited(config: Config, kind: str) -> dict[str, float]:
     """Return the optimizer's defaults for a kind of task."""
-    if kind not in KINDS:
+    if kind not in TASK_DEFAULTS:
         raise ConfigError(
-            f"the task's defaults are {kind!r}: choose one of {', '.join(KINDS)}, or leave the attribute out"
+            f"the task's defaults are {kind!r}: choose one of {', '.join(TASK_DEFAULTS)}, or leave the attribute out"
         )
     if config.optim.name == "sgd":
-        return SGD
-    return (LORA if config.lora.rank else KINDS[kind]) | (ADAM if config.optim.name == "adam" else {})
+        return SGD_DEFAULTS
+    return (LORA_DEFAULTS if config.lora.rank else TASK_DEFAULTS[kind]) | (
+        ADAM_DEFAULTS if config.optim.name == "adam" else {}
+    )
 
 
 def _refuse(run_plan: RunPlan) -> None:

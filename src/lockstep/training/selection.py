@@ -20,7 +20,7 @@ from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 from lockstep.records import EvaluationRecord
 from lockstep.run_state import BestEvaluation, PatienceCount, PlateauCount, Selection
-from lockstep.training.evaluation import ANY
+from lockstep.training.evaluation import MORE_NAMES
 
 __all__ = [
     "brief",
@@ -99,7 +99,7 @@ def check_evaluated(config: Config, metrics: Iterable[str] | None) -> None:
 def _check_known(judge: Judge, metrics: Iterable[str], flag: str = "--best-metric") -> None:
     """Raise ConfigError if the evaluation has no number of the criterion's name."""
     known = ["loss", *metrics]
-    if judge.metric not in known and not any(name.split("/")[-1] == ANY for name in known):
+    if judge.metric not in known and not any(name.split("/")[-1] == MORE_NAMES for name in known):
         close = difflib.get_close_matches(judge.metric, known, n=1)
         meant = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
         raise ConfigError(f"{flag}: the task's evaluation has no '{judge.metric}'; {meant}")

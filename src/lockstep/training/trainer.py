@@ -33,19 +33,19 @@ from lockstep.report.page import write
 from lockstep.training.build import Built, announce, build, notify
 from lockstep.training.components import (
     after_first_step,
-    end_of,
-    handed_on,
+    build_components,
+    finish_evaluation,
+    finish_run,
+    flush_steps,
+    iterate_steps,
     leave_early,
-    note_best,
-    note_change,
-    reader,
-    recorded,
+    make_number_reader,
+    prepare_recovery,
+    record_body_change,
+    record_step,
     save,
-    saved_and_evaluated,
-    settle,
-    taken,
-    tell_evaluated,
-    works,
+    save_and_evaluate,
+    update_best,
 )
 from lockstep.training.open_run import claimed, count_restarts, load_state, open_sinks
 from lockstep.training.profiler import check_range
@@ -224,7 +224,7 @@ def _attempts(session: Session) -> Training:
             session.go_back_to_first(built)
         elif built.source is None:
             session.note_first(built.own)
-        note_best(session)
+        update_best(session)
         over = built.start >= built.last or out_of_patience(built.config, built.state.selection)
         if over and not built.state.evaluation_due:
             load_state(built)  # collective
@@ -348,19 +348,20 @@ def _left_in_order(session: Session, built: Built) -> Iterator[None]:
 
 def _follow(session: Session, built: Built) -> Training:  # noqa: C901
     """Train, and after each step record, check, evaluate, save and run the caller's body."""
-    first, world, ongoing = built.start, built.world, works(session, built)  # read now: a save moves `built.start`
+    first, world = built.start, built.world  # read now: a save moves `built.start`
+    ongoing = build_components(session, built)
     timeline = session.timeline
     exchange, recorder, stop_request = ongoing.exchange, ongoing.recorder, 0
     watchdog = HangWatchdog(world, exchange, built.folder.path, failures.note, session.member)
     signals = Preemption(exchange)
-    kept, loading, auditing = handed_on(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
+    kept, loading, auditing = prepare_recovery(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
     profiling, frozen = ongoing.profiling, Frozen()
     explaining, typing = explained(built.engine, world), typed_errors()
     with frozen, signals, loading, auditing, kept, watchdog, recorder, profiling, explaining, typing:
         exchange.stop(session.wishes.request)  # from a signal that came while the ranks changed
         session.wishes.request = CONTINUE
         told = watchdog.connect()
-        session.reader = reader(exchange, world, told, outlives=bool(session.member))
+        session.reader = make_number_reader(exchange, world, told, outlives=bool(session.member))
         hooks = built.task.hooks
         course = HookContext(session, built) if hooks else None  # with its own part of the run's state
         if hooks and course:
@@ -368,8 +369,8 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
         if built.state.evaluation_due:  # a signal or a kill came before it
             built.state.evaluation_due = False
             session.evaluation = recorder.evaluate(first)
-            tell_evaluated(session, built, first)
-            note_best(session)
+            finish_evaluation(session, built, first)
+            update_best(session)
         if session.save_due:  # the save that was in progress when a rank was lost
             session.save_due = False
             recorder.save(first)
@@ -377,16 +378,16 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
         timeline.enter(TRAINING)
         trained = steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control)
         profiling.after(first)
-        for record in () if over else taken(ongoing, world, trained):
+        for record in () if over else iterate_steps(ongoing, world, trained):
             regroups, stop_request = record.stop_agreed == REGROUP, record.stop_agreed
             stop_request = CONTINUE if regroups else stop_request
             ending = record.step + 1 == ongoing.last or bool(stop_request)
-            step, session.tries = recorded(session, built, ongoing, record), 0
+            step, session.tries = record_step(session, built, ongoing, record), 0
             timeline.at(step.global_step)
             if record.step == first:
                 after_first_step(built, ongoing)  # collective
                 frozen.begin()
-            saves = saved_and_evaluated(session, built, ongoing, step, ending)
+            saves = save_and_evaluate(session, built, ongoing, step, ending)
             if hooks and course:
                 hooks.after_step(course, step.global_step)
             if session.has_body:  # the body may write what is being copied
@@ -398,12 +399,12 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
                 yield step
             except GeneratorExit:
                 timeline.enter(ENDING)
-                note_change(ongoing, built, step.global_step)
+                record_body_change(ongoing, built, step.global_step)
                 leave_early(session, ongoing, told, signals.ends_now)
                 raise
             exchange.progress.at(record.step, COMPUTING)
             timeline.enter(TRAINING)
-            note_change(ongoing, built, step.global_step)
+            record_body_change(ongoing, built, step.global_step)
             if saves:
                 save(ongoing, step.global_step)
             if spent := profiling.after(step.global_step):  # collective, if a trace ends
@@ -420,7 +421,7 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
                     break
                 exchange.stop(STOP)  # other ranks go on: all end after the next exchange
             if regroups:
-                settle(ongoing)
+                flush_steps(ongoing)
                 recorder.saver.settle()  # collective
                 raise RankLost("a new process waits to be taken in")
         timeline.enter(ENDING)
@@ -430,7 +431,7 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
         if session.member:
             session.member.ends()
         recorder.settle()  # collective
-        session.status, session.exit_code = end_of(built, stop_request, recorder.saved, recorder.losses)
+        session.status, session.exit_code = finish_run(built, stop_request, recorder.saved, recorder.losses)
         recorder.close(session.exit_code)
 
 

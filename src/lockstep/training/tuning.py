@@ -35,9 +35,9 @@ from lockstep.logging.plots import curve, rates_picture
 from lockstep.loop import StepControl, loss_of, seeder, steps
 from lockstep.run_state import RunState
 from lockstep.task import items_of_a_sample
-from lockstep.training.build import Built, build, stream_of
-from lockstep.training.build_engine import kernels_of
-from lockstep.training.inference import joined
+from lockstep.training.build import Built, build, build_batches
+from lockstep.training.build_engine import choose_kernels
+from lockstep.training.inference import join_world
 from lockstep.training.open_run import load_state
 
 __all__ = [
@@ -123,7 +123,7 @@ def find_lr(config: Config, task: Any = None, world: World | None = None) -> Fou
         UsageError: the configuration cannot be run.
         LockstepError: the steps failed.
     """
-    with joined(config, world) as ranks:
+    with join_world(config, world) as ranks:
         return _summarize_rates(config, task, ranks)
 
 
@@ -132,7 +132,7 @@ def show_rates(config: Config) -> None:
 
     This is `lockstep train --find-lr`.
     """
-    with joined(config) as world:
+    with join_world(config) as world:
         found = find_lr(config, None, world)
         if world.is_main:
             print(found, flush=True)
@@ -177,7 +177,7 @@ def _losses(built: Built) -> list[float]:
     constant = (lambda step: each * step_plan.samples(step)) if each else None
     exchange = StepExchange(world, step_loader.items, constant, step_plan.steps)
     seed = seeder(built.config.seed, "micro", world.device)
-    kernels, clock = kernels_of(built.config.compile, step_plan), make_clock(world.device)
+    kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(world.device)
     control = StepControl(lambda step: rate_of(step) / built.lr, seed, clock, kernels=kernels)
     losses: list[float] = []
     with closing(step_loader), closing(exchange), waiting("trying rates", shown=world.is_main) as progress:
@@ -313,13 +313,13 @@ def find_micro_batch(
         UsageError: the configuration cannot be run; there is no CUDA device; or the engine's forward takes all ranks.
         LockstepError: the model failed.
     """
-    with joined(config, world) as ranks:
+    with join_world(config, world) as ranks:
         return _summarize_sizes(config, task, ranks, measure, total)
 
 
 def show_sizes(config: Config) -> None:
     """Print the result on rank 0: `lockstep train --find-micro-batch`."""
-    with joined(config) as world:
+    with join_world(config) as world:
         found = find_micro_batch(config, None, world)
         if world.is_main:
             print(found, flush=True)
@@ -409,7 +409,7 @@ def _tried_here(built: Built, size: int, measure: Measure) -> tuple[tuple[int, f
 def _first_batch(built: Built, size: int) -> MicroBatch:
     config = dataclasses.replace(built.config, micro_batch_size=size)
     run_plan = dataclasses.replace(built.run_plan, config=config)
-    stream, _ = stream_of(config, built.task, built.training, run_plan, built.world, RunState())
+    stream, _ = build_batches(config, built.task, built.training, run_plan, built.world, RunState())
     with closing(stream.from_step(0)) as step_loader:
         _, micro = next(iter(step_loader))
         first: MicroBatch = micro[0]

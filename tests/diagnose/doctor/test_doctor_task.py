@@ -15,7 +15,7 @@ from lockstep.engines import ddp
 from lockstep.errors import DataError
 from lockstep.task import Task
 from lockstep.training import loss_check
-from lockstep.training.defaults import elsewhere, explained
+from lockstep.training.defaults import explain_device_error, find_misplaced
 
 FILE = """
 import torch, lockstep
@@ -99,7 +99,9 @@ class Holding(Task):
 def test_every_kind_of_tensor_is_found_where_it_lies():
     model, there = Scaled(), torch.device("meta")
     model.layer.to("meta")
-    found = {each.what: (each.where.type, each.sure) for each in elsewhere(model, Holding(), [torch.ones(2)], there)}
+    found = {
+        each.what: (each.where.type, each.sure) for each in find_misplaced(model, Holding(), [torch.ones(2)], there)
+    }
     assert found == {
         "buffer 'mean'": ("cpu", True),
         "attribute 'scale', no buffer": ("cpu", False),
@@ -109,26 +111,30 @@ def test_every_kind_of_tensor_is_found_where_it_lies():
         "the task's attribute 'images'": ("cpu", False),
         "batch[0]": ("cpu", True),
     }
-    assert elsewhere(Scaled(), Holding(), torch.ones(2), torch.device("cpu")) == []
+    assert find_misplaced(Scaled(), Holding(), torch.ones(2), torch.device("cpu")) == []
 
 
 def test_a_criterion_and_a_parameter_elsewhere_are_faults_and_a_tasks_own_data_is_none():
     there = torch.device("meta")
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    found = list(checked.judge_placement(elsewhere(model, Holding(), (), there), there))
+    found = list(checked.judge_placement(find_misplaced(model, Holding(), (), there), there))
     told = wrong(found, "placement", "parameter '0.weight' on cpu", "the task's criterion: buffer 'weight' on cpu")
     assert [each.level for each in told] == ["FAIL"]
     plain = Scaled().to("meta")
     told = wrong(
-        list(checked.judge_placement(elsewhere(plain, Holding(), (), there)[:2], there)), "placement", "'scale'"
+        list(checked.judge_placement(find_misplaced(plain, Holding(), (), there)[:2], there)), "placement", "'scale'"
     )
     assert [each.level for each in told] == ["warn"]
     assert "register_buffer()" in told[0].mend
 
 
 def test_a_model_that_is_offloaded_is_meant():
-    assert elsewhere(nn.Linear(2, 2), Holding(), (), torch.device("cuda", 0))[0].what.startswith("the task's criterion")
-    assert not [e for e in elsewhere(nn.Linear(2, 2), Holding(), (), torch.device("cuda", 0)) if "parameter" in e.what]
+    assert find_misplaced(nn.Linear(2, 2), Holding(), (), torch.device("cuda", 0))[0].what.startswith(
+        "the task's criterion"
+    )
+    assert not [
+        e for e in find_misplaced(nn.Linear(2, 2), Holding(), (), torch.device("cuda", 0)) if "parameter" in e.what
+    ]
 
 
 @pytest.mark.parametrize(
@@ -143,16 +149,18 @@ def test_a_model_that_is_offloaded_is_meant():
 def test_torchs_complaint_is_explained(text):
     model = Scaled()
     model.scale = model.scale.to("meta")
-    told = explained(RuntimeError(text), model, Holding(), (torch.ones(2),))
+    told = explain_device_error(RuntimeError(text), model, Holding(), (torch.ones(2),))
     assert told.startswith(
         "the model lies on cpu, and elsewhere: attribute 'scale', no buffer on meta; register_buffer()"
     )
-    assert "made inside the method" in explained(RuntimeError(text), Scaled(), Holding(), ())
+    assert "made inside the method" in explain_device_error(RuntimeError(text), Scaled(), Holding(), ())
 
 
 def test_other_errors_are_left_alone():
-    assert explained(RuntimeError("shapes cannot be multiplied (2x3 and 4x5)"), Scaled(), Holding(), ()) == ""
-    assert explained(KeyError("same device"), Scaled(), Holding(), ()) == ""
+    assert (
+        explain_device_error(RuntimeError("shapes cannot be multiplied (2x3 and 4x5)"), Scaled(), Holding(), ()) == ""
+    )
+    assert explain_device_error(KeyError("same device"), Scaled(), Holding(), ()) == ""
 
 
 def test_train_says_which_tensor_stands_where():

@@ -26,7 +26,7 @@ from lockstep.errors import LockstepError
 from lockstep.guards.desync import Digests, leaves, of_digests
 from lockstep.loop import loss_of, seeder
 from lockstep.training.build import Built, build
-from lockstep.training.defaults import Lying, elsewhere
+from lockstep.training.defaults import MisplacedTensor, find_misplaced
 
 __all__ = [
     "judge_task",
@@ -76,7 +76,7 @@ def task(place: CheckContext) -> CheckResult:
 def _train_steps(built: Built) -> CheckResult:
     world, device = built.world, built.world.device
     steps = min(_STEPS, built.run_plan.step_plan.steps)
-    loading, computing, misplaced = [], [], list[Lying]()
+    loading, computing, misplaced = [], [], list[MisplacedTensor]()
     gradients: dict[str, str] = {}
     began = time.monotonic()
     with closing(built.batches.from_step(0)) as stream, _record_gradients(built, gradients):
@@ -88,7 +88,7 @@ def _train_steps(built: Built) -> CheckResult:
                 count for own in world.gather([batch.items for batch in micro]) for count in own
             )  # collective
             if not number:
-                misplaced = elsewhere(built.model, built.task, micro[0].data, device)
+                misplaced = find_misplaced(built.model, built.task, micro[0].data, device)
             computed = time.perf_counter()
             _step(built, step, micro, items)
             if device.type == "cuda":
@@ -163,7 +163,7 @@ def _merge_digests(digests: dict[str, str]) -> dict[str, str]:
     return digests if len(digests) <= _NAMES else {"all": of_digests(digests)}
 
 
-def judge_placement(misplaced: list[Lying], device: torch.device) -> Iterator[Finding]:
+def judge_placement(misplaced: list[MisplacedTensor], device: torch.device) -> Iterator[Finding]:
     """Report tensors on another device than the run's."""
     mend = "register_buffer() moves a tensor with its module; put a criterion into the model, or move it in `loss`"
     for say, sure in ((fail, True), (warn, False)):
