@@ -227,10 +227,11 @@ def test_a_device_without_triton_is_refused(monkeypatch, kind):
     monkeypatch.setattr(run_model, "find_spec", lambda name: None)
     asked, model = lockstep.Config(fused_kernels="all"), build("plain")
     with pytest.raises(ConfigError, match=f"--fused-kernels all: {kind}"):
-        run_model._fuse_layers(asked, model, torch.device(kind), planned=False)
-    run_model._fuse_layers(dataclasses.replace(asked, fused_kernels="none"), model, torch.device(kind), planned=False)
+        run_model._fuse_layers(asked, model, torch.device(kind), sizes_only=False)
+    unfused = dataclasses.replace(asked, fused_kernels="none")
+    run_model._fuse_layers(unfused, model, torch.device(kind), sizes_only=False)
     assert type(model.blocks[0].expand) is torch.nn.Linear
-    run_model._fuse_layers(asked, model, torch.device(kind), planned=True)
+    run_model._fuse_layers(asked, model, torch.device(kind), sizes_only=True)
     assert type(model.blocks[0].expand) is fused.GeluLinear
 
 

@@ -288,7 +288,7 @@ class RunRecorder:
     def _troubles(self) -> dict[str, float]:
         """Return counts of repaired failures so far, over all ranks; {} if there were none. Collective."""
         counts = [
-            *self._exchange.totals(loading_failures(self._built.loading)),
+            *self._exchange.totals(loading_failures(self._built.loaders)),
             float(self._built.state.steps_left_out or 0),
         ]
         return {name: count for name, count in zip(_TROUBLES, counts, strict=True) if count}

@@ -100,7 +100,7 @@ def built_to_join(session: Session, world: World, member: Member) -> Built:
     config = session.config
     config = dataclasses.replace(config, experiment_name=member.experiment() or config.experiment_name)
     alone = dataclasses.replace(config, engine="auto", shares="equal")
-    built = build(alone, session.given, world, session.kept, joins=True, least=session.least_steps)
+    built = build(alone, session.given, world, session.kept, joining=True, min_steps=session.least_steps)
     built.config = dataclasses.replace(built.config, engine=config.engine, shares=config.shares)
     return built
 
@@ -246,11 +246,11 @@ def _place(session: Session, built: Built, found: Generation, best: str, state: 
     shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)
     config = dataclasses.replace(built.config, shares=shares)
     built.batches, built.balancer = build_batches(config, task, built.training, built.run_plan, world, built.state)
-    built.evaluation = build_evaluation_batches(config, task, built.sets, world)  # collective
-    built.loading = [built.loading[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
+    built.evaluation = build_evaluation_batches(config, task, built.evaluation_sets, world)  # collective
+    built.loaders = [built.loaders[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
     if built.state.trained:  # a new process made its optimizer for another set, so all make theirs again
         begin_as_made(built.model, built.state)
-        built.groups.renewed(build_optimizer(config, task, built.model))
+        built.groups.replace_optimizer(build_optimizer(config, task, built.model))
     parts = (config, task, built.model, world, built.groups, built.batches)
     built.engine = build_engine(*parts, notify(world), built.state)
     built.load_state_dict(state)  # most of it is in place already
@@ -310,7 +310,7 @@ def _stand(session: Session, built: Built, best: LeaveReport) -> None:
     due = taken > 0 and (taken == whole or bool(config.eval_freq and taken % config.eval_freq == 0))
     state.evaluation_due = due and bool(built.evaluation) and best.evaluated != taken
     session.global_step, session.evaluated, session.present = taken, best.evaluated, None
-    last = taken if taken == built.last else taken - taken % config.ckpt_freq if config.ckpt_freq else 0
+    last = taken if taken == built.last_step else taken - taken % config.ckpt_freq if config.ckpt_freq else 0
     kept = checkpoint.list_steps(built.folder.path) if built.world.is_main else []
     session.save_due = bool(last) and max(built.world.gather(kept)[0], default=0) < last  # collective
 

@@ -184,7 +184,7 @@ class Run:
         if built is None or self._session.present is not None:
             raise UsageError(f"run.keep('{name}', ...) belongs between `with Run(...) as run` and the loop")
         built.keep(name, what)
-        own = built.own_of(name)
+        own = built.object_tensors(name)
         if built.source is None:
             self._session.note_first(own)
         else:

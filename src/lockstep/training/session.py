@@ -128,7 +128,7 @@ class Session:
 
         Everything else is built again.
         """
-        own = built.own
+        own = built.own_tensors
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(self.first[name])

@@ -127,15 +127,13 @@ def _write_report(session: Session, built: Built, left: BaseException | None) ->
 def _nothing_left(built: Built) -> str:
     """Describe a run that is started again and has nothing to do."""
     path, whole = built.folder.path, built.run_plan.step_plan.steps
-    if built.start < built.last:
+    if built.start < built.last_step:
         return (
             f"{path} stopped early at step {built.start} of {whole}: the best was "
             f"{shown(built.state.selection.best)}; a larger --patience goes on"
         )
     if built.start < whole:
-        return (
-            f"{path} is at step {built.start} of {whole}, and --stop-at {built.last} ends it there; raise it to go on"
-        )
+        return f"{path} is at step {built.start} of {whole}, and --stop-at {built.last_step} ends it; raise it to go on"
     return (
         f"{path} is finished after {whole} steps; to train on: --extend-to with more steps, or another "
         f"--experiment-name with --init-from {path}"
@@ -207,7 +205,7 @@ def _attempts(session: Session) -> Training:
         assert world is not None
         try:
             with explained(None, world), typed_errors():
-                built = build(session.config, session.given, world, session.kept, least=session.least_steps)
+                built = build(session.config, session.given, world, session.kept, min_steps=session.least_steps)
         except CheckpointError as error:
             if session.status == "new":
                 raise
@@ -223,9 +221,9 @@ def _attempts(session: Session) -> Training:
         if built.source is None and session.status == "running":
             session.go_back_to_first(built)
         elif built.source is None:
-            session.note_first(built.own)
+            session.note_first(built.own_tensors)
         update_best(session)
-        over = built.start >= built.last or out_of_patience(built.config, built.state.selection)
+        over = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
         if over and not built.state.evaluation_due:
             load_state(built)  # collective
             notify(world)(_nothing_left(built))
@@ -250,7 +248,7 @@ def _join(session: Session, member: Member) -> Training:
         built = built_to_join(session, session.joined, member)
     session.built, session.model, session.config = built, built.model, built.config
     session.status, session.digest = "running", digest(built)
-    session.note_first(built.own)
+    session.note_first(built.own_tensors)
     yield None
     with suppress(Rollback, Anew), _left_in_order(session, built):
         yield from _going_on(session, built)
@@ -361,7 +359,7 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
         exchange.stop(session.wishes.request)  # from a signal that came while the ranks changed
         session.wishes.request = CONTINUE
         told = watchdog.connect()
-        session.reader = make_number_reader(exchange, world, told, outlives=bool(session.member))
+        session.reader = make_number_reader(exchange, world, told, survives_losses=bool(session.member))
         hooks = built.task.hooks
         course = HookContext(session, built) if hooks else None  # with its own part of the run's state
         if hooks and course:
@@ -381,7 +379,7 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
         for record in () if over else iterate_steps(ongoing, world, trained):
             regroups, stop_request = record.stop_agreed == REGROUP, record.stop_agreed
             stop_request = CONTINUE if regroups else stop_request
-            ending = record.step + 1 == ongoing.last or bool(stop_request)
+            ending = record.step + 1 == ongoing.last_step or bool(stop_request)
             step, session.tries = record_step(session, built, ongoing, record), 0
             timeline.at(step.global_step)
             if record.step == first:

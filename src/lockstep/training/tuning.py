@@ -154,7 +154,7 @@ def _summarize_rates(config: Config, task: Any, world: World) -> FoundRates:
         built = build(config, task, world, resume=False, steps=STEPS)
     if not built.lr:
         raise ConfigError("--lr is 0, and so is every multiple of it: give it a number above 0, or leave it out")
-    first = {name: tensor.detach().clone() for name, tensor in built.own.items()}
+    first = {name: tensor.detach().clone() for name, tensor in built.own_tensors.items()}
     load_state(built)  # --init-from
     try:
         with explained(built.engine, world):
@@ -205,7 +205,7 @@ def _diverges(losses: list[float]) -> bool:
 
 def _give_back(built: Built, first: dict[str, torch.Tensor]) -> None:
     """Restore the task's own tensors."""
-    own = built.own
+    own = built.own_tensors
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(first[name])
@@ -336,7 +336,7 @@ def _summarize_sizes(config: Config, task: Any, world: World, measure: Measure |
     config = dataclasses.replace(config, shares="equal")
     with explained(None, world):
         built = build(config, task, world, resume=False)
-    first = [(tensor, tensor.detach().clone()) for tensor in built.own.values()]
+    first = [(tensor, tensor.detach().clone()) for tensor in built.own_tensors.values()]
     with explained(built.engine, world):
         built.engine.state_dict()  # collective; allocates the optimizer's states, as in training
         try:

@@ -163,7 +163,7 @@ def _training(built: Built, engine: Engine, step_loader: StepLoader, watched: An
     )
     kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(built.world.device)
     control = StepControl(
-        built.rate,
+        built.lr_factor,
         seed,
         clock,
         momentum=built.momentum,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from doctor_places import on_rank, place, silent, wrong
 from ranks import run
+from refusals import names
 from torch import nn
 from torch.nn import functional as F
 
@@ -99,10 +100,8 @@ class Holding(Task):
 def test_every_kind_of_tensor_is_found_where_it_lies():
     model, there = Scaled(), torch.device("meta")
     model.layer.to("meta")
-    found = {
-        each.what: (each.where.type, each.sure) for each in find_misplaced(model, Holding(), [torch.ones(2)], there)
-    }
-    assert found == {
+    misplaced = find_misplaced(model, Holding(), [torch.ones(2)], there)
+    assert {each.label: (each.device.type, each.is_wrong) for each in misplaced} == {
         "buffer 'mean'": ("cpu", True),
         "attribute 'scale', no buffer": ("cpu", False),
         "attribute 'tables[0]', no buffer": ("cpu", False),
@@ -129,12 +128,9 @@ def test_a_criterion_and_a_parameter_elsewhere_are_faults_and_a_tasks_own_data_i
 
 
 def test_a_model_that_is_offloaded_is_meant():
-    assert find_misplaced(nn.Linear(2, 2), Holding(), (), torch.device("cuda", 0))[0].what.startswith(
-        "the task's criterion"
-    )
-    assert not [
-        e for e in find_misplaced(nn.Linear(2, 2), Holding(), (), torch.device("cuda", 0)) if "parameter" in e.what
-    ]
+    misplaced = find_misplaced(nn.Linear(2, 2), Holding(), (), torch.device("cuda", 0))
+    assert misplaced[0].label.startswith("the task's criterion")
+    assert not [each for each in misplaced if "parameter" in each.label]
 
 
 @pytest.mark.parametrize(
@@ -149,17 +145,14 @@ def test_a_model_that_is_offloaded_is_meant():
 def test_torchs_complaint_is_explained(text):
     model = Scaled()
     model.scale = model.scale.to("meta")
-    told = explain_device_error(RuntimeError(text), model, Holding(), (torch.ones(2),))
-    assert told.startswith(
-        "the model lies on cpu, and elsewhere: attribute 'scale', no buffer on meta; register_buffer()"
-    )
-    assert "made inside the method" in explain_device_error(RuntimeError(text), Scaled(), Holding(), ())
+    line = explain_device_error(RuntimeError(text), model, Holding(), (torch.ones(2),))
+    assert names(line, "cpu", "attribute 'scale'", "meta", "register_buffer")
+    assert "the method" in explain_device_error(RuntimeError(text), Scaled(), Holding(), ())
 
 
 def test_other_errors_are_left_alone():
-    assert (
-        explain_device_error(RuntimeError("shapes cannot be multiplied (2x3 and 4x5)"), Scaled(), Holding(), ()) == ""
-    )
+    other = RuntimeError("shapes cannot be multiplied (2x3 and 4x5)")
+    assert explain_device_error(other, Scaled(), Holding(), ()) == ""
     assert explain_device_error(KeyError("same device"), Scaled(), Holding(), ()) == ""
 
 

@@ -120,7 +120,7 @@ def _step(built: Built, step: int, micro: list[Any], items: float) -> None:
         with engine.accumulate(batch is micro[-1]):
             loss = loss_sum(engine.model, batch)
         engine.backward(loss, batch.weight / (items or 1))
-    engine.step(built.rate(step), momentum=built.momentum(step))
+    engine.step(built.lr_factor(step), momentum=built.momentum(step))
 
 
 @contextmanager
@@ -166,12 +166,12 @@ def _merge_digests(digests: dict[str, str]) -> dict[str, str]:
 def judge_placement(misplaced: list[MisplacedTensor], device: torch.device) -> Iterator[Finding]:
     """Report tensors on another device than the run's."""
     mend = "register_buffer() moves a tensor with its module; put a criterion into the model, or move it in `loss`"
-    for say, sure in ((fail, True), (warn, False)):
-        tensors = [each for each in misplaced if each.sure is sure and (sure or "attribute" in each.what)]
-        if not sure:  # the purpose of a task's plain tensors is unknown: a dataset's belong on the host
-            tensors = [each for each in tensors if not each.what.startswith("the task's attribute")]
+    for say, is_wrong in ((fail, True), (warn, False)):
+        tensors = [each for each in misplaced if each.is_wrong is is_wrong and (is_wrong or "attribute" in each.label)]
+        if not is_wrong:  # the purpose of a task's plain tensors is unknown: a dataset's belong on the host
+            tensors = [each for each in tensors if not each.label.startswith("the task's attribute")]
         if tensors:
-            listing = ", ".join(f"{each.what} on {each.where}" for each in tensors[:_SHOWN])
+            listing = ", ".join(f"{each.label} on {each.device}" for each in tensors[:_SHOWN])
             more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
             yield say("placement", f"the run computes on {device}, but tensors are elsewhere: {listing}{more}", mend)
 

@@ -159,7 +159,7 @@ class _Stage:
         self._first_differs = _first_step_differs(config)
         self._counting = config.exact or ENGINES[config.engine].own_gradients
         self._task = subject.at(layers)
-        model = self._model = build_model(config, self._task, world, RunState(), lambda line: None, planned=True)
+        model = self._model = build_model(config, self._task, world, RunState(), lambda line: None, sizes_only=True)
         declared = self._task.blocks(model)
         self._blocks = find_blocks(model).modules if declared is None else list(declared)
         self._optimizer: Optimizer | None = None
