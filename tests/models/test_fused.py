@@ -206,9 +206,9 @@ def test_a_resume_holds_it_and_inference_does_without(tmp_path):
     with pytest.raises(ResumeError, match=r"--fused-kernels all \(now backward\)"):
         trained(None, tmp_path, "r", {"fused_kernels": "backward", "max_steps": 6})
     from lockstep.training.inference import InferenceRequest as Wanted
-    from lockstep.training.inference import config_of
+    from lockstep.training.inference import read_config
 
-    assert config_of(tmp_path / "r", Wanted(str(tmp_path / "r"))).fused_kernels == "none"
+    assert read_config(tmp_path / "r", Wanted(str(tmp_path / "r"))).fused_kernels == "none"
 
 
 @pytest.mark.parametrize(

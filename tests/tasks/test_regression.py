@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.logging.jsonl import read
 from lockstep.models.vision import MLP
 from lockstep.tasks.regression import make
-from lockstep.training.inference import chosen, fill
+from lockstep.training.resume import chosen, fill
 
 
 def config(folder, **changes):

@@ -320,60 +320,61 @@ def build(
     check_extends(requested, resumes=start.checkpoint is not None)
     model = build_model(draft.config, task, world, state, say)
     resolved = resolve(requested, Facts.of(task, model, samples, training.order.size, start))
+    settings, run_plan = resolved.config, resolved.run_plan
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
     # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
-    hold(config_file, lambda name: lookup(requested if name == "max_steps" else resolved.config, name), world.size)
+    hold(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
     resolved.record(state)
-    check_longer(resolved.config, state, resolved.run_plan.step_plan.steps)
+    check_longer(settings, state, run_plan.step_plan.steps)
     if not draft.config.micro_batch_size:  # it depended on the model
-        check_cut(resolved.config, world, say)
+        check_cut(settings, world, say)
     on_all_ranks(world, lambda: checkpoint.check_keepable(model.state_dict() | _task_tensors(task)))
     check_weights(world, model)
     own_task = user_task is not None or kind_of(requested.task) == OWN
-    plan = plan_of(resolved.config, resolved.run_plan, task, model, own_task=own_task)
-    _check_plan(folder, state, plan, resolved.config, requested, world)
-    stream, balancer = build_batches(resolved.config, task, training, resolved.run_plan, world, state)
-    first = min(state.global_step, resolved.run_plan.step_plan.steps - 1)
-    check_programs(world, task, stream.samples(first, 0))
-    notes = check_samples(resolved.config, training.dataset, evaluation_sets, world)  # collective
-    groups = OptimizerGroups(gradients=GradientNorms(requested.log_gradients, resolved.config.log_freq))
+    plan = plan_of(settings, run_plan, task, model, own_task=own_task)
+    _check_plan(folder, state, plan, settings, requested, world)
+    batches, balancer = build_batches(settings, task, training, run_plan, world, state)
+    first = min(state.global_step, run_plan.step_plan.steps - 1)
+    check_programs(world, task, batches.samples(first, 0))
+    notes = check_samples(settings, training.dataset, evaluation_sets, world)  # collective
+    groups = OptimizerGroups(gradients=GradientNorms(requested.log_gradients, settings.log_freq))
     unfrozen = begin_as_made(model, state)
-    engine = build_engine(resolved.config, task, model, world, groups, stream, say, state)
+    engine = build_engine(settings, task, model, world, groups, batches, say, state)
     with explained(engine, world):  # the first forward is where most runs that do not fit end
         on_all_ranks(world, lambda: check_held(engine.model, groups.optimizer, unfrozen))
-        evaluation_batches = build_evaluation_batches(resolved.config, task, evaluation_sets, world)
+        evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
         # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
         if not joining and (source is None or judges(requested) or task.reduction == "auto"):
-            trial = Trial(engine, model, task, world, resolved.config, say)
-            check_evaluated(resolved.config, check_task(trial, stream, evaluation_batches, state))  # collective
-        compiles = joining or _can_compile(resolved.config, requested, task, model, engine, stream, world)  # collective
-    trained = resolved if compiles else resolved.eager()
-    state.compile = trained.config.compile
+            trial = Trial(engine, model, task, world, settings, say)
+            check_evaluated(settings, check_task(trial, batches, evaluation_batches, state))  # collective
+        compiles = joining or _can_compile(settings, requested, task, model, engine, batches, world)  # collective
+    final = resolved if compiles else resolved.eager()
+    state.compile = final.config.compile
     built = Built(
-        trained.config,
-        world,
-        folder,
-        task,
-        own_task,
-        trained.run_plan,
-        model,
-        engine,
-        stream,
-        evaluation_batches,
-        plan,
-        source,
-        state,
-        [training.retry_dataset, stream.loader, *(each.loader for each in evaluation_batches.values())],
-        {} if user_objects is None else user_objects,
-        left_out(model, state),
-        balancer,
-        groups,
-        evaluation_sets,
+        config=final.config,
+        world=world,
+        folder=folder,
+        task=task,
+        own_task=own_task,
+        run_plan=final.run_plan,
+        model=model,
+        engine=engine,
+        batches=batches,
+        evaluation=evaluation_batches,
+        plan=plan,
+        source=source,
+        state=state,
+        loaders=[training.retry_dataset, batches.loader, *(each.loader for each in evaluation_batches.values())],
+        user_objects={} if user_objects is None else user_objects,
+        base_names=left_out(model, state),
+        balancer=balancer,
+        groups=groups,
+        evaluation_sets=evaluation_sets,
         training=training,
         notes=notes,
     )
     # Errors of the task's own schedule show before step 1.
-    on_all_ranks(world, lambda: [built.lr_factor(step) for step in (0, trained.run_plan.step_plan.steps - 1)])
+    on_all_ranks(world, lambda: [built.lr_factor(step) for step in (0, final.run_plan.step_plan.steps - 1)])
     return built
 
 
@@ -420,7 +421,7 @@ def _check_plan(
 
 
 def _can_compile(
-    config: Config, requested: Config, task: Task, model: nn.Module, engine: Engine, stream: Batches, world: World
+    config: Config, requested: Config, task: Task, model: nn.Module, engine: Engine, batches: Batches, world: World
 ) -> bool:
     """Whether the model can be compiled, or need not be. Collective.
 
@@ -430,7 +431,7 @@ def _can_compile(
     if not config.compile:
         return True
     may_fail = is_auto(requested, "compile")
-    reason = try_compile(config, task, model, engine, stream, world, may_fail=may_fail)  # collective
+    reason = try_compile(config, task, model, engine, batches, world, may_fail=may_fail)  # collective
     if reason:
         notify(world)(f"--compile auto: the model cannot be compiled ({reason}); training it uncompiled")
     return not reason

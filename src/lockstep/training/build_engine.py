@@ -452,7 +452,7 @@ def build_engine(
     model: nn.Module,
     world: World,
     groups: OptimizerGroups,
-    stream: Batches,
+    batches: Batches,
     say: Callable[[str], None],
     state: RunState,
 ) -> Engine:
@@ -492,7 +492,7 @@ def build_engine(
         world,
         clip=config.optim.clip,
         exact_micro_batches=config.micro_batches if config.exact else 0,
-        shares=stream.sharing if config.shares != "equal" and world.size > 1 else None,
+        shares=batches.sharing if config.shares != "equal" and world.size > 1 else None,
         loss_scaling=config.precision == "fp16" and config.fp16,
         blocks=task.blocks(model) or (),
         options=config.engine_options,

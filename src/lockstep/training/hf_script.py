@@ -104,7 +104,7 @@ class _TrainReplacement:
             result = run.result
         if result.exit_code:
             raise SystemExit(result.exit_code)
-        return _output(trainer, config, task, result, time.perf_counter() - start)
+        return _set_results(trainer, config, task, result, time.perf_counter() - start)
 
 
 def _log_freq(trainer: Any, config: Config) -> int | str:
@@ -115,10 +115,10 @@ def _log_freq(trainer: Any, config: Config) -> int | str:
     return "100%" if isinstance(config.log_freq, int) and config.log_freq > steps > 0 else config.log_freq
 
 
-def _output(trainer: Any, config: Config, task: TrainerTask, result: Result, seconds: float) -> Any:
+def _set_results(trainer: Any, config: Config, task: TrainerTask, result: Result, seconds: float) -> Any:
     """Set the model and `trainer.state`, and return the numbers, for the script to read."""
     epochs = result.global_step * config.batch_size / max(len(trainer.train_dataset), 1)
-    state, history = trainer.state, _history(trainer, result)
+    state, history = trainer.state, _read_history(trainer, result)
     state.global_step = state.max_steps = result.global_step
     state.epoch, state.log_history = epochs, history
     if result.best:
@@ -132,7 +132,7 @@ def _output(trainer: Any, config: Config, task: TrainerTask, result: Result, sec
     return of_transformers(trainer).TrainOutput(result.global_step, loss, metrics)
 
 
-def _history(trainer: Any, result: Result) -> list[dict[str, Any]]:
+def _read_history(trainer: Any, result: Result) -> list[dict[str, Any]]:
     """Return the run's records in the Trainer's format; [] on other processes than the first."""
     if not trainer.is_world_process_zero():
         return []

@@ -57,13 +57,13 @@ from lockstep.transforms.determinism import check_precision, pin
 __all__ = [
     "ExportRequest",
     "InferenceRequest",
-    "config_of",
     "evaluate_run",
     "export_run",
     "generate_texts",
     "join_world",
     "load",
     "load_run",
+    "read_config",
 ]
 
 
@@ -137,12 +137,12 @@ def load_run(request: InferenceRequest) -> Iterator[LoadedRun]:
         DataError: its data is missing.
     """
     path = Path(request.run).expanduser()
-    config = config_of(path, request)
+    config = read_config(path, request)
     with join_world(config) as world:
         yield _build_loaded_run(path, config, request, world)
 
 
-def config_of(path: Path, request: InferenceRequest) -> Config:
+def read_config(path: Path, request: InferenceRequest) -> Config:
     """Read a run's configuration, without the settings that only training needs.
 
     Raises:
@@ -169,7 +169,7 @@ def _build_loaded_run(path: Path, config: Config, request: InferenceRequest, wor
     check_precision(config.precision, world.device)
     source = on_all_ranks(world, lambda: chosen(path, request.which))
     state = on_all_ranks(world, lambda: checkpoint.read_run_state(source))
-    task = on_all_ranks(world, lambda: _task_of(path, config, request, state, notify(world)))
+    task = on_all_ranks(world, lambda: _make_task(path, config, request, state, notify(world)))
     recall(task, state)
     model = build_model(config, task, world, dataclasses.replace(state), notify(world))
     without = left_out(model, state)
@@ -177,7 +177,7 @@ def _build_loaded_run(path: Path, config: Config, request: InferenceRequest, wor
     return LoadedRun(config, world, task, model, state.global_step)
 
 
-def _task_of(
+def _make_task(
     path: Path, config: Config, request: InferenceRequest, state: RunState, say: Callable[[str], None]
 ) -> Task:
     """Make the run's task.
@@ -227,7 +227,7 @@ def evaluate_run(request: InferenceRequest, *, as_json: bool = False) -> Evaluat
     with redirect, load_run(request) as run:  # keeps the task's prints out of the JSON
         record, is_main = _evaluate(run), run.world.is_main
     if is_main:
-        _print(record, request, as_json)
+        _print_record(record, request, as_json)
     return record
 
 
@@ -240,7 +240,7 @@ def _evaluate(run: LoadedRun) -> EvaluationRecord:
         return evaluate_all(run, run.task, sets, run.world, step=run.step, seed=run.config.seed, progress=progress)
 
 
-def _print(record: EvaluationRecord, request: InferenceRequest, as_json: bool) -> None:
+def _print_record(record: EvaluationRecord, request: InferenceRequest, as_json: bool) -> None:
     if as_json:
         fields = asdict(record)
         numbers = {name: plain(value) for name, value in fields.pop("metrics").items()}
@@ -294,8 +294,8 @@ def export_run(request: ExportRequest, say: Say) -> Path:
         CheckpointError: no such run or checkpoint, a damaged one, or weights that the format cannot store.
         ConfigError: `out` exists already, or the format does not fit the checkpoint.
     """
-    path = export_chosen(Path(request.run), _step(request))
-    weights = _weights(request, path, checkpoint.read_run_state(path))
+    path = export_chosen(Path(request.run), _find_step(request))
+    weights = _merge_weights(request, path, checkpoint.read_run_state(path))
     export(
         path,
         Path(request.out),
@@ -307,7 +307,7 @@ def export_run(request: ExportRequest, say: Say) -> Path:
     return path
 
 
-def _step(request: ExportRequest) -> int | None:
+def _find_step(request: ExportRequest) -> int | None:
     """Return the step to export; None for the newest.
 
     Raises:
@@ -322,7 +322,7 @@ def _step(request: ExportRequest) -> int | None:
     return selection.best.step
 
 
-def _weights(request: ExportRequest, path: Path, state: RunState) -> FullTensors | None:
+def _merge_weights(request: ExportRequest, path: Path, state: RunState) -> FullTensors | None:
     """Return the merged weights to write; None for the checkpoint's own.
 
     Raises:
@@ -362,11 +362,11 @@ def _export_tokenizer(path: Path, say: Say, folder: Path) -> None:
         return
     try:
         request = InferenceRequest(str(run))
-        config = config_of(run, request)
+        config = read_config(run, request)
         state = checkpoint.read_run_state(path)
         if kind_of(config.task) != LANGUAGE or state.plan.get("task") not in _LANGUAGE_TASKS:
             return
-        corpus: Any = _task_of(run, config, request, state, say).corpus  # type: ignore[attr-defined]
+        corpus: Any = _make_task(run, config, request, state, say).corpus  # type: ignore[attr-defined]
     except LockstepError as error:
         say(f"exporting without a tokenizer: {error}")
         return
