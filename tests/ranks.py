@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from typing import Any
 
-from lockstep.distributed.spawn import RankFailed, start
+from lockstep.distributed.spawn import RankFailure, start
 
 __all__ = ["RankError", "preloaded", "run"]
 
@@ -53,8 +53,8 @@ def run(
             preload=[*_PRELOADED, *_MORE],
             before=before,
         )
-    except RankFailed as failed:
-        text = str(failed).replace("said nothing for", "had not ended after")
+    except RankFailure as failed:
+        text = str(failed).replace("gave no sign of life for", "had not ended after")
         stacks = "\n--- then ".join(f"rank {rank}: {found}" for rank, found in failed.details.items())
         raise RankError(failed.rank, f"{text}\n--- {stacks}") from None
 

@@ -139,7 +139,7 @@ class Windows:
         for _ in range(5):
             self.step += 1
             self.exchange.count += 1
-            self.exchange.heard = [BusySeconds(**{kind: second}) for second in seconds]
+            self.exchange.busy_by_rank = [BusySeconds(**{kind: second}) for second in seconds]
             said.append(self.straggler.after(self.step, self.exchange))
         return "".join(said)
 
@@ -190,7 +190,7 @@ def test_the_first_two_exchanges_measure_the_start():
     lines = []
     for step in range(1, 40):
         if step > 2:
-            exchange.heard = [BusySeconds(computing=0.1)] * 2
+            exchange.busy_by_rank = [BusySeconds(computing=0.1)] * 2
         lines.append(straggler.after(step, exchange))
         exchange.count += 1
     assert not any(lines)
@@ -202,7 +202,7 @@ def test_of_the_start_not_one_exchange_is_measured():
     for step in range(1, 21):
         exchange.count += 1
         slow = step in (1, 2, 3) or step > 5
-        exchange.heard = [BusySeconds(computing=0.2 if slow else 0.1), BusySeconds(computing=0.1)]
+        exchange.busy_by_rank = [BusySeconds(computing=0.2 if slow else 0.1), BusySeconds(computing=0.1)]
         said.append(bool(straggler.after(step, exchange)))
     assert said == [False] * 19 + [True]
 

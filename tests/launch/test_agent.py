@@ -80,7 +80,7 @@ def test_the_first_that_failed_is_told_and_who_did_not_notice_is_ended(watched, 
     mine._explain(processes, group)
     assert processes[0].returncode == -signal.SIGKILL
     assert (mine._failure.rank, mine._failure.code, mine.told) == (5, 1, False)
-    line = "rank 5 ended first, with code 1 and no word, before step 0"
+    line = "rank 5 ended first, with code 1 and no message, before step 0"
     assert capfd.readouterr().err == f"lockstep: {line}; restart 2 of 3\n"
     assert str(mine.error()) == f"{line}; the same command goes on from the newest checkpoint, if there is one"
     assert mine.error().exit_code == 1

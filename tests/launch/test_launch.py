@@ -17,8 +17,8 @@ from refusals import refuses
 import lockstep
 from lockstep import cli
 from lockstep.distributed import progress
-from lockstep.distributed.failures import ProcessFailure, first, note
-from lockstep.distributed.launcher import listening
+from lockstep.distributed.failures import ProcessFailure, first_failure, note
+from lockstep.distributed.launcher import listen
 from lockstep.distributed.progress import COMPUTING, Progress, RankProgress
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, PeerError
@@ -168,15 +168,15 @@ def test_the_first_failure_is_not_the_one_that_followed():
     lost = ProcessFailure(0, 1, "rank 0 lost the others", follows=True, when=1.0)
     killed = ProcessFailure(1, -signal.SIGKILL, when=2.0, place=place)
     later = ProcessFailure(2, 1, "RuntimeError: something", when=3.0)
-    assert first([lost, later, killed]) is killed
+    assert first_failure([lost, later, killed]) is killed
     assert str(killed) == "rank 1 was the first to end, killed by SIGKILL, at step 7 (loading or computing)"
     assert str(later) == "rank 2 failed first before step 0: RuntimeError: something"
-    assert first([lost]) is lost
+    assert first_failure([lost]) is lost
 
 
 def test_a_note_is_read_back_and_holds_no_secret(tmp_path, monkeypatch):
     path = tmp_path / "error.json"
-    monkeypatch.setattr(progress, "_PRESENT", [])
+    monkeypatch.setattr(progress, "_CURRENT", [])
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     monkeypatch.setenv("MY_TOKEN", "tr0ub4dor-and-3")
     note(LockstepError("no access with tr0ub4dor-and-3"))
@@ -267,7 +267,7 @@ def test_a_note_that_is_no_note_is_no_word(tmp_path, text):
 def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(tmp_path):
     lost = ProcessFailure(0, 1, "rank 0 lost the other ranks", follows=True, when=1.0)
     ended = ProcessFailure.read(1, -signal.SIGTERM, tmp_path / "none", None, 2.0)
-    assert first([lost, ended]) == ended
+    assert first_failure([lost, ended]) == ended
     assert str(ended) == "rank 1 was the first to end, killed by SIGTERM, before step 0"
 
 
@@ -386,15 +386,15 @@ def test_kills_for_want_of_memory_are_counted(tmp_path, line, file):
 
 
 def test_the_meeting_point_listens_on_its_address_alone():
-    listener = listening("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0)
     assert listener.getsockname()[0] == "127.0.0.1"
     port = listener.getsockname()[1]
     with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1 is taken"):
-        listening("127.0.0.1", port)
+        listen("127.0.0.1", port)
     listener.close()
-    assert listening("192.0.2.1", 0) is None
+    assert listen("192.0.2.1", 0) is None
     with pytest.raises(ConfigError, match="does not resolve"):
-        listening("no.such.host.invalid", 0)
+        listen("no.such.host.invalid", 0)
 
 
 def test_a_run_leaves_word_of_its_end_for_its_own_launcher(tmp_path, monkeypatch):

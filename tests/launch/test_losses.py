@@ -89,7 +89,7 @@ def test_the_others_go_on_once_all_of_them_have_left_their_groups():
     assert run.report("2", taken=8) == ""
     found = run.called(1)
     assert (found.number, found.members, found.fresh) == (1, ["0", "2"], [])
-    assert [report.taken for report in found.reports.values()] == [7, 8]
+    assert [report.steps for report in found.reports.values()] == [7, 8]
     assert found.lost == ["rank 1 was the first to end, killed by SIGKILL, before step 0"]
     assert run.losses.replace == ["1"]
     assert [run.losses.rank_of(name) for name in ("0", "1", "2")] == [0, None, 1]
@@ -107,7 +107,7 @@ def test_a_new_process_is_taken_in_between_two_steps_and_comes_last():
     run.report("2")
     found = run.called(2)
     assert (found.members, found.fresh, found.lost) == (["1", "2", "0.1"], ["0.1"], [])
-    assert run.called(2).written() == run.store.values[f"{KEYS}/seat/0.1"].decode()
+    assert run.called(2).to_json() == run.store.values[f"{KEYS}/seat/0.1"].decode()
     assert run.look() == ""
     assert f"{KEYS}/wish/2" not in run.store.values
 
@@ -296,7 +296,7 @@ def test_who_is_not_among_those_who_go_on_ends_and_so_does_all_when_the_launcher
     store = Store()
     member = Member("2", 0, KEYS, ("", 0), store)
     report = LeaveReport(3, -1, "a", False, 60.0)
-    store.set(f"{KEYS}/members/1", Generation(1, ["0", "1"], {}, [], []).written())
+    store.set(f"{KEYS}/members/1", Generation(1, ["0", "1"], {}, [], []).to_json())
     with pytest.raises(PeerError, match="the others went on without this process"):
         member.regroup(report, 1.0)
     store.set(f"{KEYS}/members/1", "the launcher ends the run")
@@ -308,7 +308,7 @@ def test_who_is_not_among_those_who_go_on_ends_and_so_does_all_when_the_launcher
 
 def test_messages_name_a_rank_by_both_of_its_numbers_once_ranks_were_renumbered(monkeypatch):
     store = Store()
-    store.set(f"{KEYS}/members/1", Generation(1, ["1", "2.1", "0.2"], {}, [], []).written())
+    store.set(f"{KEYS}/members/1", Generation(1, ["1", "2.1", "0.2"], {}, [], []).to_json())
     Member("1", 0, KEYS, ("", 0), store).regroup(LeaveReport(3, -1, "a", False, 60.0), 1.0)
     assert [rank_label(rank) for rank in range(3)] == [
         "rank 0 (rank 1 at the start)",

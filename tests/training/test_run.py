@@ -501,14 +501,14 @@ def tasks_apart(world, folder):
 
 def test_ranks_whose_tasks_differ_are_refused(tmp_path):
     for source, weights in run(tasks_apart, 2, tmp_path):
-        assert "rank 1 has another source than rank 0: data ('v0' on rank 0, 'v1')" in source
+        assert "the source of rank 1 differs from rank 0's: data ('v0' on rank 0, 'v1')" in source
         assert "the initial weights differ" in weights
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_started_differently_are_refused(tmp_path):
     with pytest.raises(
-        AssertionError, match=r"rank 1 has another configuration than rank 0: lr \(0.01 on rank 0, 0.02\)"
+        AssertionError, match=r"the configuration of rank 1 differs from rank 0's: lr \(0.01 on rank 0, 0.02\)"
     ):
         run(other_config, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -162,7 +162,7 @@ class Saver:
             dist.destroy_process_group(self._own.control)
             self._own = self._world
 
-    def left(self) -> "dist.ProcessGroup | None":
+    def release_group(self) -> "dist.ProcessGroup | None":
         """Return the group, to leave it after the loss of a rank. Waits for no rank.
 
         See `World.forsake`.

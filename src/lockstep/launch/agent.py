@@ -33,15 +33,15 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from lockstep.distributed.failures import ProcessFailure, first
-from lockstep.distributed.launcher import LAUNCHER_VARIABLE, listening
+from lockstep.distributed.failures import ProcessFailure, first_failure
+from lockstep.distributed.launcher import LAUNCHER_VARIABLE, listen
 from lockstep.distributed.membership import STOP_SIGNALS, heeds_hangup, leave_terminal
 from lockstep.distributed.progress import (
     FOLDER_VARIABLE,
     MEETING_VARIABLE,
     MEMBER_VARIABLE,
     RankProgress,
-    is_under_way,
+    ended_while_running,
     rank_label,
     read_end,
 )
@@ -198,7 +198,7 @@ class _Agent(LocalElasticAgent):
         if not job.losses:
             return None
         host = job.endpoint.rpartition(":")[0]
-        listener = listening(host, 0)
+        listener = listen(host, 0)
         if listener is None:
             return None
         port = listener.getsockname()[1]
@@ -268,7 +268,7 @@ class _Agent(LocalElasticAgent):
     def _has_failed(self, local: int, code: int | None) -> bool:
         """Whether a process failed: with an error, or with code 0 in the middle of its run."""
         slot = self._names[local].partition(".")[0]
-        return code is not None and (code != 0 or is_under_way(self._folder, slot))
+        return code is not None and (code != 0 or ended_while_running(self._folder, slot))
 
     def _go_on(self, losses: Membership, group: WorkerGroup) -> bool:
         """Handle processes that ended; return whether the others continue.
@@ -320,7 +320,7 @@ class _Agent(LocalElasticAgent):
         with contextlib.suppress(OSError):  # its predecessor's note has been read
             Path(context.error_files[local]).unlink(missing_ok=True)
         (self._folder / slot).unlink(missing_ok=True)
-        is_under_way(self._folder, slot, forget=True)
+        ended_while_running(self._folder, slot, forget=True)
         context.subprocess_handlers[local] = _Handler(
             self._preloaded,
             entrypoint=context.entrypoint,
@@ -359,7 +359,7 @@ class _Agent(LocalElasticAgent):
             processes[local].kill()
             processes[local].wait()
         found = [self._failed(local, code, when, group) for local, (code, when) in seen.items()]
-        self._failure = first(found)
+        self._failure = first_failure(found)
         os.environ[ENDED_VARIABLE] = str(min(when for _, when in seen.values()))  # for the timeline, after a restart
         if len(found) > 1 and len({failure.message for failure in found}) == 1 and self._failure.message:
             self._failure = dataclasses.replace(self._failure, shared=True)

@@ -22,7 +22,7 @@ from lockstep.adapters.hf_trainer import flags
 from lockstep.config import cli
 from lockstep.config.cli import Parser
 from lockstep.config.hints import FOREIGN
-from lockstep.distributed.launcher import OPENCV_THREADS, check_reachable, cores, own_address, torch_variables
+from lockstep.distributed.launcher import OPENCV_THREADS, check_reachable, cores, is_own_address, torch_variables
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.job import Job, log_folder, log_variables, made
 
@@ -154,7 +154,7 @@ def _job(given: argparse.Namespace, rest: list[str], exact: bool) -> Job:
         raise ConfigError(f"--min-ranks is {given.min_ranks}, and there are {most} processes: it must be at most that")
     host, port = _endpoint(given, nodes)
     goes_on = rest[0] != "doctor"  # a restart would not fix its findings
-    is_host = given.node_rank == 0 and (not given.rdzv_endpoint or own_address(host))
+    is_host = given.node_rank == 0 and (not given.rdzv_endpoint or is_own_address(host))
     return Job(
         command=["-u", *rest] if rest[0].endswith(".py") else ["-m", "lockstep", *rest],
         processes=given.nproc_per_node,
@@ -193,7 +193,7 @@ def _endpoint(given: argparse.Namespace, nodes: tuple[int, int]) -> tuple[str, i
     if not host:
         raise ConfigError(f"--nnodes {given.nnodes} needs --master-addr, the address of node 0 that all nodes reach")
     check_reachable("--rdzv-endpoint" if given.rdzv_endpoint else "--master-addr", host)
-    own_address(host)  # whether it resolves
+    is_own_address(host)  # whether it resolves
     return host, port or 29400
 
 

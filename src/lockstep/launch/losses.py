@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from lockstep.distributed.failures import ProcessFailure
-from lockstep.distributed.membership import Generation, LeaveReport, keys_of
+from lockstep.distributed.membership import Generation, LeaveReport, key_prefix
 
 __all__ = [
     "REPEATED",
@@ -86,7 +86,7 @@ class Membership:
 
     def begin(self, restart: int, members: list[str]) -> None:
         """Begin a new start of all processes; keep only the losses of this hour."""
-        self._keys, self.members, self.number = keys_of(restart), members, 0
+        self._keys, self.members, self.number = key_prefix(restart), members, 0
         self.replace, self.silent, self.refused, self._starting = [], [], [], []
         self._down, self._since = {}, None
 
@@ -163,7 +163,7 @@ class Membership:
         self._since = now if self._since is None else self._since
         silent = [name for name in there if name not in said]
         if silent:
-            waited = any(report.waited for report in said.values())
+            waited = any(report.timed_out for report in said.values())
             most = _SHORT if waited else max(report.patience for report in said.values()) + _SLACK
             if now - self._since > most:
                 self.silent = silent
@@ -187,7 +187,7 @@ class Membership:
         self.number += 1
         self.members = there + fresh
         reports = said | {name: new[name] for name in fresh}
-        text = Generation(self.number, self.members, reports, fresh, lost).written()
+        text = Generation(self.number, self.members, reports, fresh, lost).to_json()
         self._starting = [name for name in self._starting if name not in new]
         self.replace += list(self._down)
         self._down, self._since = {}, None

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from lockstep.distributed.launcher import listening
+from lockstep.distributed.launcher import listen
 from lockstep.distributed.membership import check_store
 from lockstep.errors import ConfigError
 from lockstep.launch.job import Job
@@ -42,7 +42,7 @@ def meeting(job: Job) -> RendezvousHandler:
             check_store(host, int(port), _ANSWERED, f"--master-addr {host} --master-port {port}")
         settings.config.setdefault("read_timeout", str(_READ))
         return _patient(get_rendezvous_handler(settings))
-    listener = listening(host, int(port))
+    listener = listen(host, int(port))
     if listener is None:
         raise ConfigError(f"--master-addr {host} is no address of this node, and --node-rank 0 must hold it")
     store = TCPStore(

@@ -99,10 +99,10 @@ def works(session: Session, built: Built) -> StepComponents:
         step_plan.steps,
         busy,
         balancing.told,
-        outlives=outlives,
-        measured=lambda: clock.steps,
+        survives_loss=outlives,
+        timed_steps=lambda: clock.steps,
     )
-    exchange.taken = built.start
+    exchange.engine_steps = built.start
     session.exchange = exchange
     sums = state.running
     meter = Meter(exchange, clock, world.device, sums.loss, sums.missed, sums.numbers)

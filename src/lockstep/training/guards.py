@@ -24,7 +24,7 @@ from lockstep.checkpoint.check import not_finite_line
 from lockstep.clock import Clock
 from lockstep.config.engine_options import ENGINES
 from lockstep.data.batches import StepLoader
-from lockstep.distributed.balance import ShareReport, check_alike
+from lockstep.distributed.balance import ShareReport, check_same_shares
 from lockstep.distributed.exchange import StepExchange
 from lockstep.engines.buffers import unmoved
 from lockstep.engines.registry import kinds, name_of
@@ -141,7 +141,7 @@ class Balancing:
         self._count, self._bounded = 0, not built.config.exact
         line = differing(built.world.gather(device_of(built.world.device)), self._speeds)  # collective
         if self._balancer:  # the first step; later ones are compared in each exchange
-            check_alike(built.world.gather(self._balancer.check(built.start, built.start + 1)))  # collective
+            check_same_shares(built.world.gather(self._balancer.check(built.start, built.start + 1)))  # collective
         if line and built.world.is_main:
             hint = "" if self._balancer or not self._shares else "; --shares auto gives each what it can do"
             _LOG.info(line + hint)
@@ -174,8 +174,8 @@ class Balancing:
         """
         if self._balancer is None or exchange.count == self._count:
             return
-        self._count, first = exchange.count, exchange.until + self._ahead
-        line = self._balancer.heard([ShareReport(*row) for row in exchange.also], first)
+        self._count, first = exchange.count, exchange.horizon + self._ahead
+        line = self._balancer.update([ShareReport(*row) for row in exchange.extra_by_rank], first)
         if not self._bounded:
             self._bounded = True
             self._bound(first)
@@ -263,7 +263,7 @@ class RunGuards:
         if learnt := built.state.spike:
             self._spike.load(learnt)
             self._learnt_with = self._learnt_with if learnt.trained is None else learnt.trained
-        relieved = {"relieved": built.balancer.relieves} if built.balancer else {}
+        relieved = {"relieved": built.balancer.can_relieve} if built.balancer else {}
         self._straggler = Straggler(self._config.straggler, **relieved)
         self._fp16 = built.config.precision == "fp16"
         self._loss, self._whole = loss_of(built.task), looks_at_whole_step(built.task)

@@ -44,7 +44,7 @@ def test_a_port_that_is_taken():
         port = server.getsockname()[1]
         code, out, _ = ended(started(0, port, "--wait", "1"))
     assert code == 3
-    taken = f"MASTER_PORT {port} on 127.0.0.1 is taken by another process"
+    taken = f"MASTER_PORT {port} on 127.0.0.1 is in use by another process"
     assert re.search(rf"FAIL  meeting +.*{taken} \(\S+, process {os.getpid()}\); choose another", out), out
 
 
