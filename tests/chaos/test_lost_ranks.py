@@ -235,7 +235,7 @@ def test_a_new_process_that_differs_is_not_taken_in_and_fails_nothing(data, tmp_
     flags = (*FOUR, "--max-steps", "60")
     run = launch(data, tmp_path, *flags, faults=slowly(faults), processes=3, losses=8)
     assert run.code == 0, run.said
-    assert "this process is not taken in: its configuration, data or code is another" in run.said
+    assert "this process cannot join: its configuration, data or code differs" in run.said
     assert run.state["losses"] == 1
 
 
@@ -339,4 +339,4 @@ def test_with_too_few_left_the_run_ends(data, tmp_path):
     said = process.communicate(timeout=90)[0]
     end(process)
     assert process.returncode == 1, said
-    assert "1 of 2 processes are left, and --min-ranks is 2" in said.splitlines()[-1]
+    assert "1 of 2 processes are left, but --min-ranks is 2" in said.splitlines()[-1]

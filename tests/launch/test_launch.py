@@ -124,15 +124,15 @@ def test_nodes_meet_at_the_master(capsys):
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ([], "behind `--` stands nothing"),
+        ([], "nothing follows `--`"),
         (["--nproc-per-node", "2", "train"], "`--` is missing before `train`"),
-        (["--", "generate"], "behind `--` stands 'generate'"),
+        (["--", "generate"], "'generate' follows `--`"),
         (["--", "train", "--lrr", "1"], "unknown flag --lrr"),
         (["--", "train", "--hf-script", "script.py"], "--hf-args"),
         (["--nproc", "2", "--", "train"], "unknown flag --nproc: did you mean --nproc-per-node?"),
         (
             ["--lr", "2", "--", "train"],
-            "unknown flag --lr: it is no flag of launch; those of train stand behind `-- train`",
+            "unknown flag --lr: it is not a flag of launch; flags of train go after `-- train`",
         ),
         (["--nproc-per-node", "0", "--", "train"], "--nproc-per-node is 0"),
         (["--nnodes", "3:2", "--", "train"], "--nnodes is '3:2'"),
@@ -149,7 +149,7 @@ def test_nodes_meet_at_the_master(capsys):
         (["--min-ranks", "0", "--", "train"], "--min-ranks is 0: it must be at least 1"),
         (
             ["--nproc-per-node", "2", "--min-ranks", "3", "--", "train"],
-            "--min-ranks is 3, and there are 2 processes: it must be at most that",
+            "--min-ranks is 3, but there are 2 processes: it must be at most 2",
         ),
         (["--nnodes", "0:2", "--", "train"], "--nnodes is '0:2'"),
         (["--nnodes", "one", "--", "train"], "--nnodes is 'one'"),
@@ -277,7 +277,7 @@ def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(tmp_path):
 )
 def test_an_end_by_a_signal_without_a_save_is_one_line(tmp_path, monkeypatch, number, name, code):
     monkeypatch.setattr("lockstep.launch.agent.run", lambda job: (False, number, 0))
-    with pytest.raises(LockstepError, match=f"ended by {name} before the run could save itself; the same") as caught:
+    with pytest.raises(LockstepError, match=f"ended by {name} before the run could save; the same") as caught:
         command(["--", "train", "--save-dir", str(tmp_path)])
     assert caught.value.exit_code == code
 
@@ -379,17 +379,17 @@ def test_progress_outlives_the_process(tmp_path, monkeypatch):
 def test_kills_for_want_of_memory_are_counted(tmp_path, line, file):
     own = tmp_path / "cgroup"
     own.write_text(line)
-    before = job.kills(tmp_path, own)
+    before = job.count_oom_kills(tmp_path, own)
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text("low 0\noom 9\noom_kill 2\n")
-    assert job.kills(tmp_path, own) == before + 2
+    assert job.count_oom_kills(tmp_path, own) == before + 2
 
 
 def test_the_meeting_point_listens_on_its_address_alone():
     listener = listen("127.0.0.1", 0)
     assert listener.getsockname()[0] == "127.0.0.1"
     port = listener.getsockname()[1]
-    with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1 is taken"):
+    with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1"):
         listen("127.0.0.1", port)
     listener.close()
     assert listen("192.0.2.1", 0) is None
