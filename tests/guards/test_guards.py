@@ -145,7 +145,7 @@ def heard(slow, kind, ratio, draw):
 
 @pytest.mark.parametrize(("kind", "ratio", "word"), [("computing", 1.3, "computing"), ("data", 4.0, "loading data")])
 def test_a_slow_rank_is_named_within_twenty_steps_and_once(kind, ratio, word):
-    straggler, exchange, draw = Straggler(1.2), SimpleNamespace(count=2, heard=[]), random.Random(1)
+    straggler, exchange, draw = Straggler(1.2), SimpleNamespace(count=2, busy_by_rank=[]), random.Random(1)
     lines = []
     for step in range(40):
         exchange.count, exchange.busy_by_rank = exchange.count + 1, heard(2, kind, ratio, draw)
@@ -159,7 +159,7 @@ def test_a_slow_rank_is_named_within_twenty_steps_and_once(kind, ratio, word):
 
 
 def test_even_ranks_raise_no_alarm():
-    straggler, exchange, draw = Straggler(1.2), SimpleNamespace(count=2, heard=[]), random.Random(2)
+    straggler, exchange, draw = Straggler(1.2), SimpleNamespace(count=2, busy_by_rank=[]), random.Random(2)
     for step in range(2000):
         exchange.count, exchange.busy_by_rank = exchange.count + 1, heard(None, None, 1, draw)
         assert not straggler.after(step, exchange)

@@ -131,7 +131,11 @@ class Windows:
     """A straggler that hears, window by window, the seconds of computing of each rank."""
 
     def __init__(self, ratio, first=3):
-        self.straggler, self.exchange, self.step = Straggler(ratio), SimpleNamespace(count=first - 1, heard=[]), 0
+        self.straggler, self.exchange, self.step = (
+            Straggler(ratio),
+            SimpleNamespace(count=first - 1, busy_by_rank=[]),
+            0,
+        )
 
     def hear(self, seconds, kind="computing"):
         """What it says in a window of five steps, in each of which all ranks are heard."""
@@ -185,7 +189,7 @@ def test_the_first_two_exchanges_measure_the_start():
     windows = Windows(1.2, first=1)
     said = [bool(windows.hear(SLOW)) for _ in range(3)]
     assert said == [False, False, True]
-    exchange = SimpleNamespace(count=1, heard=[BusySeconds(computing=9.0), BusySeconds(computing=0.1)])
+    exchange = SimpleNamespace(count=1, busy_by_rank=[BusySeconds(computing=9.0), BusySeconds(computing=0.1)])
     straggler = Straggler(1.2)
     lines = []
     for step in range(1, 40):

@@ -18,7 +18,7 @@ from lockstep.guards.straggler import Straggler
 
 def lines(windows, ratio=1.2, others=0.02):
     """What is said after windows of five steps in which rank 2 computes for so many seconds a step."""
-    straggler, exchange = Straggler(ratio), SimpleNamespace(count=2, heard=[])
+    straggler, exchange = Straggler(ratio), SimpleNamespace(count=2, busy_by_rank=[])
     found = []
     for step in range(5 * len(windows)):
         slow = windows[step // 5]
@@ -36,7 +36,7 @@ def test_three_slow_windows_in_a_row_are_told():
 
 def test_an_exchange_counts_once_however_many_steps_it_is_for():
     """In each window one is for four steps, in which rank 2 is slow, and two for the fifth, in which it is not."""
-    straggler, exchange = Straggler(1.2), SimpleNamespace(count=2, heard=[])
+    straggler, exchange = Straggler(1.2), SimpleNamespace(count=2, busy_by_rank=[])
     for step in range(60):
         if step % 5 in (0, 4):
             exchange.count += 1 + (step % 5 == 4)
@@ -50,7 +50,7 @@ def test_a_good_window_clears_the_strikes():
 
 
 def test_another_kind_or_rank_clears_them_too():
-    straggler, exchange = Straggler(1.2), SimpleNamespace(count=2, heard=[])
+    straggler, exchange = Straggler(1.2), SimpleNamespace(count=2, busy_by_rank=[])
     for step in range(120):
         slow = step // 5 % 4  # each rank in turn
         exchange.count, exchange.busy_by_rank = (

@@ -168,7 +168,7 @@ class Built:
         if plain is not None:
             raise UsageError(f"run.keep('{name}', ...): '{plain}' of its state_dict() is no tensor; make it one")
         self.kept[name] = what
-        checkpoint.check_keepable(self.own_of(name))
+        checkpoint.check_storable(self.own_of(name))
 
     def own_of(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of the object that is stored as `name`, as `kept.NAME/KEY`."""
@@ -313,7 +313,7 @@ def build(
     check_longer(resolved.config, state, resolved.run_plan.step_plan.steps)
     if not draft.config.micro_batch_size:  # it depended on the model
         check_cut(resolved.config, world, say)
-    on_all_ranks(world, lambda: checkpoint.check_keepable(model.state_dict() | _own(task)))
+    on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | _own(task)))
     check_weights(world, model)
     own_task = given is not None or kind_of(asked.task) == OWN
     plan = plan_of(resolved.config, resolved.run_plan, task, model, own_task=own_task)

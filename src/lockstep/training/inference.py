@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.checkpoint.check import StoredTensor
-from lockstep.checkpoint.export import chosen as export_chosen
+from lockstep.checkpoint.export import choose_checkpoint as export_chosen
 from lockstep.checkpoint.export import export
 from lockstep.checkpoint.format import dtype_name
 from lockstep.checkpoint.read import FullTensors
@@ -295,7 +295,7 @@ def export_run(asked: ExportRequest, say: Say) -> Path:
     """
     path = export_chosen(Path(asked.run), _step(asked))
     weights = _weights(asked, path, checkpoint.read_run_state(path))
-    export(path, Path(asked.out), asked.form, weights=weights, beside=partial(_beside, path, say), ema=asked.ema)
+    export(path, Path(asked.out), asked.form, weights=weights, write_extras=partial(_beside, path, say), ema=asked.ema)
     return path
 
 
