@@ -518,10 +518,10 @@ def _explain(difference: Difference, spec: RunSpec, executor: Executor) -> str:
     if mismatch is None:
         return f"{head}, {difference.stage}, {difference.where}; two more runs agreed in all {len(first)} operations"
     place, (module, operation, _), (_, instead, _) = mismatch
-    where = f"in {module}" if module else "in the loss or its gradient"
+    place_text = f"in {module}" if module else "in the loss or its gradient"
     if operation != instead:
-        return f"{head}: operation {place} is {operation} in one run and {instead} in another, {where}"
-    return f"{head}: the first different operation is {operation} (number {place} of the step), {where}"
+        return f"{head}: operation {place} is {operation} in one run and {instead} in another, {place_text}"
+    return f"{head}: the first different operation is {operation} (number {place} of the step), {place_text}"
 
 
 _MACHINE_FLAGS = ("device", "timeout", "save_dir", "task")  # flags that apply with --against
