@@ -258,7 +258,9 @@ def export(
     write_extras: WriteExtras = lambda folder: None,
     ema: bool = False,
 ) -> Path:
-    """Export the model of a checkpoint in the format `form`, and return `out`, which appears only once complete.
+    """Export the model of a checkpoint in the format `form`, and return `out`.
+
+    `out` appears only once it is complete.
 
     Args:
         path: the checkpoint's folder.

@@ -45,7 +45,7 @@ _WRITE_CHUNK = 64 << 20
 
 
 def printable(text: str, limit: int = 300) -> str:
-    """Escape control characters, which could drive a terminal, and cut to one line of `limit` characters."""
+    """Escape control characters, which could drive a terminal; cut to `limit` characters."""
     line = "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text[: limit + 1]
@@ -188,7 +188,7 @@ def _label(path: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder with its contents, a file, or a link but not its target, as far as possible."""
+    """Delete a folder, a file, or a link but not its target, where possible."""
     with contextlib.suppress(OSError):  # a leftover is harmless; an error here would hide the real one
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

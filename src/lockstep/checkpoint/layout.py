@@ -214,7 +214,7 @@ def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
 
 
 def _is_replicated(tensor: torch.Tensor, world: World) -> bool:
-    """Whether every rank of the world has the full tensor, so that any may write it."""
+    """Whether every rank of the world has the full tensor: any may write it."""
     if not is_dtensor(tensor):
         return True
     return tensor.device_mesh.size() == world.size and all(_kind(place) == "Replicate" for place in tensor.placements)
@@ -233,7 +233,7 @@ def _is_writer(tensor: torch.Tensor) -> bool:
 
 
 def owners_of(sizes: list[tuple[int, str]], ranks: int) -> dict[str, int]:
-    """Assign tensors to ranks: the largest first, each to the rank with the least so far.
+    """Assign tensors to ranks, largest first, each to the rank with the least.
 
     Args:
         sizes: (size, name) of each.
@@ -340,7 +340,7 @@ def _entry_problem(fields: Any, files: dict[str, dict[str, Any]]) -> str | None:
 
 
 def read_header(path: Path) -> Header:
-    """Return {key: (dtype code, shape)} of a safetensors file, which must have no gaps or overlaps."""
+    """Return {key: (dtype code, shape)} of a safetensors file without gaps or overlaps."""
     label = f"{printable(path.parent.name)}/{path.name}"
     size, length, text = retry_io(lambda: _header_text(path, label))
     header = parse_json(text, path)

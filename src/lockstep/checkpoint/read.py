@@ -122,7 +122,7 @@ Read = Callable[[SliceEntry, tuple[slice, ...]], torch.Tensor]
 
 
 def _reader(path: Path, stack: ExitStack) -> Read:
-    """Return a function that reads a part of a slice through a memory map, open until `stack` closes."""
+    """Return a function that reads parts of slices through memory maps that `stack` closes."""
 
     @cache
     def open_file(file: str) -> Any:

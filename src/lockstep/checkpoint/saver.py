@@ -199,7 +199,7 @@ class Saver:
         return Share(copies, share.aliases, share.summary), ready
 
     def _copy_in_stream(self, stable: _Pairs, changing: _Pairs) -> "torch.cuda.Event":
-        """Copy each pair's source to its target, on a second stream where nothing writes the source meanwhile.
+        """Copy each pair's source to its target, on a second stream where possible.
 
         Args:
             stable: pairs whose sources only an update writes.
@@ -225,7 +225,7 @@ class Saver:
             return _queue_copies(snapshots, stream)
 
     def _room(self) -> int:
-        """Return the bytes of the device that no step needs: the next one runs while snapshots exist."""
+        """Return the device's bytes that the next step, beside the snapshots, does not need."""
         device = self._world.device
         free, _ = torch.cuda.mem_get_info(device)
         # The peak since the last save includes its snapshots, whose memory the allocator has back by now.

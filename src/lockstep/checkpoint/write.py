@@ -395,7 +395,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _finish(temporary: Path, final: Path, manifest: Manifest, state: dict[str, Any]) -> None:
-    """Write state and manifest on rank 0, and rename the folder, after which it never changes."""
+    """Write state and manifest on rank 0, and give the folder its final name."""
     manifest.files[STATE] = retry_io(lambda: write_file(temporary / STATE, [dump(state)]))
     for name, file in manifest.files.items():
         if (temporary / name).stat().st_size != file["size"]:

@@ -62,7 +62,7 @@ def shares_of_counts(counts: Sequence[int]) -> Shares:
 
 @final
 class ShareSchedule:
-    """The shares of each step, for the loader (future steps) and the engine (the current one).
+    """The shares of each step, present and future.
 
     Attributes:
         at: step -> its shares; constant for a step, and the same on every rank.
@@ -126,7 +126,7 @@ def loads(work: Sequence[float], costs: Sequence[float], shares: Shares) -> list
 
 
 def _widths(count: int, costs: Sequence[float], most: Sequence[int]) -> list[int]:
-    """Return the longest run to try on each rank: trying all lengths would take too long."""
+    """Return the longest run to try on each rank; trying all would take too long."""
     speed = sum(1.0 / cost for cost in costs)
     fair = [math.ceil(2.0 * count / (cost * speed)) for cost in costs]
     widths = [min(count, own, max(_BAND, each)) for own, each in zip(most, fair, strict=True)]
@@ -224,7 +224,7 @@ class Balancer:
         self._last_request = start - 1
         self._base: Sequence[ShareReport] = ()
         self._window: list[list[_UnitCost]] = []
-        self._window_steps: list[int] = []  # steps of the window
+        self._window_steps: list[int] = []
         self._pending_costs: tuple[float, ...] = ()  # costs of the last window, if they called for a change
 
     def at(self, step: int) -> Shares:
@@ -322,7 +322,7 @@ class Balancer:
         return range(self._start + int(old.steps), self._start + int(new.steps))
 
     def _judge(self, costs: tuple[float, ...], steps: list[int], first: int) -> str:
-        """Change the shares, by the mean of two windows, if both in a row call for it."""
+        """Change the shares by the mean of two windows, if both call for it."""
         before, self._pending_costs = self._pending_costs, ()
         if not self._gains(costs, steps):
             return ""
@@ -384,7 +384,7 @@ def _is_newer(old: ShareReport, new: ShareReport) -> bool:
 
 
 def _costs(window: list[list[_UnitCost]]) -> tuple[float, ...]:
-    """Return, by rank, seconds per unit of work: medians of a window, to ignore single delays.
+    """Return each rank's seconds per unit of work: medians of a window, robust to delays.
 
     A rank with one micro-batch per step has no timed backward; the other ranks' ratio to the forward is used.
     """

@@ -116,7 +116,7 @@ def _by_owner(owners: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _rows(shape: Sequence[int], rank: int, ranks: int) -> int:
-    """Return the number of a tensor's rows on `rank`: ceil(n / ranks) each, as torch.chunk cuts."""
+    """Return the number of a tensor's rows on `rank`, as torch.chunk cuts."""
     each = -(-shape[0] // ranks)
     return max(0, min(each, shape[0] - rank * each))
 
@@ -397,7 +397,7 @@ class StepExchange:
 
 
 def _check_even(lasts: list[int], step: int) -> None:
-    """Raise LockstepError if the ranks plan different numbers of steps: they would wait for each other."""
+    """Raise LockstepError if the ranks plan different numbers of steps."""
     if min(lasts) != max(lasts):
         counts = ", ".join(f"{rank_label(rank)} has {last}" for rank, last in enumerate(lasts))
         raise LockstepError(f"uneven work before step {step}: {counts} steps; give every rank the same data and plan")

@@ -71,7 +71,7 @@ class ProcessFailure:
 
     @classmethod
     def read(cls, rank: int, code: int, path: Path, place: RankProgress | None, end_time: float) -> "ProcessFailure":
-        """Read the failure of a process from its exit code, and its note in `path` if there is one."""
+        """Read a process's failure from its exit code and its note, if there is one."""
         note: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             note = dict(json.loads(path.read_bytes()[:_LIMIT])["lockstep"])
@@ -91,9 +91,10 @@ class ProcessFailure:
         )
 
     def repeats(self, earlier: "ProcessFailure") -> bool:
-        """Whether the same line of code raised both in the same step, so that a retry would fail again.
+        """Whether the same line of code raised both in the same step.
 
-        Excludes the loss of another rank and storage that did not respond, which are not the line's fault.
+        Then a retry would fail again. Excludes the loss of another rank and storage that did not respond, which are not
+        the line's fault.
         """
         if self.follows or self.code == StorageError.exit_code:
             return False
@@ -116,12 +117,12 @@ class ProcessFailure:
 
 
 def first_failure(failures: Iterable[ProcessFailure]) -> ProcessFailure:
-    """Return the failure that caused the others: the earliest that is not the loss of another rank."""
+    """Return the cause: the earliest failure that is not the loss of another rank."""
     return min(failures, key=lambda failure: (failure.follows, failure.when))
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error on its own rank: lockstep's by its line, others by place, class and text."""
+    """Describe an error: lockstep's by its line, others by place, class and text."""
     if isinstance(error, LockstepError):
         return str(error)
     return f"at {Progress.present() or 'the start'}: {error_line(error)}"

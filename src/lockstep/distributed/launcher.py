@@ -61,7 +61,7 @@ def listen(host: str, port: int) -> socket.socket | None:
 
 
 def check_reachable(name: str, host: str) -> None:
-    """Raise ConfigError if node 0's name resolves to loopback here, where no other node can connect.
+    """Raise ConfigError if node 0's name resolves to loopback on this node.
 
     Debian's installer writes such a line for the machine's own name. A loopback address given as a number, or as
     localhost, is intended: several "nodes" on one machine.

@@ -169,10 +169,10 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def _has_closed_link() -> bool:
-    """Whether a gloo group of this process has a link that its other end, or a timeout, closed.
+    """Whether a gloo group of this process has a closed link.
 
-    Gloo refuses at once to receive over such a link. Over an open one the message never comes, since this process is
-    ending.
+    Its other end, or a timeout, closed it. Gloo refuses at once to receive over such a link. Over an open one the
+    message never comes, since this process is ending.
     """
     groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
     for group in groups:

@@ -100,7 +100,9 @@ def read_end(folder: Path) -> int:
 
 @contextlib.contextmanager
 def mark_running(stays: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Make `lockstep launch` count an end of this process in the context as a loss, whatever its exit code.
+    """Make `lockstep launch` count an end of this process in the context as a loss.
+
+    This holds for any exit code.
 
     Args:
         stays: called at the end of the context; if True, a later end of the process still counts as a loss.
@@ -178,7 +180,7 @@ class Progress:
 
     @classmethod
     def of(cls, rank: int) -> Self:
-        """Open this process's progress: a file in the launcher's folder if there is one, else memory.
+        """Open this process's progress: a file in the launcher's folder, or memory without one.
 
         The file has the rank at the start as its name, which stays when ranks change.
         """

@@ -303,7 +303,7 @@ def _run_rank(pipe: Connection, spec: _RankSpec) -> None:
 
 
 def _share_compilers(device: str, ranks: int) -> None:
-    """Compile kernels in the rank itself on a CPU, or on CUDA with its share of cores.
+    """Compile kernels in the rank itself; on CUDA with its share of cores.
 
     The server has loaded torch's settings, so setting the variable alone has no effect. Processes that compile end
     with their rank, when their pipe breaks.

@@ -94,7 +94,9 @@ def identity(device: torch.device) -> list[str] | None:
 
 
 def check_unshared(devices: Sequence[Sequence[str] | None]) -> None:
-    """Raise ConfigError if two ranks share a device: NCCL would refuse it too, but minutes later.
+    """Raise ConfigError if two ranks share a device.
+
+    NCCL would refuse it too, but minutes later and without a way out.
 
     Args:
         devices: by rank, its `identity`; None for a rank that does not use NCCL.
@@ -192,7 +194,7 @@ class World:
 
     @classmethod
     def alone(cls, device: str, timeout: float) -> Self:
-        """Return a world of one rank on this rank's device, in a process that has peers."""
+        """Return a world of this rank alone, in a process that has peers."""
         local_rank = launcher_number(*_LAUNCHER[1])
         rank_device = local_device(device, local_rank, launcher_number("LOCAL_WORLD_SIZE", 1))
         if rank_device.type == "cuda":
@@ -404,7 +406,7 @@ class World:
                 dist.destroy_process_group()
 
     def abandon(self) -> None:
-        """Defer leaving to the next join after an error: other ranks may be gone, and tracebacks hold the engine."""
+        """Leave at the next join: other ranks may be gone, and tracebacks hold the engine."""
         if self.control is not None:
             _ABANDONED.append(self)
 

@@ -218,7 +218,7 @@ class _Agent(LocalElasticAgent):
         return pids
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        """Forward a signal: the processes save and end, or end at once on a second Ctrl-C. No restart follows."""
+        """Forward a signal: processes save and end; a second Ctrl-C kills. No restart follows."""
         self._remaining_restarts = 0
         if number == signal.SIGHUP:
             leave_terminal()
@@ -260,7 +260,7 @@ class _Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED) if has_loss and not result.is_failed() else result
 
     def _has_failed(self, local: int, code: int | None) -> bool:
-        """Whether a process failed: with an error, or with code 0 in the middle of its run."""
+        """Whether a process ended with an error, or with code 0 in mid-run."""
         slot = self._names[local].partition(".")[0]
         return code is not None and (code != 0 or ended_while_running(self._folder, slot))
 

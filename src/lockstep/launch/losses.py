@@ -145,7 +145,7 @@ class Membership:
         return REPEATED if repeats else ""
 
     def _announce_end(self, reason: str) -> None:
-        """Send the reason to the members that wait for the next generation, which end with it."""
+        """Send the reason to members that wait for the next generation: they end."""
         text = f"the launcher ends the run{'' if reason == '-' else f': {reason}'}"
         self._store.set(f"{self._keys}/members/{self.number + 1}", text)
         for name in self._starting:
