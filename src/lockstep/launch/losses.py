@@ -50,7 +50,7 @@ class Membership:
         store: the meeting point.
         least: with fewer members the run ends.
         most: with more losses within an hour the run ends.
-        said: describes a failure.
+        describe: describes a failure for the log.
         now: seconds on a monotonic clock.
 
     Attributes:
