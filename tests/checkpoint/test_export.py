@@ -113,7 +113,7 @@ def test_complex_tensors_that_a_format_does_not_know_are_refused_by_name(tmp_pat
     wide = Waves(torch.complex128)
     path = saved(tmp_path / "run", wide)
     assert equal(torch.load(export(path, tmp_path / "m.pt", "torch"), weights_only=True), dict(wide.state_dict()))
-    with pytest.raises(CheckpointError, match="safetensors has no complex128, which 'weight' is: use --format torch"):
+    with pytest.raises(CheckpointError, match="complex128.*--format torch"):
         export(path, tmp_path / "model", "safetensors")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["m.pt", "run"]
 
