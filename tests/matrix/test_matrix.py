@@ -22,7 +22,7 @@ from matrix_oracle import oracle
 from matrix_run import NAME, play, refused
 from matrix_subject import BAD, STEPS, Own
 from matrix_verdict import compared, compared_evaluations, verdict
-from ranks import preloaded, run
+from ranks import run
 
 RUNS = everything()
 PAIRS = covering(RUNS, 2)
@@ -111,13 +111,6 @@ def test_a_case_is_named_by_its_line():
             parse(line)
 
 
-@pytest.fixture(scope="module")
-def loaded_once():
-    with preloaded("lightning.pytorch"):
-        yield
-
-
-@pytest.mark.usefixtures("loaded_once")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_is_no_run_is_refused_in_one_line(world, tmp_path):
     base = parse("ddp-plain-1-mlp-0-none-stop-float32-now-none-default-sum")._replace(world=world)
