@@ -1,9 +1,9 @@
 """A script of one's own under `lockstep launch`, as under torchrun: with restarts, names and codes."""
 
 import subprocess
-import sys
 
 import pytest
+import warm
 from shell import environment
 
 from lockstep import checkpoint, cli
@@ -42,7 +42,7 @@ def script(tmp_path):
 def launched(script, *flags, **more):
     arguments = ["launch", "--nproc-per-node", "2", "--", str(script), "--save-dir", str(script.parent), *flags]
     return subprocess.run(
-        [sys.executable, "-m", "lockstep", *arguments],
+        [warm.python(), "-m", "lockstep", *arguments],
         env=environment(**more), capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
 
