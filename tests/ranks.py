@@ -9,15 +9,14 @@ It is the package's own starter with a test's manners: warnings are errors, and 
 failure, and no process outlives its test.
 """
 
+import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing import forkserver
+from collections.abc import Callable
 from typing import Any
 
-from lockstep.distributed.spawn import RankFailed, start
+from lockstep.distributed.spawn import RankFailure, start
 
-__all__ = ["RankError", "preloaded", "run"]
+__all__ = ["RankError", "run"]
 
 
 class RankError(AssertionError):
@@ -28,12 +27,18 @@ class RankError(AssertionError):
         self.rank = rank
 
 
-_MORE: list[str] = []
-# What most ranks import, loaded once by the server: half a second of each.
+# What most ranks import, loaded once by the server they are forked from: half a second of each.
 _PRELOADED = (
-    *("pytest", "hypothesis", "lockstep.training.trainer", "lockstep.verify.worker"),
+    *("pytest", "hypothesis", "lockstep.training.trainer", "lockstep.verify.worker", "lockstep.training.run"),
     *("lockstep.engines.ddp", "lockstep.engines.zero", "lockstep.engines.fsdp.engine"),
 )
+# Where the tests that were collected load one of these, the server does so too: one to two seconds of each rank.
+_LIBRARIES = {
+    "transformers": ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
+    "torchmetrics": ("torchmetrics",),
+    "peft": ("peft",),
+    "lightning": ("lightning.pytorch",),
+}
 
 
 def run(
@@ -50,26 +55,17 @@ def run(
             *(_plain, world_size, (function, args)),
             device=device,
             patience=timeout,
-            preload=[*_PRELOADED, *_MORE],
+            preload=[*_PRELOADED, *(_libraries() if device == "cpu" else ())],
             before=before,
         )
-    except RankFailed as failed:
-        text = str(failed).replace("said nothing for", "had not ended after")
+    except RankFailure as failed:
+        text = str(failed).replace("gave no sign of life for", "had not ended after")
         stacks = "\n--- then ".join(f"rank {rank}: {found}" for rank, found in failed.details.items())
         raise RankError(failed.rank, f"{text}\n--- {stacks}") from None
 
 
-@contextmanager
-def preloaded(*modules: str) -> Iterator[None]:
-    """Within it ranks are forked from a server of their own, which has loaded these modules too, where they are
-    installed: for many ranks that need what takes seconds to import."""
-    _MORE.extend(modules)
-    forkserver._forkserver._stop()  # as Python's own tests do; the next start makes another
-    try:
-        yield
-    finally:
-        _MORE.clear()
-        forkserver._forkserver._stop()
+def _libraries() -> list[str]:
+    return [module for library, modules in _LIBRARIES.items() if library in sys.modules for module in modules]
 
 
 def _plain(world: Any, say: Callable[[], None], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

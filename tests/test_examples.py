@@ -3,10 +3,10 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from hub_files import texts, write_jsonl
 from shell import environment, inspected
 
@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def go(name, *flags, processes=0):
     launcher = ["-m", "lockstep", "launch", f"--nproc-per-node={processes}", "--"] if processes else []
-    arguments = [sys.executable, *launcher, str(EXAMPLES / name), *flags]
+    arguments = [warm.python(), *launcher, str(EXAMPLES / name), *flags]
     done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -54,7 +54,8 @@ def test_segmentation_has_the_same_bits_alone_and_on_two(tmp_path):
 
 
 def test_my_training_as_a_project_would_run_it():
-    arguments = [sys.executable, "-m", "pytest", str(EXAMPLES / "test_my_training.py")]
+    quiet = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    arguments = [warm.python(), "-m", "pytest", *quiet, str(EXAMPLES / "test_my_training.py")]
     done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout

@@ -5,9 +5,15 @@ import shutil
 import sys
 
 import pytest
+import warm
 from golden import capture
 
 PYTHON = (3, 11)  # whose argparse wrote help.txt
+
+
+@pytest.fixture(autouse=True)
+def started_fast(monkeypatch):
+    monkeypatch.setattr(sys, "executable", warm.python())
 
 
 @pytest.mark.skipif(sys.version_info[:2] != PYTHON, reason="argparse of another Python words help otherwise")

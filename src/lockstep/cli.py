@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         failures.note(error)
         print(mask(user_traceback(error)), file=sys.stderr)
         if FOLDER_VARIABLE not in os.environ:  # otherwise the launcher prints it
-            print(f"lockstep: error: {mask(failures.described(error))}", file=sys.stderr)
+            print(f"lockstep: error: {mask(failures.describe_error(error))}", file=sys.stderr)
         code = 1
     sys.exit(code)
 

@@ -50,7 +50,7 @@ def steps(
         control.gradients.begin(step)
         evaluate = passes.evaluation(step, micro, items, losses)
         result = engine.step(factor, limit, control.momentum(step), evaluate)
-        exchange.taken = step + 1
+        exchange.engine_steps = step + 1
         if result.penalty is not None and any(not batch.index and batch.weight for batch in micro):
             losses.append(result.penalty * items)  # on one rank only, so that it counts once
         clock.lap("update")

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from lockstep import checkpoint
-from lockstep.checkpoint.check import contents
+from lockstep.checkpoint.check import read_contents
 from lockstep.checkpoint.files import on_all_ranks
 from lockstep.checkpoint.format import read_manifest
 from lockstep.clock import HostClock
@@ -443,7 +443,7 @@ def _set_rates(each: Stateful) -> None:
 
 def _empty(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
     """Allocate tensors as the checkpoint has them under these names."""
-    stored = contents(path, read_manifest(path))
+    stored = read_contents(path, read_manifest(path))
     return {
         name: torch.empty(each.shape, dtype=getattr(torch, each.dtype))
         for name, each in stored.items()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.clock import Clock
 from lockstep.data.batches import MicroBatch, seed_everything
-from lockstep.distributed.balance import Sharing
+from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms
@@ -110,7 +110,7 @@ class StepControl:
     before_update: Callable[[], None] = lambda: None
     world: World = field(default_factory=World)
     micro_batches: int = 1
-    sharing: Sharing | None = None
+    sharing: ShareSchedule | None = None
     gradients: GradientNorms = NO_NORMS
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lockstep.data.batches import MicroBatch
-from lockstep.distributed.balance import Sharing, equal_shares
-from lockstep.distributed.membership import typed_errors
+from lockstep.distributed.balance import ShareSchedule, equal_shares
+from lockstep.distributed.membership import translate_errors
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
@@ -75,7 +75,7 @@ class WholeStep:
         rows: Callable[[Any, Any, int], Any] | None = None,
         world: World,
         micro_batches: int,
-        sharing: Sharing | None = None,
+        sharing: ShareSchedule | None = None,
     ) -> None:
         self._step_loss, self._rows, self._world = step_loss, rows, world
         self._micro_batches, self._sharing = micro_batches, sharing
@@ -164,7 +164,7 @@ class WholeStep:
         # As bytes: one collective for all dtypes, also those that a backend does not support.
         rows = [column.detach().resolve_conj().contiguous() for column in columns]
         widths = [shape.numel() * dtype.itemsize for shape, dtype in self._known().rows]
-        with typed_errors():
+        with translate_errors():
             dist.all_gather(counts, torch.tensor([size]), group=self._world.control)  # collective
             sizes = [int(count) for count in counts]
             sent = torch.zeros(max(sizes), sum(widths), dtype=torch.uint8, device=columns[0].device)
@@ -248,7 +248,7 @@ class WholeStep:
         if ranks == 1:
             (total,) = sums.taken()
             return total[:length]
-        with typed_errors():
+        with translate_errors():
             piece = piece_of_sum(sums.taken(), lambda pieces: like.new_empty(pieces, padded // ranks), parts)
             total = like.new_empty(padded)
             dist.all_gather(list(total.view(ranks, -1).unbind()), piece)  # collective
@@ -319,7 +319,7 @@ class WholeStepPasses(Passes):
         return self._whole(found)
 
 
-def whole_step_of(task: Task, world: World, micro_batches: int, sharing: Sharing | None = None) -> WholeStep:
+def whole_step_of(task: Task, world: World, micro_batches: int, sharing: ShareSchedule | None = None) -> WholeStep:
     """Make the WholeStep of a task, with `step_loss` or `step_loss_rows`."""
     rows = task.step_loss_rows if has_own(task, "step_loss_rows") else None
     step_loss = None if rows else task.step_loss

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import preloaded, run
+from ranks import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,12 +18,6 @@ pytest.importorskip("lightning")
 pytestmark = [pytest.mark.filterwarnings("ignore:::lightning"), pytest.mark.filterwarnings("ignore:.*LeafSpec.*")]
 
 STEPS, MICRO = 4, 4  # micro-batches of four samples
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded_once():
-    with preloaded("lightning.pytorch"):
-        yield
 
 
 class Own(nn.BatchNorm1d):

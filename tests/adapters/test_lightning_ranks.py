@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from ranks import preloaded, run
+from ranks import run
 from torch.utils.data import DataLoader
 
 import lockstep
@@ -19,12 +19,6 @@ from lockstep.tensors import local_of
 pytest.importorskip("lightning")
 
 pytestmark = [pytest.mark.filterwarnings("ignore:::lightning"), pytest.mark.filterwarnings("ignore:.*LeafSpec.*")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded_once():
-    with preloaded("lightning.pytorch", "torchmetrics"):
-        yield
 
 
 def one_cycle(module, optimizer):

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import preloaded, run
+from ranks import run
 
 import lockstep
 from lockstep.distributed.world import World
@@ -62,8 +62,7 @@ def on_ranks(world, folder, *more):
 def as_before(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     before = torch.get_num_threads()
-    with preloaded("transformers.trainer", "transformers.models.gpt2.modeling_gpt2"):
-        yield
+    yield
     torch.set_num_threads(before)
     torch.use_deterministic_algorithms(False)
 
@@ -107,7 +106,7 @@ def as_guest(world):
     total = torch.ones(1)
     dist.all_reduce(total)
     os.environ["RANK"] = str(1 - int(os.environ["RANK"]))
-    with pytest.raises(ConfigError, match="in the process group that it has made"):
+    with pytest.raises(ConfigError, match="in its own process group"):
         World.join(device="cpu", timeout=30.0)
     dist.destroy_process_group()
     return float(total), names[0]

@@ -153,11 +153,12 @@ def finish(process, out, began, timeout=90.0):
     return Run(process.returncode, said, time.monotonic() - began, Path(out) / "default")
 
 
-def launch(folder, out, *flags, faults=(), processes=2, restarts=0, losses=0, timeout=90.0, **more):
+def launch(folder, out, *flags, faults=(), python=sys.executable, processes=2, timeout=90.0, **more):
     """A run to its end."""
     began = time.monotonic()
-    count = {"processes": processes, "restarts": restarts, "losses": losses}
-    process = start(arguments(folder, out, *flags, **count), faults, **more)
+    count = {"processes": processes, "restarts": more.pop("restarts", 0), "losses": more.pop("losses", 0)}
+    command = [python, *arguments(folder, out, *flags, **count)[1:]]
+    process = start(command, faults, **more)
     return finish(process, out, began, timeout)
 
 

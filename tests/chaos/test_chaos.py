@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness import (
@@ -51,7 +52,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="session")
 def whole(data, tmp_path_factory):
     """What a run leaves that nothing disturbed, and which raised no alarm."""
-    run = launch(data, tmp_path_factory.mktemp("whole"))
+    run = launch(data, tmp_path_factory.mktemp("whole"), python=warm.python())
     assert run.code == 0, run.said
     assert "warning" not in run.said
     return run.mark()
@@ -99,7 +100,7 @@ def test_r3_a_signal_to_one_rank_saves_and_says_75(data, tmp_path):
     assert run.code == 75, run.said
     assert run.last.startswith("ended by a signal: saved after step ")
     assert run.steps[-1] == run.state["global_step"]  # nothing that was computed is lost
-    assert launch(data, tmp_path, *LONG).code == 0
+    assert launch(data, tmp_path, *LONG, python=warm.python()).code == 0
     assert run.steps == list(range(1, 61))
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness import (
@@ -47,7 +48,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="session")
 def whole(data, tmp_path_factory):
     """What one process leaves that nothing disturbed."""
-    run = launch(data, tmp_path_factory.mktemp("whole"), *FOUR, processes=0)
+    run = launch(data, tmp_path_factory.mktemp("whole"), *FOUR, processes=0, python=warm.python())
     assert run.code == 0, run.said
     return run.mark()
 
@@ -85,7 +86,7 @@ def test_a_lost_rank_is_replaced_between_two_steps_and_the_others_keep_their_pro
     assert (after[1], after[2]) == (before[1], before[2])
     assert after[0] != before[0]
     taken = int(re.search(r"saved after step (\d+) of 150", said)[1])
-    alone = launch(data, tmp_path / "whole", *flags, "--stop-at", str(taken), processes=0)
+    alone = launch(data, tmp_path / "whole", *flags, "--stop-at", str(taken), processes=0, python=warm.python())
     saved = [path.name for path in sorted((tmp_path / "lost" / "default" / "checkpoints").glob("step-*"))]
     assert saved[-1] == f"step-{taken:08d}"
     lost = Run(0, said, 0.0, tmp_path / "lost" / "default")
@@ -122,7 +123,7 @@ def test_the_new_process_is_forked_from_one_that_has_loaded_everything_and_outli
         end(process)
     assert process.returncode == 75, said
     taken = re.search(r"saved after step (\d+) of 400", said)[1]
-    alone = launch(data, tmp_path / "whole", *flags, "--stop-at", taken, processes=0)
+    alone = launch(data, tmp_path / "whole", *flags, "--stop-at", taken, processes=0, python=warm.python())
     assert Run(0, said, 0.0, tmp_path / "lost" / "default").mark()[:3] == alone.mark()[:3]
 
 
@@ -235,7 +236,7 @@ def test_a_new_process_that_differs_is_not_taken_in_and_fails_nothing(data, tmp_
     flags = (*FOUR, "--max-steps", "60")
     run = launch(data, tmp_path, *flags, faults=slowly(faults), processes=3, losses=8)
     assert run.code == 0, run.said
-    assert "this process is not taken in: its configuration, data or code is another" in run.said
+    assert "this process cannot join: its configuration, data or code differs" in run.said
     assert run.state["losses"] == 1
 
 
@@ -339,4 +340,4 @@ def test_with_too_few_left_the_run_ends(data, tmp_path):
     said = process.communicate(timeout=90)[0]
     end(process)
     assert process.returncode == 1, said
-    assert "1 of 2 processes are left, and --min-ranks is 2" in said.splitlines()[-1]
+    assert "1 of 2 processes are left, but --min-ranks is 2" in said.splitlines()[-1]

@@ -254,7 +254,7 @@ def test_a_newer_format_says_to_update(path):
         ({"file": "../../rank-00000.safetensors"}, "none of the manifest's"),
         ({"file": "state.json"}, "none of the manifest's"),
         ({"key": "nothing"}, "not so in"),
-        ({"name": "model/other\x1b[2J"}, "second name"),
+        ({"name": "model/other\x1b[2J"}, "alias"),
         ({"more": 1}, "fields"),
     ],
 )
@@ -326,4 +326,4 @@ def test_what_is_no_index_is_refused(path, change):
 def test_another_steps_checkpoint_under_this_name_is_found(path):
     shutil.rmtree(path)
     shutil.copytree(checkpoint.path_of(path.parent.parent, 1), path)
-    assert checkpoint.verify(path) == ["step-00000002/manifest.json is that of step 1"]
+    assert checkpoint.verify(path) == ["step-00000002/manifest.json belongs to step 1"]

@@ -177,10 +177,10 @@ def test_a_long_reading_says_how_far_it_is(tmp_path, monkeypatch):
     reading = find._ReadProgress(tmp_path / "step-00000007", World(), lines.append)
     files = {name: {"size": 420 * 10**9, "xxh3_64": ""} for name in ("a.safetensors", "b.safetensors")}
     reading.begin(Manifest(1, 4, "ddp", 0, files))
-    reading.heard([10**9, 0])
+    reading.report([10**9, 0])
     assert lines == []  # not yet long
-    monkeypatch.setattr(find, "_TELL", -1.0)
-    reading.heard([70 * 10**9, 50 * 10**9])
+    monkeypatch.setattr(find, "_REPORT_SECONDS", -1.0)
+    reading.report([70 * 10**9, 50 * 10**9])
     assert lines == ["checking checkpoint step-00000007: 112 GiB of 782 GiB read"]
     for count in (3, 4, 5):
         reading.add(count)

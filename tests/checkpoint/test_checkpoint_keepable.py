@@ -9,7 +9,7 @@ from toys import Network, Ragged
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.checkpoint.read import opened
+from lockstep.checkpoint.read import open_tensors
 from lockstep.config.schema import Config
 from lockstep.errors import CheckpointError, UsageError
 
@@ -53,7 +53,7 @@ def counted(world, folder, engine, stop_at, task):
     warnings.simplefilter("ignore")  # torch's own, about views under fsdp
     lockstep.train(settings(folder, engine=engine, stop_at=stop_at), task(), world)
     path = checkpoint.find_newest(folder / "r", world, print)
-    with opened(path) as whole:
+    with open_tensors(path) as whole:
         return int(whole.read("model/_extra_state"))
 
 
@@ -67,7 +67,9 @@ def test_a_tensor_that_a_module_adds_comes_back_on_a_resume(tmp_path, engine):
 
 
 def test_an_extra_state_that_is_no_tensor_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(UsageError, match="the model has a dict as get_extra_state, and a checkpoint keeps tensors"):
+    with pytest.raises(
+        UsageError, match="the model returns a dict from get_extra_state, and a checkpoint stores only tensors"
+    ):
         (lockstep.train(settings(tmp_path), Plain()))
     assert list(tmp_path.iterdir()) == []
 
@@ -77,9 +79,7 @@ def test_a_tasks_own_state_is_held_to_the_same(tmp_path):
         def state_dict(self):
             return {"queue": [1, 2]}
 
-    with pytest.raises(
-        UsageError, match="'task/queue' is a list, and a checkpoint keeps tensors alone: make one of it"
-    ):
+    with pytest.raises(UsageError, match="'task/queue' is a list, and a checkpoint stores only tensors"):
         (lockstep.train(settings(tmp_path), Own()))
     assert list(tmp_path.iterdir()) == []
 
@@ -105,15 +105,19 @@ class Quantised(torch.Tensor):
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("model/encoder.norm._extra_state", {"a": 1}, "the module 'encoder.norm' has a dict as get_extra_state"),
-        ("encoder._extra_state", None, "the module 'encoder' has a NoneType"),
+        ("model/encoder.norm._extra_state", {"a": 1}, "the module 'encoder.norm' returns a dict from get_extra_state"),
+        ("encoder._extra_state", None, "the module 'encoder' returns a NoneType"),
         ("model/table", [1, 2], "the state's 'model/table' is a list"),
         (
             "model/graph",
             torch.eye(2).to_sparse(),
-            "'model/graph' cannot be kept in a checkpoint: it has no dense values",
+            "'model/graph' cannot be stored in a checkpoint: it has no dense values",
         ),
-        ("model/odd", torch.zeros(2, dtype=torch.bits8), "'model/odd' cannot be kept in a checkpoint: .* has no bits8"),
+        (
+            "model/odd",
+            torch.zeros(2, dtype=torch.bits8),
+            "'model/odd' cannot be stored in a checkpoint: .* has no bits8",
+        ),
         ("model/sub", Quantised(), "'model/sub' .* it is a Quantised"),
         ("model/" + "a" * 1000, torch.zeros(2), "its name must be"),
         ("__metadata__", torch.zeros(2), "its name must be"),
@@ -121,7 +125,7 @@ class Quantised(torch.Tensor):
 )
 def test_what_cannot_be_kept_is_named_in_one_line(tmp_path, name, value, reason):
     with pytest.raises(CheckpointError, match=reason) as found:
-        checkpoint.check_keepable({"model/a": torch.zeros(2), name: value})
+        checkpoint.check_storable({"model/a": torch.zeros(2), name: value})
     assert str(found.value).isprintable()
     with pytest.raises(CheckpointError, match=reason):
         checkpoint.save(tmp_path, 1, {name: value}, {}, lockstep.distributed.world.World(), engine="single")
@@ -131,4 +135,4 @@ def test_what_cannot_be_kept_is_named_in_one_line(tmp_path, name, value, reason)
 def test_what_can_be_kept_is_not_refused():
     conjugate = torch.zeros(2, dtype=torch.complex128).conj()
     later, scalar = torch.zeros(2, device="meta"), torch.nn.Parameter(torch.zeros(()))
-    checkpoint.check_keepable({"a": later, "b": conjugate, "c": scalar, "d": torch.zeros(0, 3)})
+    checkpoint.check_storable({"a": later, "b": conjugate, "c": scalar, "d": torch.zeros(0, 3)})

@@ -10,7 +10,7 @@ from ranks import run
 from states import differing, full, gathered, sharded, zeros
 
 from lockstep import checkpoint
-from lockstep.checkpoint.check import StoredTensor, tiles
+from lockstep.checkpoint.check import StoredTensor, covers_once
 from lockstep.checkpoint.format import CODES, PAIRS
 from lockstep.checkpoint.layout import SliceEntry, TensorBox
 from lockstep.checkpoint.read import _fill
@@ -269,9 +269,9 @@ def test_any_box_is_filled_from_any_slices(cut, random):
     target = torch.zeros(box.shape)
     _fill(target, box, StoredTensor("float32", shape, entries), lambda entry, cut: values[part(entry.block)][cut])
     assert torch.equal(target, values[part(box)])
-    assert tiles(blocks, shape)
-    assert not tiles(blocks[1:], shape)
-    assert not tiles([*blocks, blocks[0]], shape)
+    assert covers_once(blocks, shape)
+    assert not covers_once(blocks[1:], shape)
+    assert not covers_once([*blocks, blocks[0]], shape)
 
 
 def test_the_bytes_of_a_tensor_with_strides_are_its_elements_in_order():

@@ -232,14 +232,14 @@ def test_folders_get_the_permissions_of_their_parent(tmp_path):
 
 def test_a_file_is_written_and_checked_block_by_block(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_CHUNK", 8)
-    monkeypatch.setattr(files, "_WRITTEN", 8)
+    monkeypatch.setattr(files, "_WRITE_CHUNK", 8)
     chunks, seen = [bytes(range(20)), b"", bytes(range(100, 109))], []
     written = files.write_file(tmp_path / "file", chunks)
     assert (tmp_path / "file").read_bytes() == b"".join(chunks)
     assert written == {"size": 29, "xxh3_64": xxhash.xxh3_64_hexdigest(b"".join(chunks))}
-    assert files.damage(tmp_path / "file", 29, written["xxh3_64"], seen.append) is None
+    assert files.file_damage(tmp_path / "file", 29, written["xxh3_64"], seen.append) is None
     assert seen == [8, 8, 8, 5]
-    assert "29 bytes instead of 28" in files.damage(tmp_path / "file", 28, None)
+    assert "29 bytes instead of 28" in files.file_damage(tmp_path / "file", 28, None)
 
 
 def test_whole_tensors_go_to_the_rank_that_has_least_to_write_the_largest_first():

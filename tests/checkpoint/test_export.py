@@ -113,7 +113,7 @@ def test_complex_tensors_that_a_format_does_not_know_are_refused_by_name(tmp_pat
     wide = Waves(torch.complex128)
     path = saved(tmp_path / "run", wide)
     assert equal(torch.load(export(path, tmp_path / "m.pt", "torch"), weights_only=True), dict(wide.state_dict()))
-    with pytest.raises(CheckpointError, match="safetensors has no complex128, which 'weight' is: use --format torch"):
+    with pytest.raises(CheckpointError, match="complex128.*--format torch"):
         export(path, tmp_path / "model", "safetensors")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["m.pt", "run"]
 
@@ -144,7 +144,7 @@ def test_no_format_holds_the_weights_twice(tmp_path, form, monkeypatch):
     whole = sum(p.nbytes for p in model.parameters())
     largest = max(p.nbytes for p in model.parameters())
     alive, peak = [0], [0]
-    opened = exporting.opened
+    opened = exporting.open_tensors
 
     def counted(stored):
         def read(name):
@@ -154,7 +154,7 @@ def test_no_format_holds_the_weights_twice(tmp_path, form, monkeypatch):
             weakref.finalize(tensor, lambda size=tensor.nbytes: alive.__setitem__(0, alive[0] - size))
             return tensor
 
-        return type(stored)(stored.stored, read)
+        return type(stored)(stored.contents, read)
 
     class Opened:
         def __init__(self, path):
@@ -166,7 +166,7 @@ def test_no_format_holds_the_weights_twice(tmp_path, form, monkeypatch):
         def __exit__(self, *error):
             return self.context.__exit__(*error)
 
-    monkeypatch.setattr(exporting, "opened", Opened)
+    monkeypatch.setattr(exporting, "open_tensors", Opened)
     gc.collect()
     export(path, tmp_path / "out", form)
     assert 0 < peak[0] <= (2 * largest if form in ("safetensors", "hf") else whole)
@@ -204,7 +204,7 @@ def test_the_built_in_gpt_is_a_gpt2_in_transformers(tmp_path, named):
 def test_heads_that_no_tensor_tells_are_not_guessed(tmp_path):
     """A checkpoint from before they were kept: a preset's name says them only where its width fits."""
     path = saved(tmp_path / "run", gpt(), config='model_name = "builtin:nano"\n')
-    with pytest.raises(CheckpointError, match="does not say how many heads its GPT of width 32 has"):
+    with pytest.raises(CheckpointError, match="the number of heads of its GPT of width 32"):
         export(path, tmp_path / "hf", "hf")
     model = gpt(heads=NANO.heads, width=NANO.width)
     path = saved(tmp_path / "older", model, config='model_name = "builtin:nano"\n')
@@ -239,7 +239,7 @@ def test_what_is_there_is_not_written_over(tmp_path):
     path = saved(tmp_path / "run", network())
     for out in (tmp_path / "file", tmp_path / "folder"):
         (out.write_text if out.name == "file" else lambda text, out=out: out.mkdir())("mine")
-        with pytest.raises(ConfigError, match="is there already and is not written over"):
+        with pytest.raises(ConfigError, match="already exists"):
             export(path, out, "torch")
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -285,5 +285,5 @@ def test_a_folder_without_a_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="has no whole checkpoint"):
         cli.dispatch(["export", str(tmp_path), str(tmp_path / "o")])
     checkpoint.save(tmp_path, 1, {"optimizer/a/step": torch.ones(())}, {}, World(), engine="single")
-    with pytest.raises(CheckpointError, match="has no model: nothing to export"):
+    with pytest.raises(CheckpointError, match="has no model to export"):
         cli.dispatch(["export", str(tmp_path), str(tmp_path / "o")])

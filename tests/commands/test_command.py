@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 from ranks import run
 from shell import environment, inspected
 
@@ -29,11 +30,11 @@ def text(tmp_path_factory):
     return folder
 
 
-def command(text, out, *flags, processes=0):
+def command(text, out, *flags, processes=0, python=sys.executable):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
     settings = "--seq-len 32 --batch-size 8 --data.vocab-size 300 --log-freq 1 --max-steps 12 --ckpt-freq 2 --exact"
     return [
-        *(sys.executable, *launcher, "-m", "lockstep", "train", "--save-dir", str(out), *settings.split()),
+        *(python, *launcher, "-m", "lockstep", "train", "--save-dir", str(out), *settings.split()),
         *("--dataset-name", str(text / "code.txt"), "--data.cache", str(text / "cache"), *flags),
     ]
 
@@ -117,7 +118,7 @@ def whole(text, tmp_path_factory):
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])  # tests/matrix has exact runs on 4
 def test_torchrun_and_alone_print_the_same_fingerprint(text, tmp_path, whole, processes):
-    done = go(command(text, tmp_path, "--model.dropout", "0.1", processes=processes))
+    done = go(command(text, tmp_path, "--model.dropout", "0.1", processes=processes, python=warm.python()))
     assert done.stdout.count("finished; see what was saved with") == 1
     assert inspected(tmp_path / "default") == whole
 
@@ -135,7 +136,7 @@ def test_a_run_killed_at_a_random_step_resumes_on_another_world_to_the_same_bits
         assert process.returncode != 0
     finally:
         end(process)
-    go(command(text, tmp_path, "--model.dropout", "0.1", processes=again))
+    go(command(text, tmp_path, "--model.dropout", "0.1", processes=again, python=warm.python()))
     assert inspected(tmp_path / "default") == whole, f"killed at step {step}"
     steps = [record["global_step"] for record in read(tmp_path / "default" / "metrics.jsonl") if "lr" in record]
     assert steps == list(range(1, 13))
@@ -152,7 +153,7 @@ def test_ctrl_c_ends_all_ranks_and_the_run_goes_on(text, tmp_path, whole):
     assert "interrupted: saved after step" in said
     saved = json.loads((tmp_path / "default" / "state.json").read_text())["global_step"]
     assert saved in checkpoint.list_steps(tmp_path / "default")
-    go(command(text, tmp_path, "--model.dropout", "0.1"))
+    go(command(text, tmp_path, "--model.dropout", "0.1", python=warm.python()))
     assert inspected(tmp_path / "default") == whole
 
 
@@ -170,7 +171,7 @@ def test_a_signal_to_one_rank_saves_all_and_asks_to_be_started_again(text, tmp_p
 
 def test_secrets_reach_no_file_and_no_line(text, tmp_path):
     planted = {"MY_API_KEY": SECRET, "HF_TOKEN": "hf_" + "q" * 30, "NCCL_NOTE": f"https://user:{SECRET}@host/"}
-    done = go(command(text, tmp_path, "--max-steps", "2"), **planted)
+    done = go(command(text, tmp_path, "--max-steps", "2", python=warm.python()), **planted)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 6
     for where, content in [("output", (done.stdout + done.stderr).encode()), *((p, p.read_bytes()) for p in files)]:

@@ -1,11 +1,11 @@
 """`lockstep init`: what it writes trains and is proved at once, and nothing is overwritten."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from refusals import refuses
 from shell import environment
 
@@ -51,7 +51,7 @@ def test_its_points_lie_on_two_spirals(made):
 
 
 def test_what_it_writes_trains(made):
-    command = [sys.executable, "-m", "lockstep", "train", "--config", "config.toml", "--num-epochs", "5"]
+    command = [warm.python(), "-m", "lockstep", "train", "--config", "config.toml", "--num-epochs", "5"]
     done = subprocess.run(
         command, cwd=made, env=environment(), capture_output=True, text=True, timeout=250, check=False
     )
@@ -63,7 +63,8 @@ def test_what_it_writes_trains(made):
 
 
 def test_its_own_tests_pass(made):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    quiet = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    command = [warm.python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", *quiet]
     done = subprocess.run(
         command, cwd=made, env=environment(), capture_output=True, text=True, timeout=250, check=False
     )

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from handmade_traces import on_cpu
 from shell import environment
 
@@ -40,7 +41,7 @@ class Waits(lockstep.Task):
 def test_two_processes_are_profiled_in_a_folder_of_their_own(tmp_path):
     (tmp_path / "waits.py").write_text(TASK)
     (tmp_path / "outputs" / "mine").mkdir(parents=True)
-    lockstep = [sys.executable, "-m", "lockstep"]
+    lockstep = [warm.python(), "-m", "lockstep"]
     flags = ["--task", "waits.py:Waits", "--experiment-name", "mine", "--batch-size", "8"]
     flags += ["--limit-train-batches", "2"]  # an epoch is shorter than what is traced
     done = subprocess.run(

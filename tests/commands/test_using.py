@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hub_files
 import pytest
+import warm
 from refusals import refuses
 from shell import environment
 from small_runs import config
@@ -146,7 +147,7 @@ def test_what_cannot_be_evaluated_is_one_line(place, monkeypatch, argv, kind, li
 
 def test_several_processes_say_the_same_once(place):
     flags = ["launch", "--nproc-per-node", "2", "--", "evaluate", str(place / "gpt"), "--json"]
-    command = [sys.executable, "-m", "lockstep", *flags]
+    command = [warm.python(), "-m", "lockstep", *flags]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

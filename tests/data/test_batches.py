@@ -23,7 +23,7 @@ from toys import Holes, HolesMean, Partial, fit, parts, train
 from lockstep.data.batches import Batches, Loading, Origin, StepPlan, slots
 from lockstep.data.device import mover
 from lockstep.data.sampler import Sequential, Shuffled
-from lockstep.distributed.balance import equal_shares, given_shares
+from lockstep.distributed.balance import equal_shares, shares_of_counts
 from lockstep.distributed.world import World
 from lockstep.errors import DataError
 
@@ -72,7 +72,7 @@ def test_slots_cover_every_micro_batch_once(micro_batches, world_size):
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.data())
 def test_given_shares_are_each_ranks_own_number(counts, data):
-    shares, present = given_shares(counts), data.draw(st.integers(1, sum(counts)))
+    shares, present = shares_of_counts(counts), data.draw(st.integers(1, sum(counts)))
     by_rank = [slots(shares, rank, present) for rank in range(len(counts))]
     assert [len(mine) for mine in by_rank] == counts
     assert [slot.micro for mine in by_rank for slot in mine if slot.weight] == list(range(present))

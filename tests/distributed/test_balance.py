@@ -91,7 +91,7 @@ class Ranks:
             self.step += 1
             check = self.balancers[0].check(self.step, self.step + 2)
             reports = [ShareReport(self.step - self.start, *spent, check) for spent in self.spent]
-            said = {balancer.heard(reports, self.step + 2) for balancer in self.balancers}
+            said = {balancer.update(reports, self.step + 2) for balancer in self.balancers}
             assert len(said) == 1  # alike on all ranks
             found += [line for line in said if line]
         return found
@@ -104,7 +104,7 @@ def test_a_slow_rank_gets_less_once_two_windows_have_shown_it():
     ranks = Ranks([0.01, 0.019], copies=2)
     assert ranks.slots() == (4, 4)
     assert ranks.take(16) == []
-    assert ranks.take(1) == ["shares 5,3 after step 19: rank 1 needs 1.9 times as long a micro-batch as rank 0"]
+    assert ranks.take(1) == ["shares 5,3 after step 19: rank 1 takes 1.9 times as long per micro-batch as rank 0"]
     assert [ranks.balancers[0].at(step).slots for step in (18, 19)] == [(4, 4), (5, 3)]
     assert ranks.take(200) == []
 
@@ -171,7 +171,7 @@ def test_and_by_the_ranks_speeds():
     [line] = ranks.take(60)
     speeds, why = line.split(" after step 19: ")
     assert speeds == "shares by length for speeds of 1, 0.33"
-    assert why == "rank 1 needs 3 times as long for the same work as rank 0"
+    assert why == "rank 1 takes 3 times as long for the same work as rank 0"
     assert ranks.balancers[0].at(70) == cut(lengths(70), [1.0, 3.0])
 
 
@@ -217,14 +217,14 @@ def test_a_step_keeps_its_shares_however_many_changes_are_still_to_come():
 def test_what_was_asked_for_cannot_be_changed():
     balancer = Balancer(8, 2)
     balancer.at(7)
-    with pytest.raises(LockstepError, match="step 7 was asked for already"):
+    with pytest.raises(LockstepError, match="step 7"):
         balancer.bound([4, 4], 7)
     balancer.bound([4, 4], 8)
 
 
 @pytest.mark.parametrize("works", [None, lengths])
 def test_who_only_looks_ahead_binds_nobody(works):
-    balancer = Balancer(8, 2, works=works)
+    balancer = Balancer(8, 2, work_of=works)
     assert balancer.guess(30) == cut(works(30) if works else [1.0] * 8, [1.0, 1.0])
     balancer._add(balance._CutRule(20, (1.0, 3.0), ()))
     now = cut(works(30) if works else [1.0] * 8, [1.0, 3.0])
@@ -232,10 +232,10 @@ def test_who_only_looks_ahead_binds_nobody(works):
 
 
 def test_ranks_that_share_out_differently_are_told():
-    one, other = Balancer(8, 2, works=lengths), Balancer(8, 2, works=lambda step: lengths(step + 1))
+    one, other = Balancer(8, 2, work_of=lengths), Balancer(8, 2, work_of=lambda step: lengths(step + 1))
     reports = [ShareReport(1, 0.0, 1.0, 1.0, each.check(0, 4)) for each in (one, other)]
-    with pytest.raises(LockstepError, match="the ranks share out the coming steps differently"):
-        one.heard(reports, 4)
+    with pytest.raises(LockstepError, match="--shares auto"):
+        one.update(reports, 4)
 
 
 def test_a_device_whose_seconds_are_known_late_is_measured_by_the_steps_that_they_are_of():
@@ -251,7 +251,7 @@ def test_a_device_whose_seconds_are_known_late_is_measured_by_the_steps_that_the
                 known[rank][1] += cost * sum(slot - 1 for slot in slots[rank])
             read = step
         reports = [ShareReport(read, 0.0, *seconds, balancer.check(step, step + 2)) for seconds in known]
-        lines.append(balancer.heard(reports, step + 2))
+        lines.append(balancer.update(reports, step + 2))
     assert [line for line in lines if line] == [
-        f"shares 5,3 after step {lines.index(max(lines)) + 2}: rank 1 needs 1.9 times as long a micro-batch as rank 0"
+        f"shares 5,3 after step {lines.index(max(lines)) + 2}: rank 1 takes 1.9 times as long per micro-batch as rank 0"
     ]

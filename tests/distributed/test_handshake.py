@@ -14,7 +14,7 @@ from lockstep.distributed.membership import check_store
 from lockstep.distributed.progress import MEETING_VARIABLE
 from lockstep.distributed.world import meeting_store
 from lockstep.errors import ConfigError
-from lockstep.launch.rendezvous import meeting
+from lockstep.launch.rendezvous import open_rendezvous
 
 
 def http(connection):
@@ -89,7 +89,7 @@ def test_ranks_and_launchers_ask(service, monkeypatch):
     endpoint = f"127.0.0.1:{service}"
     job = SimpleNamespace(endpoint=endpoint, backend="c10d", run_id="r", nodes=(2, 2), options={}, is_host=False)
     with pytest.raises(ConfigError, match=f"--master-port {service}"):
-        meeting(job)
+        open_rendezvous(job)
 
 
 @pytest.mark.parametrize("service", [http], indirect=True)

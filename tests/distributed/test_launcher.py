@@ -7,7 +7,7 @@ import small_runs
 
 import lockstep
 from lockstep.commands import train as train_command
-from lockstep.distributed.launcher import check_launched, unlaunched
+from lockstep.distributed.launcher import check_launched, find_launch_mistake
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 
@@ -44,7 +44,7 @@ def test_tasks_that_would_each_train_alone_are_told_the_command_that_was_meant(e
     ],
 )
 def test_one_task_and_what_a_launcher_started_are_let_through(environ):
-    assert unlaunched(environ) is None
+    assert find_launch_mistake(environ) is None
 
 
 def test_every_way_into_a_run_refuses_them_before_anything_is_written(tmp_path, monkeypatch):

@@ -170,8 +170,8 @@ def _timeouts(world):
     let_wait = worlds._let_wait
     worlds._let_wait = lambda group, seconds: waits.append(seconds) or let_wait(group, seconds)
     found = [seconds(dist.group.WORLD), seconds(world.control)]
-    world.forsake([])
-    after = world.regrouped(world.rank, world.size, 1)
+    world.drop_groups([])
+    after = world.regroup(world.rank, world.size, 1)
     found += [seconds(dist.group.WORLD), seconds(after.control)]
     after.leave()
     return found, waits

@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.distributed import membership
-from lockstep.distributed.membership import is_lost_peer, typed_errors
+from lockstep.distributed.membership import is_lost_peer, translate_errors
 from lockstep.distributed.world import World
 from lockstep.engines.memory import explained
 from lockstep.errors import LockstepError
@@ -67,11 +67,11 @@ def in_hook(error):
 @pytest.mark.parametrize("raising", [in_body, in_forward, in_backward, in_hook])
 @pytest.mark.parametrize("kind", [RuntimeError, OSError, dist.DistBackendError, ConnectionResetError, ValueError])
 def test_an_error_of_the_programs_own_is_its_own_whatever_its_text_and_the_links(monkeypatch, raising, kind):
-    monkeypatch.setattr(membership, "_is_a_link_closed", lambda: True)
+    monkeypatch.setattr(membership, "_has_closed_link", lambda: True)
     assert len(set(TEXTS)) == 100
     for text in TEXTS:
         error = kind(text)
-        with pytest.raises(kind) as caught, typed_errors():
+        with pytest.raises(kind) as caught, translate_errors():
             raising(error)
         assert caught.value is error
 
@@ -120,7 +120,7 @@ def judged(world):
 
 def kind_of(call):
     try:
-        with typed_errors():
+        with translate_errors():
             call()
     except Exception as error:
         return type(error).__name__
@@ -145,22 +145,22 @@ def test_only_torchs_own_allocator_is_out_of_host_memory():
 
 @pytest.mark.parametrize(("code", "ends"), [(0, 1), (None, 1), (3, 3), ("no device", 1)])
 def test_a_call_of_exit_is_an_error_with_its_place(code, ends):
-    with pytest.raises(LockstepError) as caught, typed_errors():
+    with pytest.raises(LockstepError) as caught, translate_errors():
         raise SystemExit(code)
     assert caught.value.exit_code == ends
     assert "test_lost_peers.py" in str(caught.value)
 
 
 def test_a_generator_exit_is_an_error_unless_it_closes_the_loop():
-    with pytest.raises(LockstepError) as caught, typed_errors():
+    with pytest.raises(LockstepError) as caught, translate_errors():
         raise GeneratorExit
     assert "test_lost_peers.py" in str(caught.value)
 
     def steps():
-        with typed_errors():
+        with translate_errors():
             yield
 
-    ours = {"__name__": "lockstep.steps", "typed_errors": typed_errors}
+    ours = {"__name__": "lockstep.steps", "translate_errors": translate_errors}
     loop = types.FunctionType(steps.__code__, ours, closure=steps.__closure__)()
     next(loop)
     loop.close()  # raises nothing

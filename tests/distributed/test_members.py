@@ -61,11 +61,11 @@ def test_a_wish_is_seen_by_those_of_its_generation_alone():
     meeting = {"LOCKSTEP_MEETING": f"127.0.0.1:{store.port}", "RANK": "1"}
     member = Member.of_this_process(meeting)
     other = member.connection()
-    assert not member.is_wished(other)
+    assert not member.has_candidate(other)
     store.set("lockstep/members/0/wish/0", "1")
     assert store.get("lockstep/members/0/wish/0")  # after what was set before
-    assert member.is_wished(other)
+    assert member.has_candidate(other)
     member.generation = 1
-    assert not member.is_wished(other)
-    member.ready("", "mine")
+    assert not member.has_candidate(other)
+    member.report_ready("", "mine")
     assert (member.experiment(), store.get("lockstep/members/0/ready/1")) == ("mine", b"yes")

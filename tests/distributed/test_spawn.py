@@ -7,7 +7,7 @@ import time
 import pytest
 
 from lockstep.distributed import spawn
-from lockstep.distributed.spawn import RankFailed, start
+from lockstep.distributed.spawn import RankFailure, start
 from lockstep.errors import ConfigError
 
 
@@ -44,16 +44,16 @@ ALIVE = ("alive", None)
 def test_patience_begins_when_all_run(waits, tmp_path):
     pipes = [Pipe(ALIVE, ALIVE, ("ended", 7)), Pipe(ALIVE, ("ended", 8))]
     waits.order = [pipes[0], pipes[0], pipes[1], pipes[1], pipes[0]]
-    assert spawn._collected(pipes, 33.0, tmp_path, False) == [7, 8]
+    assert spawn._collect(pipes, 33.0, tmp_path, False) == [7, 8]
     assert waits.seconds == [spawn._START] * 3 + [33.0] * 2
 
 
 def test_after_a_failure_the_others_have_a_moment_whatever_they_say(waits, tmp_path):
-    failure = spawn._RankFailure(False, 1.0, 0, "the reason", False, "its stack")
+    failure = spawn._FailureReport(False, 1.0, 0, "the reason", False, "its stack")
     pipes = [Pipe(ALIVE, ("failed", failure)), Pipe(ALIVE, ALIVE)]
     waits.order = [pipes[0], pipes[0], pipes[1], pipes[1]]
-    with pytest.raises(RankFailed, match="rank 0 of 2: the reason") as caught:
-        spawn._collected(pipes, 33.0, tmp_path, False)
+    with pytest.raises(RankFailure, match="rank 0 of 2: the reason") as caught:
+        spawn._collect(pipes, 33.0, tmp_path, False)
     assert waits.seconds == [spawn._START] * 2 + [spawn._GRACE] * 3
     assert (caught.value.rank, caught.value.details) == (0, {0: "its stack"})
 
@@ -82,7 +82,7 @@ def fails(world, say):
 
 
 def test_where_the_output_is_kept_a_failures_stack_is_in_it(tmp_path):
-    with pytest.raises(RankFailed, match="rank 0 of 1: KeyError: 'the reason'"):
+    with pytest.raises(RankFailure, match="rank 0 of 1: KeyError: 'the reason'"):
         start(fails, 1, folder=tmp_path)
     assert "in fails" in (tmp_path / "rank-1-0.log").read_text()
 

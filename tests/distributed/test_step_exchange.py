@@ -30,7 +30,7 @@ def _items(world, count, pause, constant):
     found, lengths = [], []
     for step in range(count):
         found.append(exchange.global_items(step))
-        lengths.append(exchange._received.length)
+        lengths.append(exchange._result.length)
         time.sleep(pause)
     return found, lengths
 
@@ -156,14 +156,14 @@ def _busy(world):
 
     def spent():
         step, share = exchange.progress.step, 1.0 + world.rank
-        return BusySeconds(exchange.waited + 0.25 * step * share, 0.5 * step * share, 0.125 * step * share)
+        return BusySeconds(exchange.wait_seconds + 0.25 * step * share, 0.5 * step * share, 0.125 * step * share)
 
     exchange, heard = StepExchange(world, lambda step: 1, None, busy=spent), []
     for step in range(40):
         exchange.global_items(step)
-        heard.append(exchange.heard)
+        heard.append(exchange.busy_by_rank)
         time.sleep(0.0 if world.rank else 0.005)
-    return heard, exchange.waited
+    return heard, exchange.wait_seconds
 
 
 def test_a_rank_that_waits_reports_no_busy_time():
@@ -264,11 +264,11 @@ def wire(monkeypatch):
 def test_what_is_exchanged_in_numbers(wire):
     exchange, found = wire.exchange, []
     assert wire.groups == [("gloo", timedelta(seconds=7))]
-    assert (exchange.waited, exchange.count, exchange.heard, exchange.broken()) == (0.0, 0, [], False)
+    assert (exchange.wait_seconds, exchange.count, exchange.busy_by_rank, exchange.has_failed()) == (0.0, 0, [], False)
     for step in range(11):
         found.append(exchange.global_items(step))
         if step == 0:
-            assert exchange.heard == [BusySeconds(0.5, 0.25, 0.125), BusySeconds(1.0, 2.0, 3.0)]
+            assert exchange.busy_by_rank == [BusySeconds(0.5, 0.25, 0.125), BusySeconds(1.0, 2.0, 3.0)]
         wire.now += 0.01
         exchange.send(step)
         assert exchange.receive() == CONTINUE
@@ -277,8 +277,8 @@ def test_what_is_exchanged_in_numbers(wire):
     # One is for 20 ms: four steps where all that is known is the other's 5 ms, two where this rank's are 10 ms.
     assert wire.items() == [[10], [11, 12, 13, 14], [15, 16, 17, 18], [19, 20], [21, 22]]
     assert [row[1] for row, _, _ in wire.sent] == pytest.approx([0.0, 0.0, 0.01, 0.01, 0.01])
-    assert (exchange.waited, exchange.count) == (0.5, 5)  # what came after the others was there
-    assert exchange.heard[0] == BusySeconds()  # nothing was spent since
+    assert (exchange.wait_seconds, exchange.count) == (0.5, 5)  # what came after the others was there
+    assert exchange.busy_by_rank[0] == BusySeconds()  # nothing was spent since
     assert set(wire.phases) == {WAITING}
     assert exchange.totals([1.5, 2.5]) == [1.5, 2.505]
     assert {(group, meanwhile) for _, group, meanwhile in wire.sent[:5]} == {("own", True)}
@@ -293,14 +293,14 @@ def test_further_numbers_are_told_with_the_steps_that_they_are_for(wire):
         asked.append((step, stop, waited))
         return [7.0, 8.0]
 
-    exchange = wire.exchange = StepExchange(World(size=2), lambda step: 10 + step, None, 20, further=further)
+    exchange = wire.exchange = StepExchange(World(size=2), lambda step: 10 + step, None, 20, extra=further)
     for step in range(6):
         assert exchange.global_items(step) == 110 + step
-        assert exchange.also == [[7.0, 8.0], [100.0, 100.0]]
+        assert exchange.extra_by_rank == [[7.0, 8.0], [100.0, 100.0]]
         wire.now += 0.01
         exchange.send(step)
         exchange.receive()
-        assert exchange.until == asked[-1][1]  # what was asked for ends there
+        assert exchange.horizon == asked[-1][1]  # what was asked for ends there
     firsts, stops, waited = zip(*asked, strict=True)
     assert firsts == (0, *stops[:-1])
     assert waited == (0.0, 0.5, 0.5)
@@ -311,19 +311,19 @@ def test_another_thread_is_told_of_a_failure_that_is_known_and_waits_for_none(wi
     exchange.global_items(0)
     exchange.send(0)
     wire.over, wire.error = False, RuntimeError("connection closed\nby the peer")
-    assert not exchange.broken()
+    assert not exchange.has_failed()
     wire.over = True
-    assert exchange.broken()
+    assert exchange.has_failed()
     for error, said in ((wire.error, "connection closed"), (RuntimeError(), "RuntimeError")):
         wire.error = error
         with pytest.raises(PeerError, match=f"rank 0 lost the other ranks before step 1: {said}; the first error"):
             exchange.receive()
     wire.error = None
-    assert not exchange.broken()
+    assert not exchange.has_failed()
 
 
 def test_in_a_run_that_outlives_a_loss_the_step_comes_to_its_end_before_it_is_told(wire):
-    exchange = StepExchange(World(size=2, timeout=7.0), lambda step: 1, None, 20, outlives=True)
+    exchange = StepExchange(World(size=2, timeout=7.0), lambda step: 1, None, 20, survives_loss=True)
     wire.exchange = exchange
     exchange.global_items(0)
     exchange.send(0)
@@ -333,7 +333,7 @@ def test_in_a_run_that_outlives_a_loss_the_step_comes_to_its_end_before_it_is_to
     for _ in range(2):
         with pytest.raises(PeerError, match="rank 0 lost the other ranks before step 1: connection closed"):
             exchange.global_items(1)
-    assert (exchange.left(), exchange.left(), wire.ended) == ("own", None, [])
+    assert (exchange.release_group(), exchange.release_group(), wire.ended) == ("own", None, [])
     exchange.close()
     assert wire.ended == []  # who was handed the group leaves it
 
@@ -355,7 +355,7 @@ def test_busy_seconds_of_a_device_are_divided_by_the_steps_that_it_has_done():
     exchange = StepExchange(
         *(World(), lambda step: 1, None),
         busy=lambda: BusySeconds(computing=spent[0]),
-        measured=lambda: known[0],
+        timed_steps=lambda: known[0],
     )
     found = []
     for step, done in enumerate((0, 1, 1, 3, 4, 4, 6)):

@@ -8,7 +8,7 @@ from torch import nn
 from toys import Network, Ragged, train
 
 from lockstep import checkpoint
-from lockstep.distributed.exchange import gather_rows, scatter_rows, shared_out
+from lockstep.distributed.exchange import assign_owners, gather_rows, scatter_rows
 from lockstep.engines.blocks import repeated_layers
 from lockstep.optim.groups import Rules, freeze, parse
 from lockstep.optim.optimizers import muon
@@ -23,7 +23,7 @@ def _there_and_back(world):
         for k, shape in enumerate(SHAPES)
     ]
     cut = [(*whole.chunk(world.size), *[whole[:0]] * world.size) for whole in wholes]
-    parts, owners = [each[world.rank] for each in cut], shared_out([whole.numel() for whole in wholes], world.size)
+    parts, owners = [each[world.rank] for each in cut], assign_owners([whole.numel() for whole in wholes], world.size)
     mine = gather_rows(parts, SHAPES, owners)
     expected = [whole for whole, owner in zip(wholes, owners, strict=True) if owner == world.rank]
     assert all(map(torch.equal, mine, expected))
@@ -34,7 +34,7 @@ def _there_and_back(world):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_rows_come_together_at_their_owner_and_go_back(ranks):
     assert run(_there_and_back, ranks) == [True] * ranks
-    assert shared_out([1, 5, 3, 3], 2) == [0, 0, 1, 1]
+    assert assign_owners([1, 5, 3, 3], 2) == [0, 0, 1, 1]
 
 
 class Uneven(Network):

@@ -14,7 +14,7 @@ from small_runs import config
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.checkpoint.read import opened
+from lockstep.checkpoint.read import open_tensors
 from lockstep.config.sections import Fp16
 from lockstep.distributed.world import World
 from lockstep.engines.optimizer_step import LossScale
@@ -108,8 +108,8 @@ class Half(lockstep.Task):
 def test_a_run_takes_it_and_a_resume_must_find_it_unchanged(tmp_path):
     how = {"precision": "fp16", "fp16": {"loss_scale_window": 2, "initial_scale_power": 4, "hysteresis": 2}}
     lockstep.train(config(tmp_path, stop_at=6, **how), Half())
-    with opened(checkpoint.newest(tmp_path / "r", say=print)) as found:
-        state = {name: float(found.read(name)) for name in found.stored if name.startswith("scaler/")}
+    with open_tensors(checkpoint.newest(tmp_path / "r", say=print)) as found:
+        state = {name: float(found.read(name)) for name in found.contents if name.startswith("scaler/")}
     assert state == {"scaler/scale": 128.0, "scaler/good_steps": 0.0, "scaler/spared": 1.0}
     with pytest.raises(ResumeError, match=r"--fp16.loss-scale-window 2 \(now 3\)"):
         lockstep.train(config(tmp_path, **how | {"fp16": {**how["fp16"], "loss_scale_window": 3}}), Half())

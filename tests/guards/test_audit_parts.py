@@ -13,7 +13,7 @@ from torch import nn
 from toys import Ragged
 
 from lockstep.data.batches import MicroBatch
-from lockstep.distributed.balance import equal_shares, given_shares
+from lockstep.distributed.balance import equal_shares, shares_of_counts
 from lockstep.errors import ConfigError
 from lockstep.guards.audit import (
     BY_ITSELF,
@@ -28,7 +28,7 @@ from lockstep.guards.audit import (
 )
 from lockstep.guards.desync import Digests, of_batch
 
-SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(given_shares) | st.builds(
+SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(shares_of_counts) | st.builds(
     equal_shares, st.integers(1, 30), st.integers(1, 8)
 )
 
@@ -54,7 +54,7 @@ def test_each_rank_is_audited_by_one_other_and_none_computes_much_more(shares, s
     assert [each.micro for each in least] == [start for start, stop in runs if stop > start]
 
 
-@pytest.mark.parametrize("runs", [equal_shares(8, 2).runs, given_shares((5, 3, 1)).runs, equal_shares(3, 1).runs])
+@pytest.mark.parametrize("runs", [equal_shares(8, 2).runs, shares_of_counts((5, 3, 1)).runs, equal_shares(3, 1).runs])
 @pytest.mark.parametrize("share", [0.02, 0.3, 1.0])
 def test_the_share_is_kept_over_many_steps_for_each_micro_batch(runs, share):
     last, steps = runs[-1][1], 4000

@@ -131,7 +131,11 @@ class Windows:
     """A straggler that hears, window by window, the seconds of computing of each rank."""
 
     def __init__(self, ratio, first=3):
-        self.straggler, self.exchange, self.step = Straggler(ratio), SimpleNamespace(count=first - 1, heard=[]), 0
+        self.straggler, self.exchange, self.step = (
+            Straggler(ratio),
+            SimpleNamespace(count=first - 1, busy_by_rank=[]),
+            0,
+        )
 
     def hear(self, seconds, kind="computing"):
         """What it says in a window of five steps, in each of which all ranks are heard."""
@@ -139,7 +143,7 @@ class Windows:
         for _ in range(5):
             self.step += 1
             self.exchange.count += 1
-            self.exchange.heard = [BusySeconds(**{kind: second}) for second in seconds]
+            self.exchange.busy_by_rank = [BusySeconds(**{kind: second}) for second in seconds]
             said.append(self.straggler.after(self.step, self.exchange))
         return "".join(said)
 
@@ -185,12 +189,12 @@ def test_the_first_two_exchanges_measure_the_start():
     windows = Windows(1.2, first=1)
     said = [bool(windows.hear(SLOW)) for _ in range(3)]
     assert said == [False, False, True]
-    exchange = SimpleNamespace(count=1, heard=[BusySeconds(computing=9.0), BusySeconds(computing=0.1)])
+    exchange = SimpleNamespace(count=1, busy_by_rank=[BusySeconds(computing=9.0), BusySeconds(computing=0.1)])
     straggler = Straggler(1.2)
     lines = []
     for step in range(1, 40):
         if step > 2:
-            exchange.heard = [BusySeconds(computing=0.1)] * 2
+            exchange.busy_by_rank = [BusySeconds(computing=0.1)] * 2
         lines.append(straggler.after(step, exchange))
         exchange.count += 1
     assert not any(lines)
@@ -202,7 +206,7 @@ def test_of_the_start_not_one_exchange_is_measured():
     for step in range(1, 21):
         exchange.count += 1
         slow = step in (1, 2, 3) or step > 5
-        exchange.heard = [BusySeconds(computing=0.2 if slow else 0.1), BusySeconds(computing=0.1)]
+        exchange.busy_by_rank = [BusySeconds(computing=0.2 if slow else 0.1), BusySeconds(computing=0.1)]
         said.append(bool(straggler.after(step, exchange)))
     assert said == [False] * 19 + [True]
 

@@ -79,7 +79,7 @@ def test_the_last_save_of_a_run_must_not_fail(tmp_path):
 @pytest.mark.parametrize("background", [True, False])
 def test_failures_follow_the_policy(tmp_path, policy, allowed, background):
     told = []
-    saver = checkpoint.Saver(World(), background=background, policy=policy, failed=lambda: told.append(1))
+    saver = checkpoint.Saver(World(), background=background, policy=policy, on_failure=lambda: told.append(1))
     for _ in range(allowed):
         saver.begin({}, fails)
         saver.settle()
@@ -276,7 +276,7 @@ RESTING = {name for name in STATES if name.startswith("optimizer/")}
 def test_what_rests_is_copied_beside_and_the_next_update_waits(monkeypatch):
     cuda = Cuda(monkeypatch)
     saver, update = checkpoint.Saver(World()), lambda: cuda.order.append("update")
-    share, ready = saver._copied(share_out(STATES, World()), RESTING)
+    share, ready = saver._copy(share_out(STATES, World()), RESTING)
     cuda.order.append("forward")
     for _ in range(2):
         saver.order()
@@ -303,7 +303,7 @@ def test_what_rests_is_copied_beside_and_the_next_update_waits(monkeypatch):
     del cuda.order[:]
     saver._work(share, ready, lambda share, own: cuda.order.append("written"))
     assert cuda.order == [torch.device("cuda", 1), "the thread waits", "written"]
-    assert checkpoint.Saver(World())._copied(share_out({"model/a": torch.ones(3)}, World()))[1] is None
+    assert checkpoint.Saver(World())._copy(share_out({"model/a": torch.ones(3)}, World()))[1] is None
 
 
 WITHOUT_ROOM = ["copy on compute", "beside waits for compute", "copy on beside", "kept", "noted on beside"]
@@ -326,7 +326,7 @@ WITH_ROOM = [
 def test_copies_come_from_snapshots_where_there_is_room(monkeypatch, free, expected, waits):
     cuda = Cuda(monkeypatch, free=free)
     saver = checkpoint.Saver(World())
-    share, _ = saver._copied(share_out(STATES, World()), RESTING)
+    share, _ = saver._copy(share_out(STATES, World()), RESTING)
     assert cuda.order == expected
     saver.order()
     assert cuda.order[len(expected) :] == ["compute waits for the copies"] * waits
@@ -341,7 +341,7 @@ def test_copies_come_from_snapshots_where_there_is_room(monkeypatch, free, expec
 def test_a_device_that_has_no_room_after_all_is_copied_from_as_without(monkeypatch):
     cuda = Cuda(monkeypatch, free=2**30, parts=0)
     states = STATES | {"model/b": on_device(torch.full((5,), 2.0))}
-    share, _ = checkpoint.Saver(World())._copied(share_out(states, World()), RESTING)
+    share, _ = checkpoint.Saver(World())._copy(share_out(states, World()), RESTING)
     assert cuda.order == ["copy on compute", *WITHOUT_ROOM]
     assert {piece.name: piece.local.tolist() for piece in share.pieces}["model/b"] == [2.0] * 5
 
@@ -351,7 +351,7 @@ def test_the_next_save_has_the_room_that_the_snapshots_of_the_one_before_took(mo
     saver = checkpoint.Saver(World())
     for peak in (24, 0, 24):  # a step reached its peak with the snapshots there, or without
         del cuda.order[:]
-        saver._copied(share_out(STATES, World()), RESTING)
+        saver._copy(share_out(STATES, World()), RESTING)
         assert cuda.order == WITH_ROOM
         cuda.free, cuda.reserved, cuda.peak = 0, 70 * 2**30 + 24, 69 * 2**30 + peak
 
@@ -361,7 +361,7 @@ def test_snapshots_are_made_and_copied_in_parts(monkeypatch):
     monkeypatch.setattr(saver, "_PART", 40)
     tensors = {f"model/{place}": on_device(torch.full((size,), float(size))) for place, size in enumerate((3, 5, 20))}
     tensors |= {"model/half": on_device(torch.ones(3, 5, dtype=torch.bfloat16)), "model/n": on_device(torch.ones(()))}
-    share, _ = checkpoint.Saver(World())._copied(share_out(tensors, World()))
+    share, _ = checkpoint.Saver(World())._copy(share_out(tensors, World()))
     assert cuda.order.count("snapshot on compute") == cuda.order.count("copy on beside") == 3  # 12 + 20, 80, 4 + 30
     assert len(share.pieces) == 5
     for piece in share.pieces:
@@ -372,7 +372,7 @@ def test_a_snapshot_is_gone_once_its_copies_are_ordered(monkeypatch):
     cuda = Cuda(monkeypatch, free=2**30)
     saver = checkpoint.Saver(World())
     before = {id(found) for found in gc.get_objects() if type(found) is OnDevice}
-    share, ready = saver._copied(share_out(STATES, World()), RESTING)
+    share, ready = saver._copy(share_out(STATES, World()), RESTING)
     assert cuda.order.count("snapshot on compute") == 2
     assert ready
     assert share.pieces
@@ -384,7 +384,7 @@ def test_the_next_save_comes_after_the_copies_of_the_one_before(monkeypatch):
     cuda = Cuda(monkeypatch)
     saver = checkpoint.Saver(World())
     for _ in range(2):
-        saver._copied(share_out(STATES, World()), RESTING)
+        saver._copy(share_out(STATES, World()), RESTING)
     assert cuda.order.count("compute waits for the copies") == 1
     assert len(cuda.locked) == 1
 
@@ -425,17 +425,17 @@ def test_no_more_is_locked_than_is_copied_and_it_is_given_back(monkeypatch):
     tensors["model/half"] = on_device(torch.ones(3, 5, dtype=torch.bfloat16))
     tensors["model/number"] = on_device(torch.ones((), dtype=torch.float64))
     saver = checkpoint.Saver(World())
-    share, _ = saver._copied(share_out(tensors, World()))
+    share, _ = saver._copy(share_out(tensors, World()))
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert list(cuda.locked.values()) == [saver._pinned.nbytes]
     assert total <= saver._pinned.nbytes <= 1.1 * total
     for piece in share.pieces:
         assert torch.equal(piece.local, torch.Tensor(tensors[piece.name]).as_subclass(torch.Tensor))
     places = [piece.local.data_ptr() for piece in share.pieces]
-    again, _ = saver._copied(share_out(tensors, World()))
+    again, _ = saver._copy(share_out(tensors, World()))
     assert [piece.local.data_ptr() for piece in again.pieces] == places
     del tensors["model/0"]
-    saver._copied(share_out(tensors, World()))
+    saver._copy(share_out(tensors, World()))
     assert list(cuda.locked.values()) == [saver._pinned.nbytes]
     del saver, share, again
     gc.collect()
@@ -453,7 +453,7 @@ def test_memory_is_made_ahead_and_by_a_thread_that_has_taken_its_device(monkeypa
     saver.prepare(STATES)
     saver._pinned._thread.join(20)
     assert order == [(device, "lockstep-pin"), "locked"]
-    share, _ = saver._copied(share_out(STATES, World()), RESTING)
+    share, _ = saver._copy(share_out(STATES, World()), RESTING)
     assert len(order) == 2
     assert share.pieces[0].local.tolist() == [1.0] * 3
 
@@ -464,7 +464,7 @@ def test_a_tensor_of_the_host_that_changes_its_shape_has_no_memory_locked_anew(m
     monkeypatch.setattr(cuda, "cudaHostRegister", lambda *given: locks.append(given) or lock(*given), raising=False)
     saver = checkpoint.Saver(World())
     for size in (1, 2, 3):
-        share, _ = saver._copied(share_out(STATES | {"kept.history/seen": torch.ones(size)}, World()), RESTING)
+        share, _ = saver._copy(share_out(STATES | {"kept.history/seen": torch.ones(size)}, World()), RESTING)
         assert {piece.name: piece.local.tolist() for piece in share.pieces}["kept.history/seen"] == [1.0] * size
     assert len(locks) == 1
 
@@ -476,7 +476,7 @@ def test_a_save_waits_for_memory_that_is_being_made(monkeypatch):
     saver = checkpoint.Saver(World())
     saver.prepare(STATES)
     threading.Timer(0.1, gate.set).start()
-    saver._copied(share_out(STATES, World()), RESTING)
+    saver._copy(share_out(STATES, World()), RESTING)
     assert len(cuda.locked) == 1
 
 
@@ -489,7 +489,7 @@ def test_memory_that_could_not_be_made_ahead_is_made_by_the_save(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", fails)
     saver = checkpoint.Saver(World())
     saver.prepare(STATES)
-    saver._copied(share_out(STATES, World()), RESTING)
+    saver._copy(share_out(STATES, World()), RESTING)
     assert len(cuda.locked) == 1
 
 
@@ -498,10 +498,10 @@ def test_memory_is_locked_in_parts_between_which_no_tensor_lies(monkeypatch, siz
     cuda = Cuda(monkeypatch)
     monkeypatch.setattr(write, "_SEGMENT", 8192)
     tensors = [on_device(torch.full((size,), float(size))) for size in sizes]
-    held = write.Pinned()
+    held = write.HostBuffer()
     places = held.places(tensors)
     assert len(cuda.locked) in (3, 4)
-    copied = [write.span(places[run.start : run.stop]) for run in write.runs(places)]  # what snapshots go to
+    copied = [write.span(places[run.start : run.stop]) for run in write.contiguous_runs(places)]  # what snapshots go to
     for place in (*places, *copied):
         first, size = place.data_ptr(), place.nbytes
         assert any(start <= first and first + size <= start + many for start, many in cuda.locked.items())
@@ -511,7 +511,7 @@ def test_memory_is_locked_in_parts_between_which_no_tensor_lies(monkeypatch, siz
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what it does with memory")
 def test_no_forked_process_inherits_the_memory(monkeypatch):
     Cuda(monkeypatch)
-    held = write.Pinned()
+    held = write.HostBuffer()
     [place] = held.places([on_device(torch.ones(3 * 2**20))])
     found, flags = "", ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -527,8 +527,8 @@ def test_no_forked_process_inherits_the_memory(monkeypatch):
 
 def test_memory_that_the_driver_does_not_lock_is_used_all_the_same(monkeypatch, caplog):
     Cuda(monkeypatch, code=2)
-    share, _ = checkpoint.Saver(World())._copied(share_out(STATES, World()))
-    assert "does not lock 24 bytes" in caplog.text
+    share, _ = checkpoint.Saver(World())._copy(share_out(STATES, World()))
+    assert "did not page-lock 24 bytes" in caplog.text
     assert share.pieces[0].local.tolist() == [1.0] * 3
 
 
@@ -596,13 +596,18 @@ def test_a_copy_of_many_tensors_is_written_as_one_and_the_file_is_the_same(tmp_p
 def test_what_does_not_follow_in_memory_is_no_run():
     flat, other = torch.arange(10.0), torch.arange(4.0)
     joined = [flat[:3], flat[3:5].view(torch.int32), flat[5:5], flat[5:8]]
-    assert [list(run) for run in write.runs([*joined, flat[9:], other, other])] == [[0, 1, 2, 3], [4], [5], [6]]
+    assert [list(run) for run in write.contiguous_runs([*joined, flat[9:], other, other])] == [
+        [0, 1, 2, 3],
+        [4],
+        [5],
+        [6],
+    ]
     assert write.span(joined).tolist() == flat[:8].view(torch.uint8).tolist()
-    assert [list(run) for run in write.runs(joined, 20)] == [[0, 1, 2], [3]]
+    assert [list(run) for run in write.contiguous_runs(joined, 20)] == [[0, 1, 2], [3]]
     complex_pair = torch.ones(2, dtype=torch.complex64)
-    assert len(write.runs([complex_pair[:1].conj(), complex_pair[1:]])) == 2
-    assert len(write.runs([flat.view(2, 5).t(), flat[9:]])) == 2
-    assert write.runs([]) == []
+    assert len(write.contiguous_runs([complex_pair[:1].conj(), complex_pair[1:]])) == 2
+    assert len(write.contiguous_runs([flat.view(2, 5).t(), flat[9:]])) == 2
+    assert write.contiguous_runs([]) == []
 
 
 class Telling(World):
@@ -624,7 +629,7 @@ def test_a_rank_that_was_interrupted_does_not_say_that_it_has_ended():
 
     world, heard = Telling(size=2), []
     world.told = []
-    assert on_all_ranks(world, lambda: 7, done=lambda: 3, heard=heard.append) == 7
+    assert on_all_ranks(world, lambda: 7, progress=lambda: 3, on_progress=heard.append) == 7
     assert (world.told, heard) == ([[True, 3]], [[3, 0]])
     with pytest.raises(KeyboardInterrupt):
         on_all_ranks(world, interrupted)

@@ -18,11 +18,11 @@ from lockstep.guards.straggler import Straggler
 
 def lines(windows, ratio=1.2, others=0.02):
     """What is said after windows of five steps in which rank 2 computes for so many seconds a step."""
-    straggler, exchange = Straggler(ratio), SimpleNamespace(count=2, heard=[])
+    straggler, exchange = Straggler(ratio), SimpleNamespace(count=2, busy_by_rank=[])
     found = []
     for step in range(5 * len(windows)):
         slow = windows[step // 5]
-        exchange.count, exchange.heard = (
+        exchange.count, exchange.busy_by_rank = (
             exchange.count + 1,
             [BusySeconds(0.0, slow if rank == 2 else others) for rank in range(4)],
         )
@@ -36,12 +36,12 @@ def test_three_slow_windows_in_a_row_are_told():
 
 def test_an_exchange_counts_once_however_many_steps_it_is_for():
     """In each window one is for four steps, in which rank 2 is slow, and two for the fifth, in which it is not."""
-    straggler, exchange = Straggler(1.2), SimpleNamespace(count=2, heard=[])
+    straggler, exchange = Straggler(1.2), SimpleNamespace(count=2, busy_by_rank=[])
     for step in range(60):
         if step % 5 in (0, 4):
             exchange.count += 1 + (step % 5 == 4)
             slow = 0.03 if step % 5 == 0 else 0.0205
-            exchange.heard = [BusySeconds(0.0, slow if rank == 2 else 0.022) for rank in range(4)]
+            exchange.busy_by_rank = [BusySeconds(0.0, slow if rank == 2 else 0.022) for rank in range(4)]
         assert not straggler.after(step, exchange)
 
 
@@ -50,10 +50,10 @@ def test_a_good_window_clears_the_strikes():
 
 
 def test_another_kind_or_rank_clears_them_too():
-    straggler, exchange = Straggler(1.2), SimpleNamespace(count=2, heard=[])
+    straggler, exchange = Straggler(1.2), SimpleNamespace(count=2, busy_by_rank=[])
     for step in range(120):
         slow = step // 5 % 4  # each rank in turn
-        exchange.count, exchange.heard = (
+        exchange.count, exchange.busy_by_rank = (
             exchange.count + 1,
             [BusySeconds(0.0, 0.03 if rank == slow else 0.02) for rank in range(4)],
         )
@@ -76,7 +76,7 @@ def test_a_rank_whose_share_is_about_to_be_smaller_is_no_news(kind, told):
         straggler, exchange, found = Straggler(1.2, relieved), SimpleNamespace(count=2), ""
         for step in range(30):
             exchange.count += 1
-            exchange.heard = [BusySeconds(**{kind: 0.03 if rank == 2 else 0.02}) for rank in range(4)]
+            exchange.busy_by_rank = [BusySeconds(**{kind: 0.03 if rank == 2 else 0.02}) for rank in range(4)]
             found += straggler.after(step, exchange)
         assert bool(found) == wanted
 
@@ -98,8 +98,8 @@ def _told_busy(world):
         clock.lap("update")
         exchange.receive()
         clock.lap("data")
-        found.append([tuple(vitals) for vitals in exchange.heard])
-    return found, exchange.waited
+        found.append([tuple(vitals) for vitals in exchange.busy_by_rank])
+    return found, exchange.wait_seconds
 
 
 def test_a_rank_that_waits_reports_no_busy_time():

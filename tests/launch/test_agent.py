@@ -46,13 +46,13 @@ def watched(tmp_path, monkeypatch):
     """An agent over processes of these shell commands, local ranks 0, 1, ..., which are global ranks 4, 5, ..."""
     started = []
     monkeypatch.setattr(agent, "_GRACE", 0.05)
-    monkeypatch.setattr(agent, "kills", lambda: 7)
+    monkeypatch.setattr(agent, "count_oom_kills", lambda: 7)
 
     def made(*commands, notes=(), ended=(), left=2):
         mine = object.__new__(agent._Agent)
-        mine._folder, mine._job, mine.asked, mine._failure = tmp_path, job(), None, None
-        mine._remaining_restarts, mine._kills = left, 7
-        mine._losses, mine._ending, mine._earlier = None, "", []
+        mine._folder, mine._job, mine.stop_signal, mine._failure = tmp_path, job(), None, None
+        mine._remaining_restarts, mine._oom_kills = left, 7
+        mine._membership, mine._end_reason, mine._restart_failures = None, "", []
         mine._names = {local: str(4 + local) for local in range(len(commands))}
         mine._silenced, mine._spared, mine._preloaded = set(), set(), None
         processes = [subprocess.Popen(["sh", "-c", command], start_new_session=True) for command in commands]
@@ -79,14 +79,14 @@ def test_the_first_that_failed_is_told_and_who_did_not_notice_is_ended(watched, 
     mine, processes, group = watched(SLEEPS, BAD, ended=[1])
     mine._explain(processes, group)
     assert processes[0].returncode == -signal.SIGKILL
-    assert (mine._failure.rank, mine._failure.code, mine.told) == (5, 1, False)
-    line = "rank 5 ended first, with code 1 and no word, before step 0"
+    assert (mine._failure.rank, mine._failure.code, mine.has_cause) == (5, 1, False)
+    line = "rank 5 ended first, with code 1 and no message, before step 0"
     assert capfd.readouterr().err == f"lockstep: {line}; restart 2 of 3\n"
     assert str(mine.error()) == f"{line}; the same command goes on from the newest checkpoint, if there is one"
     assert mine.error().exit_code == 1
-    mine.asked = signal.SIGTERM
+    mine.stop_signal = signal.SIGTERM
     mine._explain(processes, group)
-    mine.asked, mine._remaining_restarts = None, 0
+    mine.stop_signal, mine._remaining_restarts = None, 0
     mine._explain(processes, group)
     assert capfd.readouterr().err == ""  # no restart follows
 
@@ -124,7 +124,7 @@ def test_an_error_that_comes_back_is_not_restarted_again(watched, monkeypatch, c
     error = failures.ProcessFailure(4, code, "no", origin="KeyError a.py:7", place=RankProgress(4, "saving", 1.0))
     mine, processes, group = watched(BAD, ended=[0])
     for found in (error, dataclasses.replace(error, rank=5, **then)):
-        monkeypatch.setattr(mine, "_failed", lambda *_, found=found: found)
+        monkeypatch.setattr(mine, "_read_failure", lambda *_, found=found: found)
         mine._explain(processes, group)
     assert (mine._remaining_restarts, losses.REPEATED in str(mine.error())) == ((2, False) if restarts else (0, True))
     assert capfd.readouterr().err.count("restart 2 of 3") == 1 + restarts
@@ -152,7 +152,7 @@ def test_what_all_ranks_found_together_is_told_as_such_and_what_one_found_is_not
     ):
         mine, processes, group = watched(BAD, BAD, notes=notes, ended=[0, 1])
         mine._explain(processes, group)
-        assert (str(mine.error()), mine.told) == (line, True)
+        assert (str(mine.error()), mine.has_cause) == (line, True)
     mine, processes, group = watched(GOOD, BAD, notes=same, ended=[0, 1])
     mine._explain(processes, group)
     assert str(mine.error()) == "rank 5 failed first before step 0: step 3: nan"
@@ -168,7 +168,7 @@ def test_before_the_first_step_who_did_not_notice_that_the_others_ended_is_missi
     stood = "rank 4 did not arrive: it was in its start, before step 0 and "
     stood += "rank 6 did not arrive: it was in step 2 (loading or computing)"
     assert mine._failure.message == stood + said
-    assert not mine.told
+    assert not mine.has_cause
     for commands, text in (((STOPS, BAD), "step 3: nan"), ((STOPS, BAD), "lost rank 4"), ((GOOD, BAD), lost)):
         mine, processes, group = watched(*commands, notes={1: text}, ended=[1])
         mine._explain(processes, group)
@@ -199,7 +199,7 @@ def test_bad_input_is_not_tried_again_whoever_says_it(watched):
 def test_the_last_line_says_what_a_code_means(watched, monkeypatch, code, message, kills, words):
     mine = watched()[0]
     mine._failure = failures.ProcessFailure(1, code, message)
-    monkeypatch.setattr(agent, "kills", lambda: kills)
+    monkeypatch.setattr(agent, "count_oom_kills", lambda: kills)
     error = mine.error()
     assert words in str(error)
     assert str(error).endswith("the newest checkpoint, if there is one") == (not message)
@@ -230,7 +230,7 @@ def test_signals_reach_the_processes_that_run_and_end_the_restarts(watched, monk
     mine._processes = lambda: {0: runs, 1: ended}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         mine._forward(int(number), None)
-        assert mine.asked is number
+        assert mine.stop_signal is number
     assert runs.sent == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     assert (ended.sent, left, mine._remaining_restarts) == ([], [1], 0)
     for _ in range(2):
@@ -240,11 +240,11 @@ def test_signals_reach_the_processes_that_run_and_end_the_restarts(watched, monk
 
 def test_orphans_are_collected_and_the_loss_of_the_idle_process_is_told_once(watched, capfd):
     mine, processes, _ = watched(BAD, "exit 7")
-    with orphans.orphans_adopted() as adopted:
+    with orphans.adopt_orphans() as adopted:
         assert adopted
         made = subprocess.run(["sh", "-c", "sleep 0.1 & echo $!"], stdout=subprocess.PIPE, check=True)
         pid = int(made.stdout)
-        mine._forks, mine._preloaded = True, SimpleNamespace(process=processes[1])
+        mine._can_fork, mine._preloaded = True, SimpleNamespace(process=processes[1])
         until = time.monotonic() + 10
         while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
             mine._reap()
@@ -252,7 +252,7 @@ def test_orphans_are_collected_and_the_loss_of_the_idle_process_is_told_once(wat
     assert not os.path.exists(f"/proc/{pid}")
     assert [processes[local].wait() for local in (0, 1)] == [1, 7]
     mine._reap()
-    assert (mine._forks, capfd.readouterr().err.count("lockstep: ")) == (False, 1)
+    assert (mine._can_fork, capfd.readouterr().err.count("lockstep: ")) == (False, 1)
 
 
 def test_who_was_stopped_is_known_from_who_runs_or_is_gone():
@@ -316,7 +316,7 @@ def test_waiting_nodes_are_asked_for_in_a_thread_and_told_once(monkeypatch):
             raise RendezvousError("the link is cut")
         return 3
 
-    handler = rendezvous._patient(SimpleNamespace(num_nodes_waiting=ask))
+    handler = rendezvous._count_in_thread(SimpleNamespace(num_nodes_waiting=ask))
     assert handler.num_nodes_waiting() == 0
     may.set()
     while (found := handler.num_nodes_waiting()) == 0:
@@ -342,14 +342,14 @@ def test_the_node_that_holds_the_meeting_point_makes_it_and_others_ask_for_it(mo
     )
     monkeypatch.setattr(rendezvous, "create_handler", lambda store, backend, given: given)
     asked = job(backend=backend, is_host=is_host, nodes=(1, 2), options={"join_timeout": "9"})
-    found = rendezvous.meeting(asked)
+    found = rendezvous.open_rendezvous(asked)
     given = found if own else made[0]
     assert bool(made) == (not own)
     assert (given.min_nodes, given.max_nodes, given.run_id, given.get("join_timeout")) == (1, 2, "test", "9")
     assert given.local_addr == "127.0.0.1"
     assert given.get("read_timeout") == (None if own else "5")
     if not own:
-        rendezvous.meeting(job(backend=backend, is_host=is_host, options={"read_timeout": "77"}))
+        rendezvous.open_rendezvous(job(backend=backend, is_host=is_host, options={"read_timeout": "77"}))
         assert made[1].get("read_timeout") == "77"
 
 
@@ -366,16 +366,16 @@ def test_kills_are_added_up_over_our_groups_and_the_machine(tmp_path, monkeypatc
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert memory.kills(tmp_path, own) == 113
-    assert memory.kills(tmp_path, tmp_path / "none") == 3
+    assert memory.count_oom_kills(tmp_path, own) == 113
+    assert memory.count_oom_kills(tmp_path, tmp_path / "none") == 3
 
 
 def test_who_goes_on_is_decided_at_a_meeting_point_of_the_launchers_own(monkeypatch):
     monkeypatch.setenv(MEETING_VARIABLE, "elsewhere:1")
     mine = object.__new__(agent._Agent)
-    assert mine._replacing(job(losses=0)) is None
+    assert mine._open_membership(job(losses=0)) is None
     assert MEETING_VARIABLE not in os.environ  # of another launcher around this one
-    losses = mine._replacing(job(losses=3))
+    losses = mine._open_membership(job(losses=3))
     assert losses is not None  # the store is there as long as it is
     host, _, port = os.environ[MEETING_VARIABLE].rpartition(":")
     assert host == "127.0.0.1"

@@ -17,8 +17,8 @@ from refusals import refuses
 import lockstep
 from lockstep import cli
 from lockstep.distributed import progress
-from lockstep.distributed.failures import ProcessFailure, first, note
-from lockstep.distributed.launcher import listening
+from lockstep.distributed.failures import ProcessFailure, first_failure, note
+from lockstep.distributed.launcher import listen
 from lockstep.distributed.progress import COMPUTING, Progress, RankProgress
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, PeerError
@@ -124,15 +124,15 @@ def test_nodes_meet_at_the_master(capsys):
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ([], "behind `--` stands nothing"),
+        ([], "nothing follows `--`"),
         (["--nproc-per-node", "2", "train"], "`--` is missing before `train`"),
-        (["--", "generate"], "behind `--` stands 'generate'"),
+        (["--", "generate"], "'generate' follows `--`"),
         (["--", "train", "--lrr", "1"], "unknown flag --lrr"),
         (["--", "train", "--hf-script", "script.py"], "--hf-args"),
         (["--nproc", "2", "--", "train"], "unknown flag --nproc: did you mean --nproc-per-node?"),
         (
             ["--lr", "2", "--", "train"],
-            "unknown flag --lr: it is no flag of launch; those of train stand behind `-- train`",
+            "unknown flag --lr: it is not a flag of launch; flags of train go after `-- train`",
         ),
         (["--nproc-per-node", "0", "--", "train"], "--nproc-per-node is 0"),
         (["--nnodes", "3:2", "--", "train"], "--nnodes is '3:2'"),
@@ -149,7 +149,7 @@ def test_nodes_meet_at_the_master(capsys):
         (["--min-ranks", "0", "--", "train"], "--min-ranks is 0: it must be at least 1"),
         (
             ["--nproc-per-node", "2", "--min-ranks", "3", "--", "train"],
-            "--min-ranks is 3, and there are 2 processes: it must be at most that",
+            "--min-ranks is 3, but there are 2 processes: it must be at most 2",
         ),
         (["--nnodes", "0:2", "--", "train"], "--nnodes is '0:2'"),
         (["--nnodes", "one", "--", "train"], "--nnodes is 'one'"),
@@ -168,15 +168,15 @@ def test_the_first_failure_is_not_the_one_that_followed():
     lost = ProcessFailure(0, 1, "rank 0 lost the others", follows=True, when=1.0)
     killed = ProcessFailure(1, -signal.SIGKILL, when=2.0, place=place)
     later = ProcessFailure(2, 1, "RuntimeError: something", when=3.0)
-    assert first([lost, later, killed]) is killed
+    assert first_failure([lost, later, killed]) is killed
     assert str(killed) == "rank 1 was the first to end, killed by SIGKILL, at step 7 (loading or computing)"
     assert str(later) == "rank 2 failed first before step 0: RuntimeError: something"
-    assert first([lost]) is lost
+    assert first_failure([lost]) is lost
 
 
 def test_a_note_is_read_back_and_holds_no_secret(tmp_path, monkeypatch):
     path = tmp_path / "error.json"
-    monkeypatch.setattr(progress, "_PRESENT", [])
+    monkeypatch.setattr(progress, "_CURRENT", [])
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     monkeypatch.setenv("MY_TOKEN", "tr0ub4dor-and-3")
     note(LockstepError("no access with tr0ub4dor-and-3"))
@@ -267,7 +267,7 @@ def test_a_note_that_is_no_note_is_no_word(tmp_path, text):
 def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(tmp_path):
     lost = ProcessFailure(0, 1, "rank 0 lost the other ranks", follows=True, when=1.0)
     ended = ProcessFailure.read(1, -signal.SIGTERM, tmp_path / "none", None, 2.0)
-    assert first([lost, ended]) == ended
+    assert first_failure([lost, ended]) == ended
     assert str(ended) == "rank 1 was the first to end, killed by SIGTERM, before step 0"
 
 
@@ -277,7 +277,7 @@ def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(tmp_path):
 )
 def test_an_end_by_a_signal_without_a_save_is_one_line(tmp_path, monkeypatch, number, name, code):
     monkeypatch.setattr("lockstep.launch.agent.run", lambda job: (False, number, 0))
-    with pytest.raises(LockstepError, match=f"ended by {name} before the run could save itself; the same") as caught:
+    with pytest.raises(LockstepError, match=f"ended by {name} before the run could save; the same") as caught:
         command(["--", "train", "--save-dir", str(tmp_path)])
     assert caught.value.exit_code == code
 
@@ -379,22 +379,22 @@ def test_progress_outlives_the_process(tmp_path, monkeypatch):
 def test_kills_for_want_of_memory_are_counted(tmp_path, line, file):
     own = tmp_path / "cgroup"
     own.write_text(line)
-    before = job.kills(tmp_path, own)
+    before = job.count_oom_kills(tmp_path, own)
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text("low 0\noom 9\noom_kill 2\n")
-    assert job.kills(tmp_path, own) == before + 2
+    assert job.count_oom_kills(tmp_path, own) == before + 2
 
 
 def test_the_meeting_point_listens_on_its_address_alone():
-    listener = listening("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0)
     assert listener.getsockname()[0] == "127.0.0.1"
     port = listener.getsockname()[1]
-    with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1 is taken"):
-        listening("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1"):
+        listen("127.0.0.1", port)
     listener.close()
-    assert listening("192.0.2.1", 0) is None
+    assert listen("192.0.2.1", 0) is None
     with pytest.raises(ConfigError, match="does not resolve"):
-        listening("no.such.host.invalid", 0)
+        listen("no.such.host.invalid", 0)
 
 
 def test_a_run_leaves_word_of_its_end_for_its_own_launcher(tmp_path, monkeypatch):

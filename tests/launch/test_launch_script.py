@@ -1,9 +1,9 @@
 """A script of one's own under `lockstep launch`, as under torchrun: with restarts, names and codes."""
 
 import subprocess
-import sys
 
 import pytest
+import warm
 from shell import environment
 
 from lockstep import checkpoint, cli
@@ -42,7 +42,7 @@ def script(tmp_path):
 def launched(script, *flags, **more):
     arguments = ["launch", "--nproc-per-node", "2", "--", str(script), "--save-dir", str(script.parent), *flags]
     return subprocess.run(
-        [sys.executable, "-m", "lockstep", *arguments],
+        [warm.python(), "-m", "lockstep", *arguments],
         env=environment(**more), capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
 
@@ -64,9 +64,9 @@ def test_a_scripts_error_is_told_with_its_rank(script):
 
 
 def test_what_is_no_program_is_refused_at_once(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no file .*none.py; give a script, or train, behind `--`"):
+    with pytest.raises(ConfigError, match=r"there is no file .*none.py; pass a script"):
         cli.dispatch(["launch", "--", str(tmp_path / "none.py")])
     with pytest.raises(
-        ConfigError, match="launch starts `train`, `evaluate`, `profile`, `doctor` or a script, and behind .*'bash'"
+        ConfigError, match="launch starts `train`, `evaluate`, `profile`, `doctor` or a script, but 'bash'"
     ):
         cli.dispatch(["launch", "--", "bash"])

@@ -59,15 +59,15 @@ class Run:
     def lose(self, name, code=-9, message="", **more):
         self.living.discard(name)
         self.ended[name] = ProcessFailure(int(name.partition(".")[0]), code, message, **more)
-        return self.look()
+        return self.update()
 
-    def look(self):
-        return self.losses.look(self.living, self.ended)
+    def update(self):
+        return self.losses.update(self.living, self.ended)
 
     def report(self, name, taken=7, plan="a", waited=False, where=None):
         said = LeaveReport(taken, -1, plan, waited, 60.0)
         self.store.set(f"{KEYS}/{where or f'here/{self.losses.number + 1}'}/{name}", json.dumps(list(said)))
-        return self.look()
+        return self.update()
 
     def called(self, number):
         text = self.store.values.get(f"{KEYS}/members/{number}", b"").decode()
@@ -75,7 +75,7 @@ class Run:
 
     def replaced(self, name, plan="a"):
         """A new process under this name, which waits to be taken in."""
-        self.losses.started(name)
+        self.losses.add_new(name)
         self.living.add(name)
         self.store.set(f"{KEYS}/ready/{name}", "yes")
         return self.report(name, taken=-2, plan=plan, where="new")
@@ -89,7 +89,7 @@ def test_the_others_go_on_once_all_of_them_have_left_their_groups():
     assert run.report("2", taken=8) == ""
     found = run.called(1)
     assert (found.number, found.members, found.fresh) == (1, ["0", "2"], [])
-    assert [report.taken for report in found.reports.values()] == [7, 8]
+    assert [report.steps for report in found.reports.values()] == [7, 8]
     assert found.lost == ["rank 1 was the first to end, killed by SIGKILL, before step 0"]
     assert run.losses.replace == ["1"]
     assert [run.losses.rank_of(name) for name in ("0", "1", "2")] == [0, None, 1]
@@ -107,8 +107,8 @@ def test_a_new_process_is_taken_in_between_two_steps_and_comes_last():
     run.report("2")
     found = run.called(2)
     assert (found.members, found.fresh, found.lost) == (["1", "2", "0.1"], ["0.1"], [])
-    assert run.called(2).written() == run.store.values[f"{KEYS}/seat/0.1"].decode()
-    assert run.look() == ""
+    assert run.called(2).to_json() == run.store.values[f"{KEYS}/seat/0.1"].decode()
+    assert run.update() == ""
     assert f"{KEYS}/wish/2" not in run.store.values
 
 
@@ -119,7 +119,7 @@ def test_a_new_process_of_another_plan_is_not_taken_in_and_the_others_go_on():
     run.replaced("1.1", plan="b")
     run.report("0")
     assert run.called(2).members == ["0"]
-    assert "its configuration, data or code is another" in run.store.values[f"{KEYS}/seat/1.1"].decode()
+    assert "configuration, data or code" in run.store.values[f"{KEYS}/seat/1.1"].decode()
     assert run.losses.refused == ["1.1"]
 
 
@@ -128,10 +128,10 @@ def test_a_new_process_that_ends_before_it_takes_part_is_replaced_though_nobody_
     run.lose("1")
     run.report("0")
     run.losses.replace = []
-    run.losses.started("1.1")
+    run.losses.add_new("1.1")
     assert run.lose("1.1") == ""
     assert run.losses.replace == ["1.1"]
-    assert run.look() == ""
+    assert run.update() == ""
     run.replaced("1.2")
     assert f"{KEYS}/wish/1" in run.store.values
 
@@ -146,7 +146,7 @@ def test_two_lost_at_once_and_one_more_while_they_are_replaced():
     assert len(run.called(1).lost) == 2
     assert sorted(run.losses.replace) == ["1", "3"]
     run.losses.replace = []
-    run.losses.started("1.1")
+    run.losses.add_new("1.1")
     assert run.lose("1.1") == ""  # before it took part
     assert run.lose("0") == ""
     run.report("2")
@@ -171,9 +171,9 @@ def test_who_says_nothing_is_ended_before_the_others_go_on(waited, patience):
     run.report("0", waited=waited)
     run.report("1")
     run.time = 100.0 + patience
-    assert (run.look(), run.losses.silent) == ("", [])
+    assert (run.update(), run.losses.silent) == ("", [])
     run.time += 0.1
-    assert (run.look(), run.losses.silent) == ("", ["2"])
+    assert (run.update(), run.losses.silent) == ("", ["2"])
     assert run.called(1) == ""
     run.lose("2")
     assert run.called(1).members == ["0", "1"]
@@ -184,8 +184,8 @@ def test_with_fewer_than_the_least_or_more_losses_than_allowed_the_run_ends_and_
     assert run.lose("1") == ""
     run.report("0")
     run.report("2")
-    assert run.lose("0") == "1 of 2 processes are left, and --min-ranks is 2"
-    assert run.called(2) == "the launcher ends the run: 1 of 2 processes are left, and --min-ranks is 2"
+    assert run.lose("0") == "1 of 2 processes are left, but --min-ranks is 2"
+    assert run.called(2) == "the launcher ends the run: 1 of 2 processes are left, but --min-ranks is 2"
     run = Run(4, most=2)
     for number, name in enumerate("12", 1):
         assert run.lose(name) == ""
@@ -194,7 +194,7 @@ def test_with_fewer_than_the_least_or_more_losses_than_allowed_the_run_ends_and_
                 run.report(other)
         assert run.called(number).lost
     run.time = 3599.0
-    assert run.lose("3") == "that is loss 3 within an hour, and --max-losses is 2"
+    assert run.lose("3") == "that is loss 3 within an hour, but --max-losses is 2"
 
 
 def test_losses_of_more_than_an_hour_ago_are_forgotten():
@@ -246,7 +246,7 @@ def test_processes_that_lose_each_other_again_and_again_though_all_live_end():
         run.report("1")
         assert run.called(number).lost == []
     run.report("0")
-    assert run.report("1") == "the processes lost each other though all live, and --max-losses is 1"
+    assert run.report("1") == "the processes keep losing contact though all are alive, and --max-losses is 1"
 
 
 def test_after_a_restart_of_all_nothing_of_before_counts_but_the_losses():
@@ -296,7 +296,7 @@ def test_who_is_not_among_those_who_go_on_ends_and_so_does_all_when_the_launcher
     store = Store()
     member = Member("2", 0, KEYS, ("", 0), store)
     report = LeaveReport(3, -1, "a", False, 60.0)
-    store.set(f"{KEYS}/members/1", Generation(1, ["0", "1"], {}, [], []).written())
+    store.set(f"{KEYS}/members/1", Generation(1, ["0", "1"], {}, [], []).to_json())
     with pytest.raises(PeerError, match="the others went on without this process"):
         member.regroup(report, 1.0)
     store.set(f"{KEYS}/members/1", "the launcher ends the run")
@@ -308,7 +308,7 @@ def test_who_is_not_among_those_who_go_on_ends_and_so_does_all_when_the_launcher
 
 def test_messages_name_a_rank_by_both_of_its_numbers_once_ranks_were_renumbered(monkeypatch):
     store = Store()
-    store.set(f"{KEYS}/members/1", Generation(1, ["1", "2.1", "0.2"], {}, [], []).written())
+    store.set(f"{KEYS}/members/1", Generation(1, ["1", "2.1", "0.2"], {}, [], []).to_json())
     Member("1", 0, KEYS, ("", 0), store).regroup(LeaveReport(3, -1, "a", False, 60.0), 1.0)
     assert [rank_label(rank) for rank in range(3)] == [
         "rank 0 (rank 1 at the start)",

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.command import command
-from lockstep.launch.job import made
+from lockstep.launch.job import create_log_folder
 
 
 def shown(capsys, *flags, rest=("train",)):
@@ -30,7 +30,7 @@ def test_a_script_says_where(capsys, tmp_path):
     (tmp_path / "mine.py").touch()
     script = (str(tmp_path / "mine.py"),)
     assert f"NCCL_DEBUG_FILE={tmp_path}/x/nccl.%h.%p.log" in shown(capsys, "--nccl-debug", f"{tmp_path}/x", rest=script)
-    with pytest.raises(ConfigError, match="give a folder, --nccl-debug DIR"):
+    with pytest.raises(ConfigError, match="--nccl-debug DIR"):
         command(["--nccl-debug", "--", *script])
 
 
@@ -47,11 +47,11 @@ def test_a_run_that_writes_nothing_leaves_nothing(monkeypatch, tmp_path):
 
 
 def test_what_was_written_stays(tmp_path):
-    with made(tmp_path / "a" / "logs"):
+    with create_log_folder(tmp_path / "a" / "logs"):
         (tmp_path / "a" / "logs" / "nccl.here.7.log").touch()
     assert (tmp_path / "a" / "logs" / "nccl.here.7.log").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot make"), made(tmp_path / "file" / "logs"):
+    with pytest.raises(ConfigError, match="--nccl-debug"), create_log_folder(tmp_path / "file" / "logs"):
         pass
 
 

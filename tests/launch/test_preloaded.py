@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.agent import orphans_adopted, reap_orphans
+from lockstep.launch.agent import adopt_orphans, reap_orphans
 from lockstep.launch.workers import Preloaded
 
 
 @pytest.fixture(scope="module")
 def ready():
-    with orphans_adopted() as adopted:
+    with adopt_orphans() as adopted:
         assert adopted
         made = Preloaded()
         try:

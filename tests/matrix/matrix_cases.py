@@ -6,10 +6,11 @@
 A combination is a run (`valid`), or is refused (`refusal` says with what words), or makes no sense.
 """
 
+import functools
 import itertools
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 __all__ = [
@@ -138,14 +139,15 @@ def parse(line: str) -> Case:
     return Case(*(values[word] for word, values in zip(words, known, strict=True)))  # type: ignore[arg-type]
 
 
-def everything() -> list[Case]:
+@functools.cache
+def everything() -> tuple[Case, ...]:
     """All runs."""
     beside: dict[str, tuple[object, ...]] = {"task": ("default",), "workers": (0,)}  # see `_shows_the_step`
     found = []
     for step in FACTORS["step"]:
         factors = FACTORS | {"step": (step,)} | ({} if step == "sum" else beside)
         found += [case for values in itertools.product(*factors.values()) if valid(case := Case(*values))]  # type: ignore[arg-type]
-    return found
+    return tuple(found)
 
 
 def tuples(case: Case, size: int) -> set[tuple[tuple[str, object], ...]]:
@@ -153,7 +155,9 @@ def tuples(case: Case, size: int) -> set[tuple[tuple[str, object], ...]]:
     return set(itertools.combinations(zip(Case._fields, case, strict=True), size))
 
 
-def covering(runs: list[Case], size: int, having: Iterable[Case] = (), seed: int = 0, tries: int = 60) -> list[Case]:
+def covering(
+    runs: Sequence[Case], size: int, having: Iterable[Case] = (), seed: int = 0, tries: int = 60
+) -> list[Case]:
     """Some of `runs` that, with those of `having`, have every pair or triple of values which any of `runs` has.
 
     Greedily: of a few runs with the rarest tuple that is still missing, the one that has most of the missing.

@@ -6,6 +6,7 @@ A case is one to three starts of `lockstep.train`: up to where it is stopped or 
 """
 
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import signal
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +39,7 @@ from matrix_oracle import (
     base_rate,
 )
 from matrix_subject import BAD, BATCH, CHANGE, HIDDEN, LIMITED, MICRO, STEPS, change, evaluates, steps_of, subject
-from ranks import RankError, preloaded, run
+from ranks import RankError, run
 from shaken import shaken
 
 import lockstep
@@ -146,8 +148,10 @@ def folder_of(root: Path, case: Case) -> Path:
 def play(cases: list[Case], root: Path) -> None:
     """Runs the cases; what each start said lies then in its case's folder, as START-RANK.json."""
     cases = list(dict.fromkeys(cases))
-    # What the tasks "own" and "adapters" import takes longer than their runs.
-    with preloaded("torchmetrics.regression", "peft", "lightning.pytorch"), ThreadPoolExecutor(2) as pool:
+    for library in ("lightning.pytorch", "torchmetrics", "peft"):  # which the ranks are forked with
+        with suppress(ImportError):
+            importlib.import_module(library)
+    with ThreadPoolExecutor(2) as pool:
         # Who waits for the end of the killed leaves a core free.
         for each in [pool.submit(_in_turn, _together(cases), root), pool.submit(_in_turn, _killed(cases), root)]:
             each.result()

@@ -279,7 +279,7 @@ def test_the_classes_lie_with_the_run_and_a_resume_with_others_is_refused(tmp_pa
     assert dispatch(["export", str(tmp_path / "r"), str(out), "--format", "torch"]) == 0
     model = ResNet(3, 2)
     model.load_state_dict(torch.load(out, weights_only=True))
-    with pytest.raises(LockstepError, match="neither the built-in GPT nor one that came from transformers"):
+    with pytest.raises(LockstepError, match="neither the built-in GPT nor one from transformers"):
         dispatch(["export", str(tmp_path / "r"), str(tmp_path / "hf"), "--format", "hf"])
 
 

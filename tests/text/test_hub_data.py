@@ -298,7 +298,11 @@ def test_tokenizers_by_name(tmp_path, model_folder):
     (tmp_path / "t.txt").write_text("\n".join(hub_files.texts(60)))
     plain = named_task(Config(dataset_name=str(tmp_path / "t.txt"), seq_len=16, tokenizer="train:290"), lambda _: None)
     assert plain.corpus.vocab_size == 290
-    for tokenizer, problem in (("train:12", "from 257"), ("train:x", "from 257"), ("nowhere", "no such folder")):
+    for tokenizer, problem in (
+        ("train:12", "at least 257"),
+        ("train:x", "at least 257"),
+        ("nowhere", "no such folder"),
+    ):
         with pytest.raises(ConfigError, match=problem):
             corpus(path, tokenizer=tokenizer)
 

@@ -268,7 +268,7 @@ def test_a_window_restarts_its_positions(tmp_path):
 
 @pytest.mark.parametrize(("packing", "hub"), [("stream", False), ("documents", False), ("padded", True)])
 def test_the_sample_of_text_begins_as_the_data_does_or_as_asked(tmp_path, model_folder, monkeypatch, packing, hub):
-    monkeypatch.setattr(language_model, "_SAMPLE", 3)
+    monkeypatch.setattr(language_model, "_SAMPLE_TOKENS", 3)
     path = hub_files.write_jsonl(
         tmp_path / "a.jsonl", [{"prompt": "add three", "completion": f" {n}."} for n in range(30)]
     )

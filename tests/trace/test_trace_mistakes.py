@@ -144,7 +144,7 @@ def test_what_is_healthy_is_not_named(settings, one, two):
     assert not verdict.unproven
     assert verdict.judged == 6 * settings.get("epochs", 1)
     assert 0 < verdict.largest < (1e-2 if "dtype" in settings else 1e-5)
-    text = "tensors whose gradients are all rounding: 1, such as noise; how far these are apart is not counted"
+    text = "tensors whose gradients are rounding noise: 1, such as noise; their distance is not counted"
     assert verdict.notes == ([text] if "noise" in settings else [])
 
 

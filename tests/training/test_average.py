@@ -79,7 +79,7 @@ def test_evaluate_load_and_export_take_the_average(place, tmp_path, capsys):
 
 
 def test_what_is_not_there_is_one_line(place, tmp_path):
-    with pytest.raises(CheckpointError, match="has no averaged weights, since its run had no --optim.ema; leave --ema"):
+    with pytest.raises(CheckpointError, match="has no averaged weights, since its run had no --optim.ema; omit --ema"):
         lockstep.load(place / "without", Ragged(), ema=True)
     with pytest.raises(CheckpointError, match="has no averaged weights"):
         dispatch(["export", str(place / "without"), str(tmp_path / "a"), "--ema"])

@@ -47,11 +47,11 @@ def lora(folder, **changes):
 
 def held(path):
     """(what a run's newest checkpoint holds of the model, name -> dtype and bits; its state)."""
-    from lockstep.checkpoint.read import opened
+    from lockstep.checkpoint.read import open_tensors
 
     newest = checkpoint.newest(path, say=print)
-    with opened(newest) as whole:
-        names = [name for name in whole.stored if name.startswith("model/")]
+    with open_tensors(newest) as whole:
+        names = [name for name in whole.contents if name.startswith("model/")]
         return {name: whole.read(name).clone() for name in names}, checkpoint.read_state(newest)
 
 

@@ -119,7 +119,7 @@ def test_with_a_task_of_ones_own_the_built_in_tasks_fields_are_not_written(tmp_p
     assert mark(tmp_path) == mark(tmp_path, "whole")
     assert lockstep.load(path, Ragged(), "last").training is False
     export(checkpoint.newest(path, say=print), tmp_path / "out.safetensors", "safetensors")
-    with pytest.raises(CheckpointError, match="neither the built-in GPT nor one that came from transformers"):
+    with pytest.raises(CheckpointError, match="neither the built-in GPT nor one from transformers"):
         export(checkpoint.newest(path, say=print), tmp_path / "hf", "hf")
 
 
@@ -350,10 +350,10 @@ class Graph(Ragged):
 
 
 def test_what_no_checkpoint_can_keep_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(CheckpointError, match="'graph' cannot be kept in a checkpoint: it has no dense values"):
+    with pytest.raises(CheckpointError, match="'graph' cannot be stored in a checkpoint: it has no dense values"):
         go(None, config(tmp_path), Graph())
     assert list(tmp_path.iterdir()) == []
-    refused = pytest.raises(CheckpointError, match="cannot be kept in a checkpoint: it has no dense values")
+    refused = pytest.raises(CheckpointError, match="cannot be stored in a checkpoint: it has no dense values")
     with lockstep.Run(config(tmp_path), Ragged()) as session, refused:
         session.keep("graph", Graph().model())
 
@@ -501,14 +501,14 @@ def tasks_apart(world, folder):
 
 def test_ranks_whose_tasks_differ_are_refused(tmp_path):
     for source, weights in run(tasks_apart, 2, tmp_path):
-        assert "rank 1 has another source than rank 0: data ('v0' on rank 0, 'v1')" in source
+        assert "the source of rank 1 differs from rank 0's: data ('v0' on rank 0, 'v1')" in source
         assert "the initial weights differ" in weights
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_started_differently_are_refused(tmp_path):
     with pytest.raises(
-        AssertionError, match=r"rank 1 has another configuration than rank 0: lr \(0.01 on rank 0, 0.02\)"
+        AssertionError, match=r"the configuration of rank 1 differs from rank 0's: lr \(0.01 on rank 0, 0.02\)"
     ):
         run(other_config, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []

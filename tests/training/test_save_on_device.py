@@ -10,7 +10,7 @@ from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.checkpoint.write import Pinned
+from lockstep.checkpoint.write import HostBuffer
 from lockstep.distributed.world import World
 
 GIVEN = {"max_steps": 7, "ckpt_freq": 3, "precision": "float32", "exact": True, "compile": False}
@@ -78,7 +78,7 @@ def test_the_first_save_finds_its_memory_locked_by_a_thread(tmp_path):
 @pytest.mark.parametrize("mode", ["sync", "none"])
 def test_no_memory_is_locked_where_no_thread_saves(tmp_path, mode, monkeypatch):
     asked = []
-    monkeypatch.setattr(Pinned, "prepare", lambda *given: asked.append(given))
+    monkeypatch.setattr(HostBuffer, "prepare", lambda *given: asked.append(given))
     with FakeCuda(fast=False) as cuda:
         run = lockstep.Run(
             config(tmp_path, **GIVEN, checkpoint={"mode": mode}), Ragged(dtype=torch.float32), World(device=DEVICE)

@@ -16,7 +16,7 @@ from toys import taken
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.checkpoint.read import opened
+from lockstep.checkpoint.read import open_tensors
 from lockstep.config.schema import Config
 from lockstep.config.sections import Data, Guards, Optim
 from lockstep.data.sampler import Shuffled
@@ -154,8 +154,8 @@ def test_a_bad_step_moves_no_statistics(tmp_path):
 
 
 def checkpoint_tensors(path):
-    with opened(checkpoint.newest(path, say=print)) as whole:
-        return {name: whole.read(name).clone() for name in whole.stored}
+    with open_tensors(checkpoint.newest(path, say=print)) as whole:
+        return {name: whole.read(name).clone() for name in whole.contents}
 
 
 def few_norms(monkeypatch):

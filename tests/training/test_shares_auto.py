@@ -78,7 +78,7 @@ def test_a_slow_rank_gets_less_which_is_said_recorded_and_kept(tmp_path):
         assert shares[0] == "4,4"
         assert re.fullmatch("[567],[123]", shares[-1])
         assert costs[1] > 1.5 * costs[0]  # the machine may be busy
-        assert re.search(r"shares [567],[123] after step \d+: rank 1 needs [\d.]+ times as long a micro-batch as", log)
+        assert re.search(r"shares [567],[123] after step \d+: rank 1 takes [\d.]+ times as long per micro-batch", log)
     again = run(slowed, 2, tmp_path, {"num_epochs": 12, "stop_at": 26})
     for shares, _, log in again:
         assert shares[24] == shares[-1] == found[0][0][-1]  # from its first step on
@@ -142,7 +142,7 @@ def disagreeing(world, folder):
 
 def test_ranks_whose_work_differs_are_told_before_they_train_on_it(tmp_path):
     for said in run(disagreeing, 2, tmp_path):
-        assert said.startswith("--shares auto: the ranks share out the coming steps differently; the task's `work`")
+        assert said.startswith("--shares auto: the ranks disagree on the shares of the coming steps; the task's `work`")
 
 
 def test_verify_has_it_where_it_fits(tmp_path):

@@ -8,7 +8,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.checkpoint.read import opened
+from lockstep.checkpoint.read import open_tensors
 from lockstep.config.sections import Optim
 from lockstep.distributed.world import World
 from lockstep.engines import registry
@@ -299,8 +299,8 @@ def go(world, folder, name, task, engine_name, stops, ema=0.0, **changes):
             for step in running:
                 if made.hooks is None:
                     change(running.model, step.global_step)
-    with opened(checkpoint.path_of(folder / name, 11)) as whole:
-        return checkpoint.fingerprint_of({name: whole.read(name) for name in sorted(whole.stored)})
+    with open_tensors(checkpoint.path_of(folder / name, 11)) as whole:
+        return checkpoint.fingerprint_of({name: whole.read(name) for name in sorted(whole.contents)})
 
 
 @pytest.mark.parametrize("task", [Mine, Own, OwnAll, Hooked])

@@ -97,17 +97,22 @@ def alike(found, wanted, close):
 # the loss is inside, and the numbers are those of eager code
 
 
-@pytest.mark.parametrize(("scope", "graphs"), [("whole", 1), ("blocks", 2), ("auto", 2)])
+CHANGES = {
+    "plain": {},
+    "recomputed": {"activation_checkpointing": "full"},
+    "selective": {"attention": "math", "activation_checkpointing": "selective"},
+    "exact": {"exact": True},
+    "bf16": {"precision": "bf16"},
+}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("scope", "graphs", "changes"),
     [
-        {},
-        {"activation_checkpointing": "full"},
-        {"attention": "math", "activation_checkpointing": "selective"},
-        {"exact": True},
-        {"precision": "bf16"},
+        *(pytest.param("whole", 1, changes, id=f"{name}-whole") for name, changes in CHANGES.items()),
+        *(pytest.param("blocks", 2, changes, id=f"{name}-blocks") for name, changes in CHANGES.items()),
+        pytest.param("auto", 2, {}, id="plain-auto"),
     ],
-    ids=["plain", "recomputed", "selective", "exact", "bf16"],
 )
 def test_one_training_makes_its_graphs_once_and_has_the_loss_in_one_of_them(tmp_path, scope, graphs, changes):
     """Over changing items, accumulation, a short micro-batch, evaluations and a sample of text."""
@@ -198,8 +203,10 @@ def on_ranks(world, folder, cases):
 def test_ranks_compile_as_often_as_one_process_and_train_the_same(tmp_path):
     cases = [
         (f"{engine}-{scope}-{exact}", {"engine": engine, "compile_scope": scope, "exact": exact})
-        for engine, scope in (("ddp", "whole"), ("ddp", "blocks"), ("zero", "whole"), ("fsdp", "blocks"))
-        for exact in (False, True)
+        for engine, scope, exact in (
+            *(("ddp", "whole", False), ("ddp", "blocks", True)),
+            *(("zero", "whole", False), ("zero", "whole", True), ("fsdp", "blocks", False), ("fsdp", "blocks", True)),
+        )
     ]
     first, second = run(on_ranks, 2, tmp_path, cases, timeout=300.0)
     _, wanted = trained(tmp_path, language(), "eager")

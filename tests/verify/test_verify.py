@@ -217,7 +217,7 @@ def test_an_evaluation_that_is_not_deterministic_is_found_after_the_last_step():
     assert re.search(r": step 3, evaluation, said: \d+\S* instead of \d+", table.notes[0])
 
 
-@pytest.mark.parametrize(("task", "word"), [(tasks.Hanging, "said nothing for 4 s"), (tasks.Dying, "the last words")])
+@pytest.mark.parametrize(("task", "word"), [(tasks.Hanging, "sign of life for 4 s"), (tasks.Dying, "the last words")])
 def test_a_hang_and_a_death_are_failures_and_leave_no_process(task, word):
     began = time.monotonic()
     table = lockstep.verify(task(samples=60), config(timeout=4.0), engines=("ddp",), **QUICK)

@@ -4,7 +4,7 @@ Any world size and engine can read them. See store.py.
 """
 
 from lockstep.checkpoint.find import find_newest, find_resume
-from lockstep.checkpoint.layout import check_keepable
+from lockstep.checkpoint.layout import check_storable
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import (
     clean,
@@ -26,7 +26,7 @@ from lockstep.checkpoint.store import (
 
 __all__ = [
     "Saver",
-    "check_keepable",
+    "check_storable",
     "clean",
     "discard",
     "find_newest",

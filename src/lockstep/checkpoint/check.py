@@ -1,14 +1,14 @@
 """Verify that a checkpoint is complete and undamaged.
 
-problems = verify(path)             [] when it is
-tensors = contents(path, manifest)  what its indexes say, held against the files
+problems = verify(path)                     [] if it is
+tensors = read_contents(path, manifest)     its indexes, checked against the files
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.files import Seen, damage, printable
+from lockstep.checkpoint.files import OnRead, file_damage, printable
 from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state, stored_as
 from lockstep.checkpoint.layout import Header, SliceEntry, TensorBox, read_header, read_index
 from lockstep.errors import CheckpointError, StorageError
@@ -16,19 +16,19 @@ from lockstep.files import retry_io
 
 __all__ = [
     "StoredTensor",
-    "contents",
-    "damaged",
+    "check_contents",
+    "check_sizes",
     "data_files",
-    "hold",
+    "find_damage",
+    "find_strays",
     "is_marked",
     "not_finite_line",
-    "outline",
-    "strangers",
-    "unusable",
+    "read_contents",
+    "resume_problems",
     "verify",
 ]
 
-_HIDDEN = (".nfs", ".fuse_hidden")  # names that a network file system gives to open files that are removed
+_HIDDEN = (".nfs", ".fuse_hidden")  # prefixes that network file systems give to removed files that are still open
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,16 @@ class StoredTensor:
 def verify(path: Path) -> list[str]:
     """Return everything that is wrong with a checkpoint, a line each; [] if complete.
 
-    Checks every file's existence, kind, size and checksum, files that do not belong there, and that the slices in the
-    indexes are in the files and cover every tensor exactly once. Everything is read once; nothing is kept in memory.
-    Tensors that are not finite are those that the manifest names.
+    Checks the existence, kind, size and checksum of every file, stray files, that the indexes' slices are in the files
+    and cover every tensor exactly once, and that the manifest names no tensor that is not finite. Everything is read
+    once; nothing is kept in memory.
     """
     try:
         manifest = read_manifest(path)
-        problems = unusable(path, manifest) + strangers(path, manifest)
-        problems += damaged(path, manifest, list(manifest.files))
+        problems = resume_problems(path, manifest) + find_strays(path, manifest)
+        problems += find_damage(path, manifest, list(manifest.files))
         if not problems:
-            hold(path, manifest)
+            check_contents(path, manifest)
     except CheckpointError as error:
         return [str(error)]
     except OSError as error:
@@ -60,7 +60,7 @@ def verify(path: Path) -> list[str]:
     return problems
 
 
-def unusable(path: Path, manifest: Manifest) -> list[str]:
+def resume_problems(path: Path, manifest: Manifest) -> list[str]:
     """Return why an undamaged checkpoint cannot be resumed, as one line; [] if it can."""
     if not manifest.not_finite:
         return []
@@ -75,37 +75,36 @@ def is_marked(path: Path) -> bool:
         return False
 
 
-def not_finite_line(names: list[str], where: str = "") -> str:
+def not_finite_line(names: list[str], place: str = "") -> str:
     """Describe tensors that are not finite: the first name, and how many more."""
     more = len(names) - 1
-    shown = printable(names[0], 150)
-    others = f" and {more} more tensor{'s' * (more > 1)}" if more else ""
-    return f"{shown}{others}{where} {'are' if more else 'is'} not finite"
+    first = printable(names[0], 150)
+    more_text = f" and {more} more tensor{'s' * (more > 1)}" if more else ""
+    return f"{first}{more_text}{place} {'are' if more else 'is'} not finite"
 
 
-def outline(path: Path, manifest: Manifest) -> list[str]:
-    """Find missing files and wrong kinds or sizes, without reading the tensors.
-
-    JSON files are read, and their checksums checked.
-    """
-    found = [
-        damage(path / name, each["size"], None if name.endswith(".safetensors") else each["xxh3_64"])
+def check_sizes(path: Path, manifest: Manifest) -> list[str]:
+    """Find missing files and wrong kinds or sizes; only JSON files are read, and their checksums checked."""
+    problems = [
+        file_damage(path / name, each["size"], None if name.endswith(".safetensors") else each["xxh3_64"])
         for name, each in _sorted(manifest)
     ]
-    return [problem for problem in found if problem]
+    return [problem for problem in problems if problem]
 
 
-def damaged(path: Path, manifest: Manifest, names: list[str], seen: Seen = lambda count: None) -> list[str]:
+def find_damage(path: Path, manifest: Manifest, names: list[str], on_read: OnRead = lambda count: None) -> list[str]:
     """Read the files of these `names`, and return what is wrong with them.
 
     Args:
-        seen: as in `damage`.
+        on_read: as in `file_damage`.
     """
     chosen = set(names)
-    found = [
-        damage(path / name, each["size"], each["xxh3_64"], seen) for name, each in _sorted(manifest) if name in chosen
+    problems = [
+        file_damage(path / name, each["size"], each["xxh3_64"], on_read)
+        for name, each in _sorted(manifest)
+        if name in chosen
     ]
-    return [problem for problem in found if problem]
+    return [problem for problem in problems if problem]
 
 
 def _sorted(manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
@@ -113,48 +112,43 @@ def _sorted(manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
 
 
 def data_files(manifest: Manifest, rank: int = 0, size: int = 1) -> list[str]:
-    """Return the data files whose checksums this rank verifies, of `size` ranks.
-
-    The default is all of them.
-    """
+    """Return the data files whose checksums this rank of `size` verifies; by default all."""
     names = [name for name in manifest.files if name.endswith(".safetensors")]
     names.sort(key=lambda name: (-manifest.files[name]["size"], name))
     return names[rank::size]
 
 
-def hold(path: Path, manifest: Manifest) -> None:
+def check_contents(path: Path, manifest: Manifest) -> None:
     """Check that the state is valid and that indexes and headers agree.
 
     Raises:
         CheckpointError: they do not.
     """
     read_state(path)
-    contents(path, manifest)
+    read_contents(path, manifest)
 
 
-def strangers(path: Path, manifest: Manifest) -> list[str]:
-    """Return what is in the folder and does not belong there.
+def find_strays(path: Path, manifest: Manifest) -> list[str]:
+    """Return the files that do not belong in the folder, a line each.
 
     Raises:
         OSError: the folder cannot be listed.
     """
-    known = {MANIFEST, *manifest.files}
+    names = {MANIFEST, *manifest.files}
     return [
-        f"{printable(path.name)}/{printable(found.name)} does not belong there"
-        for found in sorted(retry_io(lambda: list(path.iterdir())))
-        if found.name not in known and not found.name.startswith(_HIDDEN)
+        f"{printable(path.name)}/{printable(file.name)} does not belong there"
+        for file in sorted(retry_io(lambda: list(path.iterdir())))
+        if file.name not in names and not file.name.startswith(_HIDDEN)
     ]
 
 
-def contents(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
+def read_contents(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
     """Return every tensor of the checkpoint by name, aliases included.
 
-    All indexes and headers are compared first.
-
     Raises:
-        CheckpointError: they contradict each other; the file or the tensor is named.
+        CheckpointError: indexes and headers contradict each other; the file or the tensor is named.
     """
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     aliases: dict[str, str] = {}
     listed: dict[str, set[str]] = {name: set() for name in manifest.files if name.endswith(".safetensors")}
     headers = {name: read_header(path / name) for name in listed}
@@ -162,21 +156,21 @@ def contents(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
         entries, names = read_index(path, index, manifest.files)
         aliases |= names
         for entry in entries:
-            where = f"{printable(path.name)}/{index} is damaged: {printable(entry.name, 120)!r}"
+            problem = f"{printable(path.name)}/{index} is damaged: {printable(entry.name, 120)!r}"
             if headers[entry.file].get(entry.key) != stored_as(entry.dtype, entry.local):
-                raise CheckpointError(f"{where} is not so in {entry.file}")
-            stored = found.setdefault(entry.name, StoredTensor(entry.dtype, entry.shape, []))
-            if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
-                raise CheckpointError(f"{where} has another dtype or shape than in another index")
-            stored.entries.append(entry)
+                raise CheckpointError(f"{problem} has another dtype or shape in {entry.file}")
+            tensor = tensors.setdefault(entry.name, StoredTensor(entry.dtype, entry.shape, []))
+            if (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
+                raise CheckpointError(f"{problem} has another dtype or shape than in another index")
+            tensor.entries.append(entry)
             listed[entry.file].add(entry.key)
-    _check_complete(path, found, headers, listed)
-    return found | _resolved(path, found, aliases)
+    _check_complete(path, tensors, headers, listed)
+    return tensors | _resolve_aliases(path, tensors, aliases)
 
 
 def _check_complete(
     path: Path,
-    found: dict[str, StoredTensor],
+    tensors: dict[str, StoredTensor],
     headers: dict[str, Header],
     listed: dict[str, set[str]],
 ) -> None:
@@ -184,25 +178,22 @@ def _check_complete(
         stray = headers[file].keys() - keys
         if stray:
             raise CheckpointError(f"{printable(path.name)}/{file}: no index has {printable(min(stray), 120)!r}")
-    for name, stored in found.items():
-        if not tiles([entry.block for entry in stored.entries], stored.shape):
+    for name, tensor in tensors.items():
+        if not covers_once([entry.block for entry in tensor.entries], tensor.shape):
             raise CheckpointError(
                 f"{printable(path.name)}: the slices of {printable(name, 120)!r} do not cover it exactly once"
             )
 
 
-def _resolved(path: Path, found: dict[str, StoredTensor], aliases: dict[str, str]) -> dict[str, StoredTensor]:
+def _resolve_aliases(path: Path, tensors: dict[str, StoredTensor], aliases: dict[str, str]) -> dict[str, StoredTensor]:
     for alias, name in aliases.items():
-        if alias in found or name not in found:
-            raise CheckpointError(f"{printable(path.name)}: {printable(alias, 120)!r} is a second name of no tensor")
-    return {alias: found[name] for alias, name in aliases.items()}
+        if alias in tensors or name not in tensors:
+            raise CheckpointError(f"{printable(path.name)}: {printable(alias, 120)!r} is an alias of no tensor")
+    return {alias: tensors[name] for alias, name in aliases.items()}
 
 
-def tiles(blocks: list[TensorBox], shape: tuple[int, ...], dimension: int = 0) -> bool:
-    """Whether the blocks cover `shape` exactly once.
-
-    They must be cut as sharding cuts: dimension by dimension, each cut going through.
-    """
+def covers_once(blocks: list[TensorBox], shape: tuple[int, ...], dimension: int = 0) -> bool:
+    """Whether the blocks cover `shape` exactly once, cut dimension by dimension as sharding does."""
     if dimension == len(shape):
         return len(blocks) == 1
     bands: dict[tuple[int, int], list[TensorBox]] = {}
@@ -213,4 +204,8 @@ def tiles(blocks: list[TensorBox], shape: tuple[int, ...], dimension: int = 0) -
         if begin != end or (count == 0 and shape[dimension] > 0):
             return False
         end += count
-    return bool(bands) and end == shape[dimension] and all(tiles(band, shape, dimension + 1) for band in bands.values())
+    return (
+        bool(bands)
+        and end == shape[dimension]
+        and all(covers_once(band, shape, dimension + 1) for band in bands.values())
+    )

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.checkpoint.check import StoredTensor, contents, is_marked
+from lockstep.checkpoint.check import StoredTensor, is_marked, read_contents
 from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.format import itemsize, read_manifest, step_of
 from lockstep.checkpoint.store import fingerprint, list_steps, path_of, read_run_state, verify
@@ -24,7 +24,7 @@ from lockstep.files import bytes_text
 
 __all__ = ["run"]
 
-_SHOWN = 2000  # characters of a row that are shown
+_SHOWN = 2000  # characters of a row to print
 
 
 def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as_json: bool = False) -> int:
@@ -52,20 +52,20 @@ def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as
 
 
 def _checkpoints(run: Path, step: int | None) -> list[Path]:
-    """Return the folders that RUN and --step name, ascending by step; at least one."""
-    shown = printable(str(run))
+    """Return the checkpoints that RUN and --step select, ascending by step; at least one."""
+    folder = printable(str(run))
     if step_of(run.resolve().name) is not None and run.is_dir():
         paths = [run.resolve()]
     elif (run / "checkpoints").is_dir():
         paths = [path_of(run, each) for each in list_steps(run)]
     else:
-        raise CheckpointError(f"{shown} is neither a run's folder nor a checkpoint; pass SAVE_DIR/EXPERIMENT_NAME")
+        raise CheckpointError(f"{folder} is neither a run's folder nor a checkpoint; pass SAVE_DIR/EXPERIMENT_NAME")
     if not paths:
-        raise CheckpointError(f"{shown} has no checkpoint yet; it gets one every --ckpt-freq steps and at its end")
+        raise CheckpointError(f"{folder} has no checkpoint yet; it gets one every --ckpt-freq steps and at its end")
     chosen = [path for path in paths if step is None or step_of(path.name) == step]
     if not chosen:
-        known = ", ".join(str(step_of(path.name)) for path in paths[-5:])
-        raise CheckpointError(f"{shown} has no checkpoint of step {step}; the newest ones are {known}")
+        newest = ", ".join(str(step_of(path.name)) for path in paths[-5:])
+        raise CheckpointError(f"{folder} has no checkpoint of step {step}; the newest ones are {newest}")
     return chosen
 
 
@@ -86,7 +86,7 @@ def _list(paths: list[Path]) -> int:
 
 def _list_json(paths: list[Path]) -> int:
     """Print the table as JSON, with numbers; null if a damaged checkpoint lacks them."""
-    found = []
+    rows = []
     for path in paths:
         problems = [printable(problem) for problem in verify(path)]
         row: dict[str, Any] = dict.fromkeys(("epoch", "bytes", "written", "engine", "world"))
@@ -94,8 +94,8 @@ def _list_json(paths: list[Path]) -> int:
             manifest = read_manifest(path)
             row |= {"bytes": manifest.size, "written": manifest.written, "engine": manifest.engine}
             row |= {"world": manifest.world, "epoch": _epoch_of(path)}
-        found.append({"step": step_of(path.name), **row, "whole": not problems, "problems": problems})
-    print(json.dumps(found, indent=1))
+        rows.append({"step": step_of(path.name), **row, "whole": not problems, "problems": problems})
+    print(json.dumps(rows, indent=1))
     return 0
 
 
@@ -139,15 +139,15 @@ def _verify(paths: list[Path]) -> int:
 def _inspect(paths: list[Path], tensors: bool) -> int:
     path = _newest_whole(paths)
     manifest = read_manifest(path)
-    stored = contents(path, manifest)
-    model = [each for name, each in stored.items() if name.startswith("model/")]
+    contents = read_contents(path, manifest)
+    model = [each for name, each in contents.items() if name.startswith("model/")]
     rows: dict[str, Any] = {
         "checkpoint": path,
         "step": manifest.step,
         "epoch": _epoch(path),
         "world size": manifest.world,
         "engine": manifest.engine,
-        "tensors": len(stored),
+        "tensors": len(contents),
         "parameters": f"{sum(math.prod(each.shape) for each in _once(model)):,}",
         "bytes": f"{manifest.size:,}",
     }
@@ -158,7 +158,7 @@ def _inspect(paths: list[Path], tensors: bool) -> int:
     if model:
         print(f"fingerprint {fingerprint(path)}")
     if tensors:
-        for name, each in sorted(stored.items()):
+        for name, each in sorted(contents.items()):
             size = math.prod(each.shape) * itemsize(each.dtype)
             print(f"{printable(name)}  {each.dtype}  {list(each.shape)}  {bytes_text(size)}")
     return 0
@@ -178,4 +178,4 @@ def _newest_whole(paths: list[Path]) -> Path:
         if not problems:
             return path
         print(f"skipped checkpoint {path.name}: {problems[0]}", file=sys.stderr)
-    raise CheckpointError("no checkpoint here is whole; `lockstep checkpoint verify RUN` says what is wrong with each")
+    raise CheckpointError("no checkpoint here is whole; see `lockstep checkpoint verify RUN`")

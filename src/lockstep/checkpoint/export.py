@@ -22,7 +22,7 @@ import torch
 
 from lockstep.checkpoint.files import printable, refusal_error, remove, write_file
 from lockstep.checkpoint.format import CODES, itemsize, read_run_state, step_of
-from lockstep.checkpoint.read import AVERAGE, FullTensors, averages_of, opened
+from lockstep.checkpoint.read import AVERAGE, FullTensors, averages_of, open_tensors
 from lockstep.checkpoint.store import list_steps, newest, path_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.config.schema import Config
@@ -36,7 +36,7 @@ from lockstep.run_state import RunState
 from lockstep.text.cache import default_cache
 
 __all__ = [
-    "chosen",
+    "choose_checkpoint",
     "export",
 ]
 
@@ -44,7 +44,7 @@ __all__ = [
 # --- transformers and peft
 
 Shapes = Mapping[str, tuple[int, ...]]
-Renamed = Callable[[str], tuple[str, bool]]
+NameMap = Callable[[str], tuple[str, bool]]
 
 _TOP = {
     "tokens.weight": "transformer.wte.weight",
@@ -65,8 +65,8 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)", re.ASCII)
 
 def _write_hub(
     options: Mapping[str, Any], state: RunState, shapes: Shapes, folder: Path, classes: Sequence[str] = ()
-) -> Renamed:
-    """Write `folder`/config.json, and return the mapping of tensor names.
+) -> NameMap:
+    """Write `folder`/config.json for transformers, and return the mapping of tensor names.
 
     Args:
         options: the run's configuration, nested as in its config.toml.
@@ -87,15 +87,15 @@ def _write_hub(
         return _as_gpt2
     if not name or name.startswith(("builtin:", "timm:")) or all(key in shapes for key in _TOP):
         task = str(options.get("task", Config().task))
-        made = f"model '{name}'" if kind_of(task) != OWN else f"model, of --task {task},"
+        model = f"model '{name}'" if kind_of(task) != OWN else f"model, of --task {task},"
         raise CheckpointError(
-            f"--format hf: the run's {made} is neither the built-in GPT nor one that came from transformers; "
+            f"--format hf: the run's {model} is neither the built-in GPT nor one from transformers; "
             "use --format safetensors"
         )
-    asked = options.get("model", {})
+    model_options = options.get("model", {})
     settings: dict[str, Any] = {
-        "revision": str(asked.get("revision", "")),
-        "trust_remote_code": bool(asked.get("trust_remote_code", False)),
+        "revision": str(model_options.get("revision", "")),
+        "trust_remote_code": bool(model_options.get("trust_remote_code", False)),
         "cache": default_cache(),
         "say": lambda line: None,
     }
@@ -113,9 +113,9 @@ def _write_hub(
 
 
 def _heads(name: str, state: RunState, shapes: Shapes) -> int:
-    """Return the number of heads of a built-in GPT, which no tensor's shape shows.
+    """Return the number of heads of a built-in GPT, which no tensor's shape reveals.
 
-    An older checkpoint does not record it; then it is the preset's, if that fits.
+    Older checkpoints do not record it; for them it is the preset's, if the width fits.
 
     Raises:
         CheckpointError: the width differs from the preset's.
@@ -125,8 +125,8 @@ def _heads(name: str, state: RunState, shapes: Shapes) -> int:
     width = shapes["tokens.weight"][1]
     if PRESETS[name].width != width:
         raise CheckpointError(
-            f"--format hf: the checkpoint does not say how many heads its GPT of width {width} has; use --format "
-            "safetensors"
+            f"--format hf: the checkpoint does not record the number of heads of its GPT of width {width}; use "
+            "--format safetensors"
         )
     return PRESETS[name].heads
 
@@ -137,12 +137,12 @@ def _gpt2(heads: int, options: Mapping[str, Any], state: RunState, shapes: Shape
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "activation_function": "gelu_pytorch_tanh",  # torch's kernel, so that logits have the same bits
+        "activation_function": "gelu_pytorch_tanh",  # as torch's kernel, so that logits have the same bits
         "layer_norm_epsilon": 1e-5,
         "vocab_size": rows,  # padded, as the embedding is
         "n_positions": shapes["positions.weight"][0],
         "n_embd": width,
-        "n_layer": 1 + max(int(found[1]) for found in map(_BLOCK.fullmatch, shapes) if found),
+        "n_layer": 1 + max(int(match[1]) for match in map(_BLOCK.fullmatch, shapes) if match),
         "n_head": heads,
         "attn_pdrop": dropout,
         "embd_pdrop": dropout,
@@ -156,11 +156,11 @@ def _gpt2(heads: int, options: Mapping[str, Any], state: RunState, shapes: Shape
 def _as_gpt2(name: str) -> tuple[str, bool]:
     if name in _TOP:
         return _TOP[name], False
-    found = _BLOCK.fullmatch(name)
-    if not found or found[2] not in _INNER:
-        raise CheckpointError(f"--format hf: a GPT-2 has no place for the tensor '{name}'; use --format safetensors")
-    is_matrix = found[3] == "weight" and not found[2].endswith("norm")
-    return f"transformer.h.{found[1]}.{_INNER[found[2]]}.{found[3]}", is_matrix
+    match = _BLOCK.fullmatch(name)
+    if not match or match[2] not in _INNER:
+        raise CheckpointError(f"--format hf: GPT-2 has no tensor for '{name}'; use --format safetensors")
+    is_matrix = match[3] == "weight" and not match[2].endswith("norm")
+    return f"transformer.h.{match[1]}.{_INNER[match[2]]}.{match[3]}", is_matrix
 
 
 def _write(folder: Path, config: dict[str, Any]) -> None:
@@ -180,14 +180,13 @@ def _write_adapters(options: Mapping[str, Any], state: RunState, names: Iterable
         ConfigError: peft is not installed.
     """
     if not state.lora:
-        raise CheckpointError("--format peft: the checkpoint has no adapters, but a whole model; use --format hf")
+        raise CheckpointError("--format peft: the checkpoint has a full model and no adapters; use --format hf")
     adapters = Adapters.of(state.lora)
     renamed = {name: exported_name(name, adapters.whole) for name in names}
-    beside = next((name for name, new in renamed.items() if not new), None)
-    if beside is not None:
+    stray = next((name for name, new in renamed.items() if not new), None)
+    if stray is not None:
         raise CheckpointError(
-            f"--format peft has no place for '{beside}', which the run kept beside its adapters; use --format torch "
-            "--merge"
+            f"--format peft cannot store '{stray}', which the run has besides its adapters; use --format torch --merge"
         )
     task, name = str(options.get("task", "")), str(options.get("model_name", Config().model_name))
     base = name if task in _TYPES and not name.startswith("builtin:") else ""
@@ -195,12 +194,17 @@ def _write_adapters(options: Mapping[str, Any], state: RunState, names: Iterable
     return renamed
 
 
-_TYPES = {"": "CAUSAL_LM", "causal-lm": "CAUSAL_LM", "classification": "SEQ_CLS", "images": ""}  # --task -> peft's own
+_TYPES = {
+    "": "CAUSAL_LM",
+    "causal-lm": "CAUSAL_LM",
+    "classification": "SEQ_CLS",
+    "images": "",
+}  # --task -> peft's task type
 
 
 # --- all formats
 
-Beside = Callable[[Path], None]
+WriteExtras = Callable[[Path], None]
 
 
 class ExportSource(NamedTuple):
@@ -210,39 +214,39 @@ class ExportSource(NamedTuple):
         path: the checkpoint's folder.
         tensors: its tensors.
         options: the run's config.toml as nested dicts; {} without one.
-        state: everything in it except tensors.
-        beside: writes the other files of an `hf` folder: a tokenizer.
+        state: the run's state in it.
+        write_extras: writes the other files of an `hf` folder, such as a tokenizer.
     """
 
     path: Path
     tensors: FullTensors
     options: dict[str, Any]
     state: RunState
-    beside: Beside
+    write_extras: WriteExtras
 
 
-def chosen(run: Path, step: int | None) -> Path:
-    """Return a complete checkpoint of the run: of this step, or the newest.
+def choose_checkpoint(run: Path, step: int | None) -> Path:
+    """Return the run's complete checkpoint of this step, or its newest.
 
     Args:
-        run: a run's folder, or a checkpoint's, which is returned as it is.
+        run: a run's folder; or a checkpoint's, which is returned unchecked.
         step: None: the newest complete one.
 
     Raises:
         CheckpointError: no such run, no such step, or none is complete.
     """
-    shown = printable(str(run))
+    folder = printable(str(run))
     if run.is_dir() and step_of(run.resolve().name) is not None:
         return run.resolve()
     if not (run / "checkpoints").is_dir():
-        raise CheckpointError(f"{shown} is neither a run's folder nor a checkpoint; pass SAVE_DIR/EXPERIMENT_NAME")
+        raise CheckpointError(f"{folder} is neither a run's folder nor a checkpoint; pass SAVE_DIR/EXPERIMENT_NAME")
     if step is not None and step not in list_steps(run):
-        there = ", ".join(map(str, list_steps(run))) or "none"
-        raise CheckpointError(f"--step {step}: {shown} has no checkpoint of that step; it has: {there}")
-    found = path_of(run, step) if step is not None else newest(run, say=lambda line: print(line, file=sys.stderr))
-    if found is None:
-        raise CheckpointError(f"{shown} has no whole checkpoint; `lockstep checkpoint verify` says what is wrong")
-    return found
+        steps = ", ".join(map(str, list_steps(run))) or "none"
+        raise CheckpointError(f"--step {step}: {folder} has no checkpoint of that step; it has: {steps}")
+    path = path_of(run, step) if step is not None else newest(run, say=lambda line: print(line, file=sys.stderr))
+    if path is None:
+        raise CheckpointError(f"{folder} has no whole checkpoint; see `lockstep checkpoint verify`")
+    return path
 
 
 def export(
@@ -251,34 +255,34 @@ def export(
     form: str,
     *,
     weights: FullTensors | None = None,
-    beside: Beside = lambda folder: None,
+    write_extras: WriteExtras = lambda folder: None,
     ema: bool = False,
 ) -> Path:
     """Export the model of a checkpoint in the format `form`, and return `out`.
 
-    `out` gets its name only when it is complete.
+    `out` appears only once it is complete.
 
     Args:
         path: the checkpoint's folder.
         out: the path to write; must not exist.
         form: "safetensors", "torch", "hf", or "peft" for adapters.
         weights: replaces the checkpoint's own tensors, by the names it would have: `model/NAME`.
-        beside: writes the other files of an `hf` folder.
+        write_extras: writes the other files of an `hf` folder.
         ema: export the averaged weights, in their own dtype, with the checkpoint's buffers.
 
     Raises:
-        CheckpointError: damaged, without a model, not expressible in the format, or the file system refused.
+        CheckpointError: damaged, without a model, not representable in the format, or the file system refused.
         ConfigError: `out` exists.
     """
     if out.exists() or out.is_symlink():
-        raise ConfigError(f"OUT {printable(str(out))} is there already and is not written over; choose another name")
+        raise ConfigError(f"OUT {printable(str(out))} already exists and is not overwritten; choose another name")
     temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
     try:
-        with nullcontext(weights) if weights else opened(path) as tensors:
-            if not any(name.startswith("model/") for name in tensors.stored):
-                raise CheckpointError(f"{printable(path.name)} has no model: nothing to export")
-            taken = _averaged(path, tensors) if ema and not weights else tensors
-            source = ExportSource(path, taken, _options_of(path), read_run_state(path), beside)
+        with nullcontext(weights) if weights else open_tensors(path) as tensors:
+            if not any(name.startswith("model/") for name in tensors.contents):
+                raise CheckpointError(f"{printable(path.name)} has no model to export")
+            source_tensors = _average_tensors(path, tensors) if ema and not weights else tensors
+            source = ExportSource(path, source_tensors, _options_of(path), read_run_state(path), write_extras)
             out.parent.mkdir(parents=True, exist_ok=True)
             _FORMATS[form](source, temporary)
         os.rename(temporary, out)
@@ -289,12 +293,12 @@ def export(
     return out
 
 
-def _averaged(path: Path, tensors: FullTensors) -> FullTensors:
-    """Replace each weight by its average, also under the aliases of tied weights."""
-    average = {f"model/{name.removeprefix(AVERAGE)}": name for name in averages_of(path, tensors.stored)}
-    of = {id(tensors.stored[name]): averaged for name, averaged in average.items()}
-    place = {name: of.get(id(stored), name) for name, stored in tensors.stored.items()}
-    return FullTensors({name: tensors.stored[place[name]] for name in place}, lambda name: tensors.read(place[name]))
+def _average_tensors(path: Path, tensors: FullTensors) -> FullTensors:
+    """Return the tensors with each weight replaced by its average, under its aliases too."""
+    average = {f"model/{name.removeprefix(AVERAGE)}": name for name in averages_of(path, tensors.contents)}
+    of = {id(tensors.contents[name]): average_name for name, average_name in average.items()}
+    place = {name: of.get(id(tensor), name) for name, tensor in tensors.contents.items()}
+    return FullTensors({name: tensors.contents[place[name]] for name in place}, lambda name: tensors.read(place[name]))
 
 
 def _options_of(path: Path) -> dict[str, Any]:
@@ -310,10 +314,10 @@ def _classes_of(path: Path) -> list[str]:
     """Read the task's class names from the run's environment.json; [] without them."""
     file = path.parent.parent / "environment.json"
     try:
-        found: list[str] = json.loads(json.loads(file.read_text(encoding="utf-8"))["sources"]["classes"])
+        classes: list[str] = json.loads(json.loads(file.read_text(encoding="utf-8"))["sources"]["classes"])
     except (FileNotFoundError, ValueError, KeyError):
         return []
-    return found
+    return classes
 
 
 def _weights(tensors: FullTensors) -> tuple[list[str], dict[str, str]]:
@@ -324,14 +328,14 @@ def _weights(tensors: FullTensors) -> tuple[list[str], dict[str, str]]:
     """
     first: dict[int, str] = {}
     seconds: dict[str, str] = {}
-    for name in sorted(name for name in tensors.stored if name.startswith("model/")):
-        kept = first.setdefault(id(tensors.stored[name]), name)
-        if kept != name:
-            seconds[name.removeprefix("model/")] = kept.removeprefix("model/")
+    for name in sorted(name for name in tensors.contents if name.startswith("model/")):
+        original = first.setdefault(id(tensors.contents[name]), name)
+        if original != name:
+            seconds[name.removeprefix("model/")] = original.removeprefix("model/")
     return [name.removeprefix("model/") for name in first.values()], seconds
 
 
-class Outgoing(NamedTuple):
+class ExportTensor(NamedTuple):
     """A tensor to write: name, dtype name, shape, and a function that reads it."""
 
     name: str
@@ -340,7 +344,7 @@ class Outgoing(NamedTuple):
     read: Callable[[], torch.Tensor]
 
 
-def _safetensors_of(tensors: Iterable[Outgoing], notes: dict[str, str]) -> Iterator[bytes | memoryview]:
+def _safetensors_of(tensors: Iterable[ExportTensor], notes: dict[str, str]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file; each tensor is read in turn and dropped.
 
     Raises:
@@ -352,7 +356,7 @@ def _safetensors_of(tensors: Iterable[Outgoing], notes: dict[str, str]) -> Itera
     for each in ordered:
         begin = end
         if each.dtype not in CODES:
-            raise CheckpointError(f"safetensors has no {each.dtype}, which '{each.name}' is: use --format torch")
+            raise CheckpointError(f"safetensors has no dtype {each.dtype}, as '{each.name}' needs; use --format torch")
         end += torch.Size(each.shape).numel() * itemsize(each.dtype)
         header[each.name] = {"dtype": CODES[each.dtype], "shape": list(each.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
@@ -363,43 +367,43 @@ def _safetensors_of(tensors: Iterable[Outgoing], notes: dict[str, str]) -> Itera
         yield bytes_of(each.read())
 
 
-def outgoing(source: ExportSource, names: Iterable[str]) -> Iterator[Outgoing]:
+def export_tensors(source: ExportSource, names: Iterable[str]) -> Iterator[ExportTensor]:
     """Yield the model's tensors of these plain names, as they are stored."""
     for name in names:
-        stored = source.tensors.stored[f"model/{name}"]
-        yield Outgoing(name, stored.dtype, stored.shape, partial(source.tensors.read, f"model/{name}"))
+        tensor = source.tensors.contents[f"model/{name}"]
+        yield ExportTensor(name, tensor.dtype, tensor.shape, partial(source.tensors.read, f"model/{name}"))
 
 
 def _safetensors(source: ExportSource, out: Path) -> None:
     """Write aliases of tied tensors into the header, where safetensors.torch.load_model expects them."""
     names, seconds = _weights(source.tensors)
-    write_file(out, _safetensors_of(outgoing(source, names), seconds))
+    write_file(out, _safetensors_of(export_tensors(source, names), seconds))
 
 
 def _torch(source: ExportSource, out: Path) -> None:
     names, seconds = _weights(source.tensors)
     # Copies: saving a view of a mapped file would save the whole file.
-    held = {name: source.tensors.read(f"model/{name}").clone() for name in names}
-    held |= {second: held[name] for second, name in seconds.items()}
-    torch.save(held, out)
+    weights = {name: source.tensors.read(f"model/{name}").clone() for name in names}
+    weights |= {second: weights[name] for second, name in seconds.items()}
+    torch.save(weights, out)
 
 
 def _hub(source: ExportSource, out: Path) -> None:
     names, seconds = _weights(source.tensors)
-    shapes = {name: source.tensors.stored[f"model/{name}"].shape for name in (*names, *seconds)}
+    shapes = {name: source.tensors.contents[f"model/{name}"].shape for name in (*names, *seconds)}
     out.mkdir()
-    renamed = _write_hub(source.options, source.state, shapes, out, _classes_of(source.path))
-    source.beside(out)
-    sent = []
-    for each in outgoing(source, names):
-        name, turned = renamed(each.name)
-        shape = each.shape[::-1] if turned else each.shape
-        read = partial(_turned, each.read) if turned else each.read
-        sent.append(Outgoing(name, each.dtype, shape, read))
-    write_file(out / "model.safetensors", _safetensors_of(sent, {}))
+    name_map = _write_hub(source.options, source.state, shapes, out, _classes_of(source.path))
+    source.write_extras(out)
+    outgoing = []
+    for each in export_tensors(source, names):
+        name, is_transposed = name_map(each.name)
+        shape = each.shape[::-1] if is_transposed else each.shape
+        read = partial(_read_transposed, each.read) if is_transposed else each.read
+        outgoing.append(ExportTensor(name, each.dtype, shape, read))
+    write_file(out / "model.safetensors", _safetensors_of(outgoing, {}))
 
 
-def _turned(read: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _read_transposed(read: Callable[[], torch.Tensor]) -> torch.Tensor:
     return read().t()
 
 
@@ -407,8 +411,8 @@ def _peft(source: ExportSource, out: Path) -> None:
     names, _ = _weights(source.tensors)
     out.mkdir()
     renamed = _write_adapters(source.options, source.state, names, out)
-    sent = [each._replace(name=renamed[each.name]) for each in outgoing(source, names)]
-    write_file(out / "adapter_model.safetensors", _safetensors_of(sent, {}))
+    outgoing = [each._replace(name=renamed[each.name]) for each in export_tensors(source, names)]
+    write_file(out / "adapter_model.safetensors", _safetensors_of(outgoing, {}))
 
 
 _FORMATS: dict[str, Callable[[ExportSource, Path], None]] = {

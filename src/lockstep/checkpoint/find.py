@@ -2,10 +2,10 @@
 
     found = find_resume(folder, world, say)         (its folder, its state), or None in a run that has none yet
     path = find_newest(folder, world, say)          the newest whole one, or None
-    load(path, tensors, world, verified=True)       its checksums were held a moment ago
+    load(path, tensors, world, verified=True)       its checksums were just verified
 
 Rank 0 checks the names, sizes and small files. All ranks read the data, each its share of the files, with signs of life
-meanwhile: no timeout ends that as long as every process lives. If a checkpoint is damaged, or holds a tensor that is
+meanwhile: no timeout ends that as long as every process is alive. If a checkpoint is damaged, or has a tensor that is
 not finite, all ranks try the next older one.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.check import damaged, data_files, hold, outline, strangers, unusable
+from lockstep.checkpoint.check import check_contents, check_sizes, data_files, find_damage, find_strays, resume_problems
 from lockstep.checkpoint.files import on_all_ranks, printable
 from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
 from lockstep.checkpoint.store import list_steps, path_of
@@ -25,7 +25,7 @@ from lockstep.files import bytes_text
 
 __all__ = ["find_newest", "find_resume"]
 
-_TELL = 30.0  # seconds between two lines about a long read
+_REPORT_SECONDS = 30.0  # seconds between two lines about a long read
 
 Say = Callable[[str], None]
 
@@ -35,21 +35,21 @@ def find_resume(folder: Path, world: World, say: Say) -> tuple[Path, dict[str, A
 
     Args:
         folder: the run's.
-        say: called on rank 0 with a line for each newer one that is damaged, and for a long read.
+        say: called on rank 0 with a line for each damaged newer one, and for a long read.
 
     Returns:
-        Its folder, and its state as rank 0 read it. None if the run has no checkpoint, the same on every rank.
+        (its folder, its state as rank 0 read it). None if the run has no checkpoint, the same on every rank.
 
     Raises:
         CheckpointError: there are checkpoints, and none is complete.
-        PeerError: another rank found so, or was lost.
+        PeerError: the same on another rank, or a rank was lost.
     """
     steps = _steps(folder, world)
     path = _newest(folder, steps, world, say)
     if path is None and steps:  # a new start would overwrite them
         error = CheckpointError(
-            f"{folder}: none of its {len(steps)} checkpoints is whole (the lines above say why); repair "
-            "one, move checkpoints/ away to begin again from step 0, or use another --experiment-name"
+            f"{folder}: none of its {len(steps)} checkpoints is whole (see the lines above); repair "
+            "one, move checkpoints/ away to start over from step 0, or use another --experiment-name"
         )
         world.check(error if world.is_main else None)  # collective
     if path is None:
@@ -64,9 +64,9 @@ def find_newest(folder: Path, world: World, say: Say) -> Path | None:
 
 
 def _steps(folder: Path, world: World) -> list[int]:
-    mine = on_all_ranks(world, lambda: list_steps(folder) if world.is_main else [])  # collective
-    found: list[int] = world.gather(mine)[0]  # collective
-    return found
+    own = on_all_ranks(world, lambda: list_steps(folder) if world.is_main else [])  # collective
+    steps: list[int] = world.gather(own)[0]  # collective
+    return steps
 
 
 def _newest(folder: Path, steps: list[int], world: World, say: Say) -> Path | None:
@@ -82,25 +82,27 @@ def _newest(folder: Path, steps: list[int], world: World, say: Say) -> Path | No
 
 
 def _problems(path: Path, world: World, say: Say) -> list[str]:
-    """Return what is wrong with the checkpoint, the same on every rank; [] for nothing."""
-    problems, checksum = world.gather(on_all_ranks(world, lambda: _seen(path, world)))[0]  # collective
+    """Return what is wrong with the checkpoint, the same on every rank; [] if nothing."""
+    problems, checksum = world.gather(on_all_ranks(world, lambda: _quick_check(path, world)))[0]  # collective
     if problems:
         return list(problems)
     reading = _ReadProgress(path, world, say)
-    mine = on_all_ranks(  # collective
-        world, lambda: _read(path, checksum, world, reading), done=lambda: reading.bytes, heard=reading.heard
+    own = on_all_ranks(  # collective
+        world, lambda: _read(path, checksum, world, reading), progress=lambda: reading.bytes, on_progress=reading.report
     )
-    found = sorted(problem for each in world.gather(mine) for problem in each)  # collective
-    return found or list(world.gather(on_all_ranks(world, lambda: _held(path, world)))[0])  # collective
+    damage = sorted(problem for each in world.gather(own) for problem in each)  # collective
+    return damage or list(world.gather(on_all_ranks(world, lambda: _check_all_contents(path, world)))[0])  # collective
 
 
-def _seen(path: Path, world: World) -> tuple[list[str], str]:
+def _quick_check(path: Path, world: World) -> tuple[list[str], str]:
     """On rank 0, return what a quick check finds, and the manifest's checksum."""
     if not world.is_main:
         return [], ""
     try:
         manifest = read_manifest(path)
-        return unusable(path, manifest) + strangers(path, manifest) + outline(path, manifest), manifest.checksum
+        return resume_problems(path, manifest) + find_strays(path, manifest) + check_sizes(
+            path, manifest
+        ), manifest.checksum
     except CheckpointError as error:
         return [str(error)], ""
     except OSError as error:
@@ -114,23 +116,23 @@ def _read(path: Path, checksum: str, world: World, reading: "_ReadProgress") -> 
     except CheckpointError as error:
         return [f"{rank_label(world.rank)}: {error}"]
     if manifest.checksum != checksum:
-        return [f"{path.name}/{MANIFEST} is another one on {rank_label(world.rank)} than on rank 0"]
+        return [f"{path.name}/{MANIFEST} on {rank_label(world.rank)} differs from rank 0's"]
     reading.begin(manifest)
-    return damaged(path, manifest, data_files(manifest, world.rank, world.size), reading.add)
+    return find_damage(path, manifest, data_files(manifest, world.rank, world.size), reading.add)
 
 
-def _held(path: Path, world: World) -> list[str]:
+def _check_all_contents(path: Path, world: World) -> list[str]:
     """On rank 0, check the contents of the files, once all checksums match."""
     try:
         if world.is_main:
-            hold(path, read_manifest(path))
+            check_contents(path, read_manifest(path))
     except CheckpointError as error:
         return [str(error)]
     return []
 
 
 class _ReadProgress:
-    """Progress of reading a checkpoint's data; rank 0 reports it from time to time.
+    """Progress of reading a checkpoint's data, which rank 0 reports from time to time.
 
     Attributes:
         bytes: read on this rank.
@@ -138,17 +140,17 @@ class _ReadProgress:
 
     def __init__(self, path: Path, world: World, say: Say) -> None:
         self._name, self._say = path.name, say if world.is_main else lambda line: None
-        self._whole, self._told = 0, time.monotonic()
+        self._total, self._last_report = 0, time.monotonic()
         self.bytes = 0
 
     def begin(self, manifest: Manifest) -> None:
-        self._whole = sum(manifest.files[name]["size"] for name in data_files(manifest))
+        self._total = sum(manifest.files[name]["size"] for name in data_files(manifest))
 
     def add(self, count: int) -> None:
         self.bytes += count
 
-    def heard(self, counts: list[int]) -> None:
+    def report(self, counts: list[int]) -> None:
         """Report the bytes read by every rank, if it is time."""
-        if time.monotonic() - self._told > _TELL:
-            self._told = time.monotonic()
-            self._say(f"checking checkpoint {self._name}: {bytes_text(sum(counts))} of {bytes_text(self._whole)} read")
+        if time.monotonic() - self._last_report > _REPORT_SECONDS:
+            self._last_report = time.monotonic()
+            self._say(f"checking checkpoint {self._name}: {bytes_text(sum(counts))} of {bytes_text(self._total)} read")

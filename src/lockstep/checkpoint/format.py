@@ -133,10 +133,7 @@ class Manifest:
         return xxhash.xxh3_64_hexdigest(dump(self._fields()))
 
     def dump(self) -> bytes:
-        """Return the file's content.
-
-        It contains its own checksum, so that any changed byte is noticed.
-        """
+        """Return the file's content, with its own checksum, so that any changed byte is noticed."""
         return dump({**self._fields(), "xxh3_64": self.checksum})
 
     def _fields(self) -> dict[str, Any]:
@@ -168,7 +165,7 @@ def dump(value: Any, indent: int | None = 1) -> bytes:
     """
     data = json.dumps(value, sort_keys=True, indent=indent).encode() + b"\n"
     if len(data) > JSON_LIMIT:
-        raise CheckpointError(f"{len(data)} bytes of JSON are too much for a checkpoint; keep large data in tensors")
+        raise CheckpointError(f"{len(data)} bytes of JSON are too many for a checkpoint; store large data in tensors")
     return data
 
 
@@ -181,20 +178,20 @@ def read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     data = read_file(file, JSON_LIMIT)
     fields = parse_json(data, file)
-    where = printable(f"{path.name}/{MANIFEST}")
+    label = printable(f"{path.name}/{MANIFEST}")
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{where} is damaged: it is not an object")
+        raise CheckpointError(f"{label} is damaged: it is not an object")
     if type(fields.get("format")) is int and fields["format"] > FORMAT:
-        raise CheckpointError(f"{where} has format {fields['format']}, this lockstep reads {FORMAT}; update lockstep")
+        raise CheckpointError(f"{label} has format {fields['format']}, this lockstep reads {FORMAT}; update lockstep")
     checksum = fields.pop("xxh3_64", None)
     if _dump_or_none({**fields, "xxh3_64": checksum}) != data or xxhash.xxh3_64_hexdigest(dump(fields)) != checksum:
-        raise CheckpointError(f"{where} is damaged: its own checksum does not hold")
+        raise CheckpointError(f"{label} is damaged: its own checksum does not match")
     problem = _manifest_problem(fields)
     if problem:
-        raise CheckpointError(f"{where} is damaged: {problem}")
+        raise CheckpointError(f"{label} is damaged: {problem}")
     manifest = Manifest(**fields)
     if path.name != step_name(manifest.step) and step_of(path.name) is not None:
-        raise CheckpointError(f"{where} is that of step {manifest.step}")
+        raise CheckpointError(f"{label} belongs to step {manifest.step}")
     return manifest
 
 
@@ -206,19 +203,19 @@ def _dump_or_none(value: Any) -> bytes | None:
 
 
 def _manifest_problem(fields: dict[str, Any]) -> str | None:
-    wanted = {"step": int, "world": int, "engine": str, "written": int, "files": dict, "format": int}
+    types = {"step": int, "world": int, "engine": str, "written": int, "files": dict, "format": int}
     if "not_finite" in fields:
-        wanted["not_finite"] = list
-    for key in sorted(wanted.keys() | fields.keys()):
-        if key not in wanted or type(fields.get(key)) is not wanted[key]:
+        types["not_finite"] = list
+    for key in sorted(types.keys() | fields.keys()):
+        if key not in types or type(fields.get(key)) is not types[key]:
             return f"its field {printable(key, 40)!r} is missing, unknown or of another type"
     if fields["format"] != FORMAT or fields["step"] < 0 or fields["world"] < 1 or len(fields["engine"]) > 200:
         return "its format, step, world or engine is out of range"
     if not all(isinstance(name, str) for name in fields.get("not_finite", ["a name"])):
-        return "its tensors that are not finite are not names"
+        return "its list of tensors that are not finite has other values than names"
     for name, file in fields["files"].items():
         if not _FILE.fullmatch(name):
-            return f"it lists {printable(name, 80)!r}, which is no file of a checkpoint"
+            return f"it lists {printable(name, 80)!r}, which is not a checkpoint's file"
         if not isinstance(file, dict) or file.keys() != {"size", "xxh3_64"} or not is_size(file["size"]):
             return f"the size of {name} is missing or out of range"
         if not isinstance(file["xxh3_64"], str) or not _HEX.fullmatch(file["xxh3_64"]):

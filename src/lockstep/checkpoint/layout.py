@@ -32,7 +32,7 @@ __all__ = [
     "TensorBox",
     "TensorPiece",
     "block_of",
-    "check_keepable",
+    "check_storable",
     "in_file_order",
     "owners_of",
     "read_header",
@@ -61,7 +61,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank writes.
+    """The share of a checkpoint that one rank writes.
 
     Attributes:
         pieces: its parts of tensors.
@@ -104,14 +104,12 @@ def block_of(tensor: torch.Tensor) -> TensorBox | None:
             offsets[placement.dim] += start
             shape[placement.dim] = min(rows, shape[placement.dim] - start)
         elif _kind(placement) != "Replicate":
-            raise CheckpointError(f"a DTensor placed as {placement} cannot be kept; redistribute it to Shard first")
+            raise CheckpointError(f"a DTensor placed as {placement} cannot be stored; redistribute it to Shard first")
     return TensorBox(tuple(offsets), tuple(shape))
 
 
 def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
-    """Return what this rank writes of `tensors`.
-
-    Everything is written once, and in parallel.
+    """Divide `tensors` among the ranks, and return this rank's share. Not collective.
 
     Args:
         tensors: with the same names on every rank.
@@ -123,17 +121,17 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
         _check(name, tensor)
     names = sorted(tensors)
     aliases = _ties(tensors, names)
-    whole = [name for name in names if name not in aliases and _is_whole(tensors[name], world)]
-    owners = owners_of([(local_of(tensors[name]).nbytes, name) for name in whole], world.size)
+    replicated = [name for name in names if name not in aliases and _is_replicated(tensors[name], world)]
+    owners = owners_of([(local_of(tensors[name]).nbytes, name) for name in replicated], world.size)
     pieces = []
     for name in (name for name in names if name not in aliases):
-        mine = owners[name] == world.rank if name in owners else _is_writer(tensors[name])
+        is_owner = owners[name] == world.rank if name in owners else _is_writer(tensors[name])
         block = block_of(tensors[name])
-        if mine and block is not None:
+        if is_owner and block is not None:
             pieces.append(_piece(name, tensors[name], block))
-    kept = {piece.name for piece in pieces}
-    tied = {alias: name for alias, name in aliases.items() if name in kept}
-    return Share(pieces, tied, _summary(tensors, names, whole))
+    own = {piece.name for piece in pieces}
+    own_aliases = {alias: name for alias, name in aliases.items() if name in own}
+    return Share(pieces, own_aliases, _summary(tensors, names, replicated))
 
 
 def in_file_order(pieces: list[TensorPiece]) -> list[TensorPiece]:
@@ -143,17 +141,16 @@ def in_file_order(pieces: list[TensorPiece]) -> list[TensorPiece]:
 
 def _piece(name: str, tensor: torch.Tensor, block: TensorBox) -> TensorPiece:
     shape = tuple(tensor.shape)
-    if tensor.numel() == 0:  # nothing to cut: stored as one
+    if tensor.numel() == 0:  # nothing to cut
         return TensorPiece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype))
     return TensorPiece(name, shape, block.offsets, local_of(tensor))
 
 
-def check_keepable(tensors: Mapping[str, Any]) -> None:
-    """Check that a checkpoint can store `tensors`, before there are values. Not collective.
+def check_storable(tensors: Mapping[str, Any]) -> None:
+    """Check that a checkpoint can store `tensors`, before they have values. Not collective.
 
     Args:
-        tensors: a model's `state_dict()`, or an engine's state; tensors on the meta device are judged as what they will
-            be.
+        tensors: a model's `state_dict()`, or an engine's state; meta tensors count as dense.
 
     Raises:
         CheckpointError: names the first that cannot be stored (no tensor, its dtype, layout or name) and its module.
@@ -167,7 +164,7 @@ def check_keepable(tensors: Mapping[str, Any]) -> None:
 def _check(name: str, tensor: torch.Tensor) -> None:
     problem = _problem(name, tensor)
     if not problem and tensor.is_meta:
-        problem = f"the tensor {name!r:.300} cannot be kept in a checkpoint: it has no dense values (a meta tensor)"
+        problem = f"the tensor {name!r:.300} cannot be stored in a checkpoint: it has no dense values (a meta tensor)"
     if problem:
         raise CheckpointError(problem)
 
@@ -175,7 +172,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 def _problem(name: str, value: Any) -> str | None:
     """Return why a checkpoint cannot store this, in one line; None: it can."""
     if not isinstance(name, str) or not 0 < len(name) <= 1000 or name == "__metadata__":
-        reason = "its name must be a text of 1 to 1000 characters other than '__metadata__'"
+        reason = "its name must be a string of 1 to 1000 characters other than '__metadata__'"
     elif not isinstance(value, torch.Tensor):
         return _no_tensor(name, value)
     elif value.layout is not torch.strided:
@@ -183,46 +180,41 @@ def _problem(name: str, value: Any) -> str | None:
     elif not is_known(dtype_name(value.dtype)):
         reason = f"the format has no {dtype_name(value.dtype)}"
     elif is_traceable_wrapper_subclass(value) and not is_dtensor(value):
-        reason = f"it is a {type(value).__name__}, whose values lie in other tensors"
+        reason = f"it is a {type(value).__name__}, whose values are in other tensors"
     else:
         return None
-    return f"the tensor {name!r:.300} cannot be kept in a checkpoint: {reason}"
+    return f"the tensor {name!r:.300} cannot be stored in a checkpoint: {reason}"
 
 
 def _no_tensor(name: str, value: Any) -> str:
     module, _, last = name.removeprefix("model/").rpartition(".")
     if last == "_extra_state":  # torch's name for what get_extra_state returns
-        where = f"the module {module!r:.300}" if module else "the model"
+        owner = f"the module {module!r:.300}" if module else "the model"
         return (
-            f"{where} has a {type(value).__name__} as get_extra_state, and a checkpoint keeps tensors alone: return "
-            "one tensor of a fixed shape there, or register buffers"
+            f"{owner} returns a {type(value).__name__} from get_extra_state, and a checkpoint stores only tensors: "
+            "return one tensor of a fixed shape there, or register buffers"
         )
-    return (
-        f"the state's {name!r:.300} is a {type(value).__name__}, and a checkpoint keeps tensors alone: make one of it"
-    )
+    return f"the state's {name!r:.300} is a {type(value).__name__}, and a checkpoint stores only tensors: make it one"
 
 
 def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
-    """Return {alias: first name} of tensors that share all their memory.
-
-    A rank with an empty shard sees no tie.
-    """
+    """Return {alias: first name} of tensors that share all their memory; none for empty shards."""
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
     for name in names:
         tensor, local = tensors[name], local_of(tensors[name])
         if local.numel():
-            placed = tensor.placements if is_dtensor(tensor) else None
+            placements = tensor.placements if is_dtensor(tensor) else None
             lazily = local.is_conj(), local.is_neg()  # the same memory, but other values
-            identity = (local.data_ptr(), local.device, tensor.dtype, tensor.shape, local.stride(), placed, lazily)
-            kept = first.setdefault(identity, name)
-            if kept != name:
-                aliases[name] = kept
+            identity = (local.data_ptr(), local.device, tensor.dtype, tensor.shape, local.stride(), placements, lazily)
+            original = first.setdefault(identity, name)
+            if original != name:
+                aliases[name] = original
     return aliases
 
 
-def _is_whole(tensor: torch.Tensor, world: World) -> bool:
-    """Whether every rank of the world holds all of it: any may write it."""
+def _is_replicated(tensor: torch.Tensor, world: World) -> bool:
+    """Whether every rank of the world has the full tensor: any may write it."""
     if not is_dtensor(tensor):
         return True
     return tensor.device_mesh.size() == world.size and all(_kind(place) == "Replicate" for place in tensor.placements)
@@ -234,16 +226,14 @@ def _is_writer(tensor: torch.Tensor) -> bool:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return False
-    if tensor.numel() == 0:  # no rank has a part; one of them must write the name
+    if tensor.numel() == 0:  # no rank has a part; one must write the name
         return not any(coordinate)
     copies = [at for at, place in zip(coordinate, tensor.placements, strict=True) if _kind(place) == "Replicate"]
     return not any(copies) and local_of(tensor).numel() > 0
 
 
 def owners_of(sizes: list[tuple[int, str]], ranks: int) -> dict[str, int]:
-    """Assign tensors to ranks by size.
-
-    The largest come first, each to the rank with the least so far.
+    """Assign tensors to ranks, largest first, each to the rank with the least.
 
     Args:
         sizes: (size, name) of each.
@@ -260,14 +250,14 @@ def owners_of(sizes: list[tuple[int, str]], ranks: int) -> dict[str, int]:
     return owners
 
 
-def _summary(tensors: dict[str, torch.Tensor], names: list[str], whole: list[str]) -> dict[str, Any]:
+def _summary(tensors: dict[str, torch.Tensor], names: list[str], replicated: list[str]) -> dict[str, Any]:
     digest = xxhash.xxh3_64()
     for name in names:
         digest.update(repr((name, dtype_name(tensors[name].dtype), tuple(tensors[name].shape))).encode())
     return {
         "tensors": len(names),
         "names and shapes": digest.hexdigest(),
-        "replicated": xxhash.xxh3_64_hexdigest(repr(whole).encode()),
+        "replicated": xxhash.xxh3_64_hexdigest(repr(replicated).encode()),
     }
 
 
@@ -311,79 +301,76 @@ def read_index(path: Path, name: str, files: dict[str, dict[str, Any]]) -> tuple
         name: of the index.
         files: the manifest's; an entry must name a data file that it lists.
     """
-    where = f"{printable(path.name)}/{name}"
+    label = f"{printable(path.name)}/{name}"
     content = parse_json(read_file(path / name, JSON_LIMIT), path / name)
     if not isinstance(content, dict) or content.keys() != {"format", "tensors", "aliases"}:
-        raise CheckpointError(f"{where} is damaged: it is not an index")
+        raise CheckpointError(f"{label} is damaged: it is not an index")
     if content["format"] != FORMAT or not isinstance(content["tensors"], list):
-        raise CheckpointError(f"{where} is damaged: it has another format than {FORMAT}")
+        raise CheckpointError(f"{label} is damaged: it has another format than {FORMAT}")
     entries = []
     for number, fields in enumerate(content["tensors"]):
         problem = _entry_problem(fields, files)
         if problem:
-            raise CheckpointError(f"{where} is damaged: entry {number}: {problem}")
+            raise CheckpointError(f"{label} is damaged: entry {number}: {problem}")
         values: dict[str, Any] = {key: tuple(value) if type(value) is list else value for key, value in fields.items()}
         entries.append(SliceEntry(**values))
     aliases = content["aliases"]
     if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
-        raise CheckpointError(f"{where} is damaged: its second names are not names")
+        raise CheckpointError(f"{label} is damaged: its aliases are not names")
     return entries, aliases
 
 
 def _entry_problem(fields: Any, files: dict[str, dict[str, Any]]) -> str | None:
-    wanted = {"name": str, "dtype": str, "shape": list, "offsets": list, "local": list, "file": str, "key": str}
-    if not isinstance(fields, dict) or fields.keys() != wanted.keys():
-        return f"it does not have the fields {', '.join(wanted)}"
-    for key, kind in wanted.items():
+    types = {"name": str, "dtype": str, "shape": list, "offsets": list, "local": list, "file": str, "key": str}
+    if not isinstance(fields, dict) or fields.keys() != types.keys():
+        return f"it does not have the fields {', '.join(types)}"
+    for key, kind in types.items():
         if type(fields[key]) is not kind or (kind is list and not all(is_size(value) for value in fields[key])):
             return f"its {key} is of another type or out of range"
     if not is_known(fields["dtype"]):
         return f"unknown dtype {printable(fields['dtype'], 40)!r}"
     if not fields["file"].endswith(".safetensors") or fields["file"] not in files:
-        return f"its file {printable(fields['file'], 80)!r} is none of the manifest's"
+        return f"its file {printable(fields['file'], 80)!r} is not in the manifest"
     shape, offsets, local = fields["shape"], fields["offsets"], fields["local"]
     if not len(shape) == len(offsets) == len(local) <= _DIMENSIONS:
         return "its shape, offsets and local shape differ in length"
     if any(begin + count > size for begin, count, size in zip(offsets, local, shape, strict=True)):
-        return f"{printable(fields['name'], 100)!r}: its slice reaches outside the tensor"
+        return f"{printable(fields['name'], 100)!r}: its slice exceeds the tensor"
     return None
 
 
 def read_header(path: Path) -> Header:
-    """Return {key: (dtype code, shape)} of a safetensors file.
-
-    Its tensors must fill it without gaps or overlaps.
-    """
-    where = f"{printable(path.parent.name)}/{path.name}"
-    size, length, text = retry_io(lambda: _header_text(path, where))
+    """Return {key: (dtype code, shape)} of a safetensors file without gaps or overlaps."""
+    label = f"{printable(path.parent.name)}/{path.name}"
+    size, length, text = retry_io(lambda: _header_text(path, label))
     header = parse_json(text, path)
     if not isinstance(header, dict):
-        raise CheckpointError(f"{where} is damaged: its header is not an object")
+        raise CheckpointError(f"{label} is damaged: its header is not an object")
     header.pop("__metadata__", None)
-    found: Header = {}
+    entries: Header = {}
     ranges = []
     for key, fields in header.items():
         if not _is_header_entry(fields):
-            raise CheckpointError(f"{where} is damaged: its header's entry {printable(key, 100)!r} does not hold")
-        found[key] = (fields["dtype"], tuple(fields["shape"]))
+            raise CheckpointError(f"{label} is damaged: its header's entry {printable(key, 100)!r} is invalid")
+        entries[key] = (fields["dtype"], tuple(fields["shape"]))
         ranges.append(tuple(fields["data_offsets"]))
     end = 0
     for begin, finish in sorted(ranges):
         if begin != end:
-            raise CheckpointError(f"{where} is damaged: its tensors overlap or leave a gap at byte {end}")
+            raise CheckpointError(f"{label} is damaged: its tensors overlap or leave a gap at byte {end}")
         end = finish
     if end != size - 8 - length:
-        raise CheckpointError(f"{where} is damaged: its tensors take {end} bytes of {size - 8 - length}")
-    return found
+        raise CheckpointError(f"{label} is damaged: its tensors take {end} bytes of {size - 8 - length}")
+    return entries
 
 
-def _header_text(path: Path, where: str) -> tuple[int, int, bytes]:
+def _header_text(path: Path, label: str) -> tuple[int, int, bytes]:
     """Return the file's size, the header's length and its text."""
     size = path.lstat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_HEADER_LIMIT, size - 8):  # also if the file is shorter than 8 bytes
-            raise CheckpointError(f"{where} is damaged: its header claims {length} bytes of a file of {size}")
+            raise CheckpointError(f"{label} is damaged: its header claims {length} bytes of a file of {size}")
         return size, length, file.read(length)
 
 

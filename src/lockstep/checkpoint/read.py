@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from lockstep.checkpoint.check import StoredTensor, contents, damaged, data_files, outline
+from lockstep.checkpoint.check import StoredTensor, check_sizes, data_files, find_damage, read_contents
 from lockstep.checkpoint.files import on_all_ranks, printable
 from lockstep.checkpoint.format import PAIRS, dtype_name, read_manifest
 from lockstep.checkpoint.layout import SliceEntry, TensorBox, block_of
@@ -29,128 +29,124 @@ from lockstep.errors import CheckpointError
 from lockstep.files import retry_io
 from lockstep.tensors import local_of
 
-__all__ = ["AVERAGE", "FullTensors", "averages_of", "fingerprint", "fingerprint_of", "load", "opened"]
+__all__ = ["AVERAGE", "FullTensors", "averages_of", "fingerprint", "fingerprint_of", "load", "open_tensors"]
 
 AVERAGE = "average/"  # prefix of the names of averaged weights
 
 
-def load(path: Path, wanted: dict[str, torch.Tensor], world: World | None, *, verified: bool = False) -> None:
-    """Fill `wanted` in place from the checkpoint folder `path`. Collective.
+def load(path: Path, tensors: dict[str, torch.Tensor], world: World | None, *, verified: bool = False) -> None:
+    """Fill `tensors` in place from the checkpoint folder `path`. Collective.
 
-    A name up to its first "/" is a group; for each group in `wanted`, all of the checkpoint's tensors must be wanted.
-    So {"model/..."} alone loads only weights, and a forgotten weight is still an error.
+    A name up to its first "/" is a group. `tensors` must have all of the checkpoint's tensors of each of its groups:
+    {"model/..."} alone loads only weights, and a forgotten weight is still an error.
 
-    Only an optimizer's state of a parameter may be missing altogether, if others are there: the parameter had no
-    gradient yet (it is frozen, or no loss used it). Then these names are removed from `wanted`, as `load_state_dict`
-    expects.
+    Only an optimizer's state of a parameter may be missing, if those of others are there: the parameter had no gradient
+    yet (it is frozen, or no loss used it). These names are removed from `tensors`, as `load_state_dict` expects.
 
     Args:
-        wanted: by global name; plain tensors (the full shape) or DTensors of any mesh; CPU or device.
+        tensors: by global name; plain tensors (the full shape) or DTensors of any mesh; CPU or device.
         world: its ranks divide the checking of the files; None: this process is alone and checks what it reads.
         verified: `find_newest` or `find_resume` has just checked the data's checksums: they are not read again.
 
     Raises:
-        CheckpointError: damaged files; names, dtypes or shapes that differ (up to three are named). Nothing was filled.
-        PeerError: another rank found so.
+        CheckpointError: damaged files; names, dtypes or shapes differ (up to three are named). Nothing was filled.
+        PeerError: the same on another rank.
     """
     everybody = world or World()
-    stored = on_all_ranks(everybody, lambda: _checked(path, wanted, world, verified))  # collective
-    on_all_ranks(everybody, lambda: _fill_all(path, wanted, stored))  # collective
+    contents = on_all_ranks(everybody, lambda: _check_files(path, tensors, world, verified))  # collective
+    on_all_ranks(everybody, lambda: _fill_all(path, tensors, contents))  # collective
 
 
-def _checked(
-    path: Path, wanted: dict[str, torch.Tensor], world: World | None, verified: bool
+def _check_files(
+    path: Path, tensors: dict[str, torch.Tensor], world: World | None, verified: bool
 ) -> dict[str, StoredTensor]:
     manifest = read_manifest(path)
-    _raise(outline(path, manifest))  # every rank reads the small files, so every rank checks them
-    stored = contents(path, manifest)
-    for name in _unstepped(wanted, stored):
-        del wanted[name]
-    _match(path, wanted, stored)
+    _raise_damage(check_sizes(path, manifest))  # every rank reads the small files, so every rank checks them
+    contents = read_contents(path, manifest)
+    for name in _names_without_state(tensors, contents):
+        del tensors[name]
+    _match(path, tensors, contents)
     if world is None:
-        names = sorted({entry.file for name in wanted for entry in stored[name].entries})
+        names = sorted({entry.file for name in tensors for entry in contents[name].entries})
     else:
         names = data_files(manifest, world.rank, world.size)
     if not verified:
-        _raise(damaged(path, manifest, names))
-    return stored
+        _raise_damage(find_damage(path, manifest, names))
+    return contents
 
 
-def _raise(problems: list[str]) -> None:
+def _raise_damage(problems: list[str]) -> None:
     if problems:
         raise CheckpointError(f"{problems[0]}; resume from an older checkpoint")
 
 
-def _unstepped(wanted: dict[str, torch.Tensor], stored: dict[str, StoredTensor]) -> list[str]:
-    """Return the names of optimizer states that did not exist when this was stored."""
-    stepped = {name.rpartition("/")[0] for name in stored if name.startswith("optimizer/")}
-    theirs = [name for name in wanted if name.startswith("optimizer/")]
-    return [name for name in theirs if stepped and name.rpartition("/")[0] not in stepped]
+def _names_without_state(tensors: dict[str, torch.Tensor], contents: dict[str, StoredTensor]) -> list[str]:
+    """Return the names of optimizer states that did not exist when the checkpoint was written."""
+    stepped = {name.rpartition("/")[0] for name in contents if name.startswith("optimizer/")}
+    optimizer_names = [name for name in tensors if name.startswith("optimizer/")]
+    return [name for name in optimizer_names if stepped and name.rpartition("/")[0] not in stepped]
 
 
-def _match(path: Path, wanted: dict[str, torch.Tensor], stored: dict[str, StoredTensor]) -> None:
-    groups = {name.partition("/")[0] for name in wanted}
-    theirs = {name for name in stored if name.partition("/")[0] in groups}
-    _complain(path, "has no", sorted(wanted.keys() - theirs))
-    _complain(path, "also has", sorted(theirs - wanted.keys()))
+def _match(path: Path, tensors: dict[str, torch.Tensor], contents: dict[str, StoredTensor]) -> None:
+    groups = {name.partition("/")[0] for name in tensors}
+    names = {name for name in contents if name.partition("/")[0] in groups}
+    _raise_mismatch(path, "has no", sorted(tensors.keys() - names))
+    _raise_mismatch(path, "also has", sorted(names - tensors.keys()))
     differing = [
-        f"{name} ({stored[name].dtype} {list(stored[name].shape)}, not {dtype_name(tensor.dtype)} {list(tensor.shape)})"
-        for name, tensor in sorted(wanted.items())
-        if (stored[name].dtype, stored[name].shape) != (dtype_name(tensor.dtype), tuple(tensor.shape))
+        f"{name} ({source.dtype} {list(source.shape)}, not {dtype_name(tensor.dtype)} {list(tensor.shape)})"
+        for name, tensor in sorted(tensors.items())
+        if ((source := contents[name]).dtype, source.shape) != (dtype_name(tensor.dtype), tuple(tensor.shape))
     ]
-    _complain(path, "differs in", differing)
+    _raise_mismatch(path, "differs in", differing)
 
 
-def _complain(path: Path, verb: str, names: list[str]) -> None:
+def _raise_mismatch(path: Path, verb: str, names: list[str]) -> None:
     if names:
-        shown = ", ".join(printable(name, 150) for name in names[:3])
+        listing = ", ".join(printable(name, 150) for name in names[:3])
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise CheckpointError(
-            f"the checkpoint {printable(path.name)} {verb} {shown}{more}; use the model and the optimizer that wrote it"
+            f"the checkpoint {printable(path.name)} {verb} {listing}{more}; use the model and optimizer that wrote it"
         )
 
 
-def _fill_all(path: Path, wanted: dict[str, torch.Tensor], stored: dict[str, StoredTensor]) -> None:
+def _fill_all(path: Path, tensors: dict[str, torch.Tensor], contents: dict[str, StoredTensor]) -> None:
     with ExitStack() as stack:
         read = _reader(path, stack)
-        for name, tensor in wanted.items():
+        for name, tensor in tensors.items():
             block = block_of(tensor)
             if block is not None:
-                _fill(local_of(tensor), block, stored[name], read)
+                _fill(local_of(tensor), block, contents[name], read)
 
 
 Read = Callable[[SliceEntry, tuple[slice, ...]], torch.Tensor]
 
 
 def _reader(path: Path, stack: ExitStack) -> Read:
-    """Return a function that reads a part of a slice through a memory map.
-
-    Each file is opened once, until `stack` closes.
-    """
+    """Return a function that reads parts of slices through memory maps that `stack` closes."""
 
     @cache
-    def opened(file: str) -> Any:
+    def open_file(file: str) -> Any:
         return stack.enter_context(retry_io(lambda: safe_open(path / file, framework="pt")))
 
     def read(entry: SliceEntry, part: tuple[slice, ...]) -> torch.Tensor:
-        whole = all(cut.start == 0 and cut.stop == count for cut, count in zip(part, entry.local, strict=True))
-        file = opened(entry.file)
-        tensor: torch.Tensor = file.get_tensor(entry.key) if whole else file.get_slice(entry.key)[part]
-        return _joined(tensor, entry.dtype) if entry.dtype in PAIRS else tensor
+        is_full = all(cut.start == 0 and cut.stop == count for cut, count in zip(part, entry.local, strict=True))
+        file = open_file(entry.file)
+        tensor: torch.Tensor = file.get_tensor(entry.key) if is_full else file.get_slice(entry.key)[part]
+        return _to_complex(tensor, entry.dtype) if entry.dtype in PAIRS else tensor
 
     return read
 
 
-def _joined(pairs: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Combine real pairs to complex numbers. A copy: mapped ones need not be aligned."""
+def _to_complex(pairs: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Copy pairs of reals to complex numbers; a view would need aligned memory."""
     tensor = torch.empty(pairs.shape[:-1], dtype=getattr(torch, dtype))
     torch.view_as_real(tensor).copy_(pairs)
     return tensor
 
 
-def _fill(target: torch.Tensor, block: TensorBox, stored: StoredTensor, read: Read) -> None:
+def _fill(target: torch.Tensor, block: TensorBox, source: StoredTensor, read: Read) -> None:
     """Copy the slices' overlap with `block` of the full tensor into `target`."""
-    for entry in stored.entries:
+    for entry in source.entries:
         low = [max(pair) for pair in zip(block.offsets, entry.offsets, strict=True)]
         ends = [_ends(each) for each in (block, entry.block)]
         high = [min(pair) for pair in zip(*ends, strict=True)]
@@ -171,38 +167,36 @@ class FullTensors:
     """The full tensors of a checkpoint.
 
     Attributes:
-        stored: name -> dtype, shape and slices.
+        contents: name -> dtype, shape and slices.
         read: name -> the tensor, read on each call.
     """
 
-    stored: dict[str, StoredTensor]
+    contents: dict[str, StoredTensor]
     read: Callable[[str], torch.Tensor]
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[FullTensors]:
-    """Check the files of a checkpoint, and yield its full tensors.
-
-    No tensor is kept in memory.
+def open_tensors(path: Path) -> Iterator[FullTensors]:
+    """Check the files of a checkpoint, and yield its full tensors; none is kept in memory.
 
     Raises:
         CheckpointError: damaged.
     """
     manifest = read_manifest(path)
-    _raise(damaged(path, manifest, list(manifest.files)))
-    stored = contents(path, manifest)
+    _raise_damage(find_damage(path, manifest, list(manifest.files)))
+    contents = read_contents(path, manifest)
     with ExitStack() as stack:
         part = _reader(path, stack)
-        yield FullTensors(stored, lambda name: _full(stored[name], part))
+        yield FullTensors(contents, lambda name: _read_full(contents[name], part))
 
 
-def averages_of(path: Path, stored: Iterable[str]) -> list[str]:
+def averages_of(path: Path, all_names: Iterable[str]) -> list[str]:
     """Return the names of averaged weights. Raises CheckpointError if there are none."""
-    names = sorted(name for name in stored if name.startswith(AVERAGE))
+    names = sorted(name for name in all_names if name.startswith(AVERAGE))
     if not names:
         raise CheckpointError(
             f"the checkpoint {printable(path.name)} has no averaged weights, since its run had no --optim.ema; "
-            "leave --ema out"
+            "omit --ema"
         )
     return names
 
@@ -210,19 +204,19 @@ def averages_of(path: Path, stored: Iterable[str]) -> list[str]:
 def fingerprint(path: Path, prefix: str = "model/") -> str:
     """Hash the full tensors whose names begin with `prefix`, with sha256.
 
-    It does not depend on the world or engine that wrote them. The files are checked first. One full tensor is in memory
-    at a time. A tied tensor counts under each of its names.
+    The hash does not depend on the world or engine that wrote them. The files are checked first. One full tensor is in
+    memory at a time. A tied tensor counts under each of its names.
 
     Raises:
         CheckpointError: damaged, or without such tensors.
     """
-    with opened(path) as whole:
-        names = sorted(name for name in whole.stored if name.startswith(prefix))
+    with open_tensors(path) as tensors:
+        names = sorted(name for name in tensors.contents if name.startswith(prefix))
         if not names:
             raise CheckpointError(
                 f"the checkpoint {printable(path.name)} has no tensor whose name begins with {prefix!r}"
             )
-        return _digest((name.removeprefix(prefix), whole.read(name)) for name in names)
+        return _digest((name.removeprefix(prefix), tensors.read(name)) for name in names)
 
 
 def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
@@ -230,11 +224,11 @@ def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
     return _digest((name, tensors[name]) for name in sorted(tensors))
 
 
-def _full(stored: StoredTensor, read: Read) -> torch.Tensor:
-    if len(stored.entries) == 1:
-        return read(stored.entries[0], tuple(slice(0, count) for count in stored.shape))
-    full = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-    _fill(full, TensorBox((0,) * len(stored.shape), stored.shape), stored, read)
+def _read_full(source: StoredTensor, read: Read) -> torch.Tensor:
+    if len(source.entries) == 1:
+        return read(source.entries[0], tuple(slice(0, count) for count in source.shape))
+    full = torch.empty(source.shape, dtype=getattr(torch, source.dtype))
+    _fill(full, TensorBox((0,) * len(source.shape), source.shape), source, read)
     return full
 
 

@@ -6,7 +6,7 @@
     retain(folder, last=3, best=400, every=0)
 
 `folder` is the run's folder; the checkpoints are in its `checkpoints/`. `save` and `load` are collective; the others
-are for one process, rank 0, with the run to itself.
+are for rank 0 alone.
 """
 
 import os
@@ -51,8 +51,8 @@ def path_of(folder: Path, step: int) -> Path:
 
 def list_steps(folder: Path) -> list[int]:
     """Return the steps of the run's checkpoints, complete or not, ascending."""
-    found = [step_of(path.name) for path in _inside(folder) if _is_folder(path)]
-    return sorted(step for step in found if step is not None)
+    steps = [step_of(path.name) for path in _inside(folder) if _is_folder(path)]
+    return sorted(step for step in steps if step is not None)
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -74,8 +74,8 @@ def _is_folder(path: Path) -> bool:
 def newest(folder: Path, *, say: Callable[[str], None]) -> Path | None:
     """Return the folder of the newest complete checkpoint; None without one.
 
-    Reads every byte of it. Each newer one that is damaged is passed to `say`, with the file and the reason, a line
-    each. If several ranks resume, use `find_newest`.
+    Reads every byte of it. `say` gets a line for each damaged newer one, with the file and the reason. If several ranks
+    resume, use `find_newest`.
     """
     for step in reversed(list_steps(folder)):
         path = path_of(folder, step)
@@ -90,13 +90,13 @@ def newest(folder: Path, *, say: Callable[[str], None]) -> Path | None:
 def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> list[int]:
     """Remove all checkpoints except the newest, the best and every n-th.
 
-    A checkpoint is renamed before it is removed, so that a kill half-way leaves no damaged one behind. One with a
-    tensor that is not finite does not count; it stays while it is the newest of all.
+    A checkpoint is renamed before it is removed, so that a kill midway leaves no damaged one. One with a tensor that is
+    not finite does not count, and stays only while it is the newest.
 
     Args:
         last: number of newest ones to keep, >= 1.
         best: a step or a checkpoint's folder; None: there is none.
-        every: keep steps that are a multiple; 0: none.
+        every: also keep steps that are multiples of it; 0: none.
 
     Returns:
         The removed steps, ascending.
@@ -107,9 +107,9 @@ def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> l
     """
     if last < 1 or every < 0:
         raise ValueError(f"last ({last}) must be at least 1 and every ({every}) at least 0")
-    kept = step_of(best.name) if isinstance(best, Path) else best
+    best_step = step_of(best.name) if isinstance(best, Path) else best
     steps = list_steps(folder)
-    stay = {kept, *steps[-1:]}
+    stay = {best_step, *steps[-1:]}
     for step in reversed(steps):
         if last and not is_marked(path_of(folder, step)):
             stay.add(step)
@@ -119,14 +119,14 @@ def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> l
     return removed
 
 
-def discard(folder: Path, removed: list[int]) -> None:
+def discard(folder: Path, steps: list[int]) -> None:
     """Remove the checkpoints of these steps; each is renamed first, see `retain`.
 
     Raises:
         CheckpointError: the file system refused.
     """
     try:
-        asides = [_put_aside(path_of(folder, step)) for step in removed]
+        asides = [_put_aside(path_of(folder, step)) for step in steps]
         if asides:
             sync(folder / "checkpoints")
     except OSError as error:
@@ -142,11 +142,8 @@ def _put_aside(path: Path) -> Path:
 
 
 def clean(folder: Path) -> list[str]:
-    """Remove what interrupted saves and removals left, and return its names.
-
-    Not while a save is running.
-    """
-    found = [path for path in _inside(folder) if _LEFTOVER.fullmatch(path.name)]
-    for path in found:
+    """Remove leftovers of interrupted saves and removals, and return their names. Not during a save."""
+    leftovers = [path for path in _inside(folder) if _LEFTOVER.fullmatch(path.name)]
+    for path in leftovers:
         remove(path)
-    return [printable(path.name) for path in found]
+    return [printable(path.name) for path in leftovers]

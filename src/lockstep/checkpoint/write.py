@@ -2,9 +2,9 @@
 
     path = save(run_folder, 500, {"model/weight": tensor, ...}, {"epoch": 1}, world, engine="ddp")
 
-The folder gets its name only when everything is on the disk. The safetensors files are written here, not by that
-package's writer: tensor by tensor (one of them in host memory at a time), with the checksum computed on the way, and
-with an error, not a bus error, when the disk is full. The pinned host buffers of background saves are here too.
+The folder gets its name only when everything is on the disk. The safetensors package's own writer is not used: here one
+tensor at a time is in host memory, the checksum is computed on the way, and a full disk is an error, not a bus error.
+The pinned host buffers of background saves are here too.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ from lockstep.files import bytes_text, retry_io, sync
 from lockstep.tensors import not_finite
 
 __all__ = [
-    "Pinned",
+    "HostBuffer",
     "bytes_of",
-    "runs",
+    "contiguous_runs",
     "save",
     "span",
     "write_share",
@@ -55,14 +55,14 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
 _SEGMENT = 512 * 2**20  # bytes per lock: kernel launches wait for the driver meanwhile
 _THREADS = 4  # threads that touch pages: one alone reaches a fraction of the memory's bandwidth
 
-_Form = list[tuple[torch.dtype, torch.Size, bool]]  # dtype, shape, whether it comes from a CUDA device
+_BufferForm = list[tuple[torch.dtype, torch.Size, bool]]  # dtype, shape, whether it comes from a CUDA device
 
 
-class Pinned:
+class HostBuffer:
     """A host buffer that is reused as long as shapes and dtypes stay the same.
 
-    It is locked if one of the tensors is on a CUDA device. If the driver refuses, it is used unlocked, and copies from
-    a device block their caller.
+    It is page-locked if one of the tensors is on a CUDA device. If the driver refuses, it is used unlocked, and copies
+    from a device block their caller.
 
     Attributes:
         nbytes: of the buffer.
@@ -70,7 +70,7 @@ class Pinned:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._form: _Form = []
+        self._form: _BufferForm = []
         self._places: list[Tensor] | None = []
         self._release: Any = None
         self._thread: threading.Thread | None = None
@@ -79,6 +79,7 @@ class Pinned:
         """Allocate the buffer for such tensors in a thread; `places` waits for it.
 
         Args:
+            tensors: of the shapes, dtypes and devices to be saved.
             device: the CUDA device of this process, which a new thread does not have.
         """
         form = _form_of(tensors)
@@ -109,8 +110,8 @@ class Pinned:
         assert self._places is not None
         return self._places
 
-    def _drop(self, form: _Form) -> None:
-        """Free the buffer before the next one is made: never two."""
+    def _drop(self, form: _BufferForm) -> None:
+        """Free the buffer before the next one is allocated: never two."""
         self._form, self._places = form, None
         if self._release:
             self._release()
@@ -144,7 +145,7 @@ class Pinned:
         ]
 
 
-def runs(tensors: Sequence[Tensor], most: int = sys.maxsize) -> list[range]:
+def contiguous_runs(tensors: Sequence[Tensor], most: int = sys.maxsize) -> list[range]:
     """Group host tensors that follow each other in memory without a gap.
 
     Args:
@@ -172,7 +173,7 @@ def span(run: Sequence[Tensor]) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), start, (size,), (1,))
 
 
-def _form_of(tensors: Sequence[Tensor]) -> _Form:
+def _form_of(tensors: Sequence[Tensor]) -> _BufferForm:
     return [(tensor.dtype, tensor.shape, tensor.is_cuda) for tensor in tensors]
 
 
@@ -185,16 +186,15 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _memory(nbytes: int) -> Tensor:
-    """Map anonymous memory that forked processes do not inherit.
+    """Map anonymous memory, in huge pages if possible, that forked processes do not inherit.
 
-    It has huge pages if the system supports them. A fork would copy its page tables, and before Linux 5.11 its pages
-    too, while the device writes into them.
+    A fork would copy its page tables, and before Linux 5.11 its pages too, while the device writes into them.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with contextlib.suppress(AttributeError, OSError):  # not on this system: the memory works without
+        with contextlib.suppress(AttributeError, OSError):  # not on this system, and not needed
             mapped.madvise(getattr(mmap, advice))
     return torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping alive
 
@@ -215,7 +215,9 @@ def _lock(runtime: Any, part: Tensor) -> bool:
         return True
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.zeros(1, device="cuda")  # clears the error, which the next kernel would raise instead
-    _LOG.warning("the driver does not lock %d bytes of memory (error %d): a save holds the loop up", part.nbytes, code)
+    _LOG.warning(
+        "the driver did not page-lock %d bytes of memory (error %d): a save blocks the loop", part.nbytes, code
+    )
     return False
 
 
@@ -256,9 +258,9 @@ def save(
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: a tensor or state that cannot be stored, or the file system refused. On every rank; what was
-            written is removed and the older checkpoints are unchanged. Or a tensor is not finite: the checkpoint is
-            kept for inspection, and its manifest marks it as useless for a resume.
+        CheckpointError: a tensor or state that cannot be stored, or the file system refused. On every rank; its files
+            are removed and the older checkpoints are unchanged. Or a tensor is not finite: the checkpoint stays for
+            inspection, and its manifest marks it as unusable for a resume.
         PeerError: the same, on a rank other than this one.
     """
     share = on_all_ranks(world, lambda: share_out(tensors, world))  # collective
@@ -275,28 +277,28 @@ def write_share(
     engine: str,
     exempt: Collection[str] = (),
 ) -> Path:
-    """Write a checkpoint whose shares are decided already, as `save`. Collective."""
+    """Write a checkpoint of these shares, as `save`. Collective."""
     world.check_same("set of tensors to save", {**share.summary, "step": step})  # collective
     final = folder / "checkpoints" / step_name(step)
     size = sum(piece.local.nbytes for piece in share.pieces)
     tensors = {piece.name: piece.local for piece in share.pieces if piece.name not in exempt}
     shares = world.gather([size, not_finite(tensors)])  # collective
-    whole, bad = sum(size for size, _ in shares), sorted({name for _, names in shares for name in names})
-    begun = on_all_ranks(world, lambda: _begin(final, state, whole) if world.is_main else None)  # collective
-    begun = world.gather(begun)[0]  # collective
-    if begun is not None:
-        _write_anew(final, begun, step, share, state, world, engine, bad)  # collective
+    total, bad = sum(size for size, _ in shares), sorted({name for _, names in shares for name in names})
+    temporary = on_all_ranks(world, lambda: _begin(final, state, total) if world.is_main else None)  # collective
+    temporary = world.gather(temporary)[0]  # collective
+    if temporary is not None:
+        _write_new(final, temporary, step, share, state, world, engine, bad)  # collective
     if bad:  # on every rank
         error = CheckpointError(
-            f"{not_finite_line(bad)}: a resume passes over this checkpoint; lower --lr, or look at what updates it"
+            f"{not_finite_line(bad)}: a resume will skip this checkpoint; lower --lr, or check what updates that tensor"
         )
         world.check(error if world.is_main else None)  # collective
     return final
 
 
-def _write_anew(
+def _write_new(
     final: Path,
-    begun: str,
+    name: str,
     step: int,
     share: Share,
     state: dict[str, Any],
@@ -304,11 +306,11 @@ def _write_anew(
     engine: str,
     bad: list[str],
 ) -> None:
-    """Write to the temporary folder `begun`, and rename it. Collective."""
-    temporary = final.parent / begun
+    """Write to the temporary folder `name`, and rename it. Collective."""
+    temporary = final.parent / name
     try:
-        mine = on_all_ranks(world, lambda: _write_share(temporary, share, world.rank))  # collective
-        files = {name: entry for each in world.gather(mine) for name, entry in each.items()}  # collective
+        own = on_all_ranks(world, lambda: _write_share(temporary, share, world.rank))  # collective
+        files = {file: entry for each in world.gather(own) for file, entry in each.items()}  # collective
         manifest = Manifest(step, world.size, engine, int(time.time()), files, not_finite=bad)
         on_all_ranks(world, lambda: _finish(temporary, final, manifest, state) if world.is_main else None)  # collective
     except BaseException:  # also Ctrl-C: half a checkpoint is useless
@@ -322,7 +324,7 @@ def _begin(final: Path, state: dict[str, Any], size: int) -> str | None:
     try:
         dump(state)
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"the state to save is not made of plain numbers and strings: {error}") from error
+        raise CheckpointError(f"the state to save has values other than plain numbers and strings: {error}") from error
     if not final.parent.is_dir():
         final.parent.mkdir(parents=True, exist_ok=True)
         sync(final.parent.parent)
@@ -380,30 +382,26 @@ def _safetensors(pieces: list[TensorPiece]) -> Iterator[bytes | memoryview]:
     yield len(text).to_bytes(8, "little")
     yield text
     tensors = [piece.local for piece in pieces]
-    for run in runs(tensors):  # a Saver's buffers form few runs: single pieces would take the GIL many times
+    for run in contiguous_runs(tensors):  # a Saver's buffers form few runs: single pieces would take the GIL many times
         part = tensors[run.start : run.stop]
         yield bytes_of(part[0] if len(part) == 1 else span(part))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the elements of a plain tensor in row-major order, little-endian.
-
-    Copied only from a device, or if it is strided.
-    """
+    """Return the elements of a plain tensor in row-major order, little-endian; copied only if needed."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     flat = plain.cpu().contiguous().reshape(-1)  # waits for the device
     return flat.view(torch.uint8).numpy().data
 
 
 def _finish(temporary: Path, final: Path, manifest: Manifest, state: dict[str, Any]) -> None:
-    """Write state and manifest on rank 0, and rename the folder.
-
-    Once renamed, the checkpoint is never changed again.
-    """
+    """Write state and manifest on rank 0, and give the folder its final name."""
     manifest.files[STATE] = retry_io(lambda: write_file(temporary / STATE, [dump(state)]))
     for name, file in manifest.files.items():
         if (temporary / name).stat().st_size != file["size"]:
-            raise CheckpointError(f"{name}: rank 0 sees another size than its writer; all nodes must share --save-dir")
+            raise CheckpointError(
+                f"{name}: rank 0 sees another size than its writer; use a --save-dir that all nodes share"
+            )
     retry_io(lambda: write_file(temporary / MANIFEST, [manifest.dump()]))
     os.chmod(temporary, final.parent.stat().st_mode & 0o2777)  # readable by others only now
     sync(temporary)

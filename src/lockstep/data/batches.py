@@ -20,7 +20,7 @@ from lockstep.clock import marked
 from lockstep.counts import Exact, total
 from lockstep.data.device import SideStream, mover
 from lockstep.data.loader import Drawing, Fetch, Key, Loader, Loading, blamed, draws, seed_everything
-from lockstep.distributed.balance import Shares, Sharing, equal_shares
+from lockstep.distributed.balance import Shares, ShareSchedule, equal_shares
 from lockstep.distributed.world import World
 from lockstep.errors import DataError, LockstepError
 from lockstep.task import Order, Task, averages
@@ -186,11 +186,11 @@ class Batches:
         *,
         seed: int = 0,
         loading: Loading | None = None,
-        sharing: Sharing | None = None,
+        sharing: ShareSchedule | None = None,
     ) -> None:
         self.step_plan = step_plan
         equal = equal_shares(step_plan.micro_batches, world.size)
-        self.sharing = sharing or Sharing(lambda step: equal)
+        self.sharing = sharing or ShareSchedule(lambda step: equal)
         self._order, self._rank, self.size = order, world.rank, len(dataset)
         self._fetch = Fetch(dataset, task, seed, world.rank)
         self._move = mover(world.device)

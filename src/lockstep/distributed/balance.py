@@ -1,13 +1,13 @@
 """Share out micro-batches by the ranks' measured speed (`--shares auto`), the same on all ranks.
 
     balancer = Balancer(micro_batches=8, ranks=2)
-    sharing = Sharing(balancer.at)
-    line = balancer.heard(reports, first=20)        # after an exchange; "" but where the shares change
+    schedule = ShareSchedule(balancer.at)
+    line = balancer.update(reports, first=20)       # after an exchange; "" if the shares stay
 
-A rank's cost of a unit of work is the seconds in which it was busy computing, divided by its work. All ranks know both
-for every rank (see `ShareReport`), so they decide alike. A decision applies to steps that no rank has requested yet,
-so micro-batches loaded ahead stay valid. Work is one per micro-batch, or the task's estimate from its samples
-(`Task.work`); then each step is cut by its own work.
+A rank's cost per unit of work is its busy seconds divided by its work. All ranks know both for every rank (see
+`ShareReport`), so they decide alike. A decision applies to steps that no rank has requested yet, so micro-batches
+loaded ahead stay valid. Work is one per micro-batch, or the task's estimate from its samples (`Task.work`); then each
+step is cut by its own work.
 """
 
 import itertools
@@ -28,11 +28,11 @@ from lockstep.run_state import SharesState
 __all__ = [
     "Balancer",
     "ShareReport",
+    "ShareSchedule",
     "Shares",
-    "Sharing",
-    "check_alike",
+    "check_same_shares",
     "equal_shares",
-    "given_shares",
+    "shares_of_counts",
 ]
 
 
@@ -49,22 +49,20 @@ class Shares(NamedTuple):
 
 
 def equal_shares(micro_batches: int, ranks: int) -> Shares:
-    """Give every rank ceil(M / ranks) slots, so that collectives within a forward line up."""
+    """Return ceil(M / ranks) slots per rank, so that collectives within a forward line up."""
     each = -(-micro_batches // ranks)
     ends = [min(rank * each, micro_batches) for rank in range(ranks + 1)]
     return Shares(tuple(itertools.pairwise(ends)), (each,) * ranks)
 
 
-def given_shares(counts: Sequence[int]) -> Shares:
-    """Give each rank this number of micro-batches, without empty slots."""
+def shares_of_counts(counts: Sequence[int]) -> Shares:
+    """Return the shares for this number of micro-batches per rank, without empty slots."""
     return Shares(tuple(itertools.pairwise(itertools.accumulate(counts, initial=0))), tuple(counts))
 
 
 @final
-class Sharing:
-    """The shares of each step.
-
-    The loader asks for the shares of future steps, an engine for those of the current one.
+class ShareSchedule:
+    """The shares of each step, present and future.
 
     Attributes:
         at: step -> its shares; constant for a step, and the same on every rank.
@@ -83,10 +81,10 @@ class Sharing:
 
 _Numbers = NDArray[np.float64]
 
-_BAND = 64  # all runs up to this length are tried; longer ones up to twice the fair length for the rank's speed
+_BAND = 64  # runs up to this length are always tried; longer ones up to twice the fair length for the rank's speed
 
 
-def cut(works: Sequence[float], costs: Sequence[float], most: Sequence[int] = ()) -> Shares:
+def cut(work: Sequence[float], costs: Sequence[float], most: Sequence[int] = ()) -> Shares:
     """Cut micro-batches into runs so that the slowest rank's load is smallest.
 
     Among such cuts, it picks the one with the most equal loads. Dynamic programming over the ranks (the "linear
@@ -95,12 +93,12 @@ def cut(works: Sequence[float], costs: Sequence[float], most: Sequence[int] = ()
     with the same arguments find the same cut.
 
     Args:
-        works: work of each micro-batch, in any unit, above 0; M of them, at least as many as ranks.
+        work: work of each micro-batch, in any unit, above 0; M of them, at least as many as ranks.
         costs: by rank, its time for a unit of work, above 0.
         most: by rank, its largest number of micro-batches, M in all or more; (): no limit.
     """
-    count = len(works)
-    ends = np.array(list(itertools.accumulate(works, initial=0.0)))
+    count = len(work)
+    ends = np.array(list(itertools.accumulate(work, initial=0.0)))
     widths = _widths(count, costs, most or (count,) * len(costs))
     first = np.full(count + 1, np.inf)
     first[0] = 0.0
@@ -122,24 +120,21 @@ def cut(works: Sequence[float], costs: Sequence[float], most: Sequence[int] = ()
     return Shares(tuple(itertools.pairwise(itertools.accumulate(slots, initial=0))), tuple(slots))
 
 
-def loads(works: Sequence[float], costs: Sequence[float], shares: Shares) -> list[float]:
+def loads(work: Sequence[float], costs: Sequence[float], shares: Shares) -> list[float]:
     """Return, by rank, the time of its run."""
-    return [cost * math.fsum(works[a:b]) for cost, (a, b) in zip(costs, shares.runs, strict=True)]
+    return [cost * math.fsum(work[a:b]) for cost, (a, b) in zip(costs, shares.runs, strict=True)]
 
 
 def _widths(count: int, costs: Sequence[float], most: Sequence[int]) -> list[int]:
-    """Return the longest run to try on each rank: trying all lengths would take too long."""
+    """Return the longest run to try on each rank; trying all would take too long."""
     speed = sum(1.0 / cost for cost in costs)
     fair = [math.ceil(2.0 * count / (cost * speed)) for cost in costs]
-    found = [min(count, own, max(_BAND, each)) for own, each in zip(most, fair, strict=True)]
-    return found if sum(found) >= count else [min(count, own) for own in most]
+    widths = [min(count, own, max(_BAND, each)) for own, each in zip(most, fair, strict=True)]
+    return widths if sum(widths) >= count else [min(count, own) for own in most]
 
 
 def _before(values: _Numbers, width: int) -> _Numbers:
-    """Return [count + 1, width]: row j has the values at j - width .. j - 1.
-
-    There a run that ends at j may begin.
-    """
+    """Return [count + 1, width]: row j has the values at j - width .. j - 1, the starts of runs that end at j."""
     return sliding_window_view(np.concatenate([np.full(width, np.inf), values[:-1]]), width)
 
 
@@ -152,8 +147,8 @@ def _work(ends: _Numbers, width: int) -> _Numbers:
 
 GAIN = 0.05  # a change must shorten the steps by this fraction, in two windows of measurements in a row
 _REPORTS, _STEPS, _ENOUGH = 4, 8, 64  # at least, in a window; _ENOUGH steps suffice with any number of reports
-_COMPARED = 16  # last steps of a window, whose times under old and new shares are compared
-_CUTS = 1024  # cached, since a device's seconds are known late
+_COMPARED_STEPS = 16  # last steps of a window, whose times under old and new shares are compared
+_CUTS = 1024  # cuts to cache, since a device's seconds are known late
 
 
 class ShareReport(NamedTuple):
@@ -182,8 +177,8 @@ class _CutRule(NamedTuple):
     most: tuple[int, ...]
 
 
-class _Throughput(NamedTuple):
-    """Seconds per unit of work; `backward` is None if each step had one micro-batch only."""
+class _UnitCost(NamedTuple):
+    """Seconds per unit of work; `backward` is None if each step had a single micro-batch."""
 
     data: float
     forward: float
@@ -198,7 +193,7 @@ class Balancer:
         micro_batches: M.
         ranks: number of ranks; at most M.
         start: the first step.
-        works: step -> the work of each of its M micro-batches, above 0; None: all equal.
+        work_of: step -> the work of each of its M micro-batches, above 0; None: all equal.
         state: the `state` before a resume; ignored if the number of ranks differs.
         most: by rank, its largest number of micro-batches; (): no limit.
 
@@ -211,12 +206,12 @@ class Balancer:
         micro_batches: int,
         ranks: int,
         start: int = 0,
-        works: Callable[[int], Sequence[float]] | None = None,
+        work_of: Callable[[int], Sequence[float]] | None = None,
         state: SharesState | None = None,
         most: Sequence[int] = (),
     ) -> None:
-        self._even, self._start, self._works = (1.0,) * micro_batches, start, works
-        self.by_length = works is not None
+        self._even, self._start, self._work_of = (1.0,) * micro_batches, start, work_of
+        self.by_length = work_of is not None
         before = state or SharesState()
         costs, bounds = tuple(map(float, before.costs)), tuple(before.most)
         if len(costs) != ranks:
@@ -224,28 +219,25 @@ class Balancer:
         if sum(bounds) < micro_batches:
             bounds = tuple(most)
         self._rules = [_CutRule(start, costs, bounds)]
-        self._whole: dict[_CutRule, Shares] = {}
+        self._even_shares: dict[_CutRule, Shares] = {}
         self._cuts: dict[int, Shares] = {}
-        self._asked = start - 1
+        self._last_request = start - 1
         self._base: Sequence[ShareReport] = ()
-        self._window: list[list[_Throughput]] = []
-        self._covered: list[int] = []  # steps of the window
-        self._called: tuple[float, ...] = ()  # costs of the former window, if they called for a change
+        self._window: list[list[_UnitCost]] = []
+        self._window_steps: list[int] = []
+        self._pending_costs: tuple[float, ...] = ()  # costs of the last window, if they called for a change
 
     def at(self, step: int) -> Shares:
         """Return the shares of a step, the same on every call."""
-        self._asked = max(self._asked, step)
+        self._last_request = max(self._last_request, step)
         return self._at(step)
 
     def guess(self, step: int) -> Shares:
-        """Return the shares of a step as decided now.
-
-        Those of a future step may still change.
-        """
-        if self._works is None or step in self._cuts:
+        """Return the shares of a step as decided now; those of a future step may still change."""
+        if self._work_of is None or step in self._cuts:
             return self._at(step)
         rule = self._rule(step)
-        return cut(self._works(step), rule.costs, rule.most)
+        return cut(self._work_of(step), rule.costs, rule.most)
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -262,15 +254,15 @@ class Balancer:
         runs = dict.fromkeys(self.at(step).runs for step in range(first, stop))
         return float(zlib.crc32(repr(list(runs)).encode()))
 
-    def relieves(self, rank: int, step: int) -> bool:
-        """Whether a rank that is slow in `step` could be given less work."""
+    def can_relieve(self, rank: int, step: int) -> bool:
+        """Whether the shares can give `rank` less work in `step`."""
         return self._at(step).slots[rank] > 1
 
     def bound(self, most: Sequence[int], first: int) -> None:
         """Limit each rank's micro-batches from the step `first` on."""
         self._add(_CutRule(first, self.costs, tuple(most)))
 
-    def heard(self, reports: Sequence[ShareReport], first: int) -> str:
+    def update(self, reports: Sequence[ShareReport], first: int) -> str:
         """Process all ranks' reports, and change the shares if that pays.
 
         Args:
@@ -283,65 +275,65 @@ class Balancer:
         Raises:
             LockstepError: the ranks' shares of the coming steps differ.
         """
-        check_alike([report.check for report in reports])
+        check_same_shares([report.check for report in reports])
         if not self._base:
             self._base = reports if all(report.forward > 0.0 for report in reports) else ()  # a run warms up
-        elif all(_later(*pair) for pair in zip(self._base, reports, strict=True)):
+        elif all(_is_newer(*pair) for pair in zip(self._base, reports, strict=True)):
             self._measure(self._base, reports)
             self._base = reports
-        short = len(self._window) < _REPORTS or len(self._covered) < _STEPS
-        if short and len(self._covered) < _ENOUGH:
+        short = len(self._window) < _REPORTS or len(self._window_steps) < _STEPS
+        if short and len(self._window_steps) < _ENOUGH:
             return ""
-        costs, steps = _costs(self._window), self._covered[-_COMPARED:]
-        self._window, self._covered = [], []
-        return self._judged(costs, steps, first)
+        costs, steps = _costs(self._window), self._window_steps[-_COMPARED_STEPS:]
+        self._window, self._window_steps = [], []
+        return self._judge(costs, steps, first)
 
     def _rule(self, step: int) -> _CutRule:
         return next((rule for rule in reversed(self._rules) if rule.first <= step), self._rules[0])
 
     def _at(self, step: int) -> Shares:
         rule = self._rule(step)
-        if self._works is None:
-            if rule not in self._whole:
-                self._whole[rule] = cut(self._even, rule.costs, rule.most)
-            return self._whole[rule]
+        if self._work_of is None:
+            if rule not in self._even_shares:
+                self._even_shares[rule] = cut(self._even, rule.costs, rule.most)
+            return self._even_shares[rule]
         if step not in self._cuts:
             while len(self._cuts) >= _CUTS:
                 del self._cuts[min(self._cuts)]
-            self._cuts[step] = cut(self._works(step), rule.costs, rule.most)
+            self._cuts[step] = cut(self._work_of(step), rule.costs, rule.most)
         return self._cuts[step]
 
     def _work(self, step: int) -> Sequence[float]:
-        return self._even if self._works is None else self._works(step)
+        return self._even if self._work_of is None else self._work_of(step)
 
     def _measure(self, before: Sequence[ShareReport], now: Sequence[ShareReport]) -> None:
-        found = []
+        costs = []
         for rank, (old, new) in enumerate(zip(before, now, strict=True)):
             runs = [(self._work(step), *self._at(step).runs[rank]) for step in self._steps(old, new)]
-            whole = sum(sum(work[a:b]) for work, a, b in runs)
-            alone = sum(sum(work[a : b - 1]) for work, a, b in runs)
-            backward = (new.backward - old.backward) / alone if alone else None
+            total = sum(sum(work[a:b]) for work, a, b in runs)
+            timed = sum(sum(work[a : b - 1]) for work, a, b in runs)
+            backward = (new.backward - old.backward) / timed if timed else None
             data, forward = max(0.0, new.data - old.data), new.forward - old.forward
-            found.append(_Throughput(data / whole, forward / whole, backward))
-        self._window.append(found)
-        self._covered += self._steps(before[0], now[0])
+            costs.append(_UnitCost(data / total, forward / total, backward))
+        self._window.append(costs)
+        self._window_steps += self._steps(before[0], now[0])
 
     def _steps(self, old: ShareReport, new: ShareReport) -> range:
         return range(self._start + int(old.steps), self._start + int(new.steps))
 
-    def _judged(self, costs: tuple[float, ...], steps: list[int], first: int) -> str:
-        """Change the shares, by the mean of two windows, if both in a row call for it."""
-        before, self._called = self._called, ()
+    def _judge(self, costs: tuple[float, ...], steps: list[int], first: int) -> str:
+        """Change the shares by the mean of two windows, if both call for it."""
+        before, self._pending_costs = self._pending_costs, ()
         if not self._gains(costs, steps):
             return ""
         if not before:
-            self._called = costs
+            self._pending_costs = costs
             return ""
-        costs = tuple((one + other) / 2.0 for one, other in zip(before, costs, strict=True))
+        costs = tuple((old + new) / 2.0 for old, new in zip(before, costs, strict=True))
         if not self._gains(costs, steps):
             return ""
         self._add(_CutRule(first, costs, self._rules[-1].most))
-        return self._described()
+        return self._describe()
 
     def _gains(self, costs: tuple[float, ...], steps: list[int]) -> bool:
         """Whether these costs shorten the steps by at least GAIN, compared with the current rule."""
@@ -356,20 +348,20 @@ class Balancer:
         return new < (1.0 - GAIN) * old
 
     def _add(self, rule: _CutRule) -> None:
-        if rule.first <= self._asked:
+        if rule.first <= self._last_request:
             raise LockstepError(
-                f"--shares auto: new shares for step {rule.first}, and step {self._asked} was asked for already: a "
-                "mistake in lockstep"
+                f"--shares auto: new shares start at step {rule.first}, but step {self._last_request} was already "
+                "requested; this is a bug in lockstep"
             )
         self._rules.append(rule)
 
-    def _described(self) -> str:
+    def _describe(self) -> str:
         first, costs, _ = rule = self._rules[-1]
         fast, slow = costs.index(min(costs)), costs.index(max(costs))
-        unit = "for the same work" if self.by_length else "a micro-batch"
+        unit = "for the same work" if self.by_length else "per micro-batch"
         ratio = costs[slow] / costs[fast]
-        longer = f"{rank_label(slow)} needs {ratio:.2g} times as long {unit} as {rank_label(fast)}"
-        why = longer if ratio > 1.0 else "all are alike"
+        longer = f"{rank_label(slow)} takes {ratio:.2g} times as long {unit} as {rank_label(fast)}"
+        why = longer if ratio > 1.0 else "all ranks are equally fast"
         if self.by_length:
             speeds = ", ".join(f"{costs[fast] / cost:.2g}" for cost in costs)
             return f"shares by length for speeds of {speeds} after step {first}: {why}"
@@ -377,31 +369,30 @@ class Balancer:
         return f"shares {','.join(map(str, shares.slots))} after step {first}: {why}"
 
 
-def check_alike(checks: Sequence[float]) -> None:
+def check_same_shares(checks: Sequence[float]) -> None:
     """Raise LockstepError if the ranks' checksums differ (see `Balancer.check`)."""
     if len(set(checks)) > 1:
         raise LockstepError(
-            "--shares auto: the ranks share out the coming steps differently; the task's `work` must say the same "
-            "of the same samples on every rank"
+            "--shares auto: the ranks disagree on the shares of the coming steps; the task's `work` must return the "
+            "same for the same samples on every rank"
         )
 
 
-def _later(old: ShareReport, new: ShareReport) -> bool:
+def _is_newer(old: ShareReport, new: ShareReport) -> bool:
     """Whether a new measurement arrived: a device's times are known once its clock is read."""
     return new.steps > old.steps and new.forward > old.forward
 
 
-def _costs(window: list[list[_Throughput]]) -> tuple[float, ...]:
-    """Return, by rank, seconds per unit of work: medians of a window, to ignore single delays.
+def _costs(window: list[list[_UnitCost]]) -> tuple[float, ...]:
+    """Return each rank's seconds per unit of work: medians of a window, robust to delays.
 
-    A rank with one micro-batch in each step has no known backward: its ratio to the forward is taken from the other
-    ranks.
+    A rank with one micro-batch per step has no timed backward; the other ranks' ratio to the forward is used.
     """
-    ranks = [[measured[rank] for measured in window] for rank in range(len(window[0]))]
+    ranks = [[costs[rank] for costs in window] for rank in range(len(window[0]))]
     forward = [median(each.forward for each in own) for own in ranks]
-    known = [[each.backward for each in own if each.backward is not None] for own in ranks]
-    pairs = [(median(each), ahead) for each, ahead in zip(known, forward, strict=True) if each]
+    backwards = [[each.backward for each in own if each.backward is not None] for own in ranks]
+    pairs = [(median(each), ahead) for each, ahead in zip(backwards, forward, strict=True) if each]
     usual = sum(back for back, _ in pairs) / sum(ahead for _, ahead in pairs) if pairs else 0.0
-    back = [median(each) if each else usual * ahead for each, ahead in zip(known, forward, strict=True)]
+    back = [median(each) if each else usual * ahead for each, ahead in zip(backwards, forward, strict=True)]
     data = [median(each.data for each in own) for own in ranks]
     return tuple(sum(parts) for parts in zip(data, forward, back, strict=True))

@@ -1,9 +1,9 @@
 """Read a launcher's environment variables, and configure the processes that it starts.
 
-rank = number_of("RANK", 0)                 # of the environment; 0 where it is not set
+rank = launcher_number("RANK", 0)           # from the environment; 0 if it is not set
 check_launched(os.environ)                  # ConfigError under `srun -n8 lockstep train`
 
-`torch_variables` chooses a rank's environment. `listening`, `check_reachable` and `own_address` check addresses of the
+`torch_variables` chooses a rank's environment. `listen`, `check_reachable` and `is_own_address` check addresses of the
 meeting point. `end_with_launcher` ends a worker when its launcher dies.
 """
 
@@ -28,23 +28,23 @@ __all__ = [
     "compile_threads",
     "cores",
     "end_with_launcher",
+    "find_launch_mistake",
+    "is_own_address",
     "launcher_is_gone",
-    "listening",
-    "number_of",
-    "own_address",
+    "launcher_number",
+    "listen",
     "torch_variables",
-    "unlaunched",
 ]
 
 
-def listening(host: str, port: int) -> socket.socket | None:
+def listen(host: str, port: int) -> socket.socket | None:
     """Listen on `host` alone; None if `host` is not an address of this machine.
 
     Args:
         port: 0 for any free port.
 
     Raises:
-        ConfigError: the name does not resolve, or the port is taken or not allowed.
+        ConfigError: the name does not resolve, or the port is in use or not allowed.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -56,33 +56,33 @@ def listening(host: str, port: int) -> socket.socket | None:
         raise ConfigError(f"MASTER_PORT {port} on {host} is not allowed; choose one above 1023") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"MASTER_PORT {port} on {host} is taken by another process; choose another") from error
+            raise ConfigError(f"MASTER_PORT {port} on {host} is in use by another process; choose another") from error
         return None
 
 
-def check_reachable(what: str, host: str) -> None:
-    """Raise ConfigError if node 0's name resolves to loopback here, so other nodes cannot connect.
+def check_reachable(name: str, host: str) -> None:
+    """Raise ConfigError if node 0's name resolves to loopback on this node.
 
     Debian's installer writes such a line for the machine's own name. A loopback address given as a number, or as
     localhost, is intended: several "nodes" on one machine.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        text = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except socket.gaierror:
-        return  # its user reports that
-    address = ipaddress.ip_address(str(found).partition("%")[0])
-    if address.is_loopback and host != "localhost" and host != str(found):
+        return  # whoever connects to it reports that
+    address = ipaddress.ip_address(str(text).partition("%")[0])
+    if address.is_loopback and host != "localhost" and host != str(text):
         raise ConfigError(
-            f"{what} {host} is {address} on this node, where no other node can reach it (see /etc/hosts); give "
-            "node 0's address on the network, and in GLOO_SOCKET_IFNAME the interface where host names lead to loopback"
+            f"{name} {host} is {address} on this node, where no other node can reach it (see /etc/hosts); pass node "
+            "0's network address, and set GLOO_SOCKET_IFNAME to the network interface if host names resolve to loopback"
         )
 
 
-def own_address(host: str) -> bool:
+def is_own_address(host: str) -> bool:
     """Whether `host` is an address of this machine. Raises ConfigError if it does not resolve."""
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
-            tried.bind((host, 0))
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
     except socket.gaierror as error:
         raise ConfigError(f"--master-addr {host}: the name does not resolve ({error.strerror})") from error
     except OSError:
@@ -92,7 +92,7 @@ def own_address(host: str) -> bool:
 
 OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"  # read when OpenCV is imported
 
-_MOST = 32  # torch's own limit
+_MAX_COMPILERS = 32  # torch's own limit
 
 
 def cores() -> int:
@@ -106,14 +106,14 @@ def compile_threads(ranks: int) -> int:
     By default torch starts one per core in each rank.
 
     Args:
-        ranks: on this node.
+        ranks: number on this node.
     """
-    return max(1, min(_MOST, cores() // ranks))
+    return max(1, min(_MAX_COMPILERS, cores() // ranks))
 
 
 LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"  # set by `lockstep launch` to the path of its pipe
 
-_GONE = threading.Event()
+_LAUNCHER_ENDED = threading.Event()
 
 
 def end_with_launcher() -> None:
@@ -126,7 +126,7 @@ def end_with_launcher() -> None:
         return
     try:
         pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK it would wait for a launcher
-    except FileNotFoundError:  # another launcher has removed it after ours died
+    except FileNotFoundError:  # another launcher removed it after ours died
         _end()
         return
     os.set_blocking(pipe, True)
@@ -135,16 +135,16 @@ def end_with_launcher() -> None:
 
 def launcher_is_gone() -> bool:
     """Whether the launcher that started this process has ended."""
-    return _GONE.is_set()
+    return _LAUNCHER_ENDED.is_set()
 
 
 def _wait(pipe: int) -> None:
-    os.read(pipe, 1)  # no process writes: it returns when the launcher's end is closed
+    os.read(pipe, 1)  # nobody writes: it returns when the launcher's end is closed
     _end()
 
 
 def _end() -> None:
-    _GONE.set()
+    _LAUNCHER_ENDED.set()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -167,7 +167,7 @@ def torch_variables(processes: int, environ: Mapping[str, str]) -> dict[str, str
     """Choose the environment variables of a node's ranks.
 
     Args:
-        processes: on this node.
+        processes: number of ranks on this node.
         environ: the launcher's.
     """
     return {
@@ -185,8 +185,8 @@ _STARTERS = (
 )
 
 
-class Unlaunched(NamedTuple):
-    """Processes of one job that do not know of each other.
+class LaunchMistake(NamedTuple):
+    """Processes of one job that would each train alone.
 
     Attributes:
         problem: the starter and the number of processes.
@@ -197,21 +197,21 @@ class Unlaunched(NamedTuple):
     remedy: str
 
 
-def number_of(name: str, least: int) -> int:
-    """Read a launcher's number; `least` if it is not set.
+def launcher_number(name: str, least: int) -> int:
+    """Read a launcher's number from the environment; `least` if it is not set.
 
     Raises:
-        ConfigError: it is not a number of at least `least`.
+        ConfigError: it is not an integer of at least `least`.
     """
     text = os.environ.get(name, str(least))
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise ConfigError(
-            f"the environment variable {name} is '{text}'; a launcher (torchrun) sets it to a number from {least}"
+            f"the environment variable {name} is '{text}'; it must be an integer >= {least}, as torchrun sets it"
         )
     return int(text)
 
 
-def unlaunched(environ: Mapping[str, str]) -> Unlaunched | None:
+def find_launch_mistake(environ: Mapping[str, str]) -> LaunchMistake | None:
     """Detect several processes, started by a scheduler, that would each train alone.
 
     The shell of an allocation or a batch script is one task for any SLURM_NTASKS, so only the tasks of a step count.
@@ -221,9 +221,9 @@ def unlaunched(environ: Mapping[str, str]) -> Unlaunched | None:
     for process, size, nodes, starter in _STARTERS:
         count = _count(environ, size)
         if process in environ and count > 1:
-            return Unlaunched(
+            return LaunchMistake(
                 f"{starter} started {count} processes, and RANK and WORLD_SIZE are not set: each would train alone",
-                f"have {starter} start one torchrun or `lockstep launch` a node, "
+                f"have {starter} start one torchrun or `lockstep launch` per node, "
                 f"{_command(count, _count(environ, nodes), starter)}; for separate runs unset {process}",
             )
     return None
@@ -231,9 +231,9 @@ def unlaunched(environ: Mapping[str, str]) -> Unlaunched | None:
 
 def check_launched(environ: Mapping[str, str]) -> None:
     """Raise ConfigError if a scheduler started several processes without a launcher."""
-    found = unlaunched(environ)
-    if found:
-        raise ConfigError(f"{found.problem}; {found.remedy}")
+    mistake = find_launch_mistake(environ)
+    if mistake:
+        raise ConfigError(f"{mistake.problem}; {mistake.remedy}")
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:

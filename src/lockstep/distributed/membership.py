@@ -3,7 +3,7 @@
 for number in STOP_SIGNALS: ...     SIGHUP among them, where heeds_hangup()
 leave_terminal()                    on SIGHUP
 
-`Member` is this process as the launcher's meeting point knows it; `Member.regroup` returns the `Generation` that
+`Member` is this process as the launcher's meeting point sees it; `Member.regroup` returns the `Generation` that
 continues after a loss. `is_lost_peer` and `lost_peers` recognise the loss of a rank in torch's errors. `check_store`
 refuses another service on the meeting point's port. STOP_SIGNALS ask a run to save and end; the launcher passes them
 on.
@@ -42,99 +42,101 @@ __all__ = [
     "Member",
     "check_store",
     "heeds_hangup",
-    "keys_of",
+    "key_prefix",
     "leave_terminal",
     "lost_peers",
-    "typed_errors",
+    "translate_errors",
 ]
 
 
 _VALIDATE, _PING = 0, 13  # c10d's TCPStoreBackend.hpp: the first byte of a client's request
 _MAGIC = 0x3C85F7CE
 _CONNECT = 5.0  # seconds
-_TRIES, _PAUSE = 4, 0.5  # for a store that is just closing or starting
+_TRIES, _PAUSE = 4, 0.5  # for a store that is stopping or starting
 
 
-class _Challenge(Enum):
+class _StoreReply(Enum):
     RIGHT = "a store's"
     WRONG = "another service's, or none in time"
-    CLOSED = "the connection was closed: by another service, or by a store that ends or begins"
+    CLOSED = "the connection was closed: by another service, or by a store that is stopping or starting"
     NOBODY = "nobody listens"
 
 
-def check_store(host: str, port: int, wait: float, named: str) -> None:
+def check_store(host: str, port: int, wait: float, address: str) -> None:
     """Raise ConfigError if another service listens where torch's store should.
 
     If nothing listens yet, torch's client waits for the store.
 
     Args:
         wait: seconds for an answer.
-        named: host and port as the user gave them.
+        address: host and port as the user gave them.
     """
     answer = _ask(host, port, wait)
     for _ in range(_TRIES):
-        if answer is not _Challenge.CLOSED:
+        if answer is not _StoreReply.CLOSED:
             break
         time.sleep(_PAUSE)
         answer = _ask(host, port, wait)
-    if answer not in (_Challenge.RIGHT, _Challenge.NOBODY) and _knows_protocol():
+    if answer not in (_StoreReply.RIGHT, _StoreReply.NOBODY) and _knows_protocol():
         raise ConfigError(
-            f"{named}: another service listens there, and no meeting point of ranks; give all ranks a port that is "
-            "free on the node of rank 0"
+            f"{address}: another service listens there, not the ranks' meeting point; pass all ranks a port that is "
+            "free on rank 0's node"
         )
 
 
-def _ask(host: str, port: int, wait: float) -> _Challenge:
-    """Send the greeting of torch's client."""
+def _ask(host: str, port: int, wait: float) -> _StoreReply:
+    """Send the greeting of torch's client, and classify the reply."""
     number = random.SystemRandom().getrandbits(31)
     try:
         connection = socket.create_connection((host, port), timeout=_CONNECT)
     except OSError:
-        return _Challenge.NOBODY
+        return _StoreReply.NOBODY
     with connection:
         connection.settimeout(wait)
-        found = b""
+        reply = b""
         try:
             connection.sendall(struct.pack("=BIBI", _VALIDATE, _MAGIC, _PING, number))
-            while len(found) < 4 and (more := connection.recv(4 - len(found))):
-                found += more
+            while len(reply) < 4 and (more := connection.recv(4 - len(reply))):
+                reply += more
         except TimeoutError:
-            return _Challenge.WRONG
+            return _StoreReply.WRONG
         except OSError:
-            return _Challenge.CLOSED
-    if not found:
-        return _Challenge.CLOSED
-    return _Challenge.RIGHT if found == struct.pack("=I", number) else _Challenge.WRONG
+            return _StoreReply.CLOSED
+    if not reply:
+        return _StoreReply.CLOSED
+    return _StoreReply.RIGHT if reply == struct.pack("=I", number) else _StoreReply.WRONG
 
 
 @cache
 def _knows_protocol() -> bool:
-    """Whether this torch's own store answers this protocol."""
+    """Whether this version of torch uses this protocol."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    return _ask("127.0.0.1", store.port, _CONNECT) is _Challenge.RIGHT
+    return _ask("127.0.0.1", store.port, _CONNECT) is _StoreReply.RIGHT
 
 
-# Modules in which torch communicates; DDP's reducer does so within the backward.
+# Modules in which torch communicates; DDP's reducer does so inside the backward.
 _COMMUNICATING = ("torch.distributed.", "torch.nn.parallel.distributed", "torch.autograd.graph", "deepspeed.")
-_BETWEEN = ("torch._ops", "torch.utils._contextlib")  # modules between them and the backend
+_WRAPPERS = ("torch._ops", "torch.utils._contextlib")  # modules that wrap calls of the backend
 _TAG = 0x6C6B  # of a message that no rank sends
 
 
 @contextmanager
-def typed_errors() -> Iterator[None]:
-    """Turn a lost peer into PeerError, and `sys.exit` and GeneratorExit of the user's code into LockstepError.
+def translate_errors() -> Iterator[None]:
+    """Translate lost peers to PeerError, and `sys.exit` and GeneratorExit of user code to LockstepError.
 
-    Other errors pass, and so does the GeneratorExit by which Python closes a generator of ours.
+    Other errors pass, and so does the GeneratorExit with which Python closes one of lockstep's generators.
     """
     try:
         yield
-    except SystemExit as left:
-        raise _ended_early(left) from left
-    except GeneratorExit as left:
-        frames = [frame for frame, _ in traceback.walk_tb(left.__traceback__)]
+    except SystemExit as error:
+        raise _exit_error(error) from error
+    except GeneratorExit as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         if frames[-1].f_globals.get("__name__", "").startswith("lockstep."):
             raise
-        raise LockstepError(f"{error_line(left)} was raised by the code itself; end the run with run.stop()") from left
+        raise LockstepError(
+            f"{error_line(error)} was raised by the code itself; end the run with run.stop()"
+        ) from error
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
@@ -159,14 +161,14 @@ def lost_peers(rank: int, error: Exception, when: str = "") -> PeerError:
 def is_lost_peer(error: BaseException) -> bool:
     """Whether torch raised `error` because another rank is gone, or did not respond in time."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    innermost = next((name for name in reversed(modules) if name not in _BETWEEN), "")
+    innermost = next((name for name in reversed(modules) if name not in _WRAPPERS), "")
     if not f"{innermost}.".startswith(_COMMUNICATING):
         return False
     # Subclasses of RuntimeError mean other failures: out of memory, a failed kernel.
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _is_a_link_closed())
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _has_closed_link())
 
 
-def _is_a_link_closed() -> bool:
+def _has_closed_link() -> bool:
     """Whether a gloo group of this process has a closed link.
 
     Its other end, or a timeout, closed it. Gloo refuses at once to receive over such a link. Over an open one the
@@ -174,7 +176,7 @@ def _is_a_link_closed() -> bool:
     """
     groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
     for group in groups:
-        with suppress(RuntimeError):  # it has no backend for tensors of a CPU
+        with suppress(RuntimeError):  # it has no backend for CPU tensors
             backend = group._get_backend(torch.device("cpu"))
             if backend.name() == "gloo" and not all(_is_open(backend, peer) for peer in range(group.size())):
                 return True
@@ -190,19 +192,19 @@ def _is_open(backend: Any, peer: int) -> bool:
     return True
 
 
-def _ended_early(left: SystemExit) -> LockstepError:
-    """Return the error for a rank whose code calls `sys.exit` before the run's end."""
-    where = traceback.extract_tb(left.__traceback__)[-1]
+def _exit_error(call: SystemExit) -> LockstepError:
+    """Return the error for a `sys.exit` in user code before the run's end."""
+    frame = traceback.extract_tb(call.__traceback__)[-1]
     error = LockstepError(
-        f"sys.exit({left.code!r}) was called before the run's end, in {Path(where.filename).name}:{where.lineno} "
-        f"({where.name}); raise an error there, or end the run with run.stop() on all ranks"
+        f"sys.exit({call.code!r}) was called before the run's end, in {Path(frame.filename).name}:{frame.lineno} "
+        f"({frame.name}); raise an error there, or end the run with run.stop() on all ranks"
     )
-    error.exit_code = left.code if isinstance(left.code, int) and left.code else 1
+    error.exit_code = call.code if isinstance(call.code, int) and call.code else 1
     return error
 
 
-def keys_of(restart: str | int) -> str:
-    """Return the prefix of this start's keys in the meeting point."""
+def key_prefix(restart: str | int) -> str:
+    """Return the prefix of this restart's keys in the meeting point's store."""
     return f"lockstep/members/{restart}"
 
 
@@ -210,17 +212,17 @@ class LeaveReport(NamedTuple):
     """A member's report once it has left its groups.
 
     Attributes:
-        taken: number of steps in its state; -1: it has no valid state, as within a rollback.
+        steps: number of steps in its state; -1: it has no valid state, as during a rollback.
         evaluated: the step after which it last evaluated.
         plan: a digest of what must be the same on all members.
-        waited: it waited for the others for a whole `--timeout`, so silent members need no more time.
+        timed_out: it waited for the others for a full `--timeout`, so silent members need no more time.
         patience: seconds to wait for silent members; `--timeout`.
     """
 
-    taken: int
+    steps: int
     evaluated: int
     plan: str
-    waited: bool
+    timed_out: bool
     patience: float
 
 
@@ -231,7 +233,7 @@ class Generation(NamedTuple):
         number: 1 for the first after the start.
         members: their names by new rank: survivors first, in their former order.
         reports: of each of them, by name.
-        fresh: names of the new ones.
+        fresh: names of the new members.
         lost: a line for each lost process.
     """
 
@@ -243,13 +245,13 @@ class Generation(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Parse the launcher's text."""
-        found = json.loads(text)
-        reports = {name: LeaveReport(*values) for name, values in found["reports"].items()}
-        return cls(found["number"], found["members"], reports, found["fresh"], found["lost"])
+        """Parse the launcher's JSON."""
+        fields = json.loads(text)
+        reports = {name: LeaveReport(*values) for name, values in fields["reports"].items()}
+        return cls(fields["number"], fields["members"], reports, fields["fresh"], fields["lost"])
 
-    def written(self) -> str:
-        """Serialise for the members."""
+    def to_json(self) -> str:
+        """Serialise to JSON for the members."""
         reports = {name: list(report) for name, report in self.reports.items()}
         return json.dumps(self._asdict() | {"reports": reports})
 
@@ -276,7 +278,7 @@ class Member:
         host, _, port = variables.get(MEETING_VARIABLE, "").rpartition(":")
         if not name or not host:
             return None
-        keys = keys_of(variables.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        keys = key_prefix(variables.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return cls(name, -1 if "." in name else 0, keys, (host, int(port)))
 
     @property
@@ -284,11 +286,11 @@ class Member:
         """Whether it replaces a lost process, and has not joined the others yet."""
         return self.generation < 0
 
-    def ready(self, why_not: str = "", experiment: str = "") -> None:
-        """Report to the launcher the run's name, and whether others could continue without this process.
+    def report_ready(self, why_not: str = "", experiment: str = "") -> None:
+        """Report to the launcher the run's name, and whether others can continue without this process.
 
         Args:
-            why_not: why they could not; "": they could.
+            why_not: why they cannot; "": they can.
             experiment: the run's name.
         """
         self._connected().set(f"{self._keys}/experiment", experiment)
@@ -299,12 +301,12 @@ class Member:
         key, store = f"{self._keys}/experiment", self._connected()
         return store.get(key).decode() if store.check([key]) else ""
 
-    def ends(self, why: str = "the run is at its end") -> None:
-        """Report to the launcher why this process, if it ends, is not to be replaced."""
+    def report_end(self, why: str = "the run is at its end") -> None:
+        """Report to the launcher why this process must not be replaced if it ends."""
         self._connected().set(f"{self._keys}/ready/{self.name}", why)
 
-    def is_wished(self, store: TCPStore) -> bool:
-        """Whether a replacement worker is ready to join. For another thread, with its own connection."""
+    def has_candidate(self, store: TCPStore) -> bool:
+        """Whether a replacement process is ready to join. For another thread, with its own connection."""
         return bool(store.check([f"{self._keys}/wish/{self.generation}"]))
 
     def regroup(self, report: LeaveReport, wait: float) -> Generation:

@@ -30,23 +30,23 @@ __all__ = [
     "WAITING",
     "Progress",
     "RankProgress",
-    "is_under_way",
+    "ended_while_running",
+    "mark_running",
     "note_end",
     "rank_label",
     "read_end",
     "renumber",
-    "under_way",
 ]
 
 
-_AT_START: list[int] = []  # the launcher's number of each current rank; if shorter, ranks keep theirs
+_AT_START: list[int] = []  # the launcher's number of each current rank; ranks beyond the list keep theirs
 
 
 def renumber(members: Iterable[str]) -> None:
-    """Record which processes the current ranks are.
+    """Record the launcher's numbers of the current ranks.
 
     Args:
-        members: their names by rank, as in `membership.Generation`; empty: the launcher's numbers hold.
+        members: names by rank, as in `membership.Generation`; empty: ranks are the launcher's.
     """
     _AT_START[:] = [int(name.partition(".")[0]) for name in members]
 
@@ -64,7 +64,7 @@ def rank_label(rank: int, at_start: int | None = None) -> str:
 
 
 FOLDER_VARIABLE = "LOCKSTEP_PROGRESS"  # set by `lockstep launch` to a folder of its own
-MEETING_VARIABLE = "LOCKSTEP_MEETING"  # and to host:port of the meeting point that it holds
+MEETING_VARIABLE = "LOCKSTEP_MEETING"  # and to host:port of its meeting point
 MEMBER_VARIABLE = "LOCKSTEP_MEMBER"  # and, in a process that replaces a lost one, to its name: "3.1"
 
 STARTING, WAITING, COMPUTING, EVALUATING, SAVING, ENDING, IN_BODY, READING = range(8)
@@ -79,7 +79,7 @@ _PHASES = (
     "reading the loss of a step, which every rank has to do",
 )
 _END, _UNDER_WAY = "ended", ".under-way"
-_PRESENT: "list[Progress]" = []  # the last one of this process
+_CURRENT: "list[Progress]" = []  # the last one of this process
 _LAYOUT = struct.Struct("<qqd")  # step, phase, seconds since 1970
 
 
@@ -99,8 +99,8 @@ def read_end(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def under_way(stays: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Make `lockstep launch` count the process's end within this context as a loss.
+def mark_running(stays: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Make `lockstep launch` count an end of this process in the context as a loss.
 
     This holds for any exit code.
 
@@ -109,31 +109,32 @@ def under_way(stays: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """
     folder, rank = os.environ.get(FOLDER_VARIABLE), os.environ.get("RANK")
     mark = Path(folder) / f"{rank}{_UNDER_WAY}" if folder and rank else None
-    _PRESENT.clear()
+    _CURRENT.clear()
     with contextlib.suppress(OSError):
         if mark:
             mark.touch()
     try:
         yield
-        _PRESENT.clear()  # a later error belongs to no step
+        _CURRENT.clear()  # a later error belongs to no step
     finally:
         with contextlib.suppress(OSError):
             if mark and not stays():
                 mark.unlink()
 
 
-def is_under_way(folder: Path, rank: int | str, *, forget: bool = False) -> bool:
-    """Whether a process of `folder` ended in the middle of a run.
+def ended_while_running(folder: Path, rank: int | str, *, forget: bool = False) -> bool:
+    """Whether a process ended in the middle of a run (see `mark_running`).
 
     Args:
-        rank: as given by the launcher.
+        folder: of the launcher.
+        rank: the launcher's number of the process.
         forget: remove the mark, since a new process starts in its place.
     """
     mark = folder / f"{rank}{_UNDER_WAY}"
-    found = mark.exists()
+    exists = mark.exists()
     if forget:
         mark.unlink(missing_ok=True)
-    return found
+    return exists
 
 
 class RankProgress(NamedTuple):
@@ -170,19 +171,18 @@ class Progress:
         self._memory = bytearray(_LAYOUT.size) if memory is None else memory
         self._pack, self._time = _LAYOUT.pack_into, time.time
         self.at(0, STARTING)
-        _PRESENT[:] = [self]
+        _CURRENT[:] = [self]
 
     @staticmethod
     def present() -> "RankProgress | None":
         """Return the current or last progress of this process's run; None before its steps."""
-        return _PRESENT[-1].place if _PRESENT else None
+        return _CURRENT[-1].place if _CURRENT else None
 
     @classmethod
     def of(cls, rank: int) -> Self:
-        """Open this process's progress.
+        """Open this process's progress: a file in the launcher's folder, or memory without one.
 
-        It is a file in the launcher's folder if there is one, else memory. The file is named by the rank that the
-        launcher gave the process, which stays when ranks change.
+        The file has the rank at the start as its name, which stays when ranks change.
         """
         folder, rank = os.environ.get(FOLDER_VARIABLE), int(os.environ.get("RANK", rank))
         if not folder:
@@ -198,7 +198,7 @@ class Progress:
         return cls()
 
     def at(self, step: int, phase: int) -> None:
-        """Record that this process is in `phase` of `step`. Costs about a microsecond."""
+        """Record that this process is in `phase` of `step`. Takes about a microsecond."""
         self.step, self.phase, self.since = step, phase, time.monotonic()
         self._pack(self._memory, 0, step, phase, self._time())
 

@@ -3,7 +3,7 @@
     def total(world, say, number):                          # at module level
         return sum(world.gather(number + world.rank))
 
-    found = start(total, 2, (10,), patience=60.0)           # [21, 21], by rank
+    results = start(total, 2, (10,), patience=60.0)         # [21, 21], by rank
 
 Used by proofs, tests and benchmarks. The processes are forked from a server that has torch loaded, so a start takes a
 fraction of a second. A rank that fails, dies or is silent for `patience` seconds ends all of them. No process outlives
@@ -38,7 +38,7 @@ from lockstep.distributed.launcher import compile_threads
 from lockstep.distributed.world import World
 from lockstep.errors import SETTINGS, ConfigError, LockstepError
 
-__all__ = ["RankFailed", "start"]
+__all__ = ["RankFailure", "start"]
 
 _START = 180.0  # seconds until a process runs: the very first waits for the server to load torch
 _GRACE = 5.0  # seconds for the other ranks to report, after one has failed
@@ -46,12 +46,12 @@ _GRACE = 5.0  # seconds for the other ranks to report, after one has failed
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "lockstep.distributed.world")
 
 
-class RankFailed(LockstepError):
+class RankFailure(LockstepError):
     """A rank raised an error, died or was silent.
 
     Attributes:
         rank: the first such rank.
-        usage: the request cannot be served, so the code is not at fault.
+        usage: the request is invalid, so the code is not at fault.
         details: by rank, information besides the message: a traceback, or the stack of a silent rank.
     """
 
@@ -74,8 +74,8 @@ class _RankSpec(NamedTuple):
     flags: bool  # whether messages name settings as flags, as in the calling process
 
 
-class _RankFailure(NamedTuple):
-    """One rank's failure; the smallest is the one that caused the others."""
+class _FailureReport(NamedTuple):
+    """One rank's failure; the smallest caused the others."""
 
     follows: bool
     when: float
@@ -95,7 +95,7 @@ def start(  # noqa: PLR0913
     folder: Path | None = None,
     preload: Sequence[str] = (),
     before: Callable[[], None] | None = None,
-    what: str = "the function",
+    name: str = "the function",
 ) -> list[Any]:
     """Run `function(world, say, *args)` on `size` ranks; return the results by rank.
 
@@ -106,12 +106,12 @@ def start(  # noqa: PLR0913
         device: see `World.join`.
         patience: seconds without a sign of life from any rank before giving up; also the timeout of their collectives.
         folder: where each rank's output goes, as `rank-SIZE-RANK.log`; None: with the caller's.
-        preload: modules that the server loads once for all; no effect if it runs already.
+        preload: modules that the server loads once for all ranks; no effect if it is already running.
         before: called in each process before it joins the others.
-        what: the caller's name for `function` with its arguments, for errors.
+        name: the caller's name for `function` with its arguments, for errors.
 
     Raises:
-        RankFailed: names the first rank that failed.
+        RankFailure: names the first rank that failed.
         ConfigError: `args` cannot be pickled.
     """
     context = multiprocessing.get_context("forkserver")
@@ -127,16 +127,18 @@ def start(  # noqa: PLR0913
         place = folder or Path(own)
         try:
             for rank in range(size):
-                mine, theirs = context.Pipe(duplex=False)
+                receiver, sender = context.Pipe(duplex=False)
                 variables = _environment(rank, size, port)
-                given = _RankSpec(
+                spec = _RankSpec(
                     function, args, variables, device, patience, place, folder is not None, before, SETTINGS.flags
                 )
-                process = context.Process(target=_live, args=(theirs, given))  # no daemon: it may have loader processes
-                ranks.append((process, mine))
-                _launch(process, what)
-                theirs.close()
-            return _collected([pipe for _, pipe in ranks], patience, place, folder is not None)
+                process = context.Process(
+                    target=_run_rank, args=(sender, spec)
+                )  # no daemon: it may have loader processes
+                ranks.append((process, receiver))
+                _launch(process, name)
+                sender.close()
+            return _collect([pipe for _, pipe in ranks], patience, place, folder is not None)
         finally:
             for process, pipe in ranks:
                 if process.pid is not None:
@@ -147,10 +149,7 @@ def start(  # noqa: PLR0913
 
 
 def _serve() -> None:
-    """Start the server, unless it runs.
-
-    It and its ranks ignore Ctrl-C, which a terminal sends to all: this process ends them.
-    """
+    """Start the server unless it runs. It and its ranks ignore Ctrl-C: this process ends them."""
     if threading.current_thread() is not threading.main_thread():  # Python cannot set handlers there
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -160,7 +159,7 @@ def _serve() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def _launch(process: Any, what: str) -> None:
+def _launch(process: Any, name: str) -> None:
     try:
         _serve()
         process.start()
@@ -172,8 +171,8 @@ def _launch(process: Any, what: str) -> None:
         if not _is_of_pickle(error):
             raise
         raise ConfigError(
-            f"{what} cannot be sent to other processes ({error}): define its class at the top of a module, or start "
-            "the ranks with torchrun"
+            f"{name} cannot be sent to other processes ({error}): define its class at module level, or start the "
+            "ranks with torchrun"
         ) from error
 
 
@@ -194,11 +193,11 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def _collected(pipes: list[Connection], patience: float, folder: Path, logged: bool) -> list[Any]:
+def _collect(pipes: list[Connection], patience: float, folder: Path, logged: bool) -> list[Any]:
     """Collect all ranks' results; raise for the first rank that failed."""
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     results: list[Any] = [None] * len(pipes)
-    failed: list[_RankFailure] = []
+    failed: list[_FailureReport] = []
     running: set[int] = set()
     deadline = time.monotonic() + _START
     while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
@@ -207,8 +206,8 @@ def _collected(pipes: list[Connection], patience: float, folder: Path, logged: b
             try:
                 kind, content = pipe.recv()
             except EOFError:  # it died without a report, before the others' errors
-                text = _death(folder, len(pipes), rank, rank in running, logged)
-                kind, content = "failed", _RankFailure(False, 0.0, rank, text, rank not in running, "")
+                text = _describe_death(folder, len(pipes), rank, rank in running, logged)
+                kind, content = "failed", _FailureReport(False, 0.0, rank, text, rank not in running, "")
             if kind == "alive":
                 running.add(rank)
                 if len(running) == len(pipes) and not failed:
@@ -223,19 +222,21 @@ def _collected(pipes: list[Connection], patience: float, folder: Path, logged: b
     if failed:
         cause = min(failed)
         details = {each.rank: each.details or each.text for each in sorted(failed)}
-        raise RankFailed(f"rank {cause.rank} of {len(pipes)}: {cause.text}", cause.rank, cause.usage, details)
+        raise RankFailure(f"rank {cause.rank} of {len(pipes)}: {cause.text}", cause.rank, cause.usage, details)
     if waiting:
         late = sorted(waiting.values())
-        stood = {rank: _text(_stack(folder, len(pipes), rank)) for rank in late}
-        raise RankFailed(f"ranks {late} of {len(pipes)} said nothing for {patience:g} s", late[0], details=stood)
+        stacks = {rank: _text(_stack(folder, len(pipes), rank)) for rank in late}
+        raise RankFailure(
+            f"ranks {late} of {len(pipes)} gave no sign of life for {patience:g} s", late[0], details=stacks
+        )
     return results
 
 
-def _death(folder: Path, size: int, rank: int, ran: bool, logged: bool) -> str:
-    """Describe a rank that died; before it runs, only an import can fail."""
+def _describe_death(folder: Path, size: int, rank: int, ran: bool, logged: bool) -> str:
+    """Describe a rank that died; one that never ran failed in an import."""
     if not ran:
         text = "its process could not import the calling script or the module of the task: a script that starts "
-        return text + 'processes has to do so below `if __name__ == "__main__":`'
+        return text + 'processes must do so under `if __name__ == "__main__":`'
     if not logged:
         return "died without an exception (killed, or os._exit)"
     lines = _text(_log(folder, size, rank)).strip().splitlines()
@@ -256,19 +257,19 @@ def _stack(folder: Path, size: int, rank: int) -> Path:
     return folder / f"rank-{size}-{rank}.stack"
 
 
-def _live(pipe: Connection, given: _RankSpec) -> None:
-    """Run one rank. Exits without Python's teardown, which could wait for a dead peer."""
+def _run_rank(pipe: Connection, spec: _RankSpec) -> None:
+    """Run one rank, and exit without Python's teardown, which could wait for a dead peer."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ |= given.environment
-    SETTINGS.flags = given.flags
-    rank, size = int(given.environment["RANK"]), int(given.environment["WORLD_SIZE"])
-    if not given.folder.exists():  # the caller was interrupted while it started this process
+    os.environ |= spec.environment
+    SETTINGS.flags = spec.flags
+    rank, size = int(spec.environment["RANK"]), int(spec.environment["WORLD_SIZE"])
+    if not spec.folder.exists():  # the caller was interrupted while it started this process
         os._exit(1)
-    if given.logged:
-        output = os.open(_log(given.folder, size, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    if spec.logged:
+        output = os.open(_log(spec.folder, size, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(output, 1)
         os.dup2(output, 2)
-    stack = _stack(given.folder, size, rank).open("w")
+    stack = _stack(spec.folder, size, rank).open("w")
     lock = threading.Lock()
 
     def send(*word: Any) -> None:
@@ -276,25 +277,25 @@ def _live(pipe: Connection, given: _RankSpec) -> None:
             pipe.send(word)
 
     def say() -> None:
-        faulthandler.dump_traceback_later(0.9 * given.patience, file=stack)
+        faulthandler.dump_traceback_later(0.9 * spec.patience, file=stack)
         send("alive", None)
 
     gc.freeze()  # exempt inherited objects: leaving a world ends with a collection
     say()
     torch.set_num_threads(1)  # kernels cut their sums by the number of threads
-    _share_compilers(given.device, size)
+    _share_compilers(spec.device, size)
     try:
-        if given.before:
-            given.before()
-        world = World.join(given.device, given.patience)
-        found = given.function(world, say, *given.args)
+        if spec.before:
+            spec.before()
+        world = World.join(spec.device, spec.patience)
+        result = spec.function(world, say, *spec.args)
         world.leave()
         cast(Any, multiprocessing.util)._run_finalizers(0)  # a compilation's semaphores, or Python warns of them
         faulthandler.cancel_dump_traceback_later()
-        send("ended", found)
+        send("ended", result)
     except BaseException as error:
         faulthandler.cancel_dump_traceback_later()
-        if given.logged:
+        if spec.logged:
             traceback.print_exc()
         send("failed", _failure(rank, error))
     pipe.close()
@@ -302,7 +303,7 @@ def _live(pipe: Connection, given: _RankSpec) -> None:
 
 
 def _share_compilers(device: str, ranks: int) -> None:
-    """Compile kernels in the rank itself on a CPU, or on CUDA with its share of cores.
+    """Compile kernels in the rank itself; on CUDA with its share of cores.
 
     The server has loaded torch's settings, so setting the variable alone has no effect. Processes that compile end
     with their rank, when their pipe breaks.
@@ -315,11 +316,11 @@ def _share_compilers(device: str, ranks: int) -> None:
     settings.compile_threads = int(threads)
 
 
-def _failure(rank: int, error: BaseException) -> _RankFailure:
+def _failure(rank: int, error: BaseException) -> _FailureReport:
     text = str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
     follows = bool(getattr(error, "relayed", False))  # a relayed error comes after its cause
     usage = getattr(error, "exit_code", 1) == 2
-    return _RankFailure(follows, time.monotonic(), rank, text.strip().splitlines()[0], usage, traceback.format_exc())
+    return _FailureReport(follows, time.monotonic(), rank, text.strip().splitlines()[0], usage, traceback.format_exc())
 
 
 def _end_with_parent() -> None:

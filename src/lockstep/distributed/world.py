@@ -6,9 +6,9 @@
 
 A process that torchrun started joins the others; any other process is a world of one, without a process group. Small
 agreements between ranks (`gather`, `barrier`, `check_same`) use one CPU (gloo) group, `control`, so they neither wait
-for a device nor come between two collectives of the training group.
+for a device nor interleave with the training group's collectives.
 
-A default group that already exists in this process (from accelerate, or a script) is used, and kept at the end.
+A default group that already exists in this process (from accelerate, or a script) is used, and left open at the end.
 
 A process may join and leave many times, and torchrun's agent keeps one meeting point over all restarts. So ranks write
 there only under a prefix unique to these processes and this join.
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from lockstep.distributed.launcher import check_launched, check_reachable, listening, number_of
+from lockstep.distributed.launcher import check_launched, check_reachable, launcher_number, listen
 from lockstep.distributed.membership import check_store, lost_peers
 from lockstep.distributed.progress import MEETING_VARIABLE, rank_label, renumber
 from lockstep.errors import ConfigError, LockstepError, PeerError
@@ -45,8 +45,8 @@ __all__ = [
 
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_BY_UUID = (2, 30)  # NCCL from here on distinguishes devices by UUID; earlier, by their place on the bus
-_SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets ranks share a device, in the same NCCL
+_BY_UUID = (2, 30)  # NCCL since then distinguishes devices by UUID; earlier, by their bus ID
+_SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets ranks share a device, in the same NCCL
 
 
 def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.device:
@@ -60,41 +60,41 @@ def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.devic
     Raises:
         ConfigError: there is no CUDA device, or there are several, but fewer than processes.
     """
-    found = torch.cuda.device_count() if name in ("auto", "cuda") and torch.cuda.is_available() else 0
-    if name == "cpu" or (name == "auto" and not found):
+    count = torch.cuda.device_count() if name in ("auto", "cuda") and torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not count):
         return torch.device("cpu")
-    if not found:
+    if not count:
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device auto or cpu")
-    if found == 1:  # this process's own, or the node's only one: checked once the ranks have joined
+    if count == 1:  # this process's own, or the node's only one: checked once the ranks have joined
         return torch.device("cuda", 0)
     ranks = max(local_size, local_rank + 1)
-    if ranks > found:
+    if ranks > count:
         raise ConfigError(
-            f"local rank {local_rank} of {ranks}: this process sees {found} CUDA devices; start at most {found} "
+            f"local rank {local_rank} of {ranks}: this process sees {count} CUDA devices; start at most {count} "
             "processes on this node, or show each process one device of its own"
         )
     return torch.device("cuda", local_rank)
 
 
 def identity(device: torch.device) -> list[str] | None:
-    """Describe a CUDA device as NCCL compares it.
+    """Return what NCCL compares to tell CUDA devices apart.
 
     Returns:
         [host, key, name]; None if NCCL allows several ranks on the device. The host is NCCL's notion of one: its name
         and this boot, or NCCL_HOSTID. The key is the device's UUID, which each MIG instance has; NCCL before 2.30 uses
-        the place on the bus, which a GPU's instances share.
+        the bus ID, which a GPU's instances share.
     """
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    if version >= _BY_UUID and os.environ.get(_SHARED) == "1":
+    if version >= _BY_UUID and os.environ.get(_SHARE_VARIABLE) == "1":
         return None
-    found = torch.cuda.get_device_properties(device)
-    uuid = str(found.uuid)
-    bus = [str(getattr(found, name, uuid)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    return [_host(), uuid if version >= _BY_UUID else ":".join(bus), f"{found.name}, UUID {uuid}"]
+    properties = torch.cuda.get_device_properties(device)
+    uuid = str(properties.uuid)
+    bus = [str(getattr(properties, name, uuid)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return [_host(), uuid if version >= _BY_UUID else ":".join(bus), f"{properties.name}, UUID {uuid}"]
 
 
 def check_unshared(devices: Sequence[Sequence[str] | None]) -> None:
-    """Raise ConfigError for two ranks on one device.
+    """Raise ConfigError if two ranks share a device.
 
     NCCL would refuse it too, but minutes later and without a way out.
 
@@ -104,24 +104,24 @@ def check_unshared(devices: Sequence[Sequence[str] | None]) -> None:
     Raises:
         ConfigError: names both ranks and the device; the same on every rank.
     """
-    first: dict[tuple[str, str], int] = {}
+    ranks: dict[tuple[str, str], int] = {}
     for rank, device in enumerate(devices):
         if device is None:
             continue
         host, key, name = device
-        other = first.setdefault((host, key), rank)
-        if other != rank:
+        first_rank = ranks.setdefault((host, key), rank)
+        if first_rank != rank:
             raise ConfigError(
-                f"ranks {other} and {rank} have one CUDA device ({name}, on {host.partition('/')[0]}), which NCCL "
-                "refuses: start one process for each device, each with its own LOCAL_RANK, or show each process "
+                f"ranks {first_rank} and {rank} share one CUDA device ({name}, on {host.partition('/')[0]}), which "
+                "NCCL refuses: start one process for each device, each with its own LOCAL_RANK, or show each process "
                 "another device (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1; of MIG, instances of different GPUs)"
             )
 
 
 def _host() -> str:
-    named = os.environ.get("NCCL_HOSTID")
-    if named:
-        return named
+    host_id = os.environ.get("NCCL_HOSTID")
+    if host_id:
+        return host_id
     try:
         return f"{platform.node()}/{_BOOT.read_text(encoding='ascii').strip()}"
     except OSError:  # not Linux
@@ -133,13 +133,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class World:
-    """This process's rank and device, and a group for small CPU exchanges.
+    """This process's rank and device, and a gloo group for small exchanges.
 
     Attributes:
         rank: 0 .. size - 1, over all nodes.
         local_rank: index of this process on its node. Its device has the same index, or 0 if it sees only one.
         size: number of processes in the run.
-        device: where the model and the batches live.
+        device: of the model and the batches.
         timeout: seconds after which a collective fails that a peer did not join.
         control: gloo group for agreements; None in a world of one that no launcher started.
         quiet: print nothing to the user, since the process is not yet one that reports.
@@ -153,7 +153,7 @@ class World:
     control: dist.ProcessGroup | None = None
     quiet: bool = False
     _scope: str = ""
-    _named: dict[str, int] = field(default_factory=dict)
+    _name_counts: dict[str, int] = field(default_factory=dict)
     _patience: float = 0.0
     _is_guest: bool = False  # the default group was created, and will be destroyed, by other code
 
@@ -179,14 +179,14 @@ class World:
         renumber([])
         while _ABANDONED:
             _ABANDONED.pop().leave(_PATIENCE)
-        rank, local_rank, size = (number_of(name, least) for name, least in _LAUNCHER)
-        where = local_device(device, local_rank, number_of("LOCAL_WORLD_SIZE", 1))
-        world = cls(rank, local_rank, size, where, timeout)
-        if where.type == "cuda":
-            torch.cuda.set_device(where)  # before anything touches CUDA, or every rank uses device 0
+        rank, local_rank, size = (launcher_number(name, least) for name, least in _LAUNCHER)
+        rank_device = local_device(device, local_rank, launcher_number("LOCAL_WORLD_SIZE", 1))
+        world = cls(rank, local_rank, size, rank_device, timeout)
+        if rank_device.type == "cuda":
+            torch.cuda.set_device(rank_device)  # before anything touches CUDA, or every rank uses device 0
         if dist.is_available() and "WORLD_SIZE" in os.environ:
             if dist.is_initialized():
-                world._be_guest()
+                world._use_existing_group()
             else:
                 world._make_groups()
             world._check_devices()
@@ -194,15 +194,15 @@ class World:
 
     @classmethod
     def alone(cls, device: str, timeout: float) -> Self:
-        """Return a world of one on this rank's device, in a process that has peers."""
-        local_rank = number_of(*_LAUNCHER[1])
-        where = local_device(device, local_rank, number_of("LOCAL_WORLD_SIZE", 1))
-        if where.type == "cuda":
-            torch.cuda.set_device(where)
-        return cls(0, local_rank, 1, where, timeout, quiet=True)
+        """Return a world of this rank alone, in a process that has peers."""
+        local_rank = launcher_number(*_LAUNCHER[1])
+        rank_device = local_device(device, local_rank, launcher_number("LOCAL_WORLD_SIZE", 1))
+        if rank_device.type == "cuda":
+            torch.cuda.set_device(rank_device)
+        return cls(0, local_rank, 1, rank_device, timeout, quiet=True)
 
-    def regrouped(self, rank: int, size: int, generation: int, tries: int = 0) -> "World":
-        """Form the world of the ranks that left this one (see `forsake`). Collective.
+    def regroup(self, rank: int, size: int, generation: int, tries: int = 0) -> "World":
+        """Form the world of the ranks that left this one (see `drop_groups`). Collective.
 
         Args:
             generation: 1, 2, ...
@@ -211,37 +211,37 @@ class World:
         Raises:
             PeerError: a rank did not arrive, because it was lost too.
         """
-        made = World(rank, self.local_rank, size, self.device, self.timeout)
-        made._patience = min(_REGROUPING * 2.0 ** min(tries, 5), self.timeout)
-        made._make_groups(f"{_start()}/generation-{generation}")
-        return made
+        world = World(rank, self.local_rank, size, self.device, self.timeout)
+        world._patience = min(_REGROUP_SECONDS * 2.0 ** min(tries, 5), self.timeout)
+        world._make_groups(f"{_start()}/generation-{generation}")
+        return world
 
-    def forsake(self, others: "list[dist.ProcessGroup | None]") -> None:
+    def drop_groups(self, extra: "list[dist.ProcessGroup | None]") -> None:
         """Leave all groups after losing ranks, without waiting. Drop other references first.
 
-        A group with an exchange under way is freed only once that has failed, which may need another rank to leave
-        another group first. So each is dropped in a thread of its own.
+        A group with an exchange in flight is freed only once that has failed, which may need another rank to leave
+        another group first. So each is dropped in its own thread.
 
         Args:
-            others: groups besides the default one and `control`, without other references; emptied.
+            extra: groups besides the default one and `control`, without other references; emptied.
         """
-        held = [self.control, *others]
+        groups = [self.control, *extra]
         self.control, self._is_guest = None, False
-        others.clear()
+        extra.clear()
         if dist.is_initialized():
-            held.append(dist.group.WORLD)
+            groups.append(dist.group.WORLD)
             dist.destroy_process_group()
-        while held:
-            box = [held.pop()]
+        while groups:
+            box = [groups.pop()]
             threading.Thread(target=box.clear, name="lockstep-forsake", daemon=True).start()
 
     def new_group(self) -> dist.ProcessGroup:
         """Create another gloo group of all ranks. Collective."""
         wait = timedelta(seconds=self._patience or self.timeout)
-        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=wait)  # collective
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=wait)  # collective
         if self._patience:
-            _let_wait(made, self.timeout)
-        return made
+            _let_wait(group, self.timeout)
+        return group
 
     def _make_groups(self, scope: str = "") -> None:
         wait = timedelta(seconds=self._patience or self.timeout)
@@ -263,12 +263,12 @@ class World:
                 f"{line}; check that every process was started, with one MASTER_ADDR and MASTER_PORT"
             ) from error
 
-    def _be_guest(self) -> None:
+    def _use_existing_group(self) -> None:
         """Use the existing default group. Raises ConfigError if it has other ranks."""
         if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size):
             raise ConfigError(
-                f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in the process group that it has "
-                f"made, and rank {self.rank} of {self.size} for its launcher: leave the group before the run"
+                f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in its own process group, and rank "
+                f"{self.rank} of {self.size} for its launcher; destroy that group before the run"
             )
         self._is_guest = True
         # Not through the meeting point: the group's own store may listen there.
@@ -278,7 +278,7 @@ class World:
     def _check_devices(self) -> None:
         """Raise ConfigError on all ranks if two share a device under NCCL. Collective.
 
-        Not needed again after a loss: a replacement process has its predecessor's variables, and so its device.
+        Not needed after a loss: a replacement process has its predecessor's variables, and so its device.
         """
         by_nccl = self.device.type == "cuda" and "nccl" in dist.get_backend_config()  # an existing group may be gloo
         try:
@@ -297,10 +297,10 @@ class World:
         arrived = store.add(f"{start}/arrived", 1)
         return f"{start}/join-{(arrived - 1) // self.size}"
 
-    def name(self, what: str) -> str:
-        """Return a key prefix for `what`: the same on all ranks, new at each call."""
-        self._named[what] = self._named.get(what, 0) + 1
-        return f"{self._scope}/{what}-{self._named[what]}"
+    def name(self, purpose: str) -> str:
+        """Return a key prefix for `purpose`: the same on all ranks, new at each call."""
+        self._name_counts[purpose] = self._name_counts.get(purpose, 0) + 1
+        return f"{self._scope}/{purpose}-{self._name_counts[purpose]}"
 
     @property
     def is_first(self) -> bool:
@@ -309,7 +309,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone writes what is written once."""
+        """Whether this is rank 0, which alone writes shared files and prints."""
         return self.rank == 0
 
     def print(self, *values: object) -> None:
@@ -324,12 +324,12 @@ class World:
         """
         if self.size == 1:
             return [value]
-        sent = bytearray(json.dumps(value).encode())
+        payload = bytearray(json.dumps(value).encode())
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         try:
-            dist.all_gather(lengths, torch.tensor([len(sent)]), group=self.control)  # collective
+            dist.all_gather(lengths, torch.tensor([len(payload)]), group=self.control)  # collective
             longest = max(int(length) for length in lengths)
-            padded = torch.frombuffer(sent + bytes(longest - len(sent)), dtype=torch.uint8)
+            padded = torch.frombuffer(payload + bytes(longest - len(payload)), dtype=torch.uint8)
             received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(received, padded, group=self.control)  # collective
         except RuntimeError as error:
@@ -349,10 +349,10 @@ class World:
 
         Raises its own error, or a PeerError that names the first failed rank. Every action that may fail on one rank
         only (reading data, opening a folder) ends with this call, or the others would wait. The exit code is the
-        failed rank's, so bad input ends every process with 2.
+        failed rank's, so that bad input ends every process with 2.
         """
-        mine = None if error is None else [str(error) or type(error).__name__, getattr(error, "exit_code", 1)]
-        failed = [(rank, *found) for rank, found in enumerate(self.gather(mine)) if found]
+        failure = None if error is None else [str(error) or type(error).__name__, getattr(error, "exit_code", 1)]
+        failed = [(rank, *entry) for rank, entry in enumerate(self.gather(failure)) if entry]
         if error is not None:
             raise error
         if failed:
@@ -361,20 +361,20 @@ class World:
             problem.exit_code, problem.relayed = code, True
             raise problem
 
-    def check_same(self, what: str, values: dict[str, Any]) -> None:
+    def check_same(self, subject: str, values: dict[str, Any]) -> None:
         """Raise LockstepError unless all ranks hold equal values. Collective.
 
         Args:
-            what: names the values in the error, which also gives the differing keys and the rank.
+            subject: names the values in the error, which also gives the differing keys and the rank.
             values: to be compared with rank 0's.
         """
         gathered = self.gather(values)
-        for rank, other in enumerate(gathered):
-            keys = [key for key in values if other.get(key) != gathered[0].get(key)]
+        for rank, own in enumerate(gathered):
+            keys = [key for key in values if own.get(key) != gathered[0].get(key)]
             if keys:
-                shown = ", ".join(f"{key} ({gathered[0].get(key)!r} on rank 0, {other.get(key)!r})" for key in keys)
+                differences = ", ".join(f"{key} ({gathered[0].get(key)!r} on rank 0, {own.get(key)!r})" for key in keys)
                 raise LockstepError(
-                    f"{rank_label(rank)} has another {what} than rank 0: {shown}; start all ranks alike"
+                    f"the {subject} of {rank_label(rank)} differs from rank 0's: {differences}; start all ranks alike"
                 )
 
     def leave(self, patience: float | None = None) -> None:
@@ -406,19 +406,13 @@ class World:
                 dist.destroy_process_group()
 
     def abandon(self) -> None:
-        """Defer leaving to the next join, after an error.
-
-        The other ranks may be gone, and tracebacks hold the engine.
-        """
+        """Leave at the next join: other ranks may be gone, and tracebacks hold the engine."""
         if self.control is not None:
             _ABANDONED.append(self)
 
 
 def on_all_ranks(world: World, action: Callable[[], T]) -> T:
-    """Return the result of `action` once it succeeded on all ranks. Collective.
-
-    Otherwise every rank raises the first error.
-    """
+    """Run `action`, and return its result once it succeeded on all ranks; else raise. Collective."""
     result, error = None, None
     try:
         result = action()
@@ -429,16 +423,16 @@ def on_all_ranks(world: World, action: Callable[[], T]) -> T:
 
 
 def meeting_point() -> tuple[str, int, bool]:
-    """Return the meeting point's host and port, and whether the launcher holds it."""
+    """Return the meeting point's host and port, and whether the launcher serves it."""
     host, _, port = os.environ.get(MEETING_VARIABLE, "").rpartition(":")
     if host:
         return host, int(port), True
-    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return os.environ.get("MASTER_ADDR", ""), number_of("MASTER_PORT", 0), held
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("MASTER_ADDR", ""), launcher_number("MASTER_PORT", 0), by_launcher
 
 
 def meeting_store(rank: int, size: int, wait: timedelta, *, all_ranks: bool = True) -> TCPStore:
-    """Return the store at the ranks' meeting point.
+    """Return the store of the ranks' meeting point.
 
     Rank 0's listens on MASTER_ADDR only; torch's own would listen on every interface. If torchrun's agent holds a
     store (TORCHELASTIC_USE_AGENT_STORE), it is used. The store stays open for further joins.
@@ -452,20 +446,22 @@ def meeting_store(rank: int, size: int, wait: timedelta, *, all_ranks: bool = Tr
     Raises:
         ConfigError: no MASTER_ADDR, or rank 0 cannot listen there.
     """
-    host, port, held = meeting_point()
+    host, port, by_launcher = meeting_point()
     if not host:
-        raise ConfigError("the environment variable MASTER_ADDR is not set; a launcher (torchrun) sets it")
+        raise ConfigError(
+            "the environment variable MASTER_ADDR is not set; start the ranks with torchrun or `lockstep launch`"
+        )
     key = (os.getpid(), host, port)
     if key not in _STORES:
-        mine = rank == 0 and not held
-        if mine and "LOCAL_WORLD_SIZE" in os.environ and size > number_of("LOCAL_WORLD_SIZE", 1):
+        is_host = rank == 0 and not by_launcher
+        if is_host and "LOCAL_WORLD_SIZE" in os.environ and size > launcher_number("LOCAL_WORLD_SIZE", 1):
             check_reachable("MASTER_ADDR", host)
-        if not (mine or held):
+        if not (is_host or by_launcher):
             check_store(host, port, wait.total_seconds(), f"MASTER_PORT {port} on {host}")
-        listener = listening(host, port) if mine else None
+        listener = listen(host, port) if is_host else None
         handle = listener.detach() if listener else None
         most = size if all_ranks else None
-        _STORES[key] = TCPStore(host, port, most, mine, wait, wait_for_workers=all_ranks, master_listen_fd=handle)
+        _STORES[key] = TCPStore(host, port, most, is_host, wait, wait_for_workers=all_ranks, master_listen_fd=handle)
     _STORES[key].set_timeout(wait)
     return _STORES[key]
 
@@ -484,19 +480,16 @@ def _let_wait(group: dist.ProcessGroup, seconds: float) -> None:
 
 
 def _forget_group() -> None:
-    """Make torch.distributed.nn use the current default group.
-
-    Its functions keep the group of the time of import as a default argument.
-    """
+    """Make torch.distributed.nn use the current default group, not the one of its import."""
     loaded = sys.modules.get("torch.distributed.nn.functional")
     for function in vars(loaded).values() if loaded else ():
-        if held := getattr(function, "__defaults__", None):
-            function.__defaults__ = tuple(None if isinstance(each, dist.ProcessGroup) else each for each in held)
+        if defaults := getattr(function, "__defaults__", None):
+            function.__defaults__ = tuple(None if isinstance(each, dist.ProcessGroup) else each for each in defaults)
 
 
 _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
 _ABANDONED: list[World] = []
-_REGROUPING = 0.75  # seconds for ranks that have just reported to arrive; gloo waits five times as long
+_REGROUP_SECONDS = 0.75  # seconds for ranks that have just reported to arrive; gloo waits five times as long
 _NCCL_MORE = 30.0  # seconds: its watchdog aborts the process, and lockstep's must first report the missing rank
 _PATIENCE = 5.0  # seconds for ranks with the same error to reach the next join
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lockstep.config.engine_options import EngineOptions
 from lockstep.config.sections import Fp16
 from lockstep.data.loader import failure
-from lockstep.distributed.balance import Sharing
+from lockstep.distributed.balance import ShareSchedule
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms
 from lockstep.errors import DataError, LockstepError, said
 from lockstep.tensors import is_dtensor
@@ -115,7 +115,7 @@ class Settings:
 
     clip: float
     exact: int
-    sharing: Sharing | None
+    sharing: ShareSchedule | None
     loss_scaling: Fp16 | None
     blocks: tuple[nn.Module, ...]
     options: EngineOptions

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.distributed.balance import Sharing
+from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.engines.moving import Moving, Own
@@ -44,7 +44,7 @@ class Replay:
         sharing: the number of micro-batches of each rank; None: the same on all.
     """
 
-    def __init__(self, layers: list[Recording], world: World, sharing: Sharing | None = None) -> None:
+    def __init__(self, layers: list[Recording], world: World, sharing: ShareSchedule | None = None) -> None:
         self._layers, self._world, self._sharing = layers, world, sharing
         bound = [layer.bind() for layer in layers]
         self._moments = [mean for mean, _, _ in bound] + [var for _, var, _ in bound]
@@ -147,7 +147,7 @@ def with_buffers(
     *,
     exact: bool,
     shared: bool = True,
-    sharing: Sharing | None = None,
+    sharing: ShareSchedule | None = None,
     own: Own | None = None,
 ) -> Engine:
     """Wrap the engine so that its steps include the buffers of `model` (the plain module).

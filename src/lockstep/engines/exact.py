@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.balance import Shares, Sharing, equal_shares
+from lockstep.distributed.balance import Shares, ShareSchedule, equal_shares
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError
@@ -172,7 +172,7 @@ class Tree:
     """
 
     def __init__(
-        self, parameters: list[Tensor], micro_batches: int, world: World, sharing: Sharing | None = None
+        self, parameters: list[Tensor], micro_batches: int, world: World, sharing: ShareSchedule | None = None
     ) -> None:
         self._parameters, self._world, self._sharing = parameters, world, sharing
         self._dtype = functools.reduce(torch.promote_types, {_real(p).dtype for p in parameters})  # holds each exactly

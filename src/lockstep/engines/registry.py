@@ -20,7 +20,7 @@ from lockstep.config.deepspeed import read_json
 from lockstep.config.engine_options import ENGINES, EngineOptions, own_options
 from lockstep.config.schema import flag
 from lockstep.config.sections import Fp16
-from lockstep.distributed.balance import Sharing, given_shares
+from lockstep.distributed.balance import ShareSchedule, shares_of_counts
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, MakeOptimizer, MakePenalty, Settings
 from lockstep.engines.buffers import Buffered, with_buffers
@@ -80,7 +80,7 @@ def engine(  # noqa: PLR0913
     *,
     clip: float = 0.0,
     exact_micro_batches: int = 0,
-    shares: Sequence[int] | Sharing | None = None,
+    shares: Sequence[int] | ShareSchedule | None = None,
     loss_scaling: bool | Fp16 = False,
     blocks: Iterable[nn.Module] = (),
     options: EngineOptions | None = None,
@@ -111,8 +111,8 @@ def engine(  # noqa: PLR0913
         clip: largest 2-norm of the gradient; 0 does not clip.
         exact_micro_batches: M, to sum a step's M micro-batches in the fixed tree; 0: as the backend does. Each rank
             then has ceil(M / world) backwards in every step; those of empty slots have weight 0.
-        shares: number of a step's micro-batches that each rank computes, consecutive by rank; or a `Sharing`, which
-            gives it for the current step; None: equal shares. For single, ddp and zero.
+        shares: number of a step's micro-batches that each rank computes, consecutive by rank; or a `ShareSchedule`,
+            which gives it for the current step; None: equal shares. For single, ddp and zero.
         loss_scaling: scales the loss, and skips a step that overflows, for a model under float16 autocast. True uses
             the defaults of `Config.fp16`.
         blocks: the model's repeated blocks, in order; fsdp searches for them if none are given.
@@ -246,16 +246,16 @@ def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
 
 
 def _sharing(
-    name: str, shares: Sequence[int] | Sharing | None, micro_batches: int, world: World, options: EngineOptions
-) -> Sharing | None:
+    name: str, shares: Sequence[int] | ShareSchedule | None, micro_batches: int, world: World, options: EngineOptions
+) -> ShareSchedule | None:
     if not shares:
         return None
-    if isinstance(shares, Sharing):
+    if isinstance(shares, ShareSchedule):
         check_sharing(name, "auto", options)
         return shares
     check_shares(name, shares, micro_batches or sum(shares), world.size, options)
-    counts = given_shares(shares)
-    return Sharing(lambda step: counts)
+    counts = shares_of_counts(shares)
+    return ShareSchedule(lambda step: counts)
 
 
 def check_shares(name: str, counts: Sequence[int], micro_batches: int, ranks: int, options: EngineOptions) -> None:

@@ -48,7 +48,7 @@ class Straggler:
             return ""
         self._count = exchange.count
         if exchange.count > 2:  # the first ones measure the start
-            self._windows.append(exchange.heard)
+            self._windows.append(exchange.busy_by_rank)
         if step - self._since < _STEPS or not self._windows:
             return ""
         heard, self._windows, self._since = self._windows, [], step

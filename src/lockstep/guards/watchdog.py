@@ -405,7 +405,7 @@ class HangWatchdog:
                     return LockstepError(read_alone(self._world.rank, progress.step + 1, ahead))
         if self._member:
             return ""
-        self._failed_since = (self._failed_since or now) if self._exchange.broken() else 0.0
+        self._failed_since = (self._failed_since or now) if self._exchange.has_failed() else 0.0
         if self._failed_since and now - self._failed_since > _GRACE:
             return "an exchange failed"
         return _MISSED if self._inquiry.called else ""
@@ -419,7 +419,7 @@ class HangWatchdog:
         with contextlib.suppress(RuntimeError):  # the launcher is gone
             store = member.connection()
             while not self._ended.wait(_REPLACEMENT_INTERVAL):
-                if member.is_wished(store):
+                if member.has_candidate(store):
                     self._exchange.stop(REGROUP)
 
     def _leave(self, reason: str | LockstepError) -> None:

@@ -1,11 +1,11 @@
 """Run a job's processes with torchrun's elastic agent, and report the first failure.
 
-    well, asked, code = run(Job(...))
+    succeeded, stop_signal, code = run(Job(...))
 
 Adds to torch's agent: the rank that failed first, no restart that cannot help, replacement of lost processes, and a
 meeting point that listens on one address. Besides torch's public classes it uses the process handles inside
-LocalElasticAgent and their creation, its set of awaited processes, and its counter of restarts left; all have the same
-names from torch 2.11 on.
+LocalElasticAgent and their creation, its set of processes to wait for, and its counter of restarts left; all have the
+same names since torch 2.11.
 """
 
 import contextlib
@@ -33,22 +33,22 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from lockstep.distributed.failures import ProcessFailure, first
-from lockstep.distributed.launcher import LAUNCHER_VARIABLE, listening
+from lockstep.distributed.failures import ProcessFailure, first_failure
+from lockstep.distributed.launcher import LAUNCHER_VARIABLE, listen
 from lockstep.distributed.membership import STOP_SIGNALS, heeds_hangup, leave_terminal
 from lockstep.distributed.progress import (
     FOLDER_VARIABLE,
     MEETING_VARIABLE,
     MEMBER_VARIABLE,
     RankProgress,
-    is_under_way,
+    ended_while_running,
     rank_label,
     read_end,
 )
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launch.job import Job, kills
+from lockstep.launch.job import Job, count_oom_kills
 from lockstep.launch.losses import REPEATED, Membership
-from lockstep.launch.rendezvous import local_address, meeting
+from lockstep.launch.rendezvous import local_address, open_rendezvous
 from lockstep.launch.workers import Preloaded, life_pipe, private_folder
 from lockstep.report.goodput import ENDED_VARIABLE
 
@@ -70,7 +70,7 @@ class Child(Protocol):
 
 
 @contextmanager
-def orphans_adopted() -> Iterator[bool]:
+def adopt_orphans() -> Iterator[bool]:
     """Make this process adopt orphans in place of init.
 
     Yields:
@@ -89,14 +89,14 @@ def reap_orphans(children: Iterable[Child]) -> None:
     """Reap orphans that have ended, such as the loader processes of a killed rank.
 
     Args:
-        children: processes whose codes are still needed, which are left to their own `poll`.
+        children: processes whose exit codes are still needed; their own `poll` reaps them.
     """
-    known = {child.pid: child for child in children if child.returncode is None}
+    waiting = {child.pid: child for child in children if child.returncode is None}
     while (pid := _next_ended()) is not None:
-        if pid not in known:
+        if pid not in waiting:
             os.waitpid(pid, os.WNOHANG)
-        elif known.pop(pid).poll() is None:
-            return  # other code is waiting for it
+        elif waiting.pop(pid).poll() is None:
+            return  # other code waits for it
 
 
 def _next_ended() -> int | None:
@@ -111,20 +111,20 @@ _GRACE = 2.0  # seconds for the others to report their progress, once one has fa
 _KILLED = 0.3  # the same, if one was killed: no other failure causes that, so it was the first
 _LEAVE = 0.5  # seconds to notify the other nodes that this one leaves
 _POLL = 0.05
-_SETTLED = 5.0  # seconds after the start before preloading a process to fork from; short runs need none
+_PRELOAD_DELAY = 5.0  # seconds after the start before preloading a process to fork from; short runs need none
 
 
 def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
     """Run the job to its end.
 
     Returns:
-        Whether all processes succeeded; the signal that requested the end, or None; the code of a run that saved
-        before its end, else 0.
+        (whether all processes succeeded; the signal that requested the end, or None; the exit code of a run that saved
+        before its end, else 0).
 
     Raises:
         LockstepError: the job failed; the line names the rank that failed first. Its exit code is that rank's.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the last line reports the same, better
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the last line reports the same
     for name, value in job.environment.items():
         os.environ.setdefault(name, value)
     folder = private_folder()
@@ -133,14 +133,14 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
     os.environ[LAUNCHER_VARIABLE] = str(life_pipe(folder))
     agent = None
     try:
-        with orphans_adopted() as adopted:
+        with adopt_orphans() as adopted:
             agent = _Agent(job, folder, adopted)
             result = agent.run()
         code = read_end(folder / "places")
     except SignalException as error:
-        ended = LockstepError(f"ended by {signal.Signals(error.sigval).name}, and the processes with it")
-        ended.exit_code = 128 + error.sigval
-        raise ended from error
+        signal_error = LockstepError(f"ended by {signal.Signals(error.sigval).name}, and the processes with it")
+        signal_error.exit_code = 128 + error.sigval
+        raise signal_error from error
     except (RendezvousError, DistError) as error:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise LockstepError(
@@ -150,16 +150,16 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
         if agent:
             agent.end()
         shutil.rmtree(folder, ignore_errors=True)
-    if result.is_failed() and (agent.asked is None or agent.told):
+    if result.is_failed() and (agent.stop_signal is None or agent.has_cause):
         raise agent.error()
-    return not result.is_failed(), agent.asked, code
+    return not result.is_failed(), agent.stop_signal, code
 
 
 class _Agent(LocalElasticAgent):
     """Starts, watches and restarts the processes.
 
     Attributes:
-        asked: the signal that asked this launcher to end; None: none.
+        stop_signal: the signal that requested the end; None: none.
     """
 
     def __init__(self, job: Job, folder: Path, adopts: bool) -> None:
@@ -168,75 +168,69 @@ class _Agent(LocalElasticAgent):
             local_world_size=job.processes,
             entrypoint=sys.executable,
             args=tuple(job.command),
-            rdzv_handler=meeting(job),
+            rdzv_handler=open_rendezvous(job),
             max_restarts=job.restarts,
             monitor_interval=_POLL,
             local_addr=local_address(job),
         )
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder)), start_method="spawn")
         self._folder, self._job = Path(os.environ[FOLDER_VARIABLE]), job
-        self.asked: signal.Signals | None = None
+        self.stop_signal: signal.Signals | None = None
         self._hangup = self._forward if heeds_hangup() else signal.SIG_IGN
         self._failure: ProcessFailure | None = None
-        self._earlier: list[ProcessFailure] = []  # failures that led to restarts
-        self._kills, self._looked = kills(), time.monotonic()
-        self._ending = ""  # why a loss ended the others too
+        self._restart_failures: list[ProcessFailure] = []  # failures that led to restarts
+        self._oom_kills, self._oom_check_time = count_oom_kills(), time.monotonic()
+        self._end_reason = ""  # why a loss ended the other processes too
         self._names: dict[int, str] = {}  # names of the processes, by local rank
         self._spared: set[int] = set()  # local ranks of processes that the run continues without
-        self._silenced: set[str] = set()  # names of processes that were killed because they were silent
-        self._losses = self._replacing(job)
+        self._silenced: set[str] = set()  # names of processes killed for their silence
+        self._membership = self._open_membership(job)
         self._preloaded: Preloaded | None = None
-        self._forks = adopts and Preloaded.serves(job.command)
+        self._can_fork = adopts and Preloaded.can_fork(job.command)
         self._started = time.monotonic()
 
-    def _replacing(self, job: Job) -> Membership | None:
-        """Open this launcher's own meeting point, to decide who continues after a loss.
-
-        None: a loss ends all processes.
-        """
+    def _open_membership(self, job: Job) -> Membership | None:
+        """Open this launcher's own meeting point, to decide who continues after a loss; None: nobody does."""
         os.environ.pop(MEETING_VARIABLE, None)
         if not job.losses:
             return None
         host = job.endpoint.rpartition(":")[0]
-        listener = listening(host, 0)
+        listener = listen(host, 0)
         if listener is None:
             return None
         port = listener.getsockname()[1]
         store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         os.environ[MEETING_VARIABLE] = f"{host}:{port}"
-        return Membership(store, least=job.least, most=job.losses, said=self._described)
+        return Membership(store, least=job.least, most=job.losses, describe=self._describe)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for place in self._folder.iterdir():
-            place.unlink(missing_ok=True)  # left by processes before a restart
-        self._kills, self._ending, self._silenced, self._spared = kills(), "", set(), set()
+            place.unlink(missing_ok=True)  # of processes before a restart
+        self._oom_kills, self._end_reason, self._silenced, self._spared = count_oom_kills(), "", set(), set()
         self._started = time.monotonic()
         self._names = {worker.local_rank: str(worker.global_rank) for worker in worker_group.workers}
-        if self._losses:
+        if self._membership:
             restart = self._job.restarts - self._remaining_restarts
-            self._losses.begin(restart, [self._names[local] for local in sorted(self._names)])
+            self._membership.begin(restart, [self._names[local] for local in sorted(self._names)])
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for number in STOP_SIGNALS:  # after torch's, which would end the processes before they save
             signal.signal(number, self._hangup if number == signal.SIGHUP else self._forward)
         return pids
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        """Forward a signal: the processes save and end, or end at once on a second Ctrl-C.
-
-        No restart follows.
-        """
+        """Forward a signal: processes save and end; a second Ctrl-C kills. No restart follows."""
         self._remaining_restarts = 0
         if number == signal.SIGHUP:
             leave_terminal()
-        if self._losses:
-            self._spare([local for local, name in self._names.items() if self._losses.rank_of(name) is None])
-        again = self.asked == number == signal.SIGINT
-        self.asked = signal.Signals(number)
+        if self._membership:
+            self._spare([local for local, name in self._names.items() if self._membership.rank_of(name) is None])
+        is_repeat = self.stop_signal == number == signal.SIGINT
+        self.stop_signal = signal.Signals(number)
         # Each process has its own session, so that a Ctrl-C in the terminal does not reach it directly too.
-        sent = signal.SIGKILL if again else self.asked
+        to_send = signal.SIGKILL if is_repeat else self.stop_signal
         for process in self._processes().values():
             if process.poll() is None:
-                process.send_signal(sent)
+                process.send_signal(to_send)
 
     def _processes(self) -> dict[int, "subprocess.Popen[bytes]"]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
@@ -247,60 +241,62 @@ class _Agent(LocalElasticAgent):
         if self._preloaded:
             children.append(self._preloaded.process)
         reap_orphans(children)
-        if self._forks and self._preloaded and self._preloaded.process.poll():
-            self._forks = False
-            self._say("the process kept ready for replacements is gone; a lost rank's replacement starts more slowly")
+        if self._can_fork and self._preloaded and self._preloaded.process.poll():
+            self._can_fork = False
+            self._print("the process kept ready for replacements is gone; a lost rank's replacement starts more slowly")
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._reap()
         failed = any(process.poll() for process in self._processes().values())
-        if not failed and time.monotonic() - self._looked > 2.0:
-            self._kills, self._looked = kills(), time.monotonic()
-        if self._losses and self._go_on(self._losses, worker_group):
+        if not failed and time.monotonic() - self._oom_check_time > 2.0:
+            self._oom_kills, self._oom_check_time = count_oom_kills(), time.monotonic()
+        if self._membership and self._continue_without(self._membership, worker_group):
             return RunResult(state=WorkerState.HEALTHY)
         processes = self._processes()
-        lost = any(self._has_failed(local, process.poll()) for local, process in processes.items())
-        if lost:
+        has_loss = any(self._has_failed(local, process.poll()) for local, process in processes.items())
+        if has_loss:
             self._explain(processes, worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
-        return RunResult(state=WorkerState.FAILED) if lost and not result.is_failed() else result
+        return RunResult(state=WorkerState.FAILED) if has_loss and not result.is_failed() else result
 
     def _has_failed(self, local: int, code: int | None) -> bool:
-        """Whether a process failed: with an error, or with code 0 in the middle of its run."""
+        """Whether a process ended with an error, or with code 0 in mid-run."""
         slot = self._names[local].partition(".")[0]
-        return code is not None and (code != 0 or is_under_way(self._folder, slot))
+        return code is not None and (code != 0 or ended_while_running(self._folder, slot))
 
-    def _go_on(self, losses: Membership, group: WorkerGroup) -> bool:
+    def _continue_without(self, membership: Membership, group: WorkerGroup) -> bool:
         """Handle processes that ended; return whether the others continue.
 
-        If they do, torch's own watch is skipped: it would end all processes for one that has failed since.
+        If so, torch's own watch is skipped: it would end all processes for one that has failed since.
         """
-        if self._forks and self._preloaded is None and time.monotonic() - self._started > _SETTLED:
+        if self._can_fork and self._preloaded is None and time.monotonic() - self._started > _PRELOAD_DELAY:
             self._preloaded = Preloaded()
         codes = {local: process.poll() for local, process in self._processes().items()}
         living = {self._names[local] for local, code in codes.items() if code is None}
-        lost = {local for local, code in codes.items() if self._has_failed(local, code)}
-        members = {local for local, name in self._names.items() if name in losses.members}
-        if losses.number and all(codes[local] == 0 for local in members) and not lost & members:
+        lost_ranks = {local for local, code in codes.items() if self._has_failed(local, code)}
+        members = {local for local, name in self._names.items() if name in membership.members}
+        if membership.number and all(codes[local] == 0 for local in members) and not lost_ranks & members:
             self._spare([local for local, name in self._names.items() if name in living])  # it is too late to join
             return False
-        failed = {self._names[local]: self._failed(local, codes[local] or 0, time.time(), group) for local in lost}
+        failed = {
+            self._names[local]: self._read_failure(local, codes[local] or 0, time.time(), group) for local in lost_ranks
+        }
         if UsageError.exit_code in (failure.code for failure in failed.values()) or not living:
             return False
-        self._ending = losses.look(living, failed)
-        if self._ending:
+        self._end_reason = membership.update(living, failed)
+        if self._end_reason:
             return False
         places = {name: local for local, name in self._names.items()}
-        for name in losses.silent:
+        for name in membership.silent:
             self._processes()[places[name]].kill()
             self._silenced.add(name)
-        self._spare([places[name] for name in losses.refused], kill=False)  # it reports why, and ends
-        for name in losses.replace:
-            if self.asked is None:
+        self._spare([places[name] for name in membership.refused], kill=False)  # it reports why, and ends
+        for name in membership.replace:
+            if self.stop_signal is None:
                 self._replace(places[name], group)
             else:
                 self._spare([places[name]])
-        losses.silent, losses.refused, losses.replace = [], [], []
+        membership.silent, membership.refused, membership.replace = [], [], []
         return True
 
     def _spare(self, locals_: list[int], *, kill: bool = True) -> None:
@@ -320,7 +316,7 @@ class _Agent(LocalElasticAgent):
         with contextlib.suppress(OSError):  # its predecessor's note has been read
             Path(context.error_files[local]).unlink(missing_ok=True)
         (self._folder / slot).unlink(missing_ok=True)
-        is_under_way(self._folder, slot, forget=True)
+        ended_while_running(self._folder, slot, forget=True)
         context.subprocess_handlers[local] = _Handler(
             self._preloaded,
             entrypoint=context.entrypoint,
@@ -332,21 +328,21 @@ class _Agent(LocalElasticAgent):
             numa_options=None,
         )
         group.workers[local].id = context.subprocess_handlers[local].proc.pid  # compared by torch's watch
-        if self._losses:
-            self._losses.started(name)
+        if self._membership:
+            self._membership.add_new(name)
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a closed terminal must not end the run
             print(f"lockstep: {line}", file=sys.stderr, flush=True)
 
     def _explain(self, processes: dict[int, "subprocess.Popen[bytes]"], group: WorkerGroup) -> None:
         """Find the first failure, after giving the other processes time to end; announce a restart."""
-        seen: dict[int, tuple[int, float]] = {}  # exit code, and when
+        ends: dict[int, tuple[int, float]] = {}  # exit code, and when
         began = time.monotonic()
         while True:
             for local, process in processes.items():
                 if self._has_failed(local, code := process.poll()):
-                    seen.setdefault(local, (code or 0, time.time()))
+                    ends.setdefault(local, (code or 0, time.time()))
             running = [process for process in processes.values() if process.poll() is None]
             killed = any(process.poll() == -signal.SIGKILL for process in processes.values())
             if all(_is_stopped(process.pid) for process in running):
@@ -358,68 +354,68 @@ class _Agent(LocalElasticAgent):
         for local in silent:  # a stopped process takes no other signal
             processes[local].kill()
             processes[local].wait()
-        found = [self._failed(local, code, when, group) for local, (code, when) in seen.items()]
-        self._failure = first(found)
-        os.environ[ENDED_VARIABLE] = str(min(when for _, when in seen.values()))  # for the timeline, after a restart
-        if len(found) > 1 and len({failure.message for failure in found}) == 1 and self._failure.message:
+        failures = [self._read_failure(local, code, when, group) for local, (code, when) in ends.items()]
+        self._failure = first_failure(failures)
+        os.environ[ENDED_VARIABLE] = str(min(when for _, when in ends.values()))  # for the timeline, after a restart
+        if len(failures) > 1 and len({failure.message for failure in failures}) == 1 and self._failure.message:
             self._failure = dataclasses.replace(self._failure, shared=True)
         if silent and self._failure.names_nobody:
-            self._failure = dataclasses.replace(self._failure, message=self._missing(silent, group))
-        if UsageError.exit_code in (failure.code for failure in found):
+            self._failure = dataclasses.replace(self._failure, message=self._describe_silent(silent, group))
+        if UsageError.exit_code in (failure.code for failure in failures):
             self._remaining_restarts = 0  # bad input stays bad
-        if self._remaining_restarts and any(self._failure.repeats(earlier) for earlier in self._earlier):
-            self._remaining_restarts, self._ending = 0, f"{REPEATED}, so it is not restarted once more"
-        self._earlier.append(self._failure)
-        if self._remaining_restarts and self.asked is None:
+        if self._remaining_restarts and any(self._failure.repeats(earlier) for earlier in self._restart_failures):
+            self._remaining_restarts, self._end_reason = 0, f"{REPEATED}, so it is not restarted once more"
+        self._restart_failures.append(self._failure)
+        if self._remaining_restarts and self.stop_signal is None:
             number = self._job.restarts - self._remaining_restarts + 1
-            self._say(f"{self._told()}; restart {number} of {self._job.restarts}")
+            self._print(f"{self._summary()}; restart {number} of {self._job.restarts}")
 
-    def _missing(self, silent: list[int], group: WorkerGroup) -> str:
+    def _describe_silent(self, silent: list[int], group: WorkerGroup) -> str:
         """Describe the ranks that did not arrive before the first step.
 
         No watch names them there: they are those that did not notice the end of the others.
         """
         ranks = [self._rank_of(local, group) for local in silent]
-        shown = " and ".join(
+        text = " and ".join(
             f"{rank_label(rank, slot)} did not arrive: it was in "
             f"{RankProgress.read(self._folder / str(slot)) or 'its start, before step 0'}"
             for rank, slot in ranks
         )
-        return f"{shown}; after --timeout seconds the others gave up; raise --timeout where it is only slow"
+        return f"{text}; after --timeout seconds the others gave up; raise --timeout where it is only slow"
 
     def _rank_of(self, local: int, group: WorkerGroup) -> tuple[int, int]:
         """Return a process's rank now and at the start."""
         slot = int(group.workers[local].global_rank)
-        now = self._losses.rank_of(self._names[local]) if self._losses else None
+        now = self._membership.rank_of(self._names[local]) if self._membership else None
         return slot if now is None else now, slot
 
     @property
-    def told(self) -> bool:
+    def has_cause(self) -> bool:
         """Whether a process reported a cause, other than the loss of the others."""
         return bool(self._failure and self._failure.message and not self._failure.follows)
 
-    def _failed(self, local: int, code: int, when: float, group: WorkerGroup) -> ProcessFailure:
+    def _read_failure(self, local: int, code: int, when: float, group: WorkerGroup) -> ProcessFailure:
         rank, slot = self._rank_of(local, group)
         assert self._pcontext is not None
         note = Path(self._pcontext.error_files[local])
-        found = ProcessFailure.read(rank, code, note, RankProgress.read(self._folder / str(slot)), when)
-        found = dataclasses.replace(found, at_start=slot)
+        failure = ProcessFailure.read(rank, code, note, RankProgress.read(self._folder / str(slot)), when)
+        failure = dataclasses.replace(failure, at_start=slot)
         if self._names.get(local) in self._silenced:
-            return dataclasses.replace(found, message="it said nothing while the others waited for it, and was ended")
-        return found
+            return dataclasses.replace(failure, message="it said nothing while the others waited for it, and was ended")
+        return failure
 
-    def _told(self) -> str:
+    def _summary(self) -> str:
         if self._failure is None:
             return "the processes failed on another node; see its launcher's last line"
-        more = f"; {self._ending}" if self._ending not in ("", "-") else ""
-        causes = self._losses.causes if self._losses and more else []
+        more = f"; {self._end_reason}" if self._end_reason not in ("", "-") else ""
+        causes = self._membership.causes if self._membership and more else []
         if len(causes) > 1:
             more += f"; the first of {len(causes)} losses: {causes[0]}"
-        return self._described(self._failure) + more
+        return self._describe(self._failure) + more
 
-    def _described(self, failure: ProcessFailure) -> str:
+    def _describe(self, failure: ProcessFailure) -> str:
         if failure.code == -signal.SIGKILL and not failure.message:
-            if kills() > self._kills:
+            if count_oom_kills() > self._oom_kills:
                 return f"{failure}: out of memory, by the kernel's count; lower --micro-batch-size, or take more memory"
             return f"{failure}: something outside the run killed it; the kernel reports no lack of memory (no OOM kill)"
         if -failure.code in STOP_SIGNALS and not failure.message:
@@ -431,8 +427,8 @@ class _Agent(LocalElasticAgent):
     def error(self) -> LockstepError:
         """Return the error for the last line on the user's screen."""
         failure = self._failure
-        again = "" if self.told else "; the same command goes on from the newest checkpoint, if there is one"
-        error = LockstepError(self._told() + again)
+        advice = "" if self.has_cause else "; the same command goes on from the newest checkpoint, if there is one"
+        error = LockstepError(self._summary() + advice)
         error.exit_code = failure.code if failure and failure.code > 0 else 1
         return error
 
@@ -449,9 +445,9 @@ class _Agent(LocalElasticAgent):
 class _Handler(SubprocessHandler):
     """A worker that is forked from the preloaded process if possible, else started."""
 
-    def __init__(self, preloaded: Preloaded | None, **named: Any) -> None:
+    def __init__(self, preloaded: Preloaded | None, **options: Any) -> None:
         self._preloaded = preloaded
-        super().__init__(**named)
+        super().__init__(**options)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         forked = self._preloaded.start(args[1:], env) if self._preloaded else None

@@ -22,14 +22,14 @@ from lockstep.adapters.hf_trainer import flags
 from lockstep.config import cli
 from lockstep.config.cli import Parser
 from lockstep.config.hints import FOREIGN
-from lockstep.distributed.launcher import OPENCV_THREADS, check_reachable, cores, own_address, torch_variables
+from lockstep.distributed.launcher import OPENCV_THREADS, check_reachable, cores, is_own_address, torch_variables
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launch.job import Job, log_folder, log_variables, made
+from lockstep.launch.job import Job, create_log_folder, log_folder, log_variables
 
 __all__ = ["command"]
 
 _LOOPBACK = "127.0.0.1"
-_ELSEWHERE = "it is no flag of launch; those of train stand behind `-- train`"
+_ELSEWHERE = "it is not a flag of launch; flags of train go after `-- train`"
 
 
 def command(argv: list[str]) -> int:
@@ -43,27 +43,27 @@ def command(argv: list[str]) -> int:
         LockstepError: the run failed; the line names the rank that failed first. Or a signal ended it before it could
             save; the exit code is 128 plus the signal's number.
     """
-    own, rest = _split(argv)
+    own, target = _split(argv)
     try:
-        given = _parser().read(own)
-        exact = _behind(rest)
+        args = _parser().read(own)
+        exact = _is_exact(target)
     except SystemExit:  # --help
         return 0
-    logs = None if given.nccl_debug is None else log_folder(given.nccl_debug, rest)
-    job = _job(given, rest, exact)
+    logs = None if args.nccl_debug is None else log_folder(args.nccl_debug, target)
+    job = _job(args, target, exact)
     if logs:
         job.environment.update(log_variables(logs))
-    if given.dry_run:
-        print(_shown(job))
+    if args.dry_run:
+        print(_torchrun_command(job))
         return 0
-    with made(logs):
-        well, asked, code = importlib.import_module("lockstep.launch.agent").run(job)  # loads torch
-    if well:
+    with create_log_folder(logs):
+        succeeded, stop_signal, code = importlib.import_module("lockstep.launch.agent").run(job)  # imports torch
+    if succeeded:
         return int(code)
-    number = asked or signal.SIGTERM
+    number = stop_signal or signal.SIGTERM
     error = LockstepError(
-        f"ended by {number.name} before the run could save itself; the same command goes on from its newest "
-        "checkpoint, or begins again where there is none"
+        f"ended by {number.name} before the run could save; the same command resumes from its newest checkpoint, or "
+        "starts over if there is none"
     )
     error.exit_code = 128 + number
     raise error
@@ -79,27 +79,27 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv, []
 
 
-def _behind(rest: list[str]) -> bool:
-    """Whether the command after `--` computes exactly, as far as known here.
+def _is_exact(target: list[str]) -> bool:
+    """Whether the command after `--` is a run under --exact, as far as known here.
 
     Raises:
-        ConfigError: it is not a program that can be started.
+        ConfigError: `launch` cannot start it.
     """
-    if rest and rest[0] == "train":
-        parser = flags.with_flags(cli.parser_of(rest[1:], "lockstep train"))
-        given = vars(parser.read(rest[1:]))
-        told = cli.told(given)
-        flags.asked(given, told)
-        return cli.build(cli.applied(told)).exact
-    if rest and rest[0] in ("evaluate", "doctor", "profile"):
-        return "--exact" in rest  # for evaluate, its run's configuration decides later
-    if rest and rest[0].endswith(".py"):
-        if not Path(rest[0]).is_file():
-            raise ConfigError(f"launch: there is no file {rest[0]}; give a script, or train, behind `--`")
-        return "--exact" in rest
-    shown = f"'{rest[0]}'" if rest else "nothing"
+    if target and target[0] == "train":
+        parser = flags.with_flags(cli.parser_of(target[1:], "lockstep train"))
+        options = vars(parser.read(target[1:]))
+        values = cli.told(options)
+        flags.asked(options, values)
+        return cli.build(cli.applied(values)).exact
+    if target and target[0] in ("evaluate", "doctor", "profile"):
+        return "--exact" in target  # for evaluate, its run's configuration decides later
+    if target and target[0].endswith(".py"):
+        if not Path(target[0]).is_file():
+            raise ConfigError(f"launch: there is no file {target[0]}; pass a script, or train, after `--`")
+        return "--exact" in target
+    program = f"'{target[0]}'" if target else "nothing"
     raise ConfigError(
-        f"launch starts `train`, `evaluate`, `profile`, `doctor` or a script, and behind `--` stands {shown}: lockstep "
+        f"launch starts `train`, `evaluate`, `profile`, `doctor` or a script, but {program} follows `--`: lockstep "
         "launch ... -- train [flags], or ... -- script.py [arguments]"
     )
 
@@ -109,13 +109,13 @@ def _parser() -> Parser:
     parser = Parser(
         prog="lockstep launch",
         usage="lockstep launch [flags] -- train [flags of train]   or   ... -- script.py [arguments]",
-        description="Starts a run on several processes, and starts it again after a failure; it resumes by itself.",
+        description="Starts a run on several processes, and restarts it after a failure; it resumes by itself.",
         epilog="The flags of train: `lockstep train --help`, and `lockstep train --help-all`.",
         foreign=elsewhere,
     )
     add = parser.add_argument
     add("--nproc-per-node", type=int, default=1, metavar="N", help="processes on this node (default: 1)")
-    add("--nnodes", default="1", metavar="N|MIN:MAX", help="nodes; MIN:MAX goes on with fewer (default: 1)")
+    add("--nnodes", default="1", metavar="N|MIN:MAX", help="nodes; MIN:MAX continues with fewer (default: 1)")
     add("--node-rank", type=int, default=0, metavar="K", help="0 on the node that --master-addr names (default: 0)")
     add("--master-addr", metavar="HOST", help="address of node 0, on the interface to be used")
     add("--master-port", type=int, default=0, metavar="PORT", help="its port (default: 29400; one node: any free one)")
@@ -130,70 +130,70 @@ def _parser() -> Parser:
         type=int,
         default=8,
         metavar="K",
-        help="losses within an hour after which the others go on, on one node; 0: a loss ends all (default: 8)",
+        help="losses within an hour that the run survives, on one node; 0: a loss ends all (default: 8)",
     )
-    text = "NCCL's log, a file a process, into DIR (default: logs in the run's folder)"
+    text = "NCCL's logs, one file per process, into DIR (default: logs in the run's folder)"
     add("--nccl-debug", nargs="?", const="", metavar="DIR", help=text)
-    add("--dry-run", action="store_true", help="print the torchrun command that comes closest, and start nothing")
+    add("--dry-run", action="store_true", help="print the closest torchrun command, and start nothing")
     return parser
 
 
-def _job(given: argparse.Namespace, rest: list[str], exact: bool) -> Job:
-    nodes = _nodes(given.nnodes)
+def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
+    nodes = _nodes(args.nnodes)
     for flag, value, least in (
-        ("--nproc-per-node", given.nproc_per_node, 1),
-        ("--max-restarts", given.max_restarts, 0),
-        ("--node-rank", given.node_rank, 0),
-        ("--min-ranks", given.min_ranks, 1),
-        ("--max-losses", given.max_losses, 0),
+        ("--nproc-per-node", args.nproc_per_node, 1),
+        ("--max-restarts", args.max_restarts, 0),
+        ("--node-rank", args.node_rank, 0),
+        ("--min-ranks", args.min_ranks, 1),
+        ("--max-losses", args.max_losses, 0),
     ):
         if value < least:
             raise ConfigError(f"{flag} is {value}: it must be at least {least}")
-    if given.min_ranks > given.nproc_per_node * nodes[1]:
-        most = given.nproc_per_node * nodes[1]
-        raise ConfigError(f"--min-ranks is {given.min_ranks}, and there are {most} processes: it must be at most that")
-    host, port = _endpoint(given, nodes)
-    goes_on = rest[0] != "doctor"  # a restart would not fix its findings
-    is_host = given.node_rank == 0 and (not given.rdzv_endpoint or own_address(host))
+    if args.min_ranks > args.nproc_per_node * nodes[1]:
+        most = args.nproc_per_node * nodes[1]
+        raise ConfigError(f"--min-ranks is {args.min_ranks}, but there are {most} processes: it must be at most {most}")
+    host, port = _endpoint(args, nodes)
+    restartable = target[0] != "doctor"  # a restart would not fix its findings
+    is_host = args.node_rank == 0 and (not args.rdzv_endpoint or is_own_address(host))
     return Job(
-        command=["-u", *rest] if rest[0].endswith(".py") else ["-m", "lockstep", *rest],
-        processes=given.nproc_per_node,
+        command=["-u", *target] if target[0].endswith(".py") else ["-m", "lockstep", *target],
+        processes=args.nproc_per_node,
         nodes=nodes,
-        backend=given.rdzv_backend,
+        backend=args.rdzv_backend,
         endpoint=f"{host}:{port}",
-        options=_settings(given.rdzv_conf),
-        run_id=given.rdzv_id or ("lockstep" if nodes[1] > 1 else uuid.uuid4().hex),
+        options=_settings(args.rdzv_conf),
+        run_id=args.rdzv_id or ("lockstep" if nodes[1] > 1 else uuid.uuid4().hex),
         is_host=is_host,
-        restarts=given.max_restarts if goes_on else 0,
-        least=given.min_ranks,
-        losses=given.max_losses if goes_on and nodes[1] == 1 and given.nproc_per_node > 1 else 0,
-        environment=_environment(given.nproc_per_node, nodes, exact),
+        restarts=args.max_restarts if restartable else 0,
+        least=args.min_ranks,
+        losses=args.max_losses if restartable and nodes[1] == 1 and args.nproc_per_node > 1 else 0,
+        environment=_environment(args.nproc_per_node, nodes, exact),
     )
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
         raise ConfigError(f"--nnodes is '{text}': it must be a number from 1, or MIN:MAX")
     return least, most
 
 
-def _endpoint(given: argparse.Namespace, nodes: tuple[int, int]) -> tuple[str, int]:
-    host, port = given.master_addr, given.master_port
-    if given.rdzv_endpoint:
-        host, _, text = given.rdzv_endpoint.rpartition(":")
+def _endpoint(args: argparse.Namespace, nodes: tuple[int, int]) -> tuple[str, int]:
+    host, port = args.master_addr, args.master_port
+    if args.rdzv_endpoint:
+        host, _, text = args.rdzv_endpoint.rpartition(":")
         if not host or not text.isascii() or not text.isdigit():
-            raise ConfigError(f"--rdzv-endpoint is '{given.rdzv_endpoint}': it must be HOST:PORT")
+            raise ConfigError(f"--rdzv-endpoint is '{args.rdzv_endpoint}': it must be HOST:PORT")
         port = int(text)
     if not 0 <= port < 65536:
         raise ConfigError(f"--master-port is {port}: it must be from 0 to 65535")
     if nodes[1] == 1:
         return host or _LOOPBACK, port
     if not host:
-        raise ConfigError(f"--nnodes {given.nnodes} needs --master-addr, the address of node 0 that all nodes reach")
-    check_reachable("--rdzv-endpoint" if given.rdzv_endpoint else "--master-addr", host)
-    own_address(host)  # whether it resolves
+        raise ConfigError(f"--nnodes {args.nnodes} needs --master-addr, the address of node 0 that all nodes reach")
+    check_reachable("--rdzv-endpoint" if args.rdzv_endpoint else "--master-addr", host)
+    is_own_address(host)  # whether it resolves
     return host, port or 29400
 
 
@@ -205,10 +205,10 @@ def _settings(text: str) -> dict[str, str]:
 
 
 def _environment(processes: int, nodes: tuple[int, int], exact: bool) -> dict[str, str]:
-    """Return variables that torchrun leaves to the user; those already set are kept."""
+    """Return the variables that torchrun leaves to the user, who may override them."""
     threads = 1 if exact else max(1, cores() // processes)
-    found = {
-        "OMP_NUM_THREADS": str(threads),  # all processes using all cores is a common cause of slowness
+    variables = {
+        "OMP_NUM_THREADS": str(threads),  # if every process uses all cores, all are slow
         OPENCV_THREADS: "1",  # OpenCV uses all cores in each process and reads no other variable
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with a shared store most first restarts on gloo fail
         "TORCH_FR_BUFFER_SIZE": "1000",  # the last collectives, for the log of a hang
@@ -216,16 +216,16 @@ def _environment(processes: int, nodes: tuple[int, int], exact: bool) -> dict[st
     }
     loopback = next((name for name in ("lo", "lo0") if Path("/sys/class/net", name).exists()), None)
     if nodes[1] == 1 and loopback:
-        found["GLOO_SOCKET_IFNAME"] = loopback
-    return found
+        variables["GLOO_SOCKET_IFNAME"] = loopback
+    return variables
 
 
-def _shown(job: Job) -> str:
+def _torchrun_command(job: Job) -> str:
     """Return the closest command for plain torchrun, with the variables set here."""
     variables = [f"{name}={os.environ.get(name, value)}" for name, value in sorted(job.environment.items())]
     nodes = str(job.nodes[0]) if job.nodes[0] == job.nodes[1] else f"{job.nodes[0]}:{job.nodes[1]}"
-    where = [f"--rdzv-endpoint={job.endpoint}", f"--rdzv-backend={job.backend}", f"--rdzv-id={job.run_id}"]
+    rendezvous = [f"--rdzv-endpoint={job.endpoint}", f"--rdzv-backend={job.backend}", f"--rdzv-id={job.run_id}"]
     if job.options:
-        where.append("--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in job.options.items()))
-    settings = [f"--nnodes={nodes}", f"--nproc-per-node={job.processes}", f"--max-restarts={job.restarts}", *where]
+        rendezvous.append("--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in job.options.items()))
+    settings = [f"--nnodes={nodes}", f"--nproc-per-node={job.processes}", f"--max-restarts={job.restarts}", *rendezvous]
     return shlex.join([*variables, sys.executable, "-m", "torch.distributed.run", *settings, *job.command])

@@ -1,7 +1,7 @@
 """Describe a launcher's job, its log files, and the kernel's out-of-memory kills.
 
-`Job` is what `lockstep launch` starts on this node. `log_folder`, `log_variables` and `made` set up NCCL's logs.
-`kills` counts the kernel's kills, which distinguishes a lack of memory from other causes.
+`Job` is what `lockstep launch` starts on this node. `log_folder`, `log_variables` and `create_log_folder` set up NCCL's
+logs. `count_oom_kills` distinguishes a lack of memory from other causes of a kill.
 """
 
 import contextlib
@@ -14,20 +14,21 @@ from lockstep.errors import ConfigError
 
 __all__ = [
     "Job",
-    "kills",
+    "count_oom_kills",
+    "create_log_folder",
     "log_folder",
     "log_variables",
-    "made",
 ]
 
 
 _EVENTS = ("memory.events", "memory.oom_control")  # of cgroup v2 and v1; each has a line `oom_kill N`
 
 
-def kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def count_oom_kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Count the kernel's out-of-memory kills so far, in this process's cgroups and machine-wide.
 
-    0 if the system does not report it (other than Linux, or a container that hides it).
+    Returns:
+        0 if the system does not report it (other than Linux, or a container that hides it).
     """
     return sum(_count(path) for path in _files(root, own)) + _count(Path("/proc/vmstat"))
 
@@ -59,30 +60,28 @@ def _count(path: Path) -> int:
     return 0
 
 
-# Its choices and their reasons; without each collective, which would make the files long.
+# NCCL's choices and their reasons; no collectives, which would fill the files.
 _SUBSYSTEMS = "INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
 
 
-def log_folder(given: str, rest: list[str]) -> Path:
-    """Return the folder of the logs: `given`, else `logs` in the run's folder.
+def log_folder(flag: str, command: list[str]) -> Path:
+    """Return the folder of the logs: `flag`, else `logs` in the run's folder.
 
     Args:
-        given: the flag's value, "" for none.
-        rest: the command that `launch` starts.
+        flag: the value of --nccl-debug, "" for none.
+        command: the command that `launch` starts.
 
     Raises:
         ConfigError: no folder was given, and the command does not name its run.
     """
-    if given:
-        return Path(given).expanduser().absolute()
-    if rest[0] == "train":
-        config = cli.parse(rest[1:])
+    if flag:
+        return Path(flag).expanduser().absolute()
+    if command[0] == "train":
+        config = cli.parse(command[1:])
         return (Path(config.save_dir).expanduser() / config.experiment_name).absolute() / "logs"
-    if rest[0] == "evaluate" and len(rest) > 1 and not rest[1].startswith("-"):
-        return Path(rest[1]).expanduser().absolute() / "logs"
-    raise ConfigError(
-        f"--nccl-debug: which run {rest[0]} belongs to is not known here; give a folder, --nccl-debug DIR"
-    )
+    if command[0] == "evaluate" and len(command) > 1 and not command[1].startswith("-"):
+        return Path(command[1]).expanduser().absolute() / "logs"
+    raise ConfigError(f"--nccl-debug: the run of {command[0]} is not known here; name a folder: --nccl-debug DIR")
 
 
 def log_variables(folder: Path) -> dict[str, str]:
@@ -98,7 +97,7 @@ def log_variables(folder: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def made(folder: Path | None) -> Iterator[None]:
+def create_log_folder(folder: Path | None) -> Iterator[None]:
     """Create the folder, since NCCL does not; remove new folders that stay empty.
 
     Raises:
@@ -111,7 +110,7 @@ def made(folder: Path | None) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--nccl-debug: cannot make {folder}: {error.strerror or error}") from error
+        raise ConfigError(f"--nccl-debug: cannot create {folder}: {error.strerror or error}") from error
     try:
         yield
     finally:
@@ -129,9 +128,9 @@ class Job:
         processes: number on this node.
         nodes: fewest and most.
         backend, endpoint, options, run_id: of the rendezvous; `endpoint` is host:port.
-        is_host: whether this node holds the meeting point.
+        is_host: whether this node serves the meeting point.
         restarts: how often the processes are restarted after a failure.
-        environment: variables for the processes; those that the user has set are kept.
+        environment: variables for the processes; those that the user set win.
         least, losses: with fewer processes, or after more losses within an hour, a loss ends the others too.
     """
 

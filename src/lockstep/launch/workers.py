@@ -1,7 +1,7 @@
 """Start workers for the launcher: fork them from a preloaded process, in a private folder.
 
-folder = private_folder()       held by a lock; those of launchers that are gone are removed
-path = life_pipe(folder)        closed by the system when this process ends
+folder = private_folder()       locked; also removes those of launchers that are gone
+path = life_pipe(folder)        the system closes it when this process ends
 
 `Preloaded` is the launcher's handle of a process that has loaded torch and the run's modules, so that a lost rank's
 replacement starts fast. This module is also that process's program (`_serve`).
@@ -48,7 +48,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # of linux/prctl.h
 _NAME = 15  # bytes of a name
 
 
-class Forked:
+class ForkedProcess:
     """A forked process, with the part of `subprocess.Popen` that the launcher uses.
 
     Attributes:
@@ -95,55 +95,55 @@ class Preloaded:
     """The launcher's handle of the preloaded process. The launcher must adopt orphans.
 
     Attributes:
-        process: the preloaded one, which is forked.
+        process: the preloaded one.
     """
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "lockstep.launch.workers", str(theirs.fileno())]
+        self._socket, child_end = socket.socketpair()
+        command = [sys.executable, "-m", "lockstep.launch.workers", str(child_end.fileno())]
         environment = os.environ | {_BLAS: "1"}  # OpenBLAS starts its threads when numpy is loaded
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True)
-        theirs.close()
+        self.process = subprocess.Popen(command, pass_fds=[child_end.fileno()], env=environment, start_new_session=True)
+        child_end.close()
         self._socket.settimeout(0.0)
         self._ready = False
 
     @staticmethod
-    def serves(command: Sequence[str]) -> bool:
+    def can_fork(command: Sequence[str]) -> bool:
         """Whether `python COMMAND` can be forked: a command of lockstep's own, not a script."""
         return tuple(command[:2]) == _MODULE
 
     def is_ready(self) -> bool:
-        """Whether the process has loaded everything, and lives."""
+        """Whether the process has loaded everything, and is alive."""
         if not self._ready:
             with contextlib.suppress(OSError):
                 self._ready = self._socket.recv(1) == _READY
         return self._ready and self.process.poll() is None
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Forked | None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess | None:
         """Start `python COMMAND` by a fork.
 
         Returns:
-            None if the command is not served, loading has not finished, or no answer comes in time.
+            None if the command cannot be forked, loading has not finished, or no answer comes in time.
         """
-        if not self.serves(command) or not self.is_ready():
+        if not self.can_fork(command) or not self.is_ready():
             return None
-        ours, theirs = socket.socketpair()
-        with ours:
-            ours.settimeout(_ANSWER)
-            with theirs:
-                if not self._ask({"argv": list(command[2:]), "environment": dict(environment)}, theirs.fileno()):
+        own_end, child_end = socket.socketpair()
+        with own_end:
+            own_end.settimeout(_ANSWER)
+            with child_end:
+                if not self._request({"argv": list(command[2:]), "environment": dict(environment)}, child_end.fileno()):
                     return None
             try:
-                pid = ours.recv(_PID)
+                pid = own_end.recv(_PID)
             except OSError:
                 pid = b""
             if not pid:
                 return None
             with contextlib.suppress(OSError):  # it has ended already; its exit code will show that
-                ours.sendall(_BEGIN)
-            return Forked(int(pid))
+                own_end.sendall(_BEGIN)
+            return ForkedProcess(int(pid))
 
-    def _ask(self, request: Mapping[str, object], answers: int) -> bool:
+    def _request(self, request: Mapping[str, object], answers: int) -> bool:
         """Send a request and the descriptor for the answer; return whether that succeeded."""
         text = json.dumps(request).encode()
         self._socket.settimeout(_ANSWER)
@@ -156,7 +156,7 @@ class Preloaded:
         return True
 
     def end(self) -> None:
-        """End the process. Processes forked from it live on."""
+        """End the process; those forked from it continue."""
         self._ready = False
         self.process.kill()
         self.process.wait()
@@ -167,7 +167,7 @@ def _serve(own: socket.socket) -> list[str]:
     """Load everything, then fork on request.
 
     Returns:
-        In a new process, its arguments; [] in a process that is not needed.
+        In a new process, its arguments; [] in one that the launcher no longer needs.
 
     Raises:
         ConnectionError: the launcher is gone.
@@ -177,7 +177,7 @@ def _serve(own: socket.socket) -> list[str]:
     for module in _LATER:
         importlib.import_module(module)
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # it ignores a terminal's signals; the launcher ends it
+        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to all; the launcher ends this process
     if len(os.listdir("/proc/self/task")) > 1:
         return []  # a fork would not be safe
     own.sendall(_READY)
@@ -198,24 +198,24 @@ def _serve(own: socket.socket) -> list[str]:
             own.close()
             while os.getppid() == middle:
                 time.sleep(0.001)
-            _be_new(request["environment"])
+            _reset_process(request["environment"])
             launcher.sendall(str(os.getpid()).encode())
             return list(request["argv"]) if launcher.recv(1) == _BEGIN else []
 
 
-def _be_new(environment: dict[str, str]) -> None:
+def _reset_process(environment: dict[str, str]) -> None:
     """Give a forked process the environment of a newly started one."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.setsid()
-    named = f"lockstep {environment.get('RANK', '')}".encode()  # its command line stays that of this module
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, named[:_NAME])
+    name = f"lockstep {environment.get('RANK', '')}".encode()  # its command line stays that of this module
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name[:_NAME])
     os.environ.clear()
     os.environ.update(environment)
     threads = (environment.get(_BLAS) or environment.get("OMP_NUM_THREADS", "")).partition(",")[0]
-    wanted = int(threads) if threads.isdigit() else len(os.sched_getaffinity(0))
-    if wanted > 1:
-        threadpoolctl.threadpool_limits(wanted, user_api="blas")
+    count = int(threads) if threads.isdigit() else len(os.sched_getaffinity(0))
+    if count > 1:
+        threadpoolctl.threadpool_limits(count, user_api="blas")
 
 
 if __name__ == "__main__":
@@ -237,10 +237,10 @@ def private_folder() -> Path:
     """
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # 0700
     fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH)  # no process started here inherits it
-    for other in folder.parent.glob(f"{_PREFIX}*"):
+    for candidate in folder.parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or a living launcher's
-            if other != folder and time.time() - other.lstat().st_mtime > _YOUNG:
-                _remove(other)
+            if candidate != folder and time.time() - candidate.lstat().st_mtime > _YOUNG:
+                _remove(candidate)
     return folder
 
 
@@ -255,7 +255,7 @@ def life_pipe(folder: Path) -> Path:
         os.mkfifo(path, 0o600)
         os.open(path, os.O_RDWR)  # no process started here inherits it; O_WRONLY would wait for a reader
     except OSError as error:
-        raise LockstepError(f"cannot make a named pipe in {folder}: {error}; set TMPDIR to a local folder") from error
+        raise LockstepError(f"cannot create a named pipe in {folder}: {error}; set TMPDIR to a local folder") from error
     return path
 
 

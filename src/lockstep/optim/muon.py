@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from lockstep.distributed.exchange import gather_rows, scatter_rows, shared_out
+from lockstep.distributed.exchange import assign_owners, gather_rows, scatter_rows
 from lockstep.errors import ConfigError
 from lockstep.optim.groups import Rules, embeddings, matched
 from lockstep.tensors import is_dtensor, local_of
@@ -112,7 +112,7 @@ class _RowsMuon(Muon):
         last = mesh.ndim - 1  # the shards' dimension
         shards, rank, device = mesh.get_group(last), mesh.get_local_rank(last), torch.device(mesh.device_type)
         shapes = [tuple(parameter.shape) for parameter, _ in entries]
-        owners = shared_out([rows * columns * min(rows, columns) for rows, columns in shapes], mesh.size(last))
+        owners = assign_owners([rows * columns * min(rows, columns) for rows, columns in shapes], mesh.size(last))
         own = [group for (_, group), owner in zip(entries, owners, strict=True) if owner == rank]
         updates = [update.to(device) for update in updates]
         matrices = [

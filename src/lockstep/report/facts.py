@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import checkpoint
-from lockstep.checkpoint.check import unusable
+from lockstep.checkpoint.check import resume_problems
 from lockstep.checkpoint.format import read_manifest
 from lockstep.config import cli
 from lockstep.config.schema import Config, is_auto
@@ -456,7 +456,7 @@ def _read_checkpoints(facts: RunFacts) -> None:
         except (CheckpointError, StorageError, OSError) as error:
             facts.checkpoints.append(StoredCheckpoint(step, "?", "?", 0, shown(str(error)), False))
             continue
-        if problems := unusable(path, manifest):
+        if problems := resume_problems(path, manifest):
             facts.checkpoints.append(StoredCheckpoint(step, world, engine, size, shown(problems[0]), False))
             continue
         if size > budget:

@@ -179,7 +179,7 @@ class Built:
         if bad_key is not None:
             raise UsageError(f"run.keep('{name}', ...): '{bad_key}' in its state_dict() is not a tensor; make it one")
         self.user_objects[name] = user_object
-        checkpoint.check_keepable(self.object_tensors(name))
+        checkpoint.check_storable(self.object_tensors(name))
 
     def object_tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of the caller's object `name`, as `kept.NAME/KEY`."""
@@ -328,7 +328,7 @@ def build(
     check_longer(settings, state, run_plan.step_plan.steps)
     if not draft.config.micro_batch_size:  # it depended on the model
         check_cut(settings, world, say)
-    on_all_ranks(world, lambda: checkpoint.check_keepable(model.state_dict() | _task_tensors(task)))
+    on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | _task_tensors(task)))
     check_weights(world, model)
     own_task = user_task is not None or kind_of(requested.task) == OWN
     plan = plan_of(settings, run_plan, task, model, own_task=own_task)

@@ -105,10 +105,10 @@ def build_components(session: Session, built: Built) -> StepComponents:
         step_plan.steps,
         busy,
         share_reporter.report,
-        outlives=survives_losses,
-        measured=lambda: clock.steps,
+        survives_loss=survives_losses,
+        timed_steps=lambda: clock.steps,
     )
-    exchange.taken = built.start
+    exchange.engine_steps = built.start
     session.exchange = exchange
     sums = state.running
     meter = Meter(exchange, clock, world.device, sums.loss, sums.missed, sums.numbers)

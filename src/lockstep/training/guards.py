@@ -24,7 +24,7 @@ from lockstep.checkpoint.check import not_finite_line
 from lockstep.clock import Clock
 from lockstep.config.engine_options import ENGINES
 from lockstep.data.batches import StepLoader
-from lockstep.distributed.balance import ShareReport, check_alike
+from lockstep.distributed.balance import ShareReport, check_same_shares
 from lockstep.distributed.exchange import StepExchange
 from lockstep.engines.buffers import unmoved
 from lockstep.engines.registry import kinds, name_of
@@ -139,7 +139,7 @@ class ShareReporter:
         devices = built.world.gather(name_and_memory(built.world.device))  # collective
         line = describe_unequal_devices(devices, self._speeds)
         if self._balancer:  # the exchanges compare the steps after the first
-            check_alike(built.world.gather(self._balancer.check(built.start, built.start + 1)))  # collective
+            check_same_shares(built.world.gather(self._balancer.check(built.start, built.start + 1)))  # collective
         if line and built.world.is_main:
             hint = "" if self._balancer or not self._shares else "; --shares auto divides the work by speed"
             _LOG.info(line + hint)
@@ -177,8 +177,8 @@ class ShareReporter:
         """
         if self._balancer is None or exchange.count == self._count:
             return
-        self._count, first = exchange.count, exchange.until + self._ahead
-        line = self._balancer.heard([ShareReport(*row) for row in exchange.also], first)
+        self._count, first = exchange.count, exchange.horizon + self._ahead
+        line = self._balancer.update([ShareReport(*row) for row in exchange.extra_by_rank], first)
         if not self._bounded:
             self._bounded = True
             self._bound_shares(first)
@@ -263,7 +263,7 @@ class RunGuards:
         if stored := built.state.spike:
             self._spike.load(stored)
             self._spike_digest = self._spike_digest if stored.trained is None else stored.trained
-        relieved = {"relieved": built.balancer.relieves} if built.balancer else {}
+        relieved = {"relieved": built.balancer.can_relieve} if built.balancer else {}
         self._straggler = Straggler(self._config.straggler, **relieved)
         self._fp16 = built.config.precision == "fp16"
         self._loss, self._whole_step = loss_of(built.task), looks_at_whole_step(built.task)

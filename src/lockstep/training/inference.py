@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.checkpoint.check import StoredTensor
-from lockstep.checkpoint.export import chosen as export_chosen
+from lockstep.checkpoint.export import choose_checkpoint as export_chosen
 from lockstep.checkpoint.export import export
 from lockstep.checkpoint.format import dtype_name
 from lockstep.checkpoint.read import FullTensors
@@ -301,7 +301,7 @@ def export_run(request: ExportRequest, say: Say) -> Path:
         Path(request.out),
         request.form,
         weights=weights,
-        beside=partial(_export_tokenizer, path, say),
+        write_extras=partial(_export_tokenizer, path, say),
         ema=request.ema,
     )
     return path

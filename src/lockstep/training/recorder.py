@@ -247,7 +247,7 @@ class RunRecorder:
             built.world,
             background=keep.mode == "async",
             policy=keep.on_failure,
-            failed=partial(exchange.stop, SAVE_FAILED),
+            on_failure=partial(exchange.stop, SAVE_FAILED),
         )  # collective
         sinks.flush()  # records that waited for steps of the lost ranks
         self._began = time.perf_counter()

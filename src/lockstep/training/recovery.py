@@ -25,7 +25,7 @@ from lockstep import checkpoint
 from lockstep.config import cli
 from lockstep.config.engine_options import ENGINES
 from lockstep.distributed.exchange import REGROUP
-from lockstep.distributed.membership import Generation, LeaveReport, Member, typed_errors
+from lockstep.distributed.membership import Generation, LeaveReport, Member, translate_errors
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.registry import name_of, undo_step
 from lockstep.errors import PeerError, RankLost
@@ -113,7 +113,7 @@ def regroup(session: Session, built: Built, member: Member) -> None:
         PeerError: the run does not go on.
     """
     began, before = time.monotonic(), (built.world.rank, built.world.is_main) if not member.is_new else (-1, False)
-    taken = _EMPTY if member.is_new else session.exchange.taken if session.exchange else built.start
+    taken = _EMPTY if member.is_new else session.exchange.engine_steps if session.exchange else built.start
     if session.exchange and session.exchange.stop_request != REGROUP:
         session.wishes.stop(session.exchange.stop_request)
     undo_step(built.engine)
@@ -134,10 +134,10 @@ def regroup(session: Session, built: Built, member: Member) -> None:
         try:
             rank = found.members.index(member.name)
             tries, session.tries = session.tries, session.tries + 1
-            built.world = session.joined = built.world.regrouped(rank, len(found.members), found.number, tries)
+            built.world = session.joined = built.world.regroup(rank, len(found.members), found.number, tries)
             if best is None:
                 raise Anew("another rank was lost while the run went back to its newest checkpoint")
-            with typed_errors():
+            with translate_errors():
                 _place(session, built, found, best, state)
                 _take_over(session, built, *before)
             break
@@ -146,7 +146,7 @@ def regroup(session: Session, built: Built, member: Member) -> None:
                 raise
             note_lost(session, error)
             if report[:2] != found.reports[best or member.name][:2]:
-                report = report._replace(taken=_EMPTY)  # its state is partly overwritten by now
+                report = report._replace(steps=_EMPTY)  # its state is partly overwritten by now
     session.is_main = built.world.is_main
     if built.world.is_main:
         _say(found._replace(lost=lost), session.lost, built, time.monotonic() - began)
@@ -162,12 +162,12 @@ def regroup_to_build(session: Session, member: Member) -> None:
     assert world is not None
     while True:
         gc.collect()
-        world.forsake([])
+        world.drop_groups([])
         found = member.regroup(_report_of(session, world, _BUILDING), _LONGEST * world.timeout + _SLACK)
         try:
             rank, tries = found.members.index(member.name), session.tries
             session.tries += 1
-            session.joined = world.regrouped(rank, len(found.members), found.number, tries)
+            session.joined = world.regroup(rank, len(found.members), found.number, tries)
             session.is_main = session.joined.is_main
             return
         except PeerError as error:
@@ -203,10 +203,10 @@ def _furthest(found: Generation) -> str | None:
     None if one is rebuilding, or none has any.
     """
     reports = found.reports
-    if any(report.taken == _BUILDING for report in reports.values()):
+    if any(report.steps == _BUILDING for report in reports.values()):
         return None
     best = max(found.members, key=lambda name: (*reports[name][:2], -found.members.index(name)))
-    return best if reports[best].taken >= 0 else None
+    return best if reports[best].steps >= 0 else None
 
 
 def digest(built: Built) -> str:
@@ -219,11 +219,14 @@ def digest(built: Built) -> str:
 
 def _let_go(session: Session, built: Built) -> None:
     """Free the engine and all groups; DDP's reducer must be freed before its group."""
-    groups = [session.exchange.left() if session.exchange else None, session.saver.left() if session.saver else None]
+    groups = [
+        session.exchange.release_group() if session.exchange else None,
+        session.saver.release_group() if session.saver else None,
+    ]
     session.exchange = session.saver = session.reader = None
     built.engine = None  # type: ignore[assignment]
     gc.collect()
-    built.world.forsake(groups)
+    built.world.drop_groups(groups)
 
 
 def _place(session: Session, built: Built, found: Generation, best: str, state: dict[str, Tensor]) -> None:
@@ -256,7 +259,7 @@ def _place(session: Session, built: Built, found: Generation, best: str, state: 
     built.load_state_dict(state)  # most of it is in place already
     train_now(built.model, built.state)
     optimizer = built.groups.optimizer
-    if furthest.taken == 0 and optimizer is not None:
+    if furthest.steps == 0 and optimizer is not None:
         optimizer.state.clear()  # made to be loaded into: a first step makes its own
 
 
@@ -302,7 +305,7 @@ def _stand(session: Session, built: Built, best: LeaveReport) -> None:
 
     They are as a checkpoint of that step would have them.
     """
-    config, taken, state = built.config, best.taken, built.state
+    config, taken, state = built.config, best.steps, built.state
     state.place = built.run_plan.place(taken)
     # The losses that the lost rank kept for the next record are unknown.
     state.running = RunningSums(missed=taken % config.log_freq)

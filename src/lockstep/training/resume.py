@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint
-from lockstep.checkpoint.read import AVERAGE, averages_of, opened
+from lockstep.checkpoint.read import AVERAGE, averages_of, open_tensors
 from lockstep.config import cli
 from lockstep.config.fields import in_batches, is_span
 from lockstep.config.schema import Config, flag, is_auto, lookup
@@ -383,8 +383,8 @@ def fill(
 
 def _fill_averages(found: Path, model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
-    with opened(found) as whole:
-        for name in averages_of(found, whole.stored):
+    with open_tensors(found) as whole:
+        for name in averages_of(found, whole.contents):
             parameters[name.removeprefix(AVERAGE)].copy_(whole.read(name))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from lockstep.config.engine_options import ENGINES
 from lockstep.config.fields import AUTO, counts_of
 from lockstep.config.schema import Config
-from lockstep.distributed.balance import Balancer, Sharing, given_shares
+from lockstep.distributed.balance import Balancer, ShareSchedule, shares_of_counts
 from lockstep.distributed.world import World
 from lockstep.engines.deepspeed.config import check_batches
 from lockstep.engines.exact import check_servable
@@ -44,15 +44,15 @@ def balancer_of(
     return Balancer(count, ranks, state.global_step, works, state.shares, most)
 
 
-def sharing_of(config: Config, balancer: Balancer | None) -> Sharing | None:
+def sharing_of(config: Config, balancer: Balancer | None) -> ShareSchedule | None:
     """Return the division by `--shares`; None: the same number of micro-batches on each rank."""
     if balancer:
-        return Sharing(balancer.at, balancer.guess)
+        return ShareSchedule(balancer.at, balancer.guess)
     counts = counts_of(config.shares)
     if not counts:
         return None
-    given = given_shares(counts)
-    return Sharing(lambda step: given)
+    given = shares_of_counts(counts)
+    return ShareSchedule(lambda step: given)
 
 
 def shares_for(engine: str, ranks: int, shares: str) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep import checkpoint
-from lockstep.checkpoint.check import contents
+from lockstep.checkpoint.check import read_contents
 from lockstep.checkpoint.format import read_manifest
 from lockstep.config.schema import Config
 from lockstep.config.secrets import printable
@@ -208,7 +208,7 @@ def _filled(model: nn.Module, source: Path) -> None:
         return
     if not (source / "manifest.json").is_file():
         raise CheckpointError(f"the adapters' base was in {printable(str(source))}, which is gone; put it back")
-    stored = contents(source, read_manifest(source))
+    stored = read_contents(source, read_manifest(source))
     for name, tensor in model.state_dict(keep_vars=True).items():
         if f"model/{name}" in stored:
             tensor.data = tensor.data.to(getattr(torch, stored[f"model/{name}"].dtype))

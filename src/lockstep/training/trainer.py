@@ -16,8 +16,8 @@ from typing import Self
 from lockstep.distributed import failures
 from lockstep.distributed.exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.launcher import end_with_launcher
-from lockstep.distributed.membership import Member, typed_errors
-from lockstep.distributed.progress import COMPUTING, IN_BODY, under_way
+from lockstep.distributed.membership import Member, translate_errors
+from lockstep.distributed.progress import COMPUTING, IN_BODY, mark_running
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.memory import explained
 from lockstep.errors import CheckpointError, LockstepError, PeerError, RankLost, StorageError
@@ -163,14 +163,14 @@ def training(session: Session) -> Training:
     session.joined = session.world or join(session.config.device, session.config.timeout)
     session.is_main = session.joined.is_main and not joins
     try:
-        with under_way(stays=lambda: session.status == "failed"):  # only this rank left the loop
+        with mark_running(stays=lambda: session.status == "failed"):  # only this rank left the loop
             yield from _attempts(session)
     except GeneratorExit as left:
         traceback.clear_frames(left.__traceback__)  # the frames hold the engine too
         _drop(session)
         if session.member:
             with suppress(RuntimeError):  # the launcher is gone
-                session.member.ends("its own loop was left, by an error or a break, so the others do not go on")
+                session.member.report_end("its own loop was left, by an error or a break, so the others do not go on")
         session.status = session.status_when_left if session.status == "running" else session.status
         if session.world is None:
             if session.status == session.status_when_left:
@@ -204,7 +204,7 @@ def _attempts(session: Session) -> Training:
         world = session.joined
         assert world is not None
         try:
-            with explained(None, world), typed_errors():
+            with explained(None, world), translate_errors():
                 built = build(session.config, session.given, world, session.kept, min_steps=session.least_steps)
         except CheckpointError as error:
             if session.status == "new":
@@ -244,7 +244,7 @@ def _check_free(session: Session) -> None:
 def _join(session: Session, member: Member) -> Training:
     """Replace a lost process: build the parts alone, and join between two steps."""
     assert session.joined is not None
-    with explained(None, session.joined), typed_errors():
+    with explained(None, session.joined), translate_errors():
         built = built_to_join(session, session.joined, member)
     session.built, session.model, session.config = built, built.model, built.config
     session.status, session.digest = "running", digest(built)
@@ -258,7 +258,7 @@ def _going_on(session: Session, built: Built) -> Training:
     """Train to the end, and continue with the surviving ranks after a loss."""
     if session.member and not session.member.is_new:
         session.digest, why = digest(built), why_not(built)
-        session.member.ready(why, built.config.experiment_name)
+        session.member.report_ready(why, built.config.experiment_name)
         session.member = None if why else session.member
         session.evaluated = -1 if built.state.evaluation_due else built.start
     if session.member is None:
@@ -276,7 +276,7 @@ def _going_on(session: Session, built: Built) -> Training:
                 note_lost(session, error)
                 session.timeline.enter(RECOVERY)
             if session.member.is_new:  # from now on the others survive its loss too
-                session.member.ready("", built.config.experiment_name)
+                session.member.report_ready("", built.config.experiment_name)
             regroup(session, built, session.member)
             _note_regrouped(session, built)
 
@@ -333,7 +333,7 @@ def _left_in_order(session: Session, built: Built) -> Iterator[None]:
         if isinstance(error, Exception) and not isinstance(error, Rollback | Anew):
             is_one_line = isinstance(error, LockstepError)  # the command prints it
             once = {"only_file": is_one_line}
-            _LOG.error("%s", failures.described(error), exc_info=not is_one_line, extra=once)
+            _LOG.error("%s", failures.describe_error(error), exc_info=not is_one_line, extra=once)
             failures.note_log(built.folder.path / "logs" / f"rank-{built.world.rank:05d}.log")
         raise
     finally:
@@ -354,7 +354,7 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
     signals = Preemption(exchange)
     kept, loading, auditing = prepare_recovery(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
     profiling, frozen = ongoing.profiling, Frozen()
-    explaining, typing = explained(built.engine, world), typed_errors()
+    explaining, typing = explained(built.engine, world), translate_errors()
     with frozen, signals, loading, auditing, kept, watchdog, recorder, profiling, explaining, typing:
         exchange.stop(session.wishes.request)  # from a signal that came while the ranks changed
         session.wishes.request = CONTINUE
@@ -427,7 +427,7 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
         if hooks and course:
             hooks.ends(course, recorder.saved)
         if session.member:
-            session.member.ends()
+            session.member.report_end()
         recorder.settle()  # collective
         session.status, session.exit_code = finish_run(built, stop_request, recorder.saved, recorder.losses)
         recorder.close(session.exit_code)

@@ -107,8 +107,8 @@ def same_machine(content: dict[str, Any]) -> list[str]:
         for part, key in keys
         if content[part].get(key) != about[part][key]
     ]
-    recorded, present = ([device["name"] for device in each["devices"]] for each in (content, about))
-    return different + ([f"devices {recorded} there, {present} here"] if recorded[:1] != present[:1] else [])
+    listed, present = ([device["name"] for device in each["devices"]] for each in (content, about))
+    return different + ([f"devices {listed} there, {present} here"] if listed[:1] != present[:1] else [])
 
 
 def against(content: dict[str, Any], trace: dict[str, Any], tolerance: Tolerance) -> Difference | None:

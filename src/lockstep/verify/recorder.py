@@ -194,7 +194,7 @@ class StepRecorder:
         if begins:
             self._optimizer, self._first, self._groups = optimizer, first, []
         step["updates"] += first is self._first
-        fresh = [group for group in optimizer.param_groups if not any(group is other for other in self._groups)]
+        fresh = [group for group in optimizer.param_groups if not any(group is known for known in self._groups)]
         self._groups += fresh
         step["rates"] += [float(group["lr"]) for group in fresh]
         if fresh and "betas" in fresh[0]:

@@ -174,8 +174,8 @@ class Tolerance:
         """Whether two sums of losses or weights in `step` agree within `share` of themselves."""
         if actual == expected or (actual != actual and expected != expected):
             return True
-        allowed = self.bound(step) if share is None else share
-        return abs(actual - expected) <= allowed * max(abs(actual), abs(expected))
+        limit = self.bound(step) if share is None else share
+        return abs(actual - expected) <= limit * max(abs(actual), abs(expected))
 
     def weights(
         self, step: int, expected: Tensor, second: Tensor | None, scales: "Scales"

@@ -25,7 +25,7 @@ from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.config.task_options import LIGHTNING, OWN, kind_of
 from lockstep.distributed import spawn
-from lockstep.distributed.spawn import RankFailed
+from lockstep.distributed.spawn import RankFailure
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
 from lockstep.training.named_task import load_task
@@ -52,7 +52,7 @@ from lockstep.verify.tolerance import FINE, Tolerance, first_unequal, tolerance_
 from lockstep.verify.worker import log_operations, read_trace, run_rank
 
 __all__ = [
-    "RankFailed",
+    "RankFailure",
     "prove",
     "run",
     "start",
@@ -64,7 +64,7 @@ def start(
 ) -> None:
     """Run `function(world, say, *args)` on `size` ranks and wait for all. See `spawn.start`."""
     preload = ["lockstep.verify.worker"]
-    spawn.start(function, size, args, device=device, patience=patience, folder=folder, preload=preload, what="the task")
+    spawn.start(function, size, args, device=device, patience=patience, folder=folder, preload=preload, name="the task")
 
 
 class Executor(Protocol):
@@ -84,7 +84,7 @@ class Executor(Protocol):
         """Run specs of one world size in order.
 
         Raises:
-            RankFailed: for the first that fails.
+            RankFailure: for the first that fails.
         """
 
     def log_operations(self, spec: RunSpec, step: int, name: str) -> None:
@@ -275,7 +275,7 @@ class Verification:
         request = self._request
         try:
             self._executor.run(reference_specs(request, self._executor.folder, self._fault, compiled=compiled))
-        except RankFailed as error:
+        except RankFailure as error:
             if error.usage:
                 raise ConfigError(str(error).partition(": ")[2]) from error
             raise LockstepError(f"the single process failed: {error}") from error
@@ -302,7 +302,7 @@ class Verification:
             failure = None
             try:
                 self._executor.run([self._spec(combination) for combination in pending])
-            except RankFailed as error:
+            except RankFailure as error:
                 failure = error
             while pending:
                 combination = pending.pop(0)
@@ -323,7 +323,7 @@ class Verification:
             repeat = dataclasses.replace(spec, key=f"{spec.key}-again")
             try:
                 self._executor.run([repeat])
-            except RankFailed:
+            except RankFailure:
                 continue  # keep the first result
             first, second = (
                 read_trace(self._executor.folder, each.key, combination.world_size) for each in (spec, repeat)
@@ -392,7 +392,7 @@ def measured_rounding(
     spec = disturbed_spec(request, executor.folder, planted)
     try:
         executor.run([spec])
-    except RankFailed as error:
+    except RankFailure as error:
         raise LockstepError(f"the single process failed while its rounding was measured: {error}") from error
     traces = read_trace(executor.folder, spec.key, 1)
     return _relative_moves(reference, traces[0]) if traces else ()
@@ -480,7 +480,7 @@ def _not_finite(step: dict[str, Any]) -> str:
     return "" if math.isfinite(step["norm"]) else "gradient's norm"
 
 
-def _failed_row(combination: Combination, error: RankFailed | None) -> TableRow:
+def _failed_row(combination: Combination, error: RankFailure | None) -> TableRow:
     reason = str(error) if error else "a rank wrote no trace"
     return TableRow(combination, "unavailable" if error and error.usage else "failed", reason=reason)
 
@@ -511,17 +511,17 @@ def _explain(difference: Difference, spec: RunSpec, executor: Executor) -> str:
     try:
         for name in ("one", "other"):
             executor.log_operations(spec, difference.step, name)
-    except RankFailed as error:
+    except RankFailure as error:
         return f"{head}, {difference.stage}, {difference.where}; the search for the operation failed: {error}"
     first, second = (json.loads((spec.folder / f"{name}.json").read_text("utf-8")) for name in ("one", "other"))
     mismatch = first_unequal(first, second)
     if mismatch is None:
         return f"{head}, {difference.stage}, {difference.where}; two more runs agreed in all {len(first)} operations"
     place, (module, operation, _), (_, instead, _) = mismatch
-    where = f"in {module}" if module else "in the loss or its gradient"
+    place_text = f"in {module}" if module else "in the loss or its gradient"
     if operation != instead:
-        return f"{head}: operation {place} is {operation} in one run and {instead} in another, {where}"
-    return f"{head}: the first different operation is {operation} (number {place} of the step), {where}"
+        return f"{head}: operation {place} is {operation} in one run and {instead} in another, {place_text}"
+    return f"{head}: the first different operation is {operation} (number {place} of the step), {place_text}"
 
 
 _MACHINE_FLAGS = ("device", "timeout", "save_dir", "task")  # flags that apply with --against

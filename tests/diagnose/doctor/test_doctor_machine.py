@@ -5,9 +5,9 @@ import fcntl
 import os
 import resource
 import subprocess
-import sys
 
 import pytest
+import warm
 from doctor_places import LAUNCHED, place, silent, wrong
 from shell import environment
 
@@ -184,7 +184,7 @@ def test_a_file_server_with_another_time(tmp_path):
 @pytest.mark.parametrize("name", ["missing", "missing/deeper"])
 def test_nothing_is_made_for_a_run_that_is_not_there(tmp_path, name):
     done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "doctor", "--save-dir", str(tmp_path / name), "--json"],
+        [warm.python(), "-m", "lockstep", "doctor", "--save-dir", str(tmp_path / name), "--json"],
         env=environment(), capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import warm
 from shell import environment, free_port
 
 from lockstep import cli
@@ -22,7 +23,7 @@ def started(rank, port, *flags, size=2, **more):
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     variables = {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"} | more
     return subprocess.Popen(
-        [sys.executable, "-m", "lockstep", "doctor", *flags],
+        [warm.python(), "-m", "lockstep", "doctor", *flags],
         env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -44,7 +45,7 @@ def test_a_port_that_is_taken():
         port = server.getsockname()[1]
         code, out, _ = ended(started(0, port, "--wait", "1"))
     assert code == 3
-    taken = f"MASTER_PORT {port} on 127.0.0.1 is taken by another process"
+    taken = f"MASTER_PORT {port} on 127.0.0.1 is in use by another process"
     assert re.search(rf"FAIL  meeting +.*{taken} \(\S+, process {os.getpid()}\); choose another", out), out
 
 
@@ -85,7 +86,7 @@ def test_two_ranks_that_are_well(how, tmp_path):
     command = [sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", *doctor]
     if how == "torchrun":
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lockstep"]
-        command = [sys.executable, "-m", *torchrun, *doctor]
+        command = [warm.python(), "-m", *torchrun, *doctor]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
@@ -98,7 +99,7 @@ def test_two_ranks_that_are_well(how, tmp_path):
 
 
 def test_a_fault_ends_the_launcher_with_3():
-    command = [sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", "doctor"]
+    command = [warm.python(), "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", "doctor"]
     broken = environment(GLOO_SOCKET_IFNAME="eth77")
     done = subprocess.run(command, env=broken, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 3, done.stdout + done.stderr

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import warm
 from hypothesis import given
 from hypothesis import strategies as st
 from shell import environment
@@ -349,7 +350,7 @@ def test_two_sizes_are_really_measured(tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     own = ["--world-sizes", "1,2", "--strong", "--rounds", "1", "--steps", "8", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "scale", *own, "--", "--task", "mine.py:Mine", "--device", "cpu"],
+        [warm.python(), "-m", "lockstep", "scale", *own, "--", "--task", "mine.py:Mine", "--device", "cpu"],
         env=environment(TMPDIR=str(tmp_path)), cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -385,7 +386,7 @@ def test_a_signal_ends_it_with_its_run_and_its_files(tmp_path, number):
 def test_what_train_refuses_late_is_one_line_too(tmp_path):
     (tmp_path / "mine.py").write_text(TASK.replace("torch.ones(40, 4)", "torch.ones(0, 4)"))
     done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "scale", "--", "--task", "mine.py:Mine"],
+        [warm.python(), "-m", "lockstep", "scale", "--", "--task", "mine.py:Mine"],
         env=environment(TMPDIR=str(tmp_path)), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")

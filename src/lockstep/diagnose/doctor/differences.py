@@ -18,7 +18,7 @@ from lockstep.config import cli
 from lockstep.config.secrets import mask
 from lockstep.diagnose.doctor.board import address_of, interfaces
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, advice_on, chosen, fail, ok, warn
-from lockstep.distributed.launcher import unlaunched
+from lockstep.distributed.launcher import find_launch_mistake
 from lockstep.training.guards import describe_unequal_devices, name_and_memory
 from lockstep.training.run_dir import kept_variables
 
@@ -75,7 +75,7 @@ def _launcher_findings(place: CheckContext) -> Iterator[Finding]:  # noqa: C901
     if wrong:
         return
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        hint = unlaunched(environ)
+        hint = find_launch_mistake(environ)
         if hint:
             yield fail(_NAME, hint.problem, hint.remedy)
         return

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from lockstep.distributed.exchange import gather_rows, shared_out
+from lockstep.distributed.exchange import assign_owners, gather_rows
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, ScaledBackward, Settings, StepResult
 from lockstep.engines.closure import Alone
@@ -67,7 +67,7 @@ class ExactNorm:
         """Return the norm of each gradient. Collective."""
         if not gradients:
             return []
-        owners = shared_out([gradient.numel() for gradient in gradients], self._world.size)
+        owners = assign_owners([gradient.numel() for gradient in gradients], self._world.size)
         wholes = self._gather_owned(gradients, owners)
         norms = iter(norms_of(wholes))
         local = [next(norms) if owner == self._world.rank else None for owner in owners]

@@ -119,9 +119,9 @@ def _finite_in_one(step: StepPair) -> TraceFinding | None:
             if finite(first[name]) != finite(second[name]):
                 side = SECOND if finite(first[name]) else FIRST
                 return step.finding(stage, cause, f"it is not finite in {side} only", name)
-    one, two = (_losses_finite(step, side) for side in (0, 1))
-    if None not in (one, two) and one != two:
-        return step.finding("forward", "forward", f"it is not finite in {SECOND if one else FIRST} only", "loss")
+    in_first, in_second = (_losses_finite(step, side) for side in (0, 1))
+    if None not in (in_first, in_second) and in_first != in_second:
+        return step.finding("forward", "forward", f"it is not finite in {SECOND if in_first else FIRST} only", "loss")
     return None
 
 
@@ -173,11 +173,11 @@ _NOISE, _NOISE_OFF = (
 _TOO_FAR = 1e-2  # share by which the weights may differ while gradients are still comparable
 
 
-def judged(one: TraceRun, two: TraceRun) -> TraceVerdict:
+def judged(first_run: TraceRun, second_run: TraceRun) -> TraceVerdict:
     """Compare two runs over their common steps."""
-    pair = paired(one, two)
-    verdict = TraceVerdict(one.name, two.name)
-    _hide_unplaced(pair, [*one.parts, *two.parts], verdict)
+    pair = paired(first_run, second_run)
+    verdict = TraceVerdict(first_run.name, second_run.name)
+    _hide_unplaced(pair, [*first_run.parts, *second_run.parts], verdict)
     _notes(pair, verdict)
     verdict.missing += unended(pair)
     names = [side.spots[0].tensors("initial") for side in (pair.one, pair.two)]
@@ -393,16 +393,22 @@ def _norms_off(step: StepPair) -> list[str]:
 
 def _end(pair: TracePair) -> TraceFinding | None:
     """Compare the ends: the evaluation after the last step, and the number of steps."""
-    one, two = len(pair.one.spots), len(pair.two.spots) + pair.shift
-    less, more = (pair.one, pair.two) if one < two else (pair.two, pair.one)
-    if not pair.steps or less.window or more.window or less.stop or (one == two and more.stop):
+    first_count, second_count = len(pair.one.spots), len(pair.two.spots) + pair.shift
+    less, more = (pair.one, pair.two) if first_count < second_count else (pair.two, pair.one)
+    if not pair.steps or less.window or more.window or less.stop or (first_count == second_count and more.stop):
         return None
     last = pair.steps[-1]
     step = StepPair(pair, pair.one.spots[last[0]], pair.two.spots[last[1]], last, len(pair.steps), 0.0)
-    if one != two:
-        text = f"{pair.one.name} makes {one} steps and {pair.two.name} {two}"
+    if first_count != second_count:
+        text = f"{pair.one.name} makes {first_count} steps and {pair.two.name} {second_count}"
         finding = step.finding("steps", "step-count", text)
-        return TraceFinding(**{**vars(finding), "step": min(one, two), "other": min(one, two) - pair.shift})
+        return TraceFinding(
+            **{
+                **vars(finding),
+                "step": min(first_count, second_count),
+                "other": min(first_count, second_count) - pair.shift,
+            }
+        )
     return evaluation_difference(step, tail=True)
 
 

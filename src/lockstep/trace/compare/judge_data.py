@@ -47,11 +47,11 @@ _MOST_LISTED = 6
 
 def data_difference(step: StepPair) -> TraceFinding | None:
     """Find the first difference in the samples of a step, over all ranks."""
-    one, two = trained(_uses(step.pair.one, step.at[0]), _uses(step.pair.two, step.at[1]))
-    first, second = counted(one), counted(two)
-    if first == second or not first or not second or counted(readers(one)) == counted(readers(two)):
+    first_reads, second_reads = trained(_uses(step.pair.one, step.at[0]), _uses(step.pair.two, step.at[1]))
+    first, second = counted(first_reads), counted(second_reads)
+    if first == second or not first or not second or counted(readers(first_reads)) == counted(readers(second_reads)):
         return None
-    for name, samples in ((SECOND, two), (FIRST, one)):
+    for name, samples in ((SECOND, second_reads), (FIRST, first_reads)):
         parts = [Counter(sample.content for sample in each) for each in samples.values() if each]
         if len(parts) > 1 and every(part == parts[0] for part in parts):
             return step.finding(
@@ -61,18 +61,18 @@ def data_difference(step: StepPair) -> TraceFinding | None:
     if max(count, expected) >= 1.5 * min(count, expected):
         cause = "batch-size" if count > expected else "batch-share"
         return step.finding("data", cause, f"{count} samples instead of {expected}", "samples")
-    indices = [Counter(s.index for each in side.values() for s in each) for side in (one, two)]
+    indices = [Counter(s.index for each in side.values() for s in each) for side in (first_reads, second_reads)]
     if indices[0] == indices[1] and -1 not in indices[0]:
         if same_effect(step):  # different padding, or samples that the loss ignores
             return None
         wrong = next(iter((second - first).keys()))
-        rank, sample = next((rank, s) for rank, each in two.items() for s in each if s.content == wrong)
+        rank, sample = next((rank, s) for rank, each in second_reads.items() for s in each if s.content == wrong)
         return step.finding("data", "other-contents", f"{sample.name} has different contents", "samples", rank)
     return (
-        _repeated_epoch(step, one, two)
-        or _overlap(step, one, two)
-        or _samples_of_other_step(step, one, two)
-        or _order_or_samples(step, one, two)
+        _repeated_epoch(step, first_reads, second_reads)
+        or _overlap(step, first_reads, second_reads)
+        or _samples_of_other_step(step, first_reads, second_reads)
+        or _order_or_samples(step, first_reads, second_reads)
     )
 
 
@@ -82,10 +82,10 @@ def _uses(side: TraceSide, at: int) -> dict[int, Use]:
 
 
 def _repeated_epoch(
-    step: StepPair, one: dict[int, list[TracedSample]], two: dict[int, list[TracedSample]]
+    step: StepPair, first: dict[int, list[TracedSample]], second: dict[int, list[TracedSample]]
 ) -> TraceFinding | None:
     """Report an epoch that repeats the order of an earlier one."""
-    for side, at, samples in ((step.pair.two, step.at[1], two), (step.pair.one, step.at[0], one)):
+    for side, at, samples in ((step.pair.two, step.at[1], second), (step.pair.one, step.at[0], first)):
         epoch = max((sample.epoch for each in samples.values() for sample in each), default=-1)
         if epoch < 1:
             continue
@@ -99,19 +99,19 @@ def _repeated_epoch(
 
 
 def _samples_of_other_step(
-    step: StepPair, one: dict[int, list[TracedSample]], two: dict[int, list[TracedSample]]
+    step: StepPair, first_reads: dict[int, list[TracedSample]], second_reads: dict[int, list[TracedSample]]
 ) -> TraceFinding | None:
     """Report samples that the first run reads in other steps.
 
     That is a resume that starts too late or too early, or a lost sample.
     """
-    first, second = counted(one), counted(two)
+    first, second = counted(first_reads), counted(second_reads)
     new, missing = second - first, first - second
-    names = {s.content: s.name for side in (one, two) for each in side.values() for s in each}
+    names = {s.content: s.name for side in (first_reads, second_reads) for each in side.values() for s in each}
     resumed = step.pair.shift or step.one.begins or step.two.begins
     owner = "its" if sum(missing.values()) == 1 else "their"
     text = f"{_list_samples(missing, names)} missing, {_list_samples(new, names)} in {owner} place"
-    epochs = [max((s.epoch for each in side.values() for s in each), default=0) for side in (one, two)]
+    epochs = [max((s.epoch for each in side.values() for s in each), default=0) for side in (first_reads, second_reads)]
     for offset in (1, -1, 2, -2, *(-each for each in range(3, step.at[0] + 1)), *range(3, 50)):
         at = step.at[0] + offset
         if not 0 <= at < len(step.pair.one.spots):
@@ -132,7 +132,7 @@ def _samples_of_other_step(
     ):
         repeated = [content for content in new if second[content] > 1 or content in _recent_samples(step)]
         cause = "repeated-samples" if repeated or not missing else "lost-samples"
-        return step.finding("data", cause, text, "samples", _rank(two, new))
+        return step.finding("data", cause, text, "samples", _rank(second_reads, new))
     return None
 
 
@@ -146,11 +146,11 @@ def _recent_samples(step: StepPair) -> set[int]:
 
 
 def _epochs(
-    step: StepPair, one: dict[int, list[TracedSample]], two: dict[int, list[TracedSample]]
+    step: StepPair, first_reads: dict[int, list[TracedSample]], second_reads: dict[int, list[TracedSample]]
 ) -> list[dict[int, Counter[int]]]:
     """Return rank -> samples of this step's epoch, for both runs, over the common steps."""
     sides: list[dict[int, Counter[int]]] = []
-    for side, place, first in ((step.pair.one, 0, one), (step.pair.two, 1, two)):
+    for side, place, first in ((step.pair.one, 0, first_reads), (step.pair.two, 1, second_reads)):
         epoch = next((s.epoch for each in first.values() for s in each), -1)
         ranks: dict[int, Counter[int]] = {}
         for pair in step.pair.steps:
@@ -162,10 +162,10 @@ def _epochs(
 
 
 def _overlap(
-    step: StepPair, one: dict[int, list[TracedSample]], two: dict[int, list[TracedSample]]
+    step: StepPair, first_reads: dict[int, list[TracedSample]], second_reads: dict[int, list[TracedSample]]
 ) -> TraceFinding | None:
     """Report ranks that share more samples of an epoch than padding explains."""
-    first, second = _epochs(step, one, two)
+    first, second = _epochs(step, first_reads, second_reads)
     if len(second) < 2 or step.two.begins:
         return None
     total = sum(second.values(), Counter())
@@ -178,15 +178,20 @@ def _overlap(
 
 
 def _order_or_samples(
-    step: StepPair, one: dict[int, list[TracedSample]], two: dict[int, list[TracedSample]]
+    step: StepPair, first_reads: dict[int, list[TracedSample]], second_reads: dict[int, list[TracedSample]]
 ) -> TraceFinding:
     """Report the same samples in another order, or other samples."""
-    first, second = (sum(ranks.values(), Counter()) for ranks in _epochs(step, one, two))
+    first, second = (sum(ranks.values(), Counter()) for ranks in _epochs(step, first_reads, second_reads))
     common = sum((first & second).values())
     if 2 * common >= min(sum(first.values()), sum(second.values())):
         text = f"the epoch has the same samples ({common} in what was recorded of it), but not in the same steps"
         return step.finding("data", "other-order", text, "samples")
-    return step.finding("data", "other-samples", f"{_list_contents(two[min(two)])} on rank {min(two)}", "samples")
+    return step.finding(
+        "data",
+        "other-samples",
+        f"{_list_contents(second_reads[min(second_reads)])} on rank {min(second_reads)}",
+        "samples",
+    )
 
 
 def _rank(samples: dict[int, list[TracedSample]], new: Counter[int]) -> int:
@@ -432,18 +437,18 @@ def _previous_gradients(spot: Spot) -> Iterator[dict[str, WholeTensor]]:
             return
 
 
-def _shares(target: list[float], one: list[float], two: list[float]) -> tuple[float, float]:
+def _shares(target: list[float], first: list[float], second: list[float]) -> tuple[float, float]:
     """Fit a vector by two others in least squares; (0, 0) if these are parallel."""
-    a, b, c = _dot(one, one), _dot(one, two), _dot(two, two)
+    a, b, c = _dot(first, first), _dot(first, second), _dot(second, second)
     determinant = a * c - b * b
     if not determinant > 1e-6 * a * c:
         return 0.0, 0.0
-    d, e = _dot(target, one), _dot(target, two)
+    d, e = _dot(target, first), _dot(target, second)
     return (c * d - b * e) / determinant, (a * e - b * d) / determinant
 
 
-def _dot(one: list[float], two: list[float]) -> float:
-    return math.fsum(x * y for x, y in zip(one, two, strict=True))
+def _dot(first: list[float], second: list[float]) -> float:
+    return math.fsum(x * y for x, y in zip(first, second, strict=True))
 
 
 def _list_names(names: Sequence[str]) -> str:

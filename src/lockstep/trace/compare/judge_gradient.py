@@ -89,8 +89,8 @@ def _output_distance(step: StepPair) -> float:
         _outputs_of(step.pair.two.spots[first - step.pair.shift]),
     )
     pairs = [(first_outputs[key][1], second_outputs[key][1]) for key in first_outputs.keys() & second_outputs.keys()]
-    square = sum(one[1] for one, _ in pairs)
-    error = sum((one[0] - two[0]) ** 2 for one, two in pairs)  # random signs: in the mean, the outputs' distance
+    square = sum(a[1] for a, _ in pairs)
+    error = sum((a[0] - b[0]) ** 2 for a, b in pairs)  # random signs: in the mean, the outputs' distance
     return math.sqrt(error / square) if square > 0 and math.isfinite(error + square) else 0.0
 
 
@@ -467,13 +467,13 @@ def _unreduced(step: StepPair) -> TraceFinding | None:
         unequal = {n: w for n, w in grads.items() if w.other is not None and not w.other[1] <= _EQUAL * w.norm}
         if not unequal:
             continue
-        tensor, whole = next(iter(unequal.items()))
-        assert whole.other is not None
-        text = f"in {name} it differs from rank 0's by {share(whole.other[1], whole.norm)}"
+        tensor, value = next(iter(unequal.items()))
+        assert value.other is not None
+        text = f"in {name} it differs from rank 0's by {share(value.other[1], value.norm)}"
         part = len(unequal) < len(grads)
         cause = "part-unreduced" if part else "unreduced"
         return step.finding(
-            "reduction", cause, f"{text} ({len(unequal)} of {len(grads)} tensors)", tensor, whole.other[0]
+            "reduction", cause, f"{text} ({len(unequal)} of {len(grads)} tensors)", tensor, value.other[0]
         )
     return None
 
@@ -489,10 +489,10 @@ def own_statistics(step: StepPair) -> TraceFinding | None:
         unequal += [(name, *each) for each in statistics.items() if unlike(each[1])][:1]
     if len(unequal) != 1:
         return None
-    run, name, whole = unequal[0]
-    assert whole.other is not None
-    rank, error = whole.other
-    text = f"in {run} rank {rank}'s {name} differs from rank 0's by {share(error, whole.norm)} after the step"
+    run, name, statistic = unequal[0]
+    assert statistic.other is not None
+    rank, error = statistic.other
+    text = f"in {run} rank {rank}'s {name} differs from rank 0's by {share(error, statistic.norm)} after the step"
     return step.finding("buffers", "batchnorm", text, name.rpartition(".")[0])
 
 
@@ -543,16 +543,16 @@ def first_module(step: StepPair) -> str:
             names = zip(
                 first.get("mn", ()), second.get("mn", ()), first.get("mv", ()), second.get("mv", ()), strict=False
             )
-            for name, their, one, two in names:
-                if name == their and words(one)[0] != words(two)[0]:
+            for name, their, first_words, second_words in names:
+                if name == their and words(first_words)[0] != words(second_words)[0]:
                     return str(name)
     return ""
 
 
 def _sketches(step: StepPair) -> tuple[list[float], list[float]]:
-    one, two = step.one.tensors("grad"), step.two.tensors("grad")
-    names = [name for name in one if name in two]
-    return [x for name in names for x in one[name].sketch], [x for name in names for x in two[name].sketch]
+    first, second = step.one.tensors("grad"), step.two.tensors("grad")
+    names = [name for name in first if name in second]
+    return [x for name in names for x in first[name].sketch], [x for name in names for x in second[name].sketch]
 
 
 def _ratio(step: StepPair) -> float:
@@ -592,14 +592,14 @@ def _reduction(step: StepPair) -> TraceFinding:
         worlds = step.pair.two.world / step.pair.one.world
         cause = "summed" if worlds != 1 and abs(ratio - worlds) < 1e-3 * worlds else "reduction"
         return step.finding("reduction", cause, f"the gradient is {ratio:.6g} times the other", "all gradients")
-    one, two = step.one.tensors("grad"), step.two.tensors("grad")
-    if not one or not two:
+    first, second = step.one.tensors("grad"), step.two.tensors("grad")
+    if not first or not second:
         return step.finding("reduction", "reduction", "its norm differs; the engine reports nothing else of it", "norm")
-    name = step.flagged[0] if step.flagged else next(iter(two), "gradient")
-    if name not in one or name not in two:
-        side = SECOND if name in one else FIRST
+    name = step.flagged[0] if step.flagged else next(iter(second), "gradient")
+    if name not in first or name not in second:
+        side = SECOND if name in first else FIRST
         return step.finding("reduction", "part-unreduced", f"{side} has no gradient of it", name)
-    off = share(distance(one[name].sketch, two[name].sketch), one[name].norm)
-    text = f"it is off by {off} ({len(step.flagged)} of {len(one)} tensors)"
-    part = len(step.flagged) < len(one) / 2
+    off = share(distance(first[name].sketch, second[name].sketch), first[name].norm)
+    text = f"it is off by {off} ({len(step.flagged)} of {len(first)} tensors)"
+    part = len(step.flagged) < len(first) / 2
     return step.finding("reduction", "part-unreduced" if part else "reduction", text, name)

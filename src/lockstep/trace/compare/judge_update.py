@@ -55,8 +55,8 @@ __all__ = [
 
 def count_data(step: StepPair, compared: Counter[str]) -> None:
     """Count the samples of a step that both runs read."""
-    one, two = trained(*(side.used(spot).at(spot.at, 0) for side, spot in _sides(step)))
-    compared["samples"] += (counted(readers(one)) & counted(readers(two))).total()
+    first, second = trained(*(side.used(spot).at(spot.at, 0) for side, spot in _sides(step)))
+    compared["samples"] += (counted(readers(first)) & counted(readers(second))).total()
 
 
 def count_numbers(step: StepPair, compared: Counter[str]) -> None:
@@ -67,11 +67,11 @@ def count_numbers(step: StepPair, compared: Counter[str]) -> None:
     compared["updates"] += len(matched(weights, _finite_in_both(step.one.before(), step.two.before())).both)
     norms = [norm_of(spot) for _, spot in _sides(step) if spot.hidden]
     compared["gradient norms"] += bool(norms) and None not in norms and every(math.isfinite(norm) for norm in norms)
-    one, two = (losses_of(spot) for _, spot in _sides(step))
-    if one and two:
-        first, second = (sum(map(math.fsum, side)) / len(side) for side in (one, two))
+    first_losses, second_losses = (losses_of(spot) for _, spot in _sides(step))
+    if first_losses and second_losses:
+        first, second = (sum(map(math.fsum, side)) / len(side) for side in (first_losses, second_losses))
         if abs(first - second) <= max(1e-5, step.limit) * max(abs(first), abs(second)) or first == second:
-            compared["losses"] += min(sum(map(len, one)), sum(map(len, two)))
+            compared["losses"] += min(sum(map(len, first_losses)), sum(map(len, second_losses)))
 
 
 def unended(pair: TracePair) -> list[str]:
@@ -98,9 +98,11 @@ def uncovered(pair: TracePair, verdict: TraceVerdict) -> list[str]:
     checks = [("losses", _has_losses), ("samples", _has_samples)]
     checks += [("states", _has_state)] * (not any(side.spots[0].hidden for side in sides))
     for name, has in checks:
-        one, two = (any(has(side, place[number]) for place in pair.steps) for number, side in enumerate(sides))
-        if one != two:
-            gaps.append(f"only {verdict.two if two else verdict.one} has {name}")
+        in_first, in_second = (
+            any(has(side, place[number]) for place in pair.steps) for number, side in enumerate(sides)
+        )
+        if in_first != in_second:
+            gaps.append(f"only {verdict.two if in_second else verdict.one} has {name}")
     return gaps
 
 
@@ -159,14 +161,14 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
     ]
     if not uses[0] or not uses[1]:
         return None
-    one, two = trained(*uses)
-    first, second = counted(readers(one)), counted(readers(two))
+    first_samples, second_samples = trained(*uses)
+    first, second = counted(readers(first_samples)), counted(readers(second_samples))
     if first == second:
-        return _uncombined_scores(step, spots[1], two) or _uncombined_scores(step, spots[0], one)
-    names = {s.content: s.name for side in (one, two) for each in side.values() for s in each}
+        return _uncombined_scores(step, spots[1], second_samples) or _uncombined_scores(step, spots[0], first_samples)
+    names = {s.content: s.name for side in (first_samples, second_samples) for each in side.values() for s in each}
     for name, counts, expected, samples, spot in (
-        (SECOND, second, first, two, spots[1]),
-        (FIRST, first, second, one, spots[0]),
+        (SECOND, second, first, second_samples, spots[1]),
+        (FIRST, first, second, first_samples, spots[0]),
     ):
         more, less = counts - expected, expected - counts
         if more and not less and set(more) <= set(expected):
@@ -274,14 +276,14 @@ def update_count(step: StepPair) -> TraceFinding | None:
     for name, spot in step.sides():
         records = spot.part.records(spot.at)
         updates[name] = {rank: record.get("again", 0) for rank, record in records.items()}
-    one, two = updates[FIRST], updates[SECOND]
-    if set(one.values()) == set(two.values()):
+    first, second = updates[FIRST], updates[SECOND]
+    if set(first.values()) == set(second.values()):
         return None
-    for name, counts in ((SECOND, two), (FIRST, one)):
-        rank = next((rank for rank, count in counts.items() if count > min([*one.values(), *two.values()])), None)
+    for name, counts in ((SECOND, second), (FIRST, first)):
+        rank = next((rank for rank, count in counts.items() if count > min([*first.values(), *second.values()])), None)
         if rank is not None:
             everywhere = len(set(counts.values())) == 1 and len(counts) > 1
-            text = f"in {name} {1 + counts[rank]} updates instead of {1 + min([*one.values(), *two.values()])}"
+            text = f"in {name} {1 + counts[rank]} updates instead of {1 + min([*first.values(), *second.values()])}"
             return step.finding("optimizer", "extra-step", text, "update", -1 if everywhere else rank)
     return None
 
@@ -348,12 +350,14 @@ def _number(value: Any) -> float:
     return float(value[0] if isinstance(value, list) else value)
 
 
-def _unequal_setting(one: dict[str, Any], two: dict[str, Any]) -> str:
+def _unequal_setting(first: dict[str, Any], second: dict[str, Any]) -> str:
     """Return the first setting in which two groups differ, the rate before the others; else ""."""
-    for key in sorted(one.keys() & two.keys(), key=lambda name: (name != "lr", name)):
-        if key in ("fused", "foreach", "initial_lr", "n") or one[key] == two[key]:
+    for key in sorted(first.keys() & second.keys(), key=lambda name: (name != "lr", name)):
+        if key in ("fused", "foreach", "initial_lr", "n") or first[key] == second[key]:
             continue
-        numbers = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in (one[key], two[key])]
+        numbers = [
+            value[0] if isinstance(value, list) and len(value) == 1 else value for value in (first[key], second[key])
+        ]
         if every(isinstance(value, int | float) for value in numbers) and math.isclose(
             *numbers, rel_tol=1e-6, abs_tol=1e-30
         ):
@@ -536,12 +540,12 @@ def _further_moves(step: StepPair) -> TraceFinding | None:
     back = _LAST_PLACES * unit * norm if first_moves and second_moves else 0.0
     for tensor in sorted((first_moves.keys() | second_moves.keys()) & first.keys() & second.keys()):
         zero = (0.0,) * len(first[tensor].sketch)
-        one, two = first_moves.get(tensor, zero), second_moves.get(tensor, zero)
-        far, near = distance(two, zero), distance(one, zero)
+        a, b = first_moves.get(tensor, zero), second_moves.get(tensor, zero)
+        far, near = distance(b, zero), distance(a, zero)
         if tensor in first_moves and tensor in second_moves and not math.isfinite(far + near):
             continue  # both are not finite
         alone = (tensor in first_moves) != (tensor in second_moves)
-        error = distance(one, two)
+        error = distance(a, b)
         if (alone and not back) or not error <= back + (_MOVE_SHARE + GROWTH * step.off) * max(far, near):
             name, spot, way = (SECOND, step.two, far) if not far < near else (FIRST, step.one, near)
             text = f"in {name} its bits changed {_describe_time(spot)}, by {share(way, first[tensor].norm)}"

@@ -132,7 +132,7 @@ def _uses(rank: RankTrace) -> list[tuple[Use, Use]]:
     for record in [*rank.steps, *([rank.end] if rank.end else [])]:
         both = (Use(), Use())
         events = sorted([*record["loads"], *record["fwd"]], key=lambda event: int(event["at"]))
-        used: list[dict[str, Any]] = []
+        matched_loads: list[dict[str, Any]] = []
         for event in events:
             if "l" in event:
                 waiting.append(event)
@@ -142,7 +142,7 @@ def _uses(rank: RankTrace) -> list[tuple[Use, Use]]:
             use = both[0] if event["train"] else both[1]
             use.forwards.append(event)
             use.inputs += [TracedSample(content) for content in words(event.get("s"))]
-            load = _match(event, waiting, used, kinds)
+            load = _match(event, waiting, matched_loads, kinds)
             use.sources.append(load)
             if load is None:
                 use.matched = False
@@ -154,7 +154,7 @@ def _uses(rank: RankTrace) -> list[tuple[Use, Use]]:
 
 
 def _match(
-    forward: dict[str, Any], waiting: list[dict[str, Any]], used: list[dict[str, Any]], kinds: dict[int, int]
+    forward: dict[str, Any], waiting: list[dict[str, Any]], earlier: list[dict[str, Any]], kinds: dict[int, int]
 ) -> dict[str, Any] | None:
     """Find the batch that a forward computes, and remove it from those that wait.
 
@@ -162,20 +162,20 @@ def _match(
     """
     inputs = set(words(forward.get("leaf"))) - {0}
     best, most = None, 0
-    for load in [*waiting, *used]:
+    for load in [*waiting, *earlier]:
         common = len(inputs & set(words(load.get("leaf"))))
         if common > most:
             best, most = load, common
     if best is None:
         best = next((load for load in waiting if kinds.get(load["l"], forward["train"]) == forward["train"]), None)
     if best is None:
-        last = used[-1] if used else None
+        last = earlier[-1] if earlier else None
         return last if last is not None and kinds.get(last["l"]) == forward["train"] else None
     if any(best is load for load in waiting):
         kinds.setdefault(best["l"], forward["train"])
         older = [load for load in waiting if load["l"] == best["l"] and load["e"] < best["e"]]
         waiting[:] = [load for load in waiting if load is not best and not any(load is old for old in older)]
-        used.append(best)
+        earlier.append(best)
     return best
 
 
@@ -198,33 +198,33 @@ class TracedSamples:
         return {number: uses[step][kind] for number, uses in self.of.items() if step < len(uses)}
 
 
-def _by_loader(one: Iterable[Use], two: Iterable[Use]) -> bool:
+def _by_loader(first: Iterable[Use], second: Iterable[Use]) -> bool:
     """Whether both runs can be compared by the loaders' batches."""
-    return every(use.matched for use in (*one, *two))
+    return every(use.matched for use in (*first, *second))
 
 
-def trained(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list[TracedSample]]]:
+def trained(first: dict[int, Use], second: dict[int, Use]) -> Iterator[dict[int, list[TracedSample]]]:
     """Yield rank -> samples of each run.
 
     They are from the loaders' batches if both runs have them, else from the inputs.
     """
-    by_load = _by_loader(one.values(), two.values())
-    for side in (one, two):
+    by_load = _by_loader(first.values(), second.values())
+    for side in (first, second):
         yield {rank: use.samples if by_load else use.inputs for rank, use in side.items()}
 
 
 evaluated = trained
 
 
-def computed(one: dict[int, Use], two: dict[int, Use]) -> Iterator[dict[int, list[list[int]]]]:
+def computed(first: dict[int, Use], second: dict[int, Use]) -> Iterator[dict[int, list[list[int]]]]:
     """Yield rank -> sample keys of each forward, for each run.
 
     The keys are dataset indices if both runs have them, else digests.
     """
-    uses = [*one.values(), *two.values()]
+    uses = [*first.values(), *second.values()]
     by_load = every(use.whole for use in uses)
     by_index = by_load and every(len(load.get("i") or ()) == load["n"] for use in uses for load in use.loads)
-    for side in (one, two):
+    for side in (first, second):
         batches_by_rank: dict[int, list[list[int]]] = {}
         for rank, use in side.items():
             batches = [each for each in (use.sources if by_load else use.forwards) if each is not None]
@@ -422,16 +422,20 @@ def _steps_before(spot: Spot, steps: list[Spot]) -> int | None:
     return best if closest <= _NEAR * move else None
 
 
-def _equal(one: dict[str, WholeTensor], two: dict[str, WholeTensor]) -> bool:
-    common = matched(one, two).both
-    return any(one[name].square for name in common) and every(one[name].digest == two[name].digest for name in common)
+def _equal(first: dict[str, WholeTensor], second: dict[str, WholeTensor]) -> bool:
+    common = matched(first, second).both
+    return any(first[name].square for name in common) and every(
+        first[name].digest == second[name].digest for name in common
+    )
 
 
-def apart(one: dict[str, WholeTensor], two: dict[str, WholeTensor]) -> tuple[float, float]:
+def apart(first: dict[str, WholeTensor], second: dict[str, WholeTensor]) -> tuple[float, float]:
     """Return (2-norm of the difference, larger 2-norm) over all common tensors."""
-    common = one.keys() & two.keys()
-    square = sum(distance(one[n].sketch, two[n].sketch) ** 2 for n in common if one[n].digest != two[n].digest)
-    return math.sqrt(square), math.sqrt(max(sum(side[name].square for name in common) for side in (one, two)))
+    common = first.keys() & second.keys()
+    square = sum(
+        distance(first[n].sketch, second[n].sketch) ** 2 for n in common if first[n].digest != second[n].digest
+    )
+    return math.sqrt(square), math.sqrt(max(sum(side[name].square for name in common) for side in (first, second)))
 
 
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -479,19 +483,19 @@ def apart_from_each_other(spot: Spot) -> bool:
     return spot.part.world > 1 and not any(rank.head["initialized"] for rank in ranks)
 
 
-def finite(whole: WholeTensor) -> bool:
+def finite(tensor: WholeTensor) -> bool:
     """Whether all elements of a tensor are finite."""
-    return math.isfinite(whole.square) and every(map(math.isfinite, whole.sketch))
+    return math.isfinite(tensor.square) and every(map(math.isfinite, tensor.sketch))
 
 
-def finite_in_some(one: WholeTensor, two: WholeTensor) -> bool:
+def finite_in_some(first: WholeTensor, second: WholeTensor) -> bool:
     """Whether at least one of two tensors is finite: else there is nothing to compare."""
-    return finite(one) or finite(two)
+    return finite(first) or finite(second)
 
 
-def unlike(whole: WholeTensor) -> bool:
+def unlike(tensor: WholeTensor) -> bool:
     """Whether ranks differ in a tensor that they should share."""
-    return whole.other is not None and not whole.other[1] <= _ALIKE * whole.norm
+    return tensor.other is not None and not tensor.other[1] <= _ALIKE * tensor.norm
 
 
 def share(error: float, norm: float) -> str:

@@ -10,6 +10,7 @@ A run that was restarted has a part for each start.
 import base64
 import json
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,10 +182,10 @@ class TracePart:
         tensor.opaque |= opaque
 
 
-def distance(one: tuple[float, ...], two: tuple[float, ...]) -> float:
+def distance(first: tuple[float, ...], second: tuple[float, ...]) -> float:
     """Estimate the 2-norm of two tensors' difference from their sketches; NaN if not finite."""
-    total = sum((a - b) ** 2 for a, b in zip(one, two, strict=True))
-    return math.sqrt(total / max(1, len(one))) if total == total else math.nan
+    total = sum((a - b) ** 2 for a, b in zip(first, second, strict=True))
+    return math.sqrt(total / max(1, len(first))) if total == total else math.nan
 
 
 @dataclass
@@ -234,37 +235,49 @@ def read(folder: Path) -> TraceRun:
     return TraceRun(str(folder), _parts(trained), info, any(rank.full for rank in ranks))
 
 
-def _rank(path: Path) -> RankTrace | None:  # noqa: C901
+def _rank(path: Path) -> RankTrace | None:
     """Read the file of one process, without a truncated last line."""
     rank: RankTrace | None = None
     with path.open("rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                break
-            if not isinstance(record, dict):
-                break
-            if "words" in record:
-                _fill(record)
-            kind = record.get("t")
-            if kind == "begin":
+        for record in _records(file):
+            if record.get("t") == "begin":
                 rank = RankTrace(record)
             elif rank is None:
                 return None
-            elif kind == "table":
-                rank.tables[record["id"]] = record
-            elif kind == "step":
-                if record.get("begin") == "weights" and rank.steps:
-                    record["begin"] = rank.steps[-1]["weights"]
-                _append(rank.steps, record)
-            elif kind == "end":
-                rank.end = record
-            elif kind == "full":
-                rank.full = True
-            elif kind == "failed":
-                rank.failed = record["error"]
+            else:
+                _add(rank, record)
     return rank
+
+
+def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the records up to the first line that is none."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(record, dict):
+            return
+        if "words" in record:
+            _fill(record)
+        yield record
+
+
+def _add(rank: RankTrace, record: dict[str, Any]) -> None:
+    """Add a record after the first to its rank's trace."""
+    kind = record.get("t")
+    if kind == "table":
+        rank.tables[record["id"]] = record
+    elif kind == "step":
+        if record.get("begin") == "weights" and rank.steps:
+            record["begin"] = rank.steps[-1]["weights"]
+        _append(rank.steps, record)
+    elif kind == "end":
+        rank.end = record
+    elif kind == "full":
+        rank.full = True
+    elif kind == "failed":
+        rank.failed = record["error"]
 
 
 def _fill(record: dict[str, Any]) -> None:
