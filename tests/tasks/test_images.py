@@ -400,6 +400,6 @@ def test_the_models_shapes():
 
 def test_a_run_of_images_is_written_and_read_back(tmp_path):
     result = lockstep.train(config(tmp_path, max_steps=1))
-    kept = cli.read(result.folder / "config.toml")
+    kept = cli.read_toml(result.folder / "config.toml")
     assert kept["images.padding"] == -1
     assert "seq_len" not in kept

@@ -6,6 +6,7 @@ import counting
 import pytest
 import torch
 from ranks import run
+from refusals import refuses
 from small_runs import config
 from toys import Ragged
 
@@ -56,16 +57,14 @@ def new_gpu(monkeypatch):
 def test_the_flags(argv, wanted):
     found = cli.parse(argv)
     assert (found.compile, found.precision) == wanted
-    assert cli.build({"compile": cli.flat(found)["compile"]}).compile is wanted[0]
+    assert cli.build({"compile": cli.flatten(found)["compile"]}).compile is wanted[0]
     text = cli.to_toml(found)
     assert tomllib.loads(text)["compile"] == ("auto" if wanted[0] is None else wanted[0])
 
 
 @pytest.mark.parametrize("argv", [["--compile", "yes"], ["--no-compile", "auto"], ["--compile=1"]])
 def test_what_else_is_said_to_it_is_refused(argv):
-    with pytest.raises(
-        ConfigError, match="--(no-)?compile: '.*' does not go with it: --(no-)?compile alone, or --compile auto"
-    ):
+    with refuses(ConfigError, argv[0].partition("=")[0], "--compile auto"):
         cli.parse(argv)
 
 

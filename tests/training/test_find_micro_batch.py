@@ -7,7 +7,7 @@ from small_runs import config, mark
 from toys import Ragged
 
 import lockstep
-from lockstep.errors import ConfigError, said
+from lockstep.errors import ConfigError, name_settings
 from lockstep.training.tuning import Took, chosen, find_micro_batch
 
 
@@ -52,7 +52,7 @@ def test_the_largest_that_fits_is_proposed_and_nothing_is_kept(tmp_path):
     assert [each.size for each in found.took] == [1, 2, 4, 8]
     assert [each.peak for each in found.took] == [100, 200, 400, 0]
     assert (found.size, float(task.counted)) == (4, 0.0)
-    assert str(found).endswith(said("train with --micro-batch-size 4"))
+    assert str(found).endswith(name_settings("train with --micro-batch-size 4"))
     assert not list(tmp_path.iterdir())
 
 

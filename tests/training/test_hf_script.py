@@ -224,8 +224,8 @@ class Bad:
         Bad(["--hf-script", "a/run.py", "--hf-args", "broken.json"], "is not a JSON file"),
         Bad(["--hf-script", "a/run.py", "--hf-args", "list.json"], "must be one JSON object"),
         Bad(["--hf-script", "a/run.py", "--hf-args", "untrained.json"], '"do_train" is false'),
-        Bad(["--hf-script", "a/run.py", "--hf-args", "a/args.json", "--model-name", "x"], "--model-name does not go"),
-        Bad(["--hf-script", "a/run.py", "--hf-args", "a/args.json", "--task", "m.py:T"], "--task does not go"),
+        Bad(["--hf-script", "a/run.py", "--hf-args", "a/args.json", "--model-name", "x"], "--model-name does not work"),
+        Bad(["--hf-script", "a/run.py", "--hf-args", "a/args.json", "--task", "m.py:T"], "--task does not work"),
         Bad(
             ["--hf-script", "a/run.py", "--hf-args", "a/args.json", "--find-lr"],
             "--find-lr cannot be used with --hf-script",

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from ranks import run
+from refusals import refuses
 from small_runs import config
 from torch import nn
 from toys import Network, Ragged, Sentences
@@ -262,7 +263,7 @@ def test_the_default_rate_is_that_of_adapters(tmp_path):
 
 
 def test_options_of_adapters_without_a_rank(tmp_path):
-    with pytest.raises(ConfigError, match=r"lora.alpha is of adapters, and there are none: give lora.rank"):
+    with refuses(ConfigError, "lora.alpha", "lora.rank"):
         config(tmp_path, lora={"alpha": 8.0})
 
 

@@ -13,7 +13,7 @@ from small_runs import config
 from toys import Ragged
 
 import lockstep
-from lockstep.clock import HostClock, MarkingClock, make_clock, marked
+from lockstep.clock import HostClock, MarkingClock, make_clock, trace_mark
 from lockstep.config.schema import Config
 from lockstep.diagnose.profile.reading import read, read_all, understood
 from lockstep.errors import ConfigError
@@ -286,9 +286,9 @@ def test_the_clock_marks_the_parts_in_their_order_and_measures_as_before():
 
 
 def test_a_part_is_marked_where_a_profiler_runs_alone():
-    with marked("save") as nothing:
+    with trace_mark("save") as nothing:
         assert nothing is None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, marked("save"):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, trace_mark("save"):
         pass
     assert "lockstep:save" in {event.name for event in profiler.events()}
 

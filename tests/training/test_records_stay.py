@@ -11,7 +11,7 @@ from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config.cli import read
+from lockstep.config.cli import read_toml
 from lockstep.config.sections import Checkpoint
 from lockstep.errors import ConfigError
 from lockstep.training.run_dir import RunFolder, RunLock
@@ -47,7 +47,7 @@ def test_a_lock_without_flock_says_how_to_clear_it_where_its_owner_cannot_be_ask
 def test_a_byte_order_mark_in_a_configuration_is_no_part_of_it(tmp_path):
     path = tmp_path / "c.toml"
     path.write_bytes(b"\xef\xbb\xbflr = 0.5\n")
-    assert read(path) == {"lr": 0.5}
+    assert read_toml(path) == {"lr": 0.5}
 
 
 def test_what_a_kill_left_of_a_write_goes_with_the_next_start(tmp_path):

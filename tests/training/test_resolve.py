@@ -68,7 +68,7 @@ def test_it_is_pure_and_idempotent_and_leaves_nothing_open(config, facts):
     assert resolve(config, facts) == found
     assert (config, facts) == before
     assert resolve(found.config, facts) == found
-    assert not [name for name in cli.flat(found.config) if is_auto(found.config, name)]
+    assert not [name for name in cli.flatten(found.config) if is_auto(found.config, name)]
     assert found.config.precision != "auto"
     assert not [name for name in SPANS - {"extend_to"} if is_span(lookup(found.config, name))]
     assert found.run_plan.step_plan.steps >= facts.start.least

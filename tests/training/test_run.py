@@ -14,7 +14,7 @@ from toys import HolesMean, Ragged, taken
 import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint.export import export
-from lockstep.config.cli import flat, parse, read
+from lockstep.config.cli import flatten, parse, read_toml
 from lockstep.config.schema import Config
 from lockstep.config.sections import Checkpoint
 from lockstep.data.sampler import Sequential
@@ -37,7 +37,7 @@ def test_the_folder_of_a_run(tmp_path):
     settings = config(tmp_path)
     assert go(None, settings) == (list(range(12)), 0)
     path = tmp_path / "r"
-    written, given = flat(Config(**read_config(path / "config.toml"))), flat(settings)
+    written, given = flatten(Config(**read_config(path / "config.toml"))), flatten(settings)
     assert {name: value for name, value in written.items() if value != given[name]} == {
         "optim.beta2": 0.999,
         "optim.weight_decay": 0.01,
@@ -79,7 +79,7 @@ def test_the_written_config_is_one_that_config_reads(tmp_path):
     settings = config(tmp_path, experiment_name='a "quoted" näme')
     go(None, settings)
     chosen = resolve(settings, Facts.of(Ragged(), Ragged().model(), 40)).config
-    assert read(tmp_path / settings.experiment_name / "config.toml") == flat(chosen, own_task=True)
+    assert read_toml(tmp_path / settings.experiment_name / "config.toml") == flatten(chosen, own_task=True)
     assert parse(["--config", str(tmp_path / settings.experiment_name / "config.toml")]) == chosen
 
 
@@ -92,13 +92,13 @@ def test_with_a_task_of_ones_own_the_built_in_tasks_fields_are_not_written(tmp_p
     common = {"model": model, "ckpt_freq": 2, "max_steps": 4}
     go(None, config(tmp_path, stop_at=2, **common))
     path = tmp_path / "r"
-    written = read(path / "config.toml")
+    written = read_toml(path / "config.toml")
     assert not written.keys() & (BUILTIN - {"model.dropout"})
     assert written["model.dropout"] == 0.25
     assert "data.workers" in written
     (tmp_path / "mine.py").write_text("from toys import Ragged\n")
     lockstep.train(config(tmp_path, experiment_name="named", task=f"{tmp_path}/mine.py:Ragged", max_steps=2))
-    assert not read(tmp_path / "named" / "config.toml").keys() & BUILTIN
+    assert not read_toml(tmp_path / "named" / "config.toml").keys() & BUILTIN
     log = (path / "logs" / "rank-00000.log").read_text()
     assert '"model.dropout": 0.25' in log
     assert "seq_len" not in log
@@ -128,7 +128,7 @@ def test_a_task_that_is_named_keeps_all_fields(tmp_path):
     common = {"save_dir": str(tmp_path), "max_steps": 1, "batch_size": 2, "device": "cpu"}
     data = {"cache": str(tmp_path / "cache"), "vocab_size": 300}
     lockstep.train(Config(dataset_name=str(tmp_path / "text.txt"), seq_len=16, data=data, **common))
-    assert read(tmp_path / "default" / "config.toml").keys() == flat(Config()).keys()
+    assert read_toml(tmp_path / "default" / "config.toml").keys() == flatten(Config()).keys()
 
 
 @pytest.mark.parametrize("leave_at", [4, 7, 11])

@@ -19,7 +19,7 @@ from toys import Network, Ragged, Sentences
 import lockstep
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
-from lockstep.task import adapted
+from lockstep.task import as_task
 from lockstep.training.build import build
 
 
@@ -146,10 +146,10 @@ def test_what_a_task_lacks_is_named():
         model = dataset = print
 
     with pytest.raises(ConfigError, match=r"the task Bare has no method `loss`: loss\(model, batch\) returns the loss"):
-        adapted(Bare())
+        as_task(Bare())
     Bare.loss, Bare.reduction = print, "Mean"
     with pytest.raises(ConfigError, match="reduction is 'Mean'"):
-        adapted(Bare())
+        as_task(Bare())
 
 
 @pytest.mark.parametrize("mask", ["no", 0, torch.ones(2)])
@@ -158,7 +158,7 @@ def test_an_attention_mask_is_yes_no_or_not_known(mask):
         attention_mask = mask
 
     with pytest.raises(ConfigError, match="attention_mask"):
-        adapted(Masked())
+        as_task(Masked())
 
 
 class Both(Ragged):

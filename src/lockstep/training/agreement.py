@@ -28,7 +28,7 @@ from lockstep.data.loader import Loader, Loading, check_dataset, generators_kept
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import ConfigError, DataError
-from lockstep.files import created
+from lockstep.files import create_file
 from lockstep.guards.contents import KEY, Contents, check_contents
 from lockstep.guards.samples import RetryingDataset
 from lockstep.task import Task
@@ -262,7 +262,7 @@ def _token(folder: RunFolder) -> Iterator[tuple[str, int]]:
     path = where / token
     try:
         try:
-            with created(path) as file:
+            with create_file(path) as file:
                 file.write(token.encode())
         except OSError as error:
             raise folder.unwritable(where, error) from error

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.config import cli
-from lockstep.config.deepspeed import hold, read_json
+from lockstep.config.deepspeed import check_settings, read_json
 from lockstep.config.fields import AUTO
 from lockstep.config.schema import Config, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
@@ -35,12 +35,12 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.memory import explained
 from lockstep.engines.optimizers import GradientNorms
-from lockstep.errors import UsageError, said
+from lockstep.errors import UsageError, name_settings
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run_state import RunState, Selection
-from lockstep.task import Order, Task, adapted, has_own
+from lockstep.task import Order, Task, as_task, has_own
 from lockstep.training import resume
 from lockstep.training.agreement import check_samples, check_shared, datasets_of, guarded, log_ranks
 from lockstep.training.build_engine import (
@@ -215,7 +215,7 @@ class Built:
     @property
     def arguments(self) -> dict[str, Any]:
         """The configuration by dotted name, as it is shown and stored."""
-        return cli.flat(self.config, own_task=self.own_task)
+        return cli.flatten(self.config, own_task=self.own_task)
 
     @property
     def lr(self) -> float:
@@ -308,7 +308,9 @@ def build(
     resolved = resolve(asked, Facts.of(task, model, samples, training.order.size, start))
     config_file = on_all_ranks(world, lambda: read_json(asked.engine_options.config))
     # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
-    hold(config_file, lambda name: lookup(asked if name == "max_steps" else resolved.config, name), world.size)
+    check_settings(
+        config_file, lambda name: lookup(asked if name == "max_steps" else resolved.config, name), world.size
+    )
     resolved.record(state)
     check_longer(resolved.config, state, resolved.run_plan.step_plan.steps)
     if not draft.config.micro_batch_size:  # it depended on the model
@@ -382,7 +384,7 @@ def _task_of(draft: Config, given: Any, world: World, state: RunState) -> Task:
     if draft.micro_batch_size:  # else it depends on the model, and is checked once that is made
         check_cut(draft, world, notify(world))
     on_all_ranks(world, lambda: check(draft))
-    task = on_all_ranks(world, lambda: named_task(draft, notify(world)) if given is None else adapted(given))
+    task = on_all_ranks(world, lambda: named_task(draft, notify(world)) if given is None else as_task(given))
     check_auditable_loss(draft, task)
     if state.reduction != "micro-batch":  # "micro-batch" depends on how a step is cut: detect it again
         recall(task, state)
@@ -426,7 +428,7 @@ def _agreed(config: Config, world: World) -> Config:
     """
     name = world.gather(config.experiment_name)[0]
     config = dataclasses.replace(config, experiment_name=name)
-    world.check_same("configuration", cli.flat(config))
+    world.check_same("configuration", cli.flatten(config))
     return config
 
 
@@ -466,7 +468,7 @@ def notify(world: World) -> Callable[[str], None]:
 
 def _tell(is_main: bool, line: str) -> None:
     if is_main:
-        print(said(line), file=sys.stderr, flush=True)
+        print(name_settings(line), file=sys.stderr, flush=True)
 
 
 # --- log

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from lockstep import checkpoint
-from lockstep.clock import make_clock, marked
+from lockstep.clock import make_clock, trace_mark
 from lockstep.data.batches import StepLoader, StepPlan
 from lockstep.distributed.exchange import INTERRUPT, SAVE_AND_END, BusySeconds, StepExchange
 from lockstep.distributed.progress import IN_BODY, READING, note_end
@@ -28,7 +28,7 @@ from lockstep.guards.nonfinite import Rollback, floats
 from lockstep.guards.watchdog import Heartbeats, all_do, read_alone, waited_for
 from lockstep.logging import Sinks
 from lockstep.loop import StepControl, seeder
-from lockstep.records import Best, Step, StepRecord, expanded, filled, flat, mean_numbers, merged_sums
+from lockstep.records import Best, Step, StepRecord, exact_sums, fill_numbers, flatten_numbers, mean_numbers, merge_sums
 from lockstep.task import items_of_a_sample
 from lockstep.training.build import Built
 from lockstep.training.build_engine import kernels_of
@@ -167,7 +167,7 @@ def saved_and_evaluated(session: Session, built: Built, works: StepComponents, s
     if state.evaluation_due and not cut_short:
         settle(works)
         state.evaluation_due = False
-        with marked("evaluate"):
+        with trace_mark("evaluate"):
             step.evaluation = session.evaluation = works.recorder.evaluate(done)
         tell_evaluated(session, built, done)
         saves = saves or works.recorder.is_best
@@ -182,13 +182,13 @@ def tell_evaluated(session: Session, built: Built, done: int) -> None:
     """Mark the step as evaluated, and run the task's hooks."""
     session.evaluated = done
     if built.task.hooks and session.evaluation:
-        built.task.hooks.evaluated(HookContext(session, built), done, numbered(session.evaluation))
+        built.task.hooks.after_evaluation(HookContext(session, built), done, numbered(session.evaluation))
 
 
 def save(works: StepComponents, done: int) -> None:
     if works.recorder.saved != done:
         settle(works)
-        with marked("save"):
+        with trace_mark("save"):
             works.guards.keep()
             works.recorder.save(done)
 
@@ -250,8 +250,8 @@ def reader(exchange: StepExchange, world: World, told: Heartbeats | None, outliv
 
     def read(step: Step) -> tuple[float, dict[str, float]]:
         losses, numbers = step.record.losses, step.record.numbers
-        values = floats([*losses, *flat(numbers)])  # waits for the device
-        own = [expanded(parts) for parts in filled(numbers, values[len(losses) :]).values()]
+        values = floats([*losses, *flatten_numbers(numbers)])  # waits for the device
+        own = [exact_sums(parts) for parts in fill_numbers(numbers, values[len(losses) :]).values()]
         exchange.progress.at(step.record.step, READING)
         try:
             rows = exchange.rows([math.fsum(values[: len(losses)]), *(x for six in own for x in six)])  # collective
@@ -265,7 +265,7 @@ def reader(exchange: StepExchange, world: World, told: Heartbeats | None, outliv
             return math.nan, dict.fromkeys(numbers, math.nan)
         exchange.progress.at(step.record.step, IN_BODY)
         total = math.fsum(row[0] for row in rows)
-        sums = {name: merged_sums([row[6 * k + 1 : 6 * k + 7] for row in rows]) for k, name in enumerate(numbers)}
+        sums = {name: merge_sums([row[6 * k + 1 : 6 * k + 7] for row in rows]) for k, name in enumerate(numbers)}
         return total / (step.items or 1), mean_numbers(sums)
 
     return read
@@ -319,4 +319,4 @@ def note_best(session: Session) -> None:
     if built and best:
         path = checkpoint.path_of(built.folder.path, best.step)
         kept = built.config.checkpoint.mode != "none" or path.is_dir()  # an earlier start wrote it
-        session.best = Best(best.step, best.loss, str(path) if kept else "", best.metric, best.judged_value)
+        session.best = Best(best.step, best.loss, str(path) if kept else "", best.metric, best.metric_value)

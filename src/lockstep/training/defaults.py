@@ -30,7 +30,7 @@ from lockstep.config.task_options import LANGUAGE, kind_of
 from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
 from lockstep.models.gpt import PRESETS
-from lockstep.task import Task, written
+from lockstep.task import Task, user_task
 from lockstep.training.resume import RunPlan
 
 __all__ = [
@@ -369,7 +369,7 @@ def elsewhere(model: nn.Module, task: Task, batch: Any, device: torch.device) ->
     whole model in host memory (offloaded) is accepted, and so are single numbers there.
     """
     found = list(_of_module(model, "", device))
-    own = written(task)
+    own = user_task(task)
     for name, value in vars(own).items() if hasattr(own, "__dict__") else ():
         if isinstance(value, nn.Module) and value is not model:
             found += [each._replace(what=f"the task's {name}: {each.what}") for each in _of_module(value, "", device)]

@@ -32,12 +32,12 @@ from lockstep.engines.base import at_rest
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.guards.samples import RetryingDataset
 from lockstep.loop import seeder
-from lockstep.passes import unpacked
-from lockstep.records import EvaluationRecord, expanded, mean_numbers, summed
-from lockstep.task import Task, averages, has_own, looks_at_whole_step, takes_gradients
+from lockstep.passes import split_loss
+from lockstep.records import EvaluationRecord, exact_sums, mean_numbers, sum_and_count
+from lockstep.task import Task, has_mean_loss, has_own, has_step_loss, needs_graph
 from lockstep.tasks.metric_states import merge, obstacle
 from lockstep.transforms.precision import eager
-from lockstep.whole_step import WHOLE_LOSS, whole_step_of
+from lockstep.whole_step import WHOLE_LOSS, make_whole_step
 
 __all__ = [
     "ANY",
@@ -258,9 +258,9 @@ def evaluate(
     modes = [(module, module.training) for module in engine.model.modules()]
     engine.model.eval()
     try:
-        with torch.set_grad_enabled(takes_gradients(task)), eager():
+        with torch.set_grad_enabled(needs_graph(task)), eager():
             reseed = seeder(seed, "evaluation", world.device)
-            whole = WholeLosses(task, batches, world, reseed) if looks_at_whole_step(task) else None
+            whole = WholeLosses(task, batches, world, reseed) if has_step_loss(task) else None
             own = _own_rows(engine.model, task, batches, reseed, progress, whole)
     finally:
         for module, mode in modes:
@@ -300,14 +300,14 @@ def _measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mappin
     The numbers that `loss` returns are metrics too; if the task's metrics have the same name, theirs wins. A mean over
     no items would be 0 / 0, and counts as 0.
     """
-    mean = averages(task)
+    mean = has_mean_loss(task)
 
     def measured(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
         loss, found = task.evaluate(model, batch.data)
         with torch.no_grad():  # even if the task's own gradients need a graph
-            loss, numbers = unpacked(loss)
+            loss, numbers = split_loss(loss)
         if numbers:
-            pairs = {name: summed(value, batch.items, mean=mean) for name, value in numbers.items()}
+            pairs = {name: sum_and_count(value, batch.items, mean=mean) for name, value in numbers.items()}
             found = {**pairs, **found}
         if not mean:
             return loss, found
@@ -325,7 +325,7 @@ class WholeLosses:
 
     def __init__(self, task: Task, batches: Batches, world: World, reseed: Callable[[int, int], None]) -> None:
         self._task, self._batches, self._reseed = task, batches, reseed
-        self._whole = whole_step_of(task, world, batches.step_plan.micro_batches, batches.sharing)
+        self._whole = make_whole_step(task, world, batches.step_plan.micro_batches, batches.sharing)
         self._outputs: list[tuple[int, float, Any]] = []
         self._numbers: dict[str, list[list[Any]]] = {}
         self.samples = 0
@@ -364,7 +364,7 @@ def _averages(parts: list[dict[str, list[list[float]]]]) -> dict[str, float]:
     """Average each number over the parts of all ranks: its sum over its count."""
     names = dict.fromkeys(name for part in parts for name in part)
     rows = {name: [row for part in parts for row in part.get(name, ())] for name in names}
-    return mean_numbers({name: expanded([(row[0], row[1]) for row in found]) for name, found in rows.items()})
+    return mean_numbers({name: exact_sums([(row[0], row[1]) for row in found]) for name, found in rows.items()})
 
 
 @dataclass
@@ -517,7 +517,7 @@ def _cut(config: Config, task: Task, samples: int, micro_size: int) -> StepPlan:
 
     It is one step; or steps as in training, if the loss covers all samples of a step.
     """
-    if not looks_at_whole_step(task):
+    if not has_step_loss(task):
         return one_step(samples, micro_size)
     if config.batch_size % micro_size:
         raise ConfigError(

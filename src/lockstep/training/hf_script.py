@@ -19,7 +19,7 @@ from lockstep.adapters.hf_trainer.data import of_transformers
 from lockstep.adapters.hf_trainer.flags import Script
 from lockstep.config import cli
 from lockstep.config.schema import Config
-from lockstep.errors import ConfigError, UsageError, raised_in
+from lockstep.errors import ConfigError, UsageError, error_origin
 from lockstep.logging import jsonl
 from lockstep.models.hf import as_it_is
 from lockstep.tensors import is_dtensor
@@ -55,7 +55,7 @@ def run_script(script: Script, told: Mapping[str, Any]) -> int:
             if end.code:
                 return _code(end.code)
         except ValueError as error:
-            if raised_in(error) == "transformers.hf_argparser:parse_dict":
+            if error_origin(error) == "transformers.hf_argparser:parse_dict":
                 raise ConfigError(f"--hf-args {script.arguments}: {str(error).splitlines()[0]}") from error
             raise
     if not training.folders:
@@ -88,7 +88,7 @@ class _Training:
             raise ConfigError("trainer.train(trial=...): a search is a loop of runs here, as in examples/sweep.py")
         config, task = from_trainer(trainer)
         ends = {"max_steps": 0} if "num_epochs" in self._told else {}  # max_steps would win over --num-epochs
-        said = {**cli.flat(config, own_task=True), **ends, **self._told}
+        said = {**cli.flatten(config, own_task=True), **ends, **self._told}
         config = cli.build({**said, "log_freq": _recorded(trainer, cli.build(said))})
         folder = (config.save_dir, config.experiment_name)
         if folder in self.folders:

@@ -40,7 +40,7 @@ from lockstep.models.hf import HubTokenizer, save_trained
 from lockstep.models.lora import merge
 from lockstep.records import EvaluationRecord
 from lockstep.run_state import RunState
-from lockstep.task import Task, adapted, written
+from lockstep.task import Task, as_task, user_task
 from lockstep.tasks.columns import check_classes
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
 from lockstep.tasks.regression import on_columns_of
@@ -153,7 +153,7 @@ def config_of(path: Path, wanted: InferenceRequest) -> Config:
     file = path / "config.toml"
     if not file.is_file():
         raise CheckpointError(f"{printable(str(path))} is no run's folder; pass SAVE_DIR/EXPERIMENT_NAME")
-    values = {name: value for name, value in cli.read(file).items() if not name.startswith("engine_options.")}
+    values = {name: value for name, value in cli.read_toml(file).items() if not name.startswith("engine_options.")}
     training = {"engine": "auto", "weight_copies": "forward", "grad_dtype": "float32", "fused_kernels": "none"}
     values |= training | dict(wanted.changes)
     if wanted.device:
@@ -210,7 +210,9 @@ def _filled(found: Path, model: nn.Module, task: Task, without: frozenset[str], 
     try:
         fill(found, model, own, without=without, ema=ema)
     except CheckpointError as error:
-        raise CheckpointError(f"the task {type(written(task)).__name__} does not fit the checkpoint: {error}") from None
+        raise CheckpointError(
+            f"the task {type(user_task(task)).__name__} does not fit the checkpoint: {error}"
+        ) from None
     if own:
         task.load_state_dict(own)
 
@@ -378,7 +380,7 @@ def generate_texts(wanted: InferenceRequest, prompts: Sequence[str], sampling: S
     with opened(wanted) as used:
         task = used.task
         if not isinstance(task, CausalLM | HubCausalLM):
-            kind = type(written(task)).__name__
+            kind = type(user_task(task)).__name__
             raise ConfigError(
                 f"{printable(wanted.run)} trained {kind}, which is no language model that lockstep knows and writes no "
                 "text; `lockstep evaluate` shows what it learnt"
@@ -424,7 +426,7 @@ def load(
         raise ConfigError(f"which is '{which}': it must be 'best', 'last', or a step")
     found = chosen(Path(path).expanduser(), which)
     state = checkpoint.read_run_state(found)
-    model = adapted(task).model()
+    model = as_task(task).model()
     if state.lora:
         with_adapters(model, state.lora)
     fill(found, model.to(device), without=left_out(model, state), ema=ema)

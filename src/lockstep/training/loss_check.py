@@ -29,8 +29,8 @@ from lockstep.engines.memory import is_out_of_memory
 from lockstep.engines.registry import undo_step
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import seeder
-from lockstep.passes import unpacked
-from lockstep.task import Task, averages, has_own, set_found, takes_gradients
+from lockstep.passes import split_loss
+from lockstep.task import Task, has_mean_loss, has_own, needs_graph, set_detected
 from lockstep.training.defaults import explained
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
@@ -364,14 +364,14 @@ def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
     trial.seed()
     with trial.with_graph():
         loss = call("loss", lambda data: task.loss(model, data), batch.data, model, task)
-        number, beside = unpacked(loss)
+        number, beside = split_loss(loss)
         return float(number.detach()), list(beside)  # waits for the device
 
 
 def loss_number(value: Any) -> float:
     """Return a loss as a float, with or without a graph, without its other numbers."""
     with torch.no_grad():
-        return float(unpacked(value)[0].detach())  # waits for the device
+        return float(split_loss(value)[0].detach())  # waits for the device
 
 
 def check_loss(trial: Trial, training: Batches) -> None:
@@ -396,7 +396,7 @@ def check_loss(trial: Trial, training: Batches) -> None:
         probe = _probe(trial)
         for found, needs_graph in measures(trial, probe, training, lambda m: _is_clean(trial, m)):
             if needs_graph:
-                set_found(task, "", gradients=True)
+                set_detected(task, "", gradients=True)
             looked += 1  # more than one place, since a forward may branch on the batch's contents
             if looked < _LOOKED:
                 continue
@@ -524,7 +524,7 @@ def _find(trial: Trial, kinds: dict[str, float] | None, what: str, one: bool, al
         )
     else:
         raise _neither(kinds, what)
-    set_found(task, found, takes_gradients(task))
+    set_detected(task, found, needs_graph(task))
     trial.say(f"the loss is {words} (found in the trial; `reduction` of the task declares it)")
 
 
@@ -570,7 +570,7 @@ def _warn(trial: Trial, off: float, what: str) -> None:
         trial.say(
             f"warning: the loss is off the {trial.task.reduction} of its parts by {off:.1%} ({what}), as that of a "
             "router's balance or of class weights without their `count` is: it is computed of each micro-batch by "
-            f"itself, and {'averaged' if averages(trial.task) else 'added up'}"
+            f"itself, and {'averaged' if has_mean_loss(trial.task) else 'added up'}"
         )
 
 

@@ -7,15 +7,15 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.config.cli import described
+from lockstep.config.cli import describe_preset
 from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config, flag
 from lockstep.config.sections import Data
 from lockstep.config.task_options import LIGHTNING, OWN, kind_of
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import PRESETS
-from lockstep.task import Task, adapted
-from lockstep.task_file import imported_class
+from lockstep.task import Task, as_task
+from lockstep.task_file import import_class
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, corpus_for, hub_task, loss_inside
 from lockstep.text.token_store import TokenizerToTrain
 
@@ -51,7 +51,7 @@ def named_task(config: Config, say: Callable[[str], None]) -> Task:
         made: Task = importlib.import_module(_MAKERS[kind]).make(config, say)
         return made
     if config.preset == "source":
-        say(described(config))
+        say(describe_preset(config))
     if is_hub_name(config.model_name) or (Path(config.model_name).expanduser() / "config.json").is_file():
         return hub_task(config, say)
     return _built_in(config, say)
@@ -66,12 +66,12 @@ def load_task(named: str) -> Task:
     if named.startswith(LIGHTNING):
         made: Task = importlib.import_module("lockstep.adapters.lightning.convert").load(named)
         return made
-    kind = imported_class(named, "--task")
+    kind = import_class(named, "--task")
     try:
         task = kind()
     except Exception as error:
         raise ConfigError(f"--task '{named}': {kind.__name__}() failed ({error}); it must need no arguments") from error
-    return adapted(task)
+    return as_task(task)
 
 
 def on_data(task: Task, config: Config, name: str, say: Callable[[str], None]) -> Task:

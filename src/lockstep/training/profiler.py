@@ -37,9 +37,9 @@ import torch.multiprocessing  # teaches ForkingPickler tensors
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from lockstep.clock import Clock, MarkingClock, queued
+from lockstep.clock import Clock, MarkingClock, queue_seconds
 from lockstep.config.engine_options import ENGINES, own_options
-from lockstep.config.fields import range_of
+from lockstep.config.fields import parse_profile
 from lockstep.data.batches import StepLoader
 from lockstep.diagnose.profile.reading import ProfileTrace, ProfileTraceError, read
 from lockstep.diagnose.profile.verdict import ProfileVerdict, judged
@@ -91,7 +91,7 @@ class ThreadUsage(NamedTuple):
     def now(cls) -> "ThreadUsage":
         found = resource.getrusage(_WHO)
         busy, whole = 1e3 * time.thread_time(), 1e3 * time.process_time()
-        return cls(1e3 * found.ru_stime, found.ru_minflt, found.ru_majflt, busy, whole - busy, 1e3 * queued())
+        return cls(1e3 * found.ru_stime, found.ru_minflt, found.ru_majflt, busy, whole - busy, 1e3 * queue_seconds())
 
     @classmethod
     def usual(cls, noted: Sequence["ThreadUsage"]) -> "ThreadUsage":
@@ -308,13 +308,13 @@ _LOG = logging.getLogger("lockstep")
 
 def _folder_of(built: Built) -> Path:
     """Return the folder of the traces of `--profile`."""
-    first, last = range_of(built.config.profile) or (0, 0)
+    first, last = parse_profile(built.config.profile) or (0, 0)
     return built.folder.path / "profile" / f"{first}-{last}"
 
 
 def check_range(built: Built) -> None:
     """Raise ConfigError if `--profile` ends after the run, or its folder is not writable."""
-    found, whole = range_of(built.config.profile), built.run_plan.step_plan.steps
+    found, whole = parse_profile(built.config.profile), built.run_plan.step_plan.steps
     if found is None:
         return
     if found[1] > whole:
@@ -338,7 +338,7 @@ class Profiling:
 
     def __init__(self, built: Built, clock: Clock, step_loader: StepLoader) -> None:
         self._built, self._step_loader = built, step_loader
-        self._range = range_of(built.config.profile)
+        self._range = parse_profile(built.config.profile)
         self._marks = MarkingClock(clock) if self._range else None
         self.clock: Clock = self._marks or clock
         self._profiler: Any = None
@@ -404,7 +404,7 @@ class Profiling:
             self._costs["fewer_threads"] = {"count": fewer, "gain": threads_gain(fewer)}
         if device.type == "cpu" and self._marks and len(self._plain) > 2:
             usual = ThreadUsage.usual(self._plain)
-            idle = 1e3 * median(self._marks.plain) - usual.busy - usual.queued
+            idle = 1e3 * median(self._marks.untraced) - usual.busy - usual.queued
             parameters = sum(p.numel() for p in self._built.model.parameters() if p.requires_grad)
             self._costs |= {"idle_ms": idle, "cold_ms": cold_ms(idle, parameters) if idle > _IDLE else 0.0}
         if device.type == "cpu" and not self._built.config.data.workers:
@@ -490,10 +490,10 @@ class Profiling:
             "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
             "parameters": sum(p.numel() for p in trained),
             **self._costs,
-            "untraced_ms": 1e3 * median(marks.plain) if marks.plain else None,
+            "untraced_ms": 1e3 * median(marks.untraced) if marks.untraced else None,
             "tracing_ms": max(0.0, within - plain) if plain and within else None,
-            "cpu": {part: 1e3 * spent / count for part, spent in marks.computed.items()},
-            "queued": {part: 1e3 * spent / count for part, spent in marks.queued.items()},
+            "cpu": {part: 1e3 * spent / count for part, spent in marks.cpu_seconds.items()},
+            "queued": {part: 1e3 * spent / count for part, spent in marks.queue_seconds.items()},
             "queued_by_step": [new.queued - old.queued for old, new in pairwise(self._traced)],
             "usage": usage,
             "padding": {

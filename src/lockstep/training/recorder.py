@@ -25,18 +25,18 @@ from lockstep import checkpoint
 from lockstep.checkpoint.check import not_finite_line
 from lockstep.checkpoint.layout import Share
 from lockstep.checkpoint.read import AVERAGE
-from lockstep.clock import Clock, marked
+from lockstep.clock import Clock, trace_mark
 from lockstep.distributed.exchange import SAVE_FAILED, StepExchange
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import at_rest
 from lockstep.engines.ema import averaged
 from lockstep.engines.registry import name_of
-from lockstep.errors import LockstepError, PeerError, StorageError, said
+from lockstep.errors import LockstepError, PeerError, StorageError, name_settings
 from lockstep.guards.nonfinite import ReadStep
 from lockstep.guards.samples import loading_failures
 from lockstep.logging import Sinks
-from lockstep.records import TRAIN, EvaluationRecord, StepRecord, expanded, mean_numbers, merged_sums
+from lockstep.records import TRAIN, EvaluationRecord, StepRecord, exact_sums, mean_numbers, merge_sums
 from lockstep.report.goodput import EVALUATION, SAVES, Timeline, waits
 from lockstep.run_state import RunningSums, RunState
 from lockstep.training.build import Built
@@ -138,12 +138,12 @@ class Meter:
 
     def _add_numbers(self, names: list[str], steps: list[_PendingStep]) -> None:
         """Add these steps' numbers over all ranks. Collective."""
-        own = [expanded([part for step in steps for part in step.numbers.get(name, ())]) for name in names]
+        own = [exact_sums([part for step in steps for part in step.numbers.get(name, ())]) for name in names]
         rows = self._exchange.rows([value for six in own for value in six])  # collective
         for place, name in enumerate(names):
             at = 6 * place
             parts = [self.numbers.get(name, [0.0] * 6), *(row[at : at + 6] for row in rows)]
-            self.numbers[name] = merged_sums(parts)
+            self.numbers[name] = merge_sums(parts)
 
     def read(self, log_freq: int) -> dict[str, Any]:
         """Return the window's record, and begin a new window. Collective.
@@ -266,7 +266,7 @@ class RunRecorder:
     def log(self, record: StepRecord) -> None:
         """Write a record of the window if it ends with this step. Collective."""
         if self._due(record):
-            with marked("record"):
+            with trace_mark("record"):
                 self._log(record)
 
     def _log(self, record: StepRecord) -> None:
@@ -368,7 +368,7 @@ class RunRecorder:
         self._note(done)
         built = self._built
         if built.task.hooks:
-            built.task.hooks.saves(kept(built.state), done)
+            built.task.hooks.before_save(kept(built.state), done)
         state = built.state.copy()  # the thread writes it later
         tensors = built.tensors()
         # A forward may write parameters, buffers, and tensors of the task or the caller; not these.
@@ -447,7 +447,9 @@ class RunRecorder:
                     "log": built.folder.path / "logs",
                     **({"report": built.folder.path / "report.html"} if built.config.report and not code else {}),
                 },
-                "waits": said(waits(self._meter.spent, workers=built.config.data.workers, ranks=built.world.size)),
+                "waits": name_settings(
+                    waits(self._meter.spent, workers=built.config.data.workers, ranks=built.world.size)
+                ),
                 "next": self._next(code),
             }
         )

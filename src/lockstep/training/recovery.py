@@ -211,7 +211,7 @@ def _furthest(found: Generation) -> str | None:
 
 def digest(built: Built) -> str:
     """Hash everything that must be equal on processes that train together."""
-    config = cli.flat(built.config)
+    config = cli.flatten(built.config)
     del config["experiment_name"]  # may contain the time; the others' is used
     same = [built.plan, config, dict(built.task.sources), program(built.task)]
     return hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()[:16]

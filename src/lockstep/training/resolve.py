@@ -291,7 +291,7 @@ def _planned(config: Config, facts: Facts, origin: Origin) -> RunPlan:
         "eval_workers": config.data.workers,
     }
     values = {name: value for name, value in defaults.items() if is_auto(config, name)} | _in_steps(run_plan)
-    return dataclasses.replace(run_plan, config=cli.build({**cli.flat(config), **values}))
+    return dataclasses.replace(run_plan, config=cli.build({**cli.flatten(config), **values}))
 
 
 def _in_steps(run_plan: RunPlan) -> dict[str, int]:

@@ -23,12 +23,12 @@ from lockstep.checkpoint.read import AVERAGE, averages_of, open_tensors
 from lockstep.config import cli
 from lockstep.config.fields import in_batches, is_span
 from lockstep.config.schema import Config, flag, is_auto, lookup
-from lockstep.config.task_options import FIXED
+from lockstep.config.task_options import IMAGE_OPTIONS
 from lockstep.data.batches import Origin, StepPlan
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
 from lockstep.run_state import Position, RunState
-from lockstep.task import Task, written
+from lockstep.task import Task, user_task
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import judged_by
 
@@ -95,7 +95,7 @@ _FIXED = (
     *("batch_size", "micro_batch_size", "seed", "seq_len", "lr"),
     *("precision", "residual_dtype", "weight_copies", "grad_dtype", "fused_kernels", "batchnorm"),
     *("model_name", "dataset_name", "model.dropout"),
-    *FIXED,
+    *IMAGE_OPTIONS,
 )
 # And these, if the learning rate depends on evaluations.
 _JUDGING = ("eval_freq", "best_metric", "limit_eval_batches", "eval_micro_batch_size")
@@ -176,7 +176,7 @@ def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, 
     Args:
         own_task: the task is the user's: options of built-in tasks are left out at their defaults.
     """
-    said = cli.flat(config, own_task=own_task)
+    said = cli.flatten(config, own_task=own_task)
     shapes = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in model.state_dict().items())
     optim = config.optim
     judged: dict[str, Any] = {}
@@ -188,7 +188,7 @@ def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, 
         "samples": run_plan.samples,
         "dataset_samples": run_plan.whole,
         "data": task.fingerprint,
-        "task": type(written(task)).__qualname__,
+        "task": type(user_task(task)).__qualname__,
         **({name: said[name] for name in said if name.startswith("lora.")} if config.lora.rank else {}),
         **({name: said[name] for name in said if name.startswith("fp16.")} if config.precision == "fp16" else {}),
         "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
@@ -210,7 +210,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[PlanDiffere
 
     Missing values of an older plan are compared as their defaults.
     """
-    plain, kept = Config(), cli.flat(Config(), own_task=True)
+    plain, kept = Config(), cli.flatten(Config(), own_task=True)
     left_out = {name: lookup(plain, name) for name in _FIXED if name not in kept}
     younger = ("optim.", "fp16.", "weight_copies", "grad_dtype")
     added = {name: value for name, value in kept.items() if name.startswith(younger) and value != "auto"}

@@ -29,7 +29,7 @@ from lockstep.diagnose.profile.verdict import FILE
 from lockstep.distributed import failures
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, UsageError
-from lockstep.records import Best, EvaluationRecord, Step, checked_log
+from lockstep.records import Best, EvaluationRecord, Step, check_log
 from lockstep.training.session import Session
 from lockstep.training.trainer import Training, training
 
@@ -141,7 +141,7 @@ class Run:
             UsageError: a name belongs to the run's own records, or a value is not a number; nothing was written.
         """
         present, step = self._session.present, self._session.global_step
-        values = checked_log(values, present.record.numbers if present else ())
+        values = check_log(values, present.record.numbers if present else ())
         if self._session.is_main:
             self._session.sinks.log({"global_step": step, **{name: float(value) for name, value in values.items()}})
 

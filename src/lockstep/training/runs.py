@@ -185,7 +185,7 @@ def _best(row: RunRow, folder: RunFolder, state: RunState) -> None:
     _, selection = folder.read_evaluated()
     if best := selection.best or state.selection.best:
         row.best_step, row.best_loss = best.step, float(best.loss)
-        row.best_metric, row.best_value = best.metric, float(best.judged_value)
+        row.best_metric, row.best_value = best.metric, float(best.metric_value)
 
 
 def _ended(row: RunRow, folder: RunFolder) -> str:

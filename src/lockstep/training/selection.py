@@ -130,7 +130,7 @@ def _better(judge: Judge, best: BestEvaluation | None, record: EvaluationRecord)
     value = judge.value(record)
     if best and best.metric != judge.metric:
         best = None
-    before = best.judged_value if best else None
+    before = best.metric_value if best else None
     if math.isfinite(value) and (before is None or judge.sign * (value - before) > judge.delta):
         return True, BestEvaluation(record.step, record.loss, judge.metric, value)
     return False, best
@@ -163,7 +163,7 @@ def brief(best: BestEvaluation | None) -> str:
 
 def shown(best: BestEvaluation | None) -> str:
     """Describe the best evaluation: `accuracy 0.93 after step 400`."""
-    return f"{best.metric} {best.judged_value:.4g} after step {best.step}" if best else "none that is finite"
+    return f"{best.metric} {best.metric_value:.4g} after step {best.step}" if best else "none that is finite"
 
 
 _LOG = logging.getLogger("lockstep")

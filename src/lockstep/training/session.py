@@ -1,7 +1,7 @@
 """State of a run in progress, and what a task's hooks may do with it.
 
-    course = HookContext(session, built)
-    task.hooks.begins(course, built.start)
+    context = HookContext(session, built)
+    task.hooks.before_run(context, built.start)
 
 Hooks may log, gather over the ranks, store state in checkpoints and stop the run.
 """
@@ -154,7 +154,7 @@ class Session:
 
 @final
 class HookContext:
-    """Implementation of `lockstep.hooks.Course`."""
+    """Implementation of `lockstep.hooks.RunContext`."""
 
     def __init__(self, session: Session, built: Built) -> None:
         self._session, self._built = session, built

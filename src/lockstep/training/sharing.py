@@ -8,7 +8,7 @@ sharing = sharing_of(config, balancer)                  # None: as many on each 
 from collections.abc import Callable, Sequence
 
 from lockstep.config.engine_options import ENGINES
-from lockstep.config.fields import AUTO, counts_of
+from lockstep.config.fields import AUTO, parse_shares
 from lockstep.config.schema import Config
 from lockstep.distributed.balance import Balancer, ShareSchedule, shares_of_counts
 from lockstep.distributed.world import World
@@ -48,7 +48,7 @@ def sharing_of(config: Config, balancer: Balancer | None) -> ShareSchedule | Non
     """Return the division by `--shares`; None: the same number of micro-batches on each rank."""
     if balancer:
         return ShareSchedule(balancer.at, balancer.guess)
-    counts = counts_of(config.shares)
+    counts = parse_shares(config.shares)
     if not counts:
         return None
     given = shares_of_counts(counts)
@@ -57,7 +57,7 @@ def sharing_of(config: Config, balancer: Balancer | None) -> ShareSchedule | Non
 
 def shares_for(engine: str, ranks: int, shares: str) -> str:
     """Return `shares` if this engine and number of ranks support it, otherwise "equal"."""
-    fits = shares == AUTO or len(counts_of(shares)) == ranks
+    fits = shares == AUTO or len(parse_shares(shares)) == ranks
     return shares if ENGINES[engine].shares and fits else "equal"
 
 
@@ -70,7 +70,7 @@ def check_cut(config: Config, world: World, say: Callable[[str], None]) -> None:
     Raises:
         ConfigError: they do not fit.
     """
-    counts, name = counts_of(config.shares), name_of(config.engine, world)
+    counts, name = parse_shares(config.shares), name_of(config.engine, world)
     if counts:
         check_shares(name, counts, config.micro_batches, world.size, config.engine_options)
     if config.shares == AUTO:

@@ -25,10 +25,10 @@ from lockstep.data.batches import Batches, MicroBatch
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.registry import check_audit, name_of
 from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.loop import described, loss_of
-from lockstep.passes import unpacked
+from lockstep.loop import describe_value, loss_of
+from lockstep.passes import split_loss
 from lockstep.run_state import RunState
-from lockstep.task import Task, averages, has_own, looks_at_whole_step, set_found, takes_gradients
+from lockstep.task import Task, has_mean_loss, has_own, has_step_loss, needs_graph, set_detected
 from lockstep.training.evaluation import check_mergeable, is_metric, taken
 from lockstep.training.loss_check import (
     Measure,
@@ -43,7 +43,7 @@ from lockstep.training.loss_check import (
     ways_out,
 )
 from lockstep.transforms.determinism import autotuned, pin_compiler
-from lockstep.whole_step import checked_outputs
+from lockstep.whole_step import check_outputs
 
 __all__ = [
     "Trial",
@@ -85,7 +85,7 @@ def check_auditable(config: Config, world: World) -> None:
 
 def check_auditable_loss(config: Config, task: Task) -> None:
     """Raise ConfigError for a loss over the whole step: single micro-batches cannot be audited."""
-    if config.guards.audit and looks_at_whole_step(task):
+    if config.guards.audit and has_step_loss(task):
         raise ConfigError(
             "--guards.audit does not go with a task that has `outputs` and `step_loss`, whose gradient takes all of a "
             "step's samples: leave it out"
@@ -109,7 +109,7 @@ def _check_metrics(trial: Trial, evaluation: Mapping[str, Batches]) -> list[str]
         ConfigError, DataError: a method fails, or its result has the wrong form or does not add up.
     """
     task = trial.task
-    if looks_at_whole_step(task) and has_own(task, "evaluate"):
+    if has_step_loss(task) and has_own(task, "evaluate"):
         raise ConfigError(
             "the task has `evaluate` beside `step_loss`, whose loss is of all samples together: leave it out, and "
             "write `metrics`"
@@ -135,7 +135,7 @@ def _with_or_without_graph(
 ) -> tuple[list[str], list[str]]:
     """Run `action`, with a graph if it fails on a rank without one. Collective."""
     task, problem = trial.task, None
-    for gradients in sorted({takes_gradients(task), True}):
+    for gradients in sorted({needs_graph(task), True}):
         found = None
         try:
             with torch.set_grad_enabled(gradients):
@@ -143,7 +143,7 @@ def _with_or_without_graph(
         except (LockstepError, RuntimeError) as error:
             problem = problem or error
         if all(trial.world.gather(found is not None)) and found:  # collective
-            set_found(task, "", gradients)
+            set_detected(task, "", gradients)
             return found
     trial.world.check(problem)  # collective
     raise AssertionError
@@ -164,11 +164,11 @@ def _form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
     result: Any = call(method, lambda data: getattr(task, method)(model, data), batch.data, model, task)
     if method == "evaluate":
         if not isinstance(result, tuple | list) or len(result) != 2:
-            raise ConfigError(f"the task's {_BOTH}; it returned {described(result)}")
+            raise ConfigError(f"the task's {_BOTH}; it returned {describe_value(result)}")
         beside, result = _beside(result[0]), result[1]
     told = _BOTH if method == "evaluate" else _PAIR
     if not isinstance(result, dict):
-        raise ConfigError(f"the task's {told}; it returned {described(result)}")
+        raise ConfigError(f"the task's {told}; it returned {describe_value(result)}")
     names, pairs = [name for name in beside if name not in result], list[str]()
     for name, pair in result.items():
         if not isinstance(name, str) or name in ("loss", "items"):
@@ -179,7 +179,9 @@ def _form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
             names += check_mergeable(name, pair, taken(pair))
             continue
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
-            kind = f"({', '.join(map(described, pair))})" if isinstance(pair, tuple | list) else described(pair)
+            kind = (
+                f"({', '.join(map(describe_value, pair))})" if isinstance(pair, tuple | list) else describe_value(pair)
+            )
             raise ConfigError(f"the task's {told}; '{name}' is {kind}")
         names.append(name)
         pairs.append(name)
@@ -189,7 +191,7 @@ def _form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
 def _beside(returned: Any) -> list[str]:
     """Return the names of the numbers that came with a loss; they are metrics too."""
     with torch.no_grad():
-        return list(unpacked(returned)[1])
+        return list(split_loss(returned)[1])
 
 
 def _is_number(value: Any) -> bool:
@@ -253,7 +255,7 @@ def _is_off(trial: Trial, each: Measure, place: int) -> bool:
 
 def _check_loss(trial: Trial, found: list[Measure]) -> None:
     """Raise ConfigError if the loss of `evaluate` does not match `loss`."""
-    kinds, wanted = fits(found, 0, trial.limit), "mean" if averages(trial.task) else "sum"
+    kinds, wanted = fits(found, 0, trial.limit), "mean" if has_mean_loss(trial.task) else "sum"
     if kinds is None or wanted in kinds:
         return
     what = shown(found, 0)
@@ -296,13 +298,13 @@ def _outputs(trial: Trial, batch: MicroBatch) -> Any:
     with trial.with_graph():
         found = call("outputs", lambda data: task.outputs(model, data), batch.data, model, task)
     if not isinstance(found, Tensor | tuple | list | dict):
-        raise ConfigError(f"the task's `outputs` returned {described(found)}: {_FORM}")
-    checked_outputs(found)
+        raise ConfigError(f"the task's `outputs` returned {describe_value(found)}: {_FORM}")
+    check_outputs(found)
     tensors, tree = pytree.tree_flatten(found)
     samples = _samples(task, batch)
     if samples is not None and len(tensors[0]) != samples:
         raise ConfigError(
-            f"the task's `outputs` returned {described(tensors[0])} for a batch of {samples} samples: {_FORM}"
+            f"the task's `outputs` returned {describe_value(tensors[0])} for a batch of {samples} samples: {_FORM}"
         )
     if not any(tensor.requires_grad for tensor in tensors):
         raise ConfigError(
@@ -334,7 +336,7 @@ def _check_halves(whole: Any, halves: list[Any]) -> None:
         forms = [[(t.shape[1:], t.dtype) for t in each] for each in (tensors, others)]
         if other != tree or forms[0] != forms[1]:
             odd = next((pair for pair in zip(tensors, others, strict=False) if _row(pair[0]) != _row(pair[1])), None)
-            apart = f"{described(odd[0])} and {described(odd[1])}" if odd else "containers of different forms"
+            apart = f"{describe_value(odd[0])} and {describe_value(odd[1])}" if odd else "containers of different forms"
             raise ConfigError(
                 f"the task's `outputs` returned {apart} for some samples and for half of them: only the number of "
                 "samples may differ; pad them to one size"
@@ -367,7 +369,7 @@ def _check_step_loss(trial: Trial, whole: Any, halves: list[Any]) -> None:
 def _check_graph(trial: Trial, method: str, action: Any) -> None:
     trial.seed()
     with torch.enable_grad():
-        loss, _ = unpacked(call(method, lambda _: action(), None), method)
+        loss, _ = split_loss(call(method, lambda _: action(), None), method)
     names: dict[Tensor, str] = {parameter: name for name, parameter in trial.plain.named_parameters()}
     names |= {parameter: name for name, parameter in trial.model.named_parameters() if parameter not in names}
     for leaf in _leaves(loss):
@@ -415,16 +417,16 @@ def check_task(trial: Trial, training: Batches, evaluation: Mapping[str, Batches
     first = on_all_ranks(world, lambda: _first(trial, training))  # collective
     norms = _norms(trial.plain, world)  # before eval mode
     with trial.running():
-        if looks_at_whole_step(task):
+        if has_step_loss(task):
             with _watched(norms, training):
                 _check_whole_step(trial, training, first)  # collective
-            set_found(task, "sum", gradients=False)
+            set_detected(task, "sum", gradients=False)
         else:
             on_all_ranks(world, lambda: _check_first(trial, training, first, norms))  # collective
             check_loss(trial, training)  # collective
         on_all_ranks(world, lambda: _rehearse(trial, first))  # collective
         names = _check_metrics(trial, evaluation)  # collective
-    state.reduction, state.evaluation_graph = task.reduction, takes_gradients(task)
+    state.reduction, state.evaluation_graph = task.reduction, needs_graph(task)
     return names
 
 
@@ -450,7 +452,7 @@ def _rehearse(trial: Trial, first: MicroBatch) -> None:
 def recall(task: Task, state: RunState) -> None:
     """Restore what an earlier trial detected, from the state of a checkpoint."""
     found = state.reduction or "" if task.reduction == "auto" else ""
-    set_found(task, found, bool(state.evaluation_graph))
+    set_detected(task, found, bool(state.evaluation_graph))
 
 
 def _first(trial: Trial, training: Batches) -> MicroBatch:
@@ -459,7 +461,7 @@ def _first(trial: Trial, training: Batches) -> MicroBatch:
     if has_own(task, "count"):
         found = call("count", task.count, first.held)
         if not _is_number(found) or not 0 <= float(found) < math.inf:
-            told = repr(found) if isinstance(found, int | float) else described(found)
+            told = repr(found) if isinstance(found, int | float) else describe_value(found)
             raise ConfigError(f"the task's `count` returned {told}: it must return a finite number of items, 0 or more")
     if not first.items:
         training.with_items(0)

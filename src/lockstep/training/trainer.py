@@ -362,9 +362,9 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
         told = watchdog.connect()
         session.reader = reader(exchange, world, told, outlives=bool(session.member))
         hooks = built.task.hooks
-        course = HookContext(session, built) if hooks else None  # with its own part of the run's state
-        if hooks and course:
-            hooks.begins(course, first)
+        context = HookContext(session, built) if hooks else None  # with its own part of the run's state
+        if hooks and context:
+            hooks.before_run(context, first)
         if built.state.evaluation_due:  # a signal or a kill came before it
             built.state.evaluation_due = False
             session.evaluation = recorder.evaluate(first)
@@ -387,8 +387,8 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
                 after_first_step(built, ongoing)  # collective
                 frozen.begin()
             saves = saved_and_evaluated(session, built, ongoing, step, ending)
-            if hooks and course:
-                hooks.after_step(course, step.global_step)
+            if hooks and context:
+                hooks.after_step(context, step.global_step)
             if session.has_body:  # the body may write what is being copied
                 recorder.saver.order()
             exchange.progress.at(record.step, IN_BODY)
@@ -425,8 +425,8 @@ def _follow(session: Session, built: Built) -> Training:  # noqa: C901
                 raise RankLost("a new process waits to be taken in")
         timeline.enter(ENDING)
         profiling.end()  # collective, if a trace is in progress
-        if hooks and course:
-            hooks.ends(course, recorder.saved)
+        if hooks and context:
+            hooks.after_run(context, recorder.saved)
         if session.member:
             session.member.report_end()
         recorder.settle()  # collective

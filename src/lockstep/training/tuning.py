@@ -28,7 +28,7 @@ from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.memory import explained
 from lockstep.engines.registry import name_of
-from lockstep.errors import ConfigError, LockstepError, said
+from lockstep.errors import ConfigError, LockstepError, name_settings
 from lockstep.files import bytes_text
 from lockstep.logging.console import waiting
 from lockstep.logging.plots import curve, rates_picture
@@ -98,7 +98,7 @@ class FoundRates:
             return f"the loss falls at no rate {span}, so none is suggested: look at the data, the labels and the loss"
         lowest = self.rates[int(np.argmin(self.smoothed))]
         where = f"fastest at {self.lr:.1e} and is lowest at {lowest:.1e}"
-        return said(f"the loss falls {where}: begin with --lr {self.lr:.1e}")
+        return name_settings(f"the loss falls {where}: begin with --lr {self.lr:.1e}")
 
     def save(self, path: str | Path) -> None:
         """Write the curve as a picture: SVG, or the format of the file's suffix.
@@ -291,7 +291,9 @@ class FoundSizes:
             if self.size
             else "no size fits: split the model, --engine fsdp"
         )
-        return "\n".join([f"samples in a forward, on a device of {bytes_text(self.total)}:", *lines, said(end)])
+        return "\n".join(
+            [f"samples in a forward, on a device of {bytes_text(self.total)}:", *lines, name_settings(end)]
+        )
 
 
 def find_micro_batch(

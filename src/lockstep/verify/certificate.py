@@ -35,7 +35,7 @@ def make(request: VerifyRequest, trace: dict[str, Any], rows: list[TableRow]) ->
         "versions": about["versions"],
         "machine": machine,
         "devices": about["devices"],
-        "config": cli.flat(request.config, own_task=request.task is not None or kind_of(request.config.task) == OWN),
+        "config": cli.flatten(request.config, own_task=request.task is not None or kind_of(request.config.task) == OWN),
         "steps": request.steps,
         "engines": list(request.engines),
         "world_sizes": list(request.world_sizes),

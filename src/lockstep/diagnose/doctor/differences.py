@@ -206,7 +206,7 @@ def _task_digest(task: str) -> str:
 
 
 def _config_digest(place: CheckContext) -> str:
-    flat = cli.flat(place.config)
+    flat = cli.flatten(place.config)
     return hashlib.sha256(repr(sorted(flat.items())).encode()).hexdigest()[:16]
 
 
