@@ -19,7 +19,7 @@ from lockstep.cli import dispatch
 from lockstep.errors import ConfigError
 from lockstep.logging.jsonl import read
 from lockstep.training.run_dir import RunFolder, RunLock
-from lockstep.training.runs import listed
+from lockstep.training.runs import list_runs
 
 SLOW = """
 import sys, time
@@ -35,7 +35,7 @@ for step in lockstep.Run(config({folder!r}, experiment_name="slow", log_freq=1),
 
 
 def rows(folder):
-    return {row.name: row for row in listed(folder)}
+    return {row.name: row for row in list_runs(folder)}
 
 
 def test_runs_say_how_far_how_good_and_how_they_ended(tmp_path, capsys):

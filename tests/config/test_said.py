@@ -77,8 +77,8 @@ CASES = [
     ),
     (
         *("checkpoint", {"init_from": "nowhere"}, Ragged),
-        "init_from nowhere: no whole checkpoint there",
-        "--init-from nowhere: no whole checkpoint there",
+        "init_from nowhere: ",
+        "--init-from nowhere: ",
     ),
     (
         *("guards", {}, Nan),

@@ -533,7 +533,7 @@ def test_the_lock_is_not_kept_by_what_its_owner_forked(tmp_path, monkeypatch):
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as owner:
         child = int(owner.stdout.readline())
         owner.kill()
-    monkeypatch.setattr("lockstep.training.run_dir._LINGER", 0.0)
+    monkeypatch.setattr("lockstep.training.run_dir._EXIT_GRACE", 0.0)
     folder = RunFolder(str(tmp_path), "r")
     try:
         folder.claim()
@@ -548,10 +548,10 @@ def test_what_a_dead_owner_left_with_its_lock_is_waited_for(tmp_path, monkeypatc
     dead = f"process 999999 on {socket.gethostname()}, started 2026-01-01T00:00:00+0000\n"
     (tmp_path / "r" / "run.lock").write_text(dead)  # as if something held it that no fork of ours made
     other = RunFolder(str(tmp_path), "r")
-    monkeypatch.setattr("lockstep.training.run_dir._LINGER", 0.1)
+    monkeypatch.setattr("lockstep.training.run_dir._EXIT_GRACE", 0.1)
     with pytest.raises(ConfigError, match="is in use by what is left of process 999999 on"):
         other.claim()
-    monkeypatch.setattr("lockstep.training.run_dir._LINGER", 60.0)
+    monkeypatch.setattr("lockstep.training.run_dir._EXIT_GRACE", 60.0)
     ending = threading.Timer(0.2, folder._lock.forget)
     ending.start()
     other.claim()

@@ -28,7 +28,7 @@ from lockstep.training.build import notify
 from lockstep.training.defaults import KINDS, SGD, described_optimizer, described_step, warm_up, warnings
 from lockstep.training.resolve import CheckpointFacts, Facts, StartFacts, resolve
 from lockstep.training.resume import RunPlan
-from lockstep.training.sharing import check_cut
+from lockstep.training.sharing import check_division
 
 PLAIN = nn.Linear(2, 2)
 RAGGED = Ragged()
@@ -164,7 +164,7 @@ def test_with_batchnorm_a_forward_takes_16_or_the_batch_and_no_fewer_than_withou
 def test_batchnorm_that_is_not_trained_does_not_count():
     frozen = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
     horizon = chosen(Config(batch_size=64), Ragged(), frozen, samples=65)
-    assert (horizon.config.micro_batch_size, horizon.least, horizon.step_plan.total) == (8, 1, 65)
+    assert (horizon.config.micro_batch_size, horizon.min_samples, horizon.step_plan.total) == (8, 1, 65)
     assert warnings(horizon, frozen) == []
 
 
@@ -383,7 +383,7 @@ def test_sgd_has_the_same_bits_on_two_ranks_and_after_a_resume(tmp_path):
 
 @pytest.mark.parametrize(("ranks", "idle"), [(3, 0), (4, 0), (5, 1), (7, 3)])
 def test_ranks_without_work_are_told_of_and_no_others(ranks, idle, capsys):
-    check_cut(Config(batch_size=8, micro_batch_size=2), World(size=ranks), notify(World(size=ranks)))
+    check_division(Config(batch_size=8, micro_batch_size=2), World(size=ranks), notify(World(size=ranks)))
     said = capsys.readouterr().err
     assert (f"leave {idle} of them without work" in said) == bool(idle)
     assert bool(said) == bool(idle)

@@ -22,7 +22,7 @@ from lockstep.training.profiler import (
     ThreadUsage,
     cold_ms,
     fused_ns,
-    handed_ms,
+    handover_ms,
     operations_us,
     page_us,
     positions,
@@ -163,8 +163,8 @@ def test_probes_leave_threads_and_random_numbers_alone():
 
 def test_what_a_loader_process_would_hand_over_is_tried_without_one():
     row = torch.zeros(4)
-    assert 0.0 < handed_ms({"x": row, "y": [row.expand(2, 4), torch.zeros(2)]}) < 1e6
-    assert handed_ms("no tensor") < 1.0
+    assert 0.0 < handover_ms({"x": row, "y": [row.expand(2, 4), torch.zeros(2)]}) < 1e6
+    assert handover_ms("no tensor") < 1.0
     assert not [each for each in threading.enumerate() if "_serve" in each.name]  # what hands out has ended
     assert not row.is_shared()  # the batch is left as it is
 

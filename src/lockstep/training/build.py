@@ -61,14 +61,14 @@ from lockstep.training.defaults import (
     warnings,
 )
 from lockstep.training.evaluation import batches_of
-from lockstep.training.named_task import named_task
+from lockstep.training.named_task import make_task
 from lockstep.training.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
-from lockstep.training.resume import RunPlan, check_extends, check_longer, check_plan, plan_before, plan_of
+from lockstep.training.resume import RunPlan, check_extension, check_longer, check_plan, checkpoint_plan, plan_of
 from lockstep.training.run_dir import RunFolder
-from lockstep.training.selection import check_evaluated, fallen, judges
-from lockstep.training.sharing import balancer_of, check_cut, sharing_of
-from lockstep.training.task_check import Trial, check_auditable, check_auditable_loss, check_task, recall
-from lockstep.training.trainable import begin_as_made, check_held, left_out, overlay
+from lockstep.training.selection import check_criteria, depends_on_evaluations, plateau_drops
+from lockstep.training.sharing import balancer_of, check_division, sharing_of
+from lockstep.training.task_check import Trial, check_auditable, check_auditable_loss, check_task, restore_findings
+from lockstep.training.trainable import apply_body_changes, base_tensor_names, check_in_optimizer, restore_initial_set
 from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = [
@@ -248,7 +248,7 @@ class Built:
             power=optim.power,
             period=optim.period,
             gamma=optim.gamma,
-            drops=fallen(self.state.selection),
+            drops=plateau_drops(self.state.selection),
         )
         return (lambda step: own_factor(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
 
@@ -303,7 +303,7 @@ def build(
         say(line)
     task = _task_of(draft.config, given, world, state)
     training, evaluation, samples = _data_of(draft.config, task, world)
-    check_extends(asked, resumes=start.checkpoint is not None)
+    check_extension(asked, resumes=start.checkpoint is not None)
     model = model_of(draft.config, task, world, state, say)
     resolved = resolve(asked, Facts.of(task, model, samples, training.order.size, start))
     config_file = on_all_ranks(world, lambda: read_json(asked.engine_options.config))
@@ -312,7 +312,7 @@ def build(
     resolved.record(state)
     check_longer(resolved.config, state, resolved.run_plan.step_plan.steps)
     if not draft.config.micro_batch_size:  # it depended on the model
-        check_cut(resolved.config, world, say)
+        check_division(resolved.config, world, say)
     on_all_ranks(world, lambda: checkpoint.check_keepable(model.state_dict() | _own(task)))
     check_weights(world, model)
     own_task = given is not None or kind_of(asked.task) == OWN
@@ -323,15 +323,15 @@ def build(
     check_programs(world, task, stream.samples(first, 0))
     notes = check_samples(resolved.config, training.plain, evaluation, world)  # collective
     groups = Groups(gradients=GradientNorms(asked.log_gradients, resolved.config.log_freq))
-    unfrozen = begin_as_made(model, state)
+    unfrozen = restore_initial_set(model, state)
     engine = engine_of(resolved.config, task, model, world, groups, stream, say, state)
     with explained(engine, world):  # the first forward is where most runs that do not fit end
-        on_all_ranks(world, lambda: check_held(engine.model, groups.optimizer, unfrozen))
+        on_all_ranks(world, lambda: check_in_optimizer(engine.model, groups.optimizer, unfrozen))
         held_out = batches_of(resolved.config, task, evaluation, world)
         # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
-        if not joins and (source is None or judges(asked) or task.reduction == "auto"):
+        if not joins and (source is None or depends_on_evaluations(asked) or task.reduction == "auto"):
             trial = Trial(engine, model, task, world, resolved.config, say)
-            check_evaluated(resolved.config, check_task(trial, stream, held_out, state))  # collective
+            check_criteria(resolved.config, check_task(trial, stream, held_out, state))  # collective
         compiles = joins or _compiles(resolved.config, asked, task, model, engine, stream, world)  # collective
     trained = resolved if compiles else resolved.eager()
     state.compile = trained.config.compile
@@ -351,7 +351,7 @@ def build(
         state,
         [training.loaded, stream.loader, *(each.loader for each in held_out.values())],
         {} if kept is None else kept,
-        left_out(model, state),
+        base_tensor_names(model, state),
         balancer,
         groups,
         evaluation,
@@ -380,12 +380,12 @@ def _task_of(draft: Config, given: Any, world: World, state: RunState) -> Task:
     pin(exact=draft.exact or bool(draft.guards.audit), matmul=draft.matmul_precision, device=world.device)
     check_precision(draft.precision, world.device)
     if draft.micro_batch_size:  # else it depends on the model, and is checked once that is made
-        check_cut(draft, world, notify(world))
+        check_division(draft, world, notify(world))
     on_all_ranks(world, lambda: check(draft))
-    task = on_all_ranks(world, lambda: named_task(draft, notify(world)) if given is None else adapted(given))
+    task = on_all_ranks(world, lambda: make_task(draft, notify(world)) if given is None else adapted(given))
     check_auditable_loss(draft, task)
     if state.reduction != "micro-batch":  # "micro-batch" depends on how a step is cut: detect it again
-        recall(task, state)
+        restore_findings(task, state)
     world.check_same("source", dict(task.sources))
     return task
 
@@ -402,7 +402,7 @@ def _check_plan(
 ) -> None:
     """Compare the plan between the ranks, and with the checkpoint's. Collective."""
     world.check_same("plan", plan)
-    for line in on_all_ranks(world, lambda: check_plan(folder.path, plan_before(state, plan), plan, config, asked)):
+    for line in on_all_ranks(world, lambda: check_plan(folder.path, checkpoint_plan(state, plan), plan, config, asked)):
         notify(world)(line)
 
 
@@ -436,7 +436,7 @@ def _found(folder: RunFolder, world: World) -> tuple[Path | None, RunState]:
     if found is None:
         return None, RunState()
     source, state = found[0], RunState.from_json(found[1], f"{found[0].name}/state.json")
-    overlay(folder, state, world)  # collective
+    apply_body_changes(folder, state, world)  # collective
     if state.evaluation_due:  # the checkpoint was written before its evaluation, which may have finished
         step, selection = folder.read_evaluated() if world.is_main else (-1, Selection())
         step, noted = world.gather([step, selection.to_json()])[0]  # collective
@@ -486,7 +486,9 @@ def announce(built: Built) -> None:
         _LOG.warning(
             "--checkpoint.mode none: no checkpoint is written; what this start trains cannot be resumed or loaded"
         )
-    if line := resume.described(built.state, built.run_plan.step_plan.steps, built.lr * built.rate(built.start)):
+    if line := resume.describe_extension(
+        built.state, built.run_plan.step_plan.steps, built.lr * built.rate(built.start)
+    ):
         _LOG.info(line)
     for line in warnings(built.run_plan, built.model) if built.world.is_main else ():
         _LOG.warning(line)

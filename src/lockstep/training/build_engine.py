@@ -41,8 +41,8 @@ from lockstep.run_state import RunState, TrainedSet
 from lockstep.seeds import derive
 from lockstep.task import Task, has_own
 from lockstep.training.agreement import align, watch_new_modules
-from lockstep.training.loss_check import as_it_was
-from lockstep.training.trainable import adapt, injected, left_out
+from lockstep.training.loss_check import preserve_state
+from lockstep.training.trainable import add_adapters, add_empty_adapters, base_tensor_names
 from lockstep.transforms import Transforms, prepare
 from lockstep.transforms.precision import eager, uncompiled
 
@@ -112,7 +112,7 @@ def compiled_or_not(
             undo_step(engine)  # so that step 1 does not continue from this forward's state
         return ""
 
-    with as_it_was(engine.model, task, world.device, training=True):
+    with preserve_state(engine.model, task, world.device, training=True):
         own = on_all_ranks(world, attempt)
     reasons = world.gather(own)  # collective
     found = next((f"{rank_label(rank)}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
@@ -189,7 +189,9 @@ def model_of(config: Config, task: Task, world: World, state: RunState, say: Say
         state.gpt = dataclasses.asdict(model.config)  # the shapes of its tensors do not give the number of heads
     _check_residual(config, model)
     _fuse(config, model, world.device, planned)
-    has_base = injected(config, task, model) if planned else adapt(config, task, model, world, state, say)
+    has_base = (
+        add_empty_adapters(config, task, model) if planned else add_adapters(config, task, model, world, state, say)
+    )
     base = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)] if has_base else []
     frozen = on_all_ranks(world, lambda: freeze(model, rules_of(config)))
     if frozen:
@@ -458,7 +460,7 @@ def engine_of(
     def changed(trained: TrainedSet) -> None:
         state.trained = trained
 
-    fixed = {name.removeprefix("model/"): _OF_THE_BASE for name in left_out(model, state)}
+    fixed = {name.removeprefix("model/"): _OF_THE_BASE for name in base_tensor_names(model, state)}
     return engine(
         config.engine,
         model,

@@ -34,12 +34,13 @@ from lockstep.training.build import Built
 from lockstep.training.build_engine import kernels_of
 from lockstep.training.evaluation import numbered
 from lockstep.training.guards import Balancing, RunGuards
-from lockstep.training.profiler import Profiling
-from lockstep.training.recorder import EXIT_INTERRUPTED, EXIT_SAVED, Meter, RunRecorder, losses_text
+from lockstep.training.profiler import StepProfiler
+from lockstep.training.recorder import EXIT_INTERRUPTED, EXIT_SAVED, Meter, RunRecorder, describe_lost_ranks
 from lockstep.training.session import HookContext, ReadNumbers, Session
-from lockstep.training.trainable import note_body
+from lockstep.training.trainable import record_body_change
 
 __all__ = [
+    "StepComponents",
     "after_first_step",
     "end_of",
     "handed_on",
@@ -73,7 +74,7 @@ class StepComponents(NamedTuple):
     guards: RunGuards
     balancing: Balancing
     control: StepControl
-    profiling: Profiling
+    profiling: StepProfiler
     step_plan: StepPlan
     whole: int  # length of the plan, in steps
     last: int  # last step of this start
@@ -83,7 +84,7 @@ def works(session: Session, built: Built) -> StepComponents:
     config, world, state, step_plan = built.config, built.world, built.state, built.run_plan.step_plan
     step_loader = built.batches.from_step(built.start)
     each = items_of_a_sample(built.task)
-    profiling = Profiling(built, make_clock(world.device, world.size), step_loader)
+    profiling = StepProfiler(built, make_clock(world.device, world.size), step_loader)
     clock, seed = profiling.clock, seeder(config.seed, "micro", world.device)
 
     def busy() -> BusySeconds:
@@ -107,8 +108,10 @@ def works(session: Session, built: Built) -> StepComponents:
     sums = state.running
     meter = Meter(exchange, clock, world.device, sums.loss, sums.missed, sums.numbers)
     session.timeline.measures(lambda: clock.spent().get("data", 0.0))
-    losses = losses_text(session.losses, world.size, session.began_on)
-    recorder = RunRecorder(built, meter, session.sinks, exchange, session.timeline, outlives=outlives, losses=losses)
+    losses = describe_lost_ranks(session.lost_ranks, world.size, session.initial_ranks)
+    recorder = RunRecorder(
+        built, meter, session.sinks, exchange, session.timeline, survives_loss=outlives, lost_ranks=losses
+    )
     session.saver = recorder.saver
     guards = RunGuards(built, exchange, step_loader, seed, clock)
     control = StepControl(
@@ -158,7 +161,7 @@ def saved_and_evaluated(session: Session, built: Built, works: StepComponents, s
     config, state, done = built.config, built.state, step.global_step
     due = done == works.whole or bool(config.eval_freq and done % config.eval_freq == 0)
     saves = ending or works.recorder.save_due(done)
-    late = bool(session.kept or built.task.hooks)  # their state is updated after this step, so the save waits
+    late = bool(session.caller_objects or built.task.hooks)  # their state is updated after this step, so the save waits
     if due and built.evaluation:
         state.evaluation_due = True
     if saves and not late:
@@ -174,19 +177,19 @@ def saved_and_evaluated(session: Session, built: Built, works: StepComponents, s
         if saves and not late:
             save(works, done)
         note_best(session)
-    session.present, session.global_step = step, done
+    session.current_step, session.global_step = step, done
     return saves
 
 
 def tell_evaluated(session: Session, built: Built, done: int) -> None:
     """Mark the step as evaluated, and run the task's hooks."""
-    session.evaluated = done
+    session.evaluated_step = done
     if built.task.hooks and session.evaluation:
         built.task.hooks.evaluated(HookContext(session, built), done, numbered(session.evaluation))
 
 
 def save(works: StepComponents, done: int) -> None:
-    if works.recorder.saved != done:
+    if works.recorder.saved_step != done:
         settle(works)
         with marked("save"):
             works.guards.keep()
@@ -195,8 +198,8 @@ def save(works: StepComponents, done: int) -> None:
 
 def note_change(works: StepComponents, built: Built, done: int) -> None:
     """Record that the loop's body changed what is trained, after the step's checkpoint was begun."""
-    if works.recorder.saved == done and built.config.checkpoint.mode != "none":
-        note_body(built.engine, built.state, built.folder, done, built.world)
+    if works.recorder.saved_step == done and built.config.checkpoint.mode != "none":
+        record_body_change(built.engine, built.state, built.folder, done, built.world)
 
 
 def settle(works: StepComponents) -> None:
@@ -229,7 +232,7 @@ def leave_early(session: Session, works: StepComponents, told: Heartbeats | None
         told: the ranks' heartbeats; None without other processes.
         now: end at once, without a save, as after a second Ctrl-C.
     """
-    built, session.status = session.built, "interrupted" if now else session.status_when_left
+    built, session.status = session.built, "interrupted" if now else session.early_status
     if built is None or now or sys.is_finalizing():
         return
     what = "abandon" if session.abandoned else "leave"
@@ -237,7 +240,7 @@ def leave_early(session: Session, works: StepComponents, told: Heartbeats | None
         if session.abandoned:
             return
         save(works, session.global_step)
-        works.recorder.settle()  # collective
+        works.recorder.finish()  # collective
         works.recorder.close(0, sample=False)
         session.sinks = Sinks([])  # already closed with a summary; not closed again as after a failure
     else:

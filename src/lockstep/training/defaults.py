@@ -99,9 +99,9 @@ def described_step(run_plan: RunPlan, ranks: int) -> str:
     config = run_plan.config
     count, over = config.micro_batches, f", over {ranks} ranks" if ranks > 1 else ""
     over += f" ({config.shares})" if config.shares != "equal" else ""
-    drawn = "of" if run_plan.samples < run_plan.whole else "draws from"
-    part = f"; an epoch is {run_plan.samples:,} {drawn} {run_plan.whole:,} samples"
-    over += part if run_plan.samples != run_plan.whole else ""
+    drawn = "of" if run_plan.samples < run_plan.dataset_samples else "draws from"
+    part = f"; an epoch is {run_plan.samples:,} {drawn} {run_plan.dataset_samples:,} samples"
+    over += part if run_plan.samples != run_plan.dataset_samples else ""
     return f"a step of {config.batch_size} = {count} forward{'s' * (count > 1)} of {config.micro_batch_size}{over}"
 
 

@@ -40,7 +40,7 @@ from lockstep.records import StepRecord
 from lockstep.task import looks_at_whole_step
 from lockstep.training.build import Built
 from lockstep.training.build_engine import kernels_of
-from lockstep.training.open_run import bad_parameters, where_not_finite
+from lockstep.training.open_run import describe_ranks, find_bad_parameters
 from lockstep.training.trainable import trained_digest
 from lockstep.whole_step import zero_of
 
@@ -360,9 +360,9 @@ class RunGuards:
     def _bad(self, step: ReadStep) -> None:
         built = self._built
         # With manual optimization this step has already changed the weights, so its samples are examined.
-        bad = {} if step.record.applied else bad_parameters(built)  # collective; waits for the device
+        bad = {} if step.record.applied else find_bad_parameters(built)  # collective; waits for the device
         if bad:
-            self._bad_weights(step, not_finite_line([*bad], where_not_finite(bad, built.world)))
+            self._bad_weights(step, not_finite_line([*bad], describe_ranks(bad, built.world)))
             return
         with unmoved(built.own.values()):  # which the loss may change
             told = built.batches.samples, built.world

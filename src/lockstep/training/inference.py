@@ -48,12 +48,12 @@ from lockstep.training.build import notify
 from lockstep.training.build_engine import model_of
 from lockstep.training.defaults import all_fast
 from lockstep.training.evaluation import batches_of, evaluate_all, named_sets
-from lockstep.training.named_task import load_task, named_task, on_data
+from lockstep.training.named_task import load_task, make_task, with_data
 from lockstep.training.resolve import StartFacts, draft_of
-from lockstep.training.resume import chosen, fill
-from lockstep.training.run_dir import RunFolder, sources_of
-from lockstep.training.task_check import recall
-from lockstep.training.trainable import left_out, with_adapters
+from lockstep.training.resume import load_weights, select_checkpoint
+from lockstep.training.run_dir import RunFolder, read_sources
+from lockstep.training.task_check import restore_findings
+from lockstep.training.trainable import base_tensor_names, load_with_adapters
 from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = [
@@ -169,12 +169,12 @@ def _made(path: Path, config: Config, wanted: InferenceRequest, world: World) ->
         notify(world)(line)
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
     check_precision(config.precision, world.device)
-    found = on_all_ranks(world, lambda: chosen(path, wanted.which))
+    found = on_all_ranks(world, lambda: select_checkpoint(path, wanted.which))
     state = on_all_ranks(world, lambda: checkpoint.read_run_state(found))
     task = on_all_ranks(world, lambda: _task_of(path, config, wanted, state, notify(world)))
-    recall(task, state)
+    restore_findings(task, state)
     model = model_of(config, task, world, dataclasses.replace(state), notify(world))
-    without = left_out(model, state)
+    without = base_tensor_names(model, state)
     on_all_ranks(world, lambda: _filled(found, model, task, without, wanted.ema))
     return Used(config, world, task, model, state.global_step)
 
@@ -194,21 +194,21 @@ def _task_of(path: Path, config: Config, wanted: InferenceRequest, state: RunSta
         if kind not in (LANGUAGE, OWN):
             asked = dataclasses.replace(config, dataset_name=wanted.data or config.dataset_name)
             if kind == "regression":
-                return on_columns_of(sources_of(path), printable(str(path)), asked, say)
-            task = named_task(asked, say)
+                return on_columns_of(read_sources(path), printable(str(path)), asked, say)
+            task = make_task(asked, say)
             check_classes(state.plan.get("data", ""), task, str(path))
             return task
-        task = named_task(config, say)
+        task = make_task(config, say)
     else:
         name = printable(trained) or "CLASS"
         raise ConfigError(f"{printable(str(path))} was trained from Python: name its task with --task FILE.py:{name}")
-    return on_data(task, config, wanted.data, say) if wanted.data else task
+    return with_data(task, config, wanted.data, say) if wanted.data else task
 
 
 def _filled(found: Path, model: nn.Module, task: Task, without: frozenset[str], ema: bool) -> None:
     own = task.state_dict()
     try:
-        fill(found, model, own, without=without, ema=ema)
+        load_weights(found, model, own, without=without, ema=ema)
     except CheckpointError as error:
         raise CheckpointError(f"the task {type(written(task)).__name__} does not fit the checkpoint: {error}") from None
     if own:
@@ -422,10 +422,10 @@ def load(
     """
     if isinstance(which, str) and which not in ("best", "last"):
         raise ConfigError(f"which is '{which}': it must be 'best', 'last', or a step")
-    found = chosen(Path(path).expanduser(), which)
+    found = select_checkpoint(Path(path).expanduser(), which)
     state = checkpoint.read_run_state(found)
     model = adapted(task).model()
     if state.lora:
-        with_adapters(model, state.lora)
-    fill(found, model.to(device), without=left_out(model, state), ema=ema)
+        load_with_adapters(model, state.lora)
+    load_weights(found, model.to(device), without=base_tensor_names(model, state), ema=ema)
     return model.eval()

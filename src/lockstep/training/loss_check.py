@@ -35,31 +35,31 @@ from lockstep.training.defaults import explained
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 __all__ = [
-    "Measure",
+    "Measurement",
     "Trial",
-    "as_it_was",
-    "call",
+    "call_method",
     "check_loss",
-    "fits",
-    "loss_number",
-    "measures",
-    "shown",
+    "classify",
+    "describe_measurement",
+    "loss_value",
+    "measure",
+    "preserve_state",
+    "suggest_fixes",
     "try_loss",
-    "ways_out",
 ]
 
 
 # --- measures
 
-_LEAST = 4  # samples: two in each half, so that sum and mean differ
-_ROUNDS, _DRAWN_ROUNDS = 4, 16  # places in the data to try, if the first is not enough; for random losses
-_ALIKE = 1e-5  # relative difference between two seeds that still counts as no random numbers
+_MIN_SAMPLES = 4  # samples: two in each half, so that sum and mean differ
+_ROUNDS, _RANDOM_ROUNDS = 4, 16  # places in the data to try, if the first is not enough; for random losses
+_SEED_TOLERANCE = 1e-5  # relative difference between two seeds that still counts as no random numbers
 
 Probe = Callable[[MicroBatch], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class HalvedSamples:
     """Some samples of this rank, and their two halves.
 
     Attributes:
@@ -73,7 +73,7 @@ class Cut:
     drew: bool
 
 
-class Measure(NamedTuple):
+class Measurement(NamedTuple):
     """A probe's numbers for one rank's samples and their halves.
 
     Attributes:
@@ -96,7 +96,7 @@ class Measure(NamedTuple):
         if not self.again:
             return 0.0
         off = abs(self.again[place] - self.whole[place])
-        return off if off > _ALIKE * self.scale(place) or not math.isfinite(off) else 0.0
+        return off if off > _SEED_TOLERANCE * self.scale(place) or not math.isfinite(off) else 0.0
 
     def is_random(self, place: int) -> bool:
         """Whether number `place` depends on random numbers."""
@@ -162,7 +162,7 @@ class Trial:
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that runs a trial eagerly and undoes its side effects."""
         stack = contextlib.ExitStack()
-        stack.enter_context(as_it_was(self.model, self.task, self.world.device))
+        stack.enter_context(preserve_state(self.model, self.task, self.world.device))
         stack.enter_context(eager())
         return stack
 
@@ -188,22 +188,22 @@ class Trial:
         """Seed the random numbers of a loss."""
         self._reseed(number, 0)
 
-    def cut(self, batches: Batches, place: int) -> Cut | None:
+    def cut(self, batches: Batches, place: int) -> HalvedSamples | None:
         """Load at least four samples and their halves; None if a rank cannot. Collective.
 
         Args:
             place: number of such cuts before it.
         """
 
-        def load() -> Cut | None:
-            count = min(max(_LEAST, batches.own_samples(0)), batches.size)
+        def load() -> HalvedSamples | None:
+            count = min(max(_MIN_SAMPLES, batches.own_samples(0)), batches.size)
             half, start = count // 2, place * count
             if not half:
                 return None
             cuts = [(start, start + count), (start, start + half), (start + half, start + count)]
             with contextlib.suppress(Exception):  # the collation may refuse so few samples
                 (whole, drew), (first, _), (second, _) = batches.parts(0, cuts)
-                return Cut(whole, (first, second), (half, count - half), drew)
+                return HalvedSamples(whole, (first, second), (half, count - half), drew)
             return None
 
         found = on_all_ranks(self.world, load)  # collective
@@ -230,9 +230,9 @@ class Trial:
         return None
 
 
-def measures(
-    trial: Trial, probe: Probe, batches: Batches, clean: Callable[[Measure], bool]
-) -> Iterator[tuple[list[Measure], bool]]:
+def measure(
+    trial: Trial, probe: Probe, batches: Batches, clean: Callable[[Measurement], bool]
+) -> Iterator[tuple[list[Measurement], bool]]:
     """Measure at one place in the data after another, until the caller stops. Collective.
 
     Args:
@@ -241,8 +241,8 @@ def measures(
     Yields:
         The measures of all ranks and places so far, the same on every rank; and whether the probe needs a graph.
     """
-    found, needs_graph = list[Measure](), False
-    for place in range(_DRAWN_ROUNDS):
+    found, needs_graph = list[Measurement](), False
+    for place in range(_RANDOM_ROUNDS):
         if place == _ROUNDS and not any(each.is_random(0) for each in found):
             break
         cut = trial.cut(batches, place)  # collective
@@ -250,7 +250,7 @@ def measures(
             break
 
         def tried(batch: MicroBatch, seed: int = 0) -> list[float]:
-            with as_it_was(trial.model, trial.task, trial.world.device):  # the task's own tensors are restored too
+            with preserve_state(trial.model, trial.task, trial.world.device):  # the task's own tensors are restored too
                 trial.seed(seed)
                 return probe(batch)
 
@@ -260,30 +260,30 @@ def measures(
             break
         values, needs_graph = numbers
         items = [float(batch.items) for batch in parts]
-        mine = Measure(values[0], values[1], values[2], items, list(cut.samples), cut.drew, [])
-        every = [Measure(*each) for each in trial.world.gather(mine)]  # collective
+        mine = Measurement(values[0], values[1], values[2], items, list(cut.samples), cut.drew, [])
+        every = [Measurement(*each) for each in trial.world.gather(mine)]  # collective
         if not all(map(clean, every)):
             other = trial.cut(batches, place) or cut  # collective; a dataset may draw too
             again = trial.attempt(lambda other=other: [tried(other.whole, 1)])  # type: ignore[misc]
             if again is None:
                 break
             held = [[part.held for part in (each.whole, *each.halves)] for each in (cut, other)]
-            drew = cut.drew or not _is_same(*held)
+            drew = cut.drew or not _have_same_tensors(*held)
             mine = mine._replace(again=again[0][0], drew=drew)
-            every = [Measure(*each) for each in trial.world.gather(mine)]  # collective
+            every = [Measurement(*each) for each in trial.world.gather(mine)]  # collective
         found += every
         yield found, needs_graph
     if not found:
         yield found, needs_graph
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _have_same_tensors(one: Any, other: Any) -> bool:
     """Whether two batches hold the same tensors."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False)
     return all(a.equal(b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
 
 
-def call(
+def call_method(
     method: str, action: Callable[[Any], Any], data: Any, model: nn.Module | None = None, task: Task | None = None
 ) -> Any:
     """Call a method of the task, and turn its errors into a one-line DataError.
@@ -303,7 +303,7 @@ def call(
 
 
 @contextlib.contextmanager
-def as_it_was(model: nn.Module, task: Task, device: torch.device, *, training: bool = False) -> Iterator[None]:
+def preserve_state(model: nn.Module, task: Task, device: torch.device, *, training: bool = False) -> Iterator[None]:
     """Restore modes, buffers, the task's tensors and the generators at the end.
 
     Args:
@@ -336,9 +336,9 @@ def as_it_was(model: nn.Module, task: Task, device: torch.device, *, training: b
 
 # --- sum or mean
 
-_EXACT = 1e-5  # relative error that rounding may cause
-_VOTES = 8  # minimum number of runs of a random loss
-_LOOKED = 3  # places in the data
+_ROUNDING = 1e-5  # relative error that rounding may cause
+_MIN_VOTES = 8  # minimum number of runs of a random loss
+_MIN_PLACES = 3  # places in the data
 _SAMPLES = "samples"  # a mean over samples, where `count` counts other items
 
 
@@ -355,20 +355,20 @@ def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
     task, model = trial.task, trial.model
     must_agree = (trial.config.exact or task.is_compared) and trial.world.size > 1
     if must_agree and not task.gathers and task.own_steps is None:
-        with as_it_was(model, task, trial.world.device, training=True):  # it may gather in training mode only
+        with preserve_state(model, task, trial.world.device, training=True):  # it may gather in training mode only
             for module in model.modules():
                 module.training = trial.modes.get(module, module.training)
             trial.seed()
-            with trial.with_graph(), _no_collectives(trial):
-                call("loss", lambda data: task.loss(model, data), batch.data, model, task)
+            with trial.with_graph(), _refuse_collectives(trial):
+                call_method("loss", lambda data: task.loss(model, data), batch.data, model, task)
     trial.seed()
     with trial.with_graph():
-        loss = call("loss", lambda data: task.loss(model, data), batch.data, model, task)
+        loss = call_method("loss", lambda data: task.loss(model, data), batch.data, model, task)
         number, beside = unpacked(loss)
         return float(number.detach()), list(beside)  # waits for the device
 
 
-def loss_number(value: Any) -> float:
+def loss_value(value: Any) -> float:
     """Return a loss as a float, with or without a graph, without its other numbers."""
     with torch.no_grad():
         return float(unpacked(value)[0].detach())  # waits for the device
@@ -383,7 +383,7 @@ def check_loss(trial: Trial, training: Batches) -> None:
         ConfigError: it is not what the task declares, or neither, or cannot be determined; or a `count` does not add
             up.
     """
-    task, found, looked = trial.task, list[Measure](), 0
+    task, found, looked = trial.task, list[Measurement](), 0
     if task.reduction == "micro-batch":
         if not task.framework:  # otherwise the line about the step reports it
             trial.say(
@@ -394,26 +394,26 @@ def check_loss(trial: Trial, training: Batches) -> None:
         return
     if task.divisible:
         probe = _probe(trial)
-        for found, needs_graph in measures(trial, probe, training, lambda m: _is_clean(trial, m)):
+        for found, needs_graph in measure(trial, probe, training, lambda m: _is_clean(trial, m)):
             if needs_graph:
                 set_found(task, "", gradients=True)
             looked += 1  # more than one place, since a forward may branch on the batch's contents
-            if looked < _LOOKED:
+            if looked < _MIN_PLACES:
                 continue
-            if _is_known(kinds := fits(found, 0, trial.limit)) and min(kinds.values(), default=1.0) < _EXACT:
+            if _is_decided(kinds := classify(found, 0, trial.limit)) and min(kinds.values(), default=1.0) < _ROUNDING:
                 break
     one = training.step_plan.micro_batches == 1
-    kinds, what = fits(found, 0, trial.limit), shown(found, 0)
+    kinds, what = classify(found, 0, trial.limit), describe_measurement(found, 0)
     if task.reduction == "auto":
-        _find(trial, kinds, what, one, alone=training.size == 1 and not has_own(task, "count"))
+        _set_reduction(trial, kinds, what, one, alone=training.size == 1 and not has_own(task, "count"))
     else:
-        _compare(task, kinds, what, one)
+        _check_declaration(task, kinds, what, one)
     if not one and task.reduction in (kinds or {}):
         _check_count(found)
-        _warn(trial, (kinds or {})[task.reduction], what)
+        _warn_if_off(trial, (kinds or {})[task.reduction], what)
 
 
-def fits(found: list[Measure], place: int, limit: float) -> dict[str, float] | None:
+def classify(found: list[Measurement], place: int, limit: float) -> dict[str, float] | None:
     """Return what number `place` may be, each with its largest relative error.
 
     Args:
@@ -424,31 +424,31 @@ def fits(found: list[Measure], place: int, limit: float) -> dict[str, float] | N
         measure can decide.
     """
     if any(each.is_random(place) for each in found):
-        return _drawn(found, place)
-    offs = [off for each in found if (off := _off(each, place)) is not None]
+        return _classify_random(found, place)
+    offs = [off for each in found if (off := _relative_errors(each, place)) is not None]
     if not offs:
         return None
     worst = {kind: max(off[kind] for off in offs) for kind in offs[0]}
-    if worst[_SAMPLES] < _EXACT < worst["mean"]:  # similar items make the two means close; only one is exact
+    if worst[_SAMPLES] < _ROUNDING < worst["mean"]:  # similar items make the two means close; only one is exact
         worst["mean"] = math.inf
     return {kind: value for kind, value in worst.items() if value <= limit}
 
 
-def _drawn(found: list[Measure], place: int) -> dict[str, float] | None:
+def _classify_random(found: list[Measurement], place: int) -> dict[str, float] | None:
     """Classify a random number by the factor between a sum and a mean alone."""
-    told = [each for each in found if _off(each, place) is not None]
+    told = [each for each in found if _relative_errors(each, place) is not None]
     whole = sum((each.whole[place] + (each.again or each.whole)[place]) / 2 for each in told)
     total = sum(each.first[place] + each.second[place] for each in told)
     mean = sum(each.mean(place, each.samples) for each in told)
     gap, noise = abs(total - mean), math.hypot(*(each.noise(place) for each in told))
     if noise > gap / 2:
-        return _by_votes(told, place)
+        return _classify_by_majority(told, place)
     if abs(whole - total) < gap / 4:
         return {"sum": 0.0}
     return {"mean": 0.0, _SAMPLES: 0.0} if abs(whole - mean) < gap / 4 else None
 
 
-def _by_votes(found: list[Measure], place: int) -> dict[str, float] | None:
+def _classify_by_majority(found: list[Measurement], place: int) -> dict[str, float] | None:
     """Classify a random number by majority, if a few large values would drown the others."""
     votes = list[str]()
     for each in found:
@@ -457,21 +457,21 @@ def _by_votes(found: list[Measure], place: int) -> dict[str, float] | None:
             nearness = (whole - mean) / (total - mean) if total != mean else math.nan  # 1: as a sum; 0: as a mean
             votes.append("sum" if nearness > 0.4 else _SAMPLES if nearness > -0.6 else "")
     most = max(set(votes), key=votes.count, default="")
-    if not most or len(votes) < _VOTES or votes.count(most) < 0.75 * len(votes):
+    if not most or len(votes) < _MIN_VOTES or votes.count(most) < 0.75 * len(votes):
         return None
     return {"sum": 0.0} if most == "sum" else {"mean": 0.0, _SAMPLES: 0.0}
 
 
-def shown(found: list[Measure], place: int) -> str:
+def describe_measurement(found: list[Measurement], place: int) -> str:
     """Describe the first measure that decides something, for a message."""
-    each = next((each for each in found if _off(each, place) is not None), None) or next(iter(found), None)
+    each = next((each for each in found if _relative_errors(each, place) is not None), None) or next(iter(found), None)
     if each is None:
         return "the first samples cannot be cut in halves"
     whole, first, second = each.three(place)
     return f"{sum(each.samples)} samples give {whole:.4g}, and their two halves {first:.4g} and {second:.4g}"
 
 
-def ways_out(what: str) -> str:
+def suggest_fixes(what: str) -> str:
     """Return the message's advice for a number that depends on how a step is cut."""
     return (
         f"{what}: give the task a `count` under which it is a mean (labelled tokens, weights), write what looks at all "
@@ -480,7 +480,7 @@ def ways_out(what: str) -> str:
     )
 
 
-def _off(each: Measure, place: int) -> dict[str, float] | None:
+def _relative_errors(each: Measurement, place: int) -> dict[str, float] | None:
     """Return the number's relative error as a sum and as both means.
 
     None if it decides nothing.
@@ -493,20 +493,20 @@ def _off(each: Measure, place: int) -> dict[str, float] | None:
     return {kind: abs(whole - value) / scale if math.isfinite(value) else math.inf for kind, value in wanted.items()}
 
 
-def _is_known(kinds: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
+def _is_decided(kinds: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
     return kinds is not None and not {"sum", "mean"} <= kinds.keys() and not {"sum", _SAMPLES} <= kinds.keys()
 
 
-def _is_clean(trial: Trial, each: Measure) -> bool:
-    off = _off(each, 0)
+def _is_clean(trial: Trial, each: Measurement) -> bool:
+    off = _relative_errors(each, 0)
     return off is None or min(off["sum"], off["mean"]) <= trial.doubt
 
 
 def _probe(trial: Trial) -> Callable[[MicroBatch], list[float]]:
-    return lambda batch: [loss_number(trial.task.loss(trial.model, batch.data))]
+    return lambda batch: [loss_value(trial.task.loss(trial.model, batch.data))]
 
 
-def _find(trial: Trial, kinds: dict[str, float] | None, what: str, one: bool, alone: bool) -> None:
+def _set_reduction(trial: Trial, kinds: dict[str, float] | None, what: str, one: bool, alone: bool) -> None:
     """Set the reduction of a task that does not declare one."""
     task = trial.task
     if kinds is not None and "mean" in kinds and "sum" not in kinds:
@@ -523,12 +523,12 @@ def _find(trial: Trial, kinds: dict[str, float] | None, what: str, one: bool, al
             "reduction = 'sum' or 'mean'"
         )
     else:
-        raise _neither(kinds, what)
+        raise _neither_error(kinds, what)
     set_found(task, found, takes_gradients(task))
     trial.say(f"the loss is {words} (found in the trial; `reduction` of the task declares it)")
 
 
-def _compare(task: Task, kinds: dict[str, float] | None, what: str, one: bool) -> None:
+def _check_declaration(task: Task, kinds: dict[str, float] | None, what: str, one: bool) -> None:
     """Raise ConfigError if the loss is not what the task declares."""
     if kinds is None or task.reduction in kinds:
         return
@@ -543,19 +543,19 @@ def _compare(task: Task, kinds: dict[str, float] | None, what: str, one: bool) -
             "items that `count` counts, or leave reduction out"
         )
     if not one:
-        raise _neither(kinds, what)
+        raise _neither_error(kinds, what)
 
 
-def _neither(kinds: dict[str, float], what: str) -> ConfigError:
+def _neither_error(kinds: dict[str, float], what: str) -> ConfigError:
     if _SAMPLES in kinds:
         return ConfigError(
             f"the task's `loss` is a mean over its samples, and `count` counts other items: {what}; leave `count` out, "
             "or return the mean, or the sum, over what it counts"
         )
-    return ConfigError(ways_out(f"the task's `loss` is neither a sum nor a mean over its items: {what}"))
+    return ConfigError(suggest_fixes(f"the task's `loss` is neither a sum nor a mean over its items: {what}"))
 
 
-def _check_count(found: list[Measure]) -> None:
+def _check_count(found: list[Measurement]) -> None:
     for each in found:
         whole, first, second = each.items
         if not each.drew and abs(whole - first - second) > 1e-5 * abs(whole):
@@ -565,7 +565,7 @@ def _check_count(found: list[Measure]) -> None:
             )
 
 
-def _warn(trial: Trial, off: float, what: str) -> None:
+def _warn_if_off(trial: Trial, off: float, what: str) -> None:
     if off > trial.doubt:
         trial.say(
             f"warning: the loss is off the {trial.task.reduction} of its parts by {off:.1%} ({what}), as that of a "
@@ -577,7 +577,7 @@ def _warn(trial: Trial, off: float, what: str) -> None:
 # --- collectives in a loss
 
 
-class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record collectives that are issued while no module of the model runs."""
 
     supports_higher_order_operators = True
@@ -593,10 +593,10 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _no_collectives(trial: Trial) -> Iterator[None]:
+def _refuse_collectives(trial: Trial) -> Iterator[None]:
     """Raise ConfigError at its end if a collective was issued outside the model's forward."""
     model = trial.model
-    mode = _Collectives()
+    mode = _CollectiveRecorder()
 
     def enter(*_: Any) -> None:
         mode.depth += 1

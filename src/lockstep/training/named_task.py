@@ -21,12 +21,12 @@ from lockstep.text.token_store import TokenizerToTrain
 
 __all__ = [
     "load_task",
-    "named_task",
-    "on_data",
+    "make_task",
+    "with_data",
 ]
 
 
-_PLAIN = Config()
+_DEFAULTS = Config()
 # Module whose `make(config, say)` makes a task, imported on demand: each needs packages of its own.
 _MAKERS = {
     "images": "lockstep.tasks.images",
@@ -35,7 +35,7 @@ _MAKERS = {
 }
 
 
-def named_task(config: Config, say: Callable[[str], None]) -> Task:
+def make_task(config: Config, say: Callable[[str], None]) -> Task:
     """Make the configured task: --task, or the named language model on its data.
 
     Data that is not tokenized yet is prepared now.
@@ -46,7 +46,7 @@ def named_task(config: Config, say: Callable[[str], None]) -> Task:
     """
     kind = kind_of(config.task)
     if kind == OWN:
-        return _own(config)
+        return _load_own(config)
     if kind in _MAKERS:
         made: Task = importlib.import_module(_MAKERS[kind]).make(config, say)
         return made
@@ -54,7 +54,7 @@ def named_task(config: Config, say: Callable[[str], None]) -> Task:
         say(described(config))
     if is_hub_name(config.model_name) or (Path(config.model_name).expanduser() / "config.json").is_file():
         return hub_task(config, say)
-    return _built_in(config, say)
+    return _make_built_in(config, say)
 
 
 def load_task(named: str) -> Task:
@@ -74,7 +74,7 @@ def load_task(named: str) -> Task:
     return adapted(task)
 
 
-def on_data(task: Task, config: Config, name: str, say: Callable[[str], None]) -> Task:
+def with_data(task: Task, config: Config, name: str, say: Callable[[str], None]) -> Task:
     """Give a language model's task other data, encoded with its own tokenizer.
 
     Args:
@@ -94,14 +94,14 @@ def on_data(task: Task, config: Config, name: str, say: Callable[[str], None]) -
     return other
 
 
-def _own(config: Config) -> Task:
-    named = [flag(name) for name in ("model_name", "dataset_name") if getattr(config, name) != getattr(_PLAIN, name)]
+def _load_own(config: Config) -> Task:
+    named = [flag(name) for name in ("model_name", "dataset_name") if getattr(config, name) != getattr(_DEFAULTS, name)]
     if named:
         raise ConfigError(f"--task {config.task} brings its model and its data: leave out {' and '.join(named)}")
     return load_task(config.task)
 
 
-def _built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
+def _make_built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
     if config.model_name not in PRESETS:
         close = difflib.get_close_matches(config.model_name, PRESETS, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(PRESETS)}."

@@ -31,30 +31,30 @@ from lockstep.run_state import LauncherState, RunState
 from lockstep.tensors import local_of, not_finite
 from lockstep.training import run_dir
 from lockstep.training.build import Built
-from lockstep.training.resume import weights_in
-from lockstep.training.selection import brief
-from lockstep.training.trainable import train_now
+from lockstep.training.resume import find_weights
+from lockstep.training.selection import abbreviate_best
+from lockstep.training.trainable import restore_trained_set
 
 __all__ = [
-    "bad_parameters",
-    "claimed",
     "count_restarts",
+    "describe_ranks",
     "exempt_names",
+    "find_bad_parameters",
+    "find_bad_tensors",
     "load_state",
-    "not_finite_now",
+    "lock_folder",
     "open_sinks",
-    "where_not_finite",
 ]
 
 
 # --- tensors that are not finite
 
 
-def _note_first(built: Built) -> None:
+def _record_bad_at_start(built: Built) -> None:
     """Record which tensors are not finite at the first start. Collective then."""
     if built.state.not_finite_at_start is None:
         model = {f"model/{name}": each for name, each in built.model.state_dict().items() if isinstance(each, Tensor)}
-        built.state.not_finite_at_start = sorted(_gather(model | built.own, built.world))  # collective
+        built.state.not_finite_at_start = sorted(_gather_bad(model | built.own, built.world))  # collective
 
 
 def exempt_names(state: RunState, names: Iterable[str]) -> set[str]:
@@ -62,16 +62,16 @@ def exempt_names(state: RunState, names: Iterable[str]) -> set[str]:
     return {*(state.not_finite_at_start or ())} | {name for name in names if name.startswith("kept.")}
 
 
-def not_finite_now(built: Built) -> dict[str, list[int]]:
+def find_bad_tensors(built: Built) -> dict[str, list[int]]:
     """Find tensors that should be finite and are not. Collective.
 
     Returns:
         name -> the ranks whose part is not finite.
     """
-    return _look(built, built.tensors())  # collective
+    return _find_bad(built, built.tensors())  # collective
 
 
-def bad_parameters(built: Built) -> dict[str, list[int]]:
+def find_bad_parameters(built: Built) -> dict[str, list[int]]:
     """Find parameters that are not finite. Collective.
 
     Only an update, or the caller, writes parameters.
@@ -79,21 +79,21 @@ def bad_parameters(built: Built) -> dict[str, list[int]]:
     Returns:
         name -> the ranks whose part is not finite.
     """
-    return _look(built, {f"model/{name}": each for name, each in built.model.named_parameters()})  # collective
+    return _find_bad(built, {f"model/{name}": each for name, each in built.model.named_parameters()})  # collective
 
 
-def _look(built: Built, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+def _find_bad(built: Built, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     exempt = exempt_names(built.state, tensors)
-    return _gather({name: each for name, each in tensors.items() if name not in exempt}, built.world)  # collective
+    return _gather_bad({name: each for name, each in tensors.items() if name not in exempt}, built.world)  # collective
 
 
-def where_not_finite(found: Mapping[str, list[int]], world: World) -> str:
+def describe_ranks(found: Mapping[str, list[int]], world: World) -> str:
     """Name the ranks that hold the first of these tensors; "" if all do."""
     ranks = next(iter(found.values()))
     return "" if len(ranks) == world.size else f" on {', '.join(map(rank_label, ranks))}"
 
 
-def _gather(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
+def _gather_bad(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
     local = {name: local_of(each) for name, each in tensors.items() if not each.is_meta and block_of(each) is not None}
     found: dict[str, list[int]] = {}
     for rank, names in enumerate(world.gather(not_finite(local))):  # collective
@@ -107,7 +107,7 @@ def _gather(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]
 _LOG = logging.getLogger("lockstep")
 
 
-def claimed(built: Built) -> None:
+def lock_folder(built: Built) -> None:
     """Lock the run directory, on rank 0.
 
     Raises:
@@ -152,25 +152,25 @@ def _make_sinks(built: Built) -> Sinks:
     folder.forget_end()
     folder.forget_trained(built.start)
     folder.write("config.toml", cli.to_toml(config, own_task=built.own_task))
-    run_dir.write(folder.environment, run_dir.describe() | {"sources": dict(built.task.sources)})
+    run_dir.write_description(folder.environment, run_dir.describe_process() | {"sources": dict(built.task.sources)})
     evaluated = not built.state.evaluation_due
     metrics = retry_io(lambda: JsonLines(folder.metrics, built.start, evaluated=evaluated))
     earlier = retry_io(lambda: read(folder.metrics)) if built.start else []
     remote = remote_sinks(config, folder.path, built.start)
     sinks = Sinks([metrics, Console(built.last, built.start, built.task.item_name, earlier), *remote])
-    sinks.start(_described(built))
-    sinks.best(brief(built.state.selection.best))
+    sinks.start(_run_metadata(built))
+    sinks.best(abbreviate_best(built.state.selection.best))
     return sinks
 
 
-def _described(built: Built) -> dict[str, Any]:
+def _run_metadata(built: Built) -> dict[str, Any]:
     """Return what a sink may store of the run's configuration, without secrets."""
     config, samples = built.config, built.run_plan.samples
     return masked(
         {
             "experiment": config.experiment_name,
             "args": built.arguments,
-            "training_data_size": built.run_plan.whole,
+            "training_data_size": built.run_plan.dataset_samples,
             "num_batches": -(-samples // config.batch_size),
             "world_size": built.world.size,
             "sources": dict(built.task.sources),
@@ -193,13 +193,13 @@ def load_state(built: Built) -> None:
         built.load_state_dict(state)
         _LOG.info("resumed from %s, step %d of %d", built.source, built.start, built.run_plan.step_plan.steps)
     elif built.config.init_from:
-        _begin_from(built, Path(built.config.init_from).expanduser())
-    train_now(built.model, built.state)
-    _note_first(built)  # collective in a new run
+        _load_init_weights(built, Path(built.config.init_from).expanduser())
+    restore_trained_set(built.model, built.state)
+    _record_bad_at_start(built)  # collective in a new run
 
 
-def _begin_from(built: Built, path: Path) -> None:
-    source, verified = weights_in(path, built.world, _LOG.warning)  # collective
+def _load_init_weights(built: Built, path: Path) -> None:
+    source, verified = find_weights(path, built.world, _LOG.warning)  # collective
     theirs = on_all_ranks(built.world, lambda: checkpoint.read_run_state(source).lora is not None)  # collective
     if theirs and not built.base:
         raise CheckpointError(

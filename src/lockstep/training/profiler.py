@@ -48,24 +48,24 @@ from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
 from lockstep.errors import ConfigError
 from lockstep.training.build import Built
-from lockstep.training.recorder import memory
+from lockstep.training.recorder import peak_memory
 
 __all__ = [
-    "Profiling",
+    "StepProfiler",
     "check_range",
 ]
 
 
 # --- measured costs
 
-_TRIED = 1 << 21  # elements of the tensor whose optimizer update is timed
-_PAGES = 1 << 24  # bytes of pages to touch: more than a core's own caches
+_ELEMENTS = 1 << 21  # elements of the tensor whose optimizer update is timed
+_PAGE_BYTES = 1 << 24  # bytes of pages to touch: more than a core's own caches
 _EVENTS = 400  # operations to time
-_SLEPT = 0.05  # seconds: a longer sleep slows the next step no further
-_UNIT = 128  # rows and columns of a layer to time after a sleep, small enough for malloc to reuse its memory
+_MAX_SLEEP = 0.05  # seconds: a longer sleep slows the next step no further
+_LAYER_SIZE = 128  # rows and columns of a layer to time after a sleep, small enough for malloc to reuse its memory
 _LAYERS = 64  # layers at most: more than a core's own caches
-_WIDE = 384  # rows and columns of the matrices that time threads
-_WHO = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # this thread only, on Linux
+_MATRIX_SIZE = 384  # rows and columns of the matrices that time threads
+_USAGE_SCOPE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # this thread only, on Linux
 
 
 class ThreadUsage(NamedTuple):
@@ -89,7 +89,7 @@ class ThreadUsage(NamedTuple):
 
     @classmethod
     def now(cls) -> "ThreadUsage":
-        found = resource.getrusage(_WHO)
+        found = resource.getrusage(_USAGE_SCOPE)
         busy, whole = 1e3 * time.thread_time(), 1e3 * time.process_time()
         return cls(1e3 * found.ru_stime, found.ru_minflt, found.ru_majflt, busy, whole - busy, 1e3 * queued())
 
@@ -139,11 +139,11 @@ def _memory_free(world: World) -> int:
 def fused_ns(device: torch.device) -> float:
     """Measure fused AdamW, in nanoseconds per element; 0 if this device does not have it."""
     if device.type == "cpu":
-        held = mmap.mmap(-1, 16 * _TRIED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        tried, grad, first, second = torch.frombuffer(held, dtype=torch.float32).view(4, _TRIED).unbind()
+        held = mmap.mmap(-1, 16 * _ELEMENTS, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        tried, grad, first, second = torch.frombuffer(held, dtype=torch.float32).view(4, _ELEMENTS).unbind()
         tried = tried.detach().requires_grad_()
     else:
-        tried, grad = torch.zeros(_TRIED, device=device, requires_grad=True), torch.zeros(_TRIED, device=device)
+        tried, grad = torch.zeros(_ELEMENTS, device=device, requires_grad=True), torch.zeros(_ELEMENTS, device=device)
         first, second = torch.zeros_like(grad), torch.zeros_like(grad)
     tried.grad = grad
     best, clock = float("inf"), time.thread_time if device.type == "cpu" else time.perf_counter
@@ -159,7 +159,7 @@ def fused_ns(device: torch.device) -> float:
             best = min(best, clock() - began)
     except RuntimeError:
         return 0.0
-    return 1e9 * best / _TRIED
+    return 1e9 * best / _ELEMENTS
 
 
 def page_us() -> float:
@@ -170,11 +170,11 @@ def page_us() -> float:
     best, size = float("inf"), mmap.PAGESIZE
     for _ in range(3):
         began = time.thread_time()
-        held = mmap.mmap(-1, _PAGES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        held = mmap.mmap(-1, _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         torch.frombuffer(held, dtype=torch.uint8).fill_(1)
         held.close()
         best = min(best, time.thread_time() - began)
-    return 1e6 * best * size / _PAGES
+    return 1e6 * best * size / _PAGE_BYTES
 
 
 def operations_us() -> float:
@@ -201,10 +201,13 @@ def cold_ms(idle: float, parameters: int) -> float:
         idle: milliseconds that a step of the run waits.
         parameters: of the model; a small one has less to load again.
     """
-    layers = min(max(parameters // (_UNIT * _UNIT), 2), _LAYERS)
-    held, size = mmap.mmap(-1, 16 * layers * _UNIT**2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), _UNIT**2
+    layers = min(max(parameters // (_LAYER_SIZE * _LAYER_SIZE), 2), _LAYERS)
+    held, size = (
+        mmap.mmap(-1, 16 * layers * _LAYER_SIZE**2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+        _LAYER_SIZE**2,
+    )
     each = [
-        torch.frombuffer(held, dtype=torch.float32, count=size, offset=4 * size * place).view(_UNIT, _UNIT)
+        torch.frombuffer(held, dtype=torch.float32, count=size, offset=4 * size * place).view(_LAYER_SIZE, _LAYER_SIZE)
         for place in range(4 * layers)
     ]
     weights = [weight.requires_grad_() for weight in each[:layers]]
@@ -215,11 +218,11 @@ def cold_ms(idle: float, parameters: int) -> float:
     rounds = []
     with torch.enable_grad():
         for _ in range(9):
-            time.sleep(min(_SLEPT, 1e-3 * idle))
+            time.sleep(min(_MAX_SLEEP, 1e-3 * idle))
             took = []
             for _ in range(3):
                 began = time.thread_time()
-                out = torch.ones(_UNIT // 4, _UNIT)
+                out = torch.ones(_LAYER_SIZE // 4, _LAYER_SIZE)
                 for weight in weights:
                     out = torch.relu(torch.mm(out, weight))
                 out.sum().backward()  # type: ignore[no-untyped-call]
@@ -229,7 +232,7 @@ def cold_ms(idle: float, parameters: int) -> float:
     return max(0.0, 1e3 * median(rounds[1:]))
 
 
-def handed_ms(held: Any) -> float:
+def handover_ms(held: Any) -> float:
     """Measure how long a loader process takes to hand over a batch, in milliseconds.
 
     Measured with small tensors within this process: each tensor is a shared file, negotiated over a socket, which costs
@@ -257,7 +260,7 @@ def threads_gain(fewer: int) -> float:
     All processes of the host must call it at about the same time, since their interference is what it measures.
     """
     now, took = torch.get_num_threads(), []
-    one, found = torch.ones(_WIDE, _WIDE), torch.empty(_WIDE, _WIDE)
+    one, found = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE), torch.empty(_MATRIX_SIZE, _MATRIX_SIZE)
     try:
         for threads in (now, fewer):
             torch.set_num_threads(threads)
@@ -301,8 +304,8 @@ def _tensors(held: Any) -> list[Tensor]:
 
 # --- traces
 
-_PLAIN = 11  # readings of the system's use before the trace
-_IDLE = 1.0  # milliseconds that a step waits, above which the cost of cold caches is measured
+_UNTRACED_READINGS = 11  # readings of the system's use before the trace
+_MIN_IDLE = 1.0  # milliseconds that a step waits, above which the cost of cold caches is measured
 _LOG = logging.getLogger("lockstep")
 
 
@@ -329,7 +332,7 @@ def check_range(built: Built) -> None:
         raise ConfigError(f"--profile: cannot write to {above}; make it writable, or leave --profile out")
 
 
-class Profiling:
+class StepProfiler:
     """Trace the requested steps. Its constructor is not collective.
 
     Attributes:
@@ -344,7 +347,7 @@ class Profiling:
         self._profiler: Any = None
         self._first = self._done = 0  # the first traced step, and the last step that finished
         self._usage, self._costs = ThreadUsage(), dict[str, Any]()
-        self._plain: deque[ThreadUsage] = deque(maxlen=_PLAIN)
+        self._plain: deque[ThreadUsage] = deque(maxlen=_UNTRACED_READINGS)
         self._traced: list[ThreadUsage] = []
         self._padding: list[Any] = []
 
@@ -406,10 +409,10 @@ class Profiling:
             usual = ThreadUsage.usual(self._plain)
             idle = 1e3 * median(self._marks.plain) - usual.busy - usual.queued
             parameters = sum(p.numel() for p in self._built.model.parameters() if p.requires_grad)
-            self._costs |= {"idle_ms": idle, "cold_ms": cold_ms(idle, parameters) if idle > _IDLE else 0.0}
+            self._costs |= {"idle_ms": idle, "cold_ms": cold_ms(idle, parameters) if idle > _MIN_IDLE else 0.0}
         if device.type == "cpu" and not self._built.config.data.workers:
-            self._costs["handed_ms"] = sum(handed_ms(batch.held) for batch in self._step_loader.present[:1])
-        with _quiet():
+            self._costs["handed_ms"] = sum(handover_ms(batch.held) for batch in self._step_loader.present[:1])
+        with _silence_stderr():
             self._profiler = profile(activities=activities)
             self._profiler.prepare_trace()
 
@@ -418,7 +421,7 @@ class Profiling:
         if self._built.world.device.type == "cuda":
             torch.cuda.synchronize(self._built.world.device)  # waits for the device: the trace starts here
         plain = operations_us()
-        with _quiet():
+        with _silence_stderr():
             self._profiler.start_trace()
         self._costs["event_us"] = max(0.0, operations_us() - plain)
         self._first, self._padding, self._usage = number, [], ThreadUsage.now()
@@ -435,13 +438,13 @@ class Profiling:
             torch.cuda.synchronize(world.device)  # waits for the device: the trace ends here
         marks.end()
         profiler, self._profiler = self._profiler, None
-        with _quiet():
+        with _silence_stderr():
             profiler.add_metadata_json("lockstep", json.dumps(self._about(marks)))
             profiler.stop_trace()
         self._first = 0
         path = _folder_of(self._built) / f"rank-{world.rank}.json.gz"
         try:
-            _export(profiler, path)
+            _export_trace(profiler, path)
             trace = read(path).packed
         except (OSError, RuntimeError, ProfileTraceError) as error:
             why = f"{rank_label(world.rank)}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
@@ -501,12 +504,12 @@ class Profiling:
                 "empty": sum(int(empty) for _, empty in self._padding),
             },
             "memory_free": _memory_free(world),
-            "memory_used": memory(world.device),
+            "memory_used": peak_memory(world.device),
             "options": built.arguments,
         }
 
 
-def _export(profiler: Any, path: Path) -> None:
+def _export_trace(profiler: Any, path: Path) -> None:
     """Write the trace atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.parent / f".tmp-{secrets.token_hex(4)}.json.gz"
@@ -518,7 +521,7 @@ def _export(profiler: Any, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_stderr() -> Iterator[None]:
     """Silence Kineto, which writes its own lines to the process's standard error."""
     with contextlib.ExitStack() as stack:
         try:

@@ -40,8 +40,8 @@ def prune(path: Path, keep: int, *, best: bool = True, dry_run: bool = False, as
     path = path.expanduser().resolve()
     folder = RunFolder(str(path.parent), path.name)
     with folder.held():
-        going = _going(folder, keep, best)
-        sizes = {step: _size(checkpoint.path_of(path, step)) for step in going}
+        going = _steps_to_remove(folder, keep, best)
+        sizes = {step: _bytes_in(checkpoint.path_of(path, step)) for step in going}
         if not dry_run:
             checkpoint.discard(path, going)
     if as_json:
@@ -56,7 +56,7 @@ def prune(path: Path, keep: int, *, best: bool = True, dry_run: bool = False, as
     return going
 
 
-def _going(folder: RunFolder, keep: int, best: bool) -> list[int]:
+def _steps_to_remove(folder: RunFolder, keep: int, best: bool) -> list[int]:
     """Return the steps to remove, ascending."""
     steps, shown = checkpoint.list_steps(folder.path), printable(str(folder.path))
     if not steps:
@@ -82,5 +82,5 @@ def _best_of(folder: RunFolder, newest: int) -> int:
     return best.step if best else -1
 
 
-def _size(path: Path) -> int:
+def _bytes_in(path: Path) -> int:
     return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())

@@ -24,7 +24,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.run_state import Extension, RunState
 from lockstep.task import Task
 from lockstep.training.defaults import ADAM, FEW, FLOOR, FLOORS, KINDS, LORA, SGD, batchnorms, is_open, warm_up
-from lockstep.training.resume import RunPlan, in_epoch
+from lockstep.training.resume import RunPlan, samples_in_epoch
 
 __all__ = [
     "Facts",
@@ -143,14 +143,14 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
     """Resolve what does not depend on the task: precision, compile, micro-batch, the plan's length."""
     if facts.steps:
         config = dataclasses.replace(config, max_steps=facts.steps, stop_at=0)
-    suited, notices = _on_device(config, facts)
-    values = {"micro_batch_size": _known_size(config, facts), **suited}
+    suited, notices = _device_defaults(config, facts)
+    values = {"micro_batch_size": _micro_batch_size(config, facts), **suited}
     config = dataclasses.replace(config, **values)
     extension = _extension(config, facts.checkpoint)
-    return Draft(_extended(config, facts.checkpoint, extension) if extension else config, notices)
+    return Draft(_apply_extension(config, facts.checkpoint, extension) if extension else config, notices)
 
 
-def _on_device(config: Config, facts: StartFacts) -> tuple[dict[str, Any], list[str]]:
+def _device_defaults(config: Config, facts: StartFacts) -> tuple[dict[str, Any], list[str]]:
     """Choose precision and compile by the weakest device; a checkpoint's settings win."""
     open_ones = [name for name in ("precision", "compile") if is_open(config, name)]
     before, fast = facts.checkpoint, facts.fast
@@ -158,27 +158,27 @@ def _on_device(config: Config, facts: StartFacts) -> tuple[dict[str, Any], list[
     begun = suited
     if before and before.plan:  # a run from before these defaults existed used float32 without compile
         begun = {"precision": before.plan.get("precision", "float32"), "compile": before.compiled}
-    values = _only(begun, open_ones)
-    if values != _only(suited, open_ones):
-        default = _flags(_only(suited, open_ones))
-        return values, [f"as the run was begun: {_flags(values)}; the default of this device is {default}"]
+    values = _select(begun, open_ones)
+    if values != _select(suited, open_ones):
+        default = _format_flags(_select(suited, open_ones))
+        return values, [f"as the run was begun: {_format_flags(values)}; the default of this device is {default}"]
     if open_ones and fast:
-        other = _flags(_only({"precision": "float32", "compile": False}, open_ones))
-        return values, [f"device default: {_flags(values)}; {other} for the other"]
+        other = _format_flags(_select({"precision": "float32", "compile": False}, open_ones))
+        return values, [f"device default: {_format_flags(values)}; {other} for the other"]
     return values, []
 
 
-def _only(values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def _select(values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     return {name: values[name] for name in names}
 
 
-def _flags(values: Mapping[str, Any]) -> str:
+def _format_flags(values: Mapping[str, Any]) -> str:
     """Format as flags: `--precision bf16 --compile`."""
     switch = {True: "--compile", False: "--no-compile"}
     return " ".join(switch[value] if name == "compile" else f"--{name} {value}" for name, value in values.items())
 
 
-def _known_size(config: Config, facts: StartFacts) -> int:
+def _micro_batch_size(config: Config, facts: StartFacts) -> int:
     """Return the micro-batch size that is given, was used before, or fits the devices; 0 if none decides."""
     before = facts.checkpoint.plan if facts.checkpoint else {}
     if not is_auto(config, "micro_batch_size"):
@@ -199,7 +199,7 @@ def _extension(config: Config, before: CheckpointFacts | None) -> Extension | No
     return Extension(asked, before.step, before.plan["steps"], 0 if epochs else int(asked), epochs)
 
 
-def _extended(config: Config, before: CheckpointFacts | None, extension: Extension) -> Config:
+def _apply_extension(config: Config, before: CheckpointFacts | None, extension: Extension) -> Config:
     """Apply an extension to the plan's length. Steps of warm-up stay as they were chosen: they are done."""
     optim = config.optim
     if before and is_auto(config, "optim.warmup_steps"):
@@ -212,7 +212,7 @@ def _extended(config: Config, before: CheckpointFacts | None, extension: Extensi
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolution:
     """What follows from a configuration and the facts.
 
     Attributes:
@@ -238,7 +238,7 @@ class Resolved:
         return dataclasses.replace(self, run_plan=dataclasses.replace(self.run_plan, config=config))
 
 
-def resolve(config: Config, facts: Facts) -> Resolved:
+def resolve(config: Config, facts: Facts) -> Resolution:
     """Resolve every "auto" of a configuration, and make its plan. Pure.
 
     A resolved configuration is returned as it is.
@@ -253,10 +253,10 @@ def resolve(config: Config, facts: Facts) -> Resolved:
     before, draft = facts.start.checkpoint, draft_of(config, facts.start).config
     extension = _extension(config, before)
     origin = _origin(draft, before, extension)
-    run_plan = _planned(draft, facts, origin)
+    run_plan = _make_plan(draft, facts, origin)
     if run_plan.step_plan.steps < facts.start.least:
-        run_plan = _planned(dataclasses.replace(draft, max_steps=facts.start.least), facts, origin)
-    return Resolved(run_plan, extension)
+        run_plan = _make_plan(dataclasses.replace(draft, max_steps=facts.start.least), facts, origin)
+    return Resolution(run_plan, extension)
 
 
 def _origin(config: Config, before: CheckpointFacts | None, extension: Extension | None) -> Origin:
@@ -272,29 +272,29 @@ def _origin(config: Config, before: CheckpointFacts | None, extension: Extension
     return Origin(before.step, before.position) if other_size or extension != before.extension else before.origin
 
 
-def _planned(config: Config, facts: Facts, origin: Origin) -> RunPlan:
+def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
     """Resolve what depends on task, model and number of steps."""
     undivided = config.batch_size if facts.undivided else 0
     default = default_micro_batch_size(config.batch_size, FEW if facts.batchnorm else 1)
     size = config.micro_batch_size or undivided or default
     config = dataclasses.replace(config, micro_batch_size=size)
-    epoch = in_epoch(config, facts.epoch)
+    epoch = samples_in_epoch(config, facts.epoch)
     run_plan = RunPlan(epoch, config, origin, 2 if facts.batchnorm else 1, facts.samples)
     steps, shape = run_plan.step_plan.steps, config.optim.schedule
     if not steps:
-        _refuse(run_plan)
+        _refuse_empty_plan(run_plan)
     defaults: dict[str, Any] = {
-        **_suited(config, facts.kind),
+        **_optimizer_defaults(config, facts.kind),
         "optim.warmup_steps": warm_up(steps, shape),
         "optim.floor": FLOORS.get(shape, FLOOR),
         "eval_micro_batch_size": size,
         "eval_workers": config.data.workers,
     }
-    values = {name: value for name, value in defaults.items() if is_auto(config, name)} | _in_steps(run_plan)
+    values = {name: value for name, value in defaults.items() if is_auto(config, name)} | _spans_in_steps(run_plan)
     return dataclasses.replace(run_plan, config=cli.build({**cli.flat(config), **values}))
 
 
-def _in_steps(run_plan: RunPlan) -> dict[str, int]:
+def _spans_in_steps(run_plan: RunPlan) -> dict[str, int]:
     """Convert lengths in epochs or shares of the plan to steps."""
     config = run_plan.config
     known = {"steps": run_plan.step_plan.steps, "samples": run_plan.samples, "batch_size": config.batch_size}
@@ -302,7 +302,7 @@ def _in_steps(run_plan: RunPlan) -> dict[str, int]:
     return {name: in_steps(value, **known) for name in names if is_span(value := lookup(config, name))}
 
 
-def _suited(config: Config, kind: str) -> dict[str, float]:
+def _optimizer_defaults(config: Config, kind: str) -> dict[str, float]:
     """Return the optimizer's defaults for a kind of task."""
     if kind not in KINDS:
         raise ConfigError(
@@ -313,7 +313,7 @@ def _suited(config: Config, kind: str) -> dict[str, float]:
     return (LORA if config.lora.rank else KINDS[kind]) | (ADAM if config.optim.name == "adam" else {})
 
 
-def _refuse(run_plan: RunPlan) -> None:
+def _refuse_empty_plan(run_plan: RunPlan) -> None:
     """Raise DataError for a plan of no steps."""
     if run_plan.config.data.drop_last:
         raise DataError(

@@ -35,10 +35,10 @@ from lockstep.run_state import RunState, Selection
 
 __all__ = [
     "RunFolder",
-    "describe",
-    "kept_variables",
-    "sources_of",
-    "write",
+    "describe_process",
+    "read_sources",
+    "split_environment",
+    "write_description",
 ]
 
 
@@ -59,7 +59,7 @@ _NAMES = {
 _GIT_TIMEOUT = 2.0  # seconds; a repository on a slow network disk must not delay a run
 
 
-def describe(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+def describe_process(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Describe this process: versions, machine, devices, git commit, command line, environment.
 
     Memory is in bytes. What does not exist (CUDA, a git repository) is None. Imports torch, and initialises CUDA if
@@ -73,7 +73,7 @@ def describe(argv: Sequence[str] | None = None, environ: Mapping[str, str] | Non
         Plain JSON values, secrets masked.
     """
     variables = os.environ if environ is None else environ
-    kept, others = kept_variables(variables)
+    kept, others = split_environment(variables)
     return {
         "versions": _versions(),
         "machine": _machine(),
@@ -85,7 +85,7 @@ def describe(argv: Sequence[str] | None = None, environ: Mapping[str, str] | Non
     }
 
 
-def kept_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def split_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return the variables whose values may be stored, and the names of the others.
 
     Values are masked. Both are sorted by name.
@@ -99,7 +99,7 @@ def kept_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str
     return kept, others
 
 
-def write(path: Path, description: Mapping[str, Any]) -> None:
+def write_description(path: Path, description: Mapping[str, Any]) -> None:
     """Write the description as JSON, atomically.
 
     Raises:
@@ -108,7 +108,7 @@ def write(path: Path, description: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(description, indent=2) + "\n")
 
 
-def sources_of(run: Path) -> dict[str, str]:
+def read_sources(run: Path) -> dict[str, str]:
     """Read the sources of a run's task from its folder; {} if unreadable."""
     try:
         found: dict[str, str] = json.loads((run / "environment.json").read_text(encoding="utf-8"))["sources"]
@@ -126,18 +126,18 @@ def _versions() -> dict[str, str | None]:
         "lockstep": sys.modules["lockstep"].__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "numpy": _installed("numpy"),
+        "numpy": _package_version("numpy"),
         "cuda": torch.version.cuda,
         "cudnn": None if cudnn is None else str(cudnn),
-        "nccl": _dotted(torch.cuda.nccl.version()) if nccl else None,  # type: ignore[no-untyped-call]
+        "nccl": _join_version(torch.cuda.nccl.version()) if nccl else None,  # type: ignore[no-untyped-call]
     }
 
 
-def _dotted(version: tuple[int, ...]) -> str:
+def _join_version(version: tuple[int, ...]) -> str:
     return ".".join(str(part) for part in version)
 
 
-def _installed(distribution: str) -> str | None:
+def _package_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:  # run from a source tree
@@ -200,8 +200,8 @@ def _git() -> dict[str, Any] | None:
 
 # --- lock
 
-_LINGER = 10.0  # seconds that children of a dead owner may take to exit
-_LOOK = 0.05
+_EXIT_GRACE = 10.0  # seconds that children of a dead owner may take to exit
+_POLL_SECONDS = 0.05
 
 
 class RunLock:
@@ -233,9 +233,9 @@ class RunLock:
         """
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if make else 0)
         self._handle = retry_io(lambda: os.open(self._path, flags, 0o644))
-        _HELD.add(self)
+        _OPEN_LOCKS.add(self)
         got, owner, has_locks = self._locked(self._handle)
-        if not got and not has_locks and not _is_here(owner):
+        if not got and not has_locks and not _is_local(owner):
             self.release(mine=False)
             raise ConfigError(
                 f"{self._path.parent} is in use by {owner}, as its lock says; the file system has no locks, so nobody "
@@ -243,7 +243,7 @@ class RunLock:
             )
         if not got:
             self.release(mine=False)
-            left = "what is left of " if owner and not _lives(owner) else ""
+            left = "what is left of " if owner and not _may_be_alive(owner) else ""
             raise ConfigError(
                 f"{self._path.parent} is in use by {left}{owner or 'another process'}; wait for it, or choose another "
                 "--experiment-name"
@@ -266,11 +266,11 @@ class RunLock:
             return "", False
         owner = ""
         try:
-            owner = _line(handle)
+            owner = _read_owner(handle)
             if owner:
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
-            return owner, error.errno in (errno.EWOULDBLOCK, errno.EACCES) or _lives(owner)  # else no locks here
+            return owner, error.errno in (errno.EWOULDBLOCK, errno.EACCES) or _may_be_alive(owner)  # else no locks here
         finally:
             os.close(handle)
         return owner, False
@@ -301,33 +301,33 @@ class RunLock:
             Whether this process has the lock, the line of its current or last owner, and whether the file system has
             locks.
         """
-        deadline = time.monotonic() + _LINGER
+        deadline = time.monotonic() + _EXIT_GRACE
         while True:
-            owner = _line(handle)
+            owner = _read_owner(handle)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    return not _lives(owner), owner, False
-                if not owner or _lives(owner) or time.monotonic() > deadline:
+                    return not _may_be_alive(owner), owner, False
+                if not owner or _may_be_alive(owner) or time.monotonic() > deadline:
                     return False, owner, True
-                time.sleep(_LOOK)
+                time.sleep(_POLL_SECONDS)
             else:
                 return True, owner, True
 
 
-_HELD: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
+_OPEN_LOCKS: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
 
 
-def _forget_all() -> None:
-    for lock in list(_HELD):
+def _close_inherited() -> None:
+    for lock in list(_OPEN_LOCKS):
         lock.forget()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_close_inherited)
 
 
-def _line(handle: int) -> str:
+def _read_owner(handle: int) -> str:
     """Read the owner's line; "" if the lock was released."""
     lines = os.pread(handle, 300, 0).decode("utf-8", "replace").splitlines()
     return printable(lines[0].strip()) if lines else ""
@@ -336,13 +336,13 @@ def _line(handle: int) -> str:
 _OWNER = re.compile(r"process (\d{1,9}) on (\S+), started .*")
 
 
-def _is_here(owner: str) -> bool:
+def _is_local(owner: str) -> bool:
     """Whether the process in a lock's line is, or was, on this machine."""
     found = _OWNER.fullmatch(owner)
     return found is not None and found[2] == socket.gethostname()
 
 
-def _lives(owner: str) -> bool:
+def _may_be_alive(owner: str) -> bool:
     """Whether the process in a lock's line may be alive: always, on another machine."""
     found = _OWNER.fullmatch(owner)
     if not found or found[2] != socket.gethostname():

@@ -23,20 +23,20 @@ from lockstep.run_state import BestEvaluation, PatienceCount, PlateauCount, Sele
 from lockstep.training.evaluation import ANY
 
 __all__ = [
-    "brief",
-    "check_evaluated",
-    "fallen",
-    "judged",
-    "judged_by",
-    "judges",
-    "looked_at",
+    "abbreviate_best",
+    "check_criteria",
+    "criterion_of",
+    "depends_on_evaluations",
+    "describe_best",
+    "explain_early_stop",
     "out_of_patience",
-    "shown",
-    "stopped_by",
+    "plateau_drops",
+    "update_best",
+    "update_plateau",
 ]
 
 
-class Judge(NamedTuple):
+class Criterion(NamedTuple):
     """The criterion that compares evaluations.
 
     Attributes:
@@ -53,50 +53,50 @@ class Judge(NamedTuple):
         """Return the record's value. Raises ConfigError if it has none of that name."""
         if self.metric == "loss":
             return record.loss
-        _check_known(self, record.metrics)
+        _check_metric(self, record.metrics)
         return record.metrics[self.metric]
 
 
-def judged_by(config: Config) -> Judge:
+def criterion_of(config: Config) -> Criterion:
     """Return the criterion of `--best-metric`.
 
     Its delta is `--min-delta`, or 0 if `--patience-metric` uses that.
     """
-    return _judge(config.best_metric, 0.0 if config.patience_metric else config.min_delta)
+    return _parse_criterion(config.best_metric, 0.0 if config.patience_metric else config.min_delta)
 
 
-def _judge(said: str, delta: float) -> Judge:
+def _parse_criterion(said: str, delta: float) -> Criterion:
     name, _, way = said.partition(":")
-    return Judge(name, 1 if way == "max" else -1, delta)
+    return Criterion(name, 1 if way == "max" else -1, delta)
 
 
-def _waiting(config: Config) -> Judge | None:
+def _patience_criterion(config: Config) -> Criterion | None:
     """Return the criterion of `--patience-metric`; None: patience uses the best metric's."""
-    return _judge(config.patience_metric, config.min_delta) if config.patience_metric else None
+    return _parse_criterion(config.patience_metric, config.min_delta) if config.patience_metric else None
 
 
-def judges(config: Config) -> bool:
+def depends_on_evaluations(config: Config) -> bool:
     """Whether training depends on how evaluations compare."""
     return bool(config.patience) or config.best_metric != "loss" or config.optim.schedule == "plateau"
 
 
-def check_evaluated(config: Config, metrics: Iterable[str] | None) -> None:
+def check_criteria(config: Config, metrics: Iterable[str] | None) -> None:
     """Raise ConfigError if the task's evaluation lacks a metric that the configuration needs.
 
     Args:
         metrics: names of its metrics; None: there is no evaluation.
     """
     if metrics is not None:
-        _check_known(judged_by(config), metrics)
-        if waiting := _waiting(config):
-            _check_known(waiting, metrics, "--patience-metric")
-    elif judges(config):
+        _check_metric(criterion_of(config), metrics)
+        if waiting := _patience_criterion(config):
+            _check_metric(waiting, metrics, "--patience-metric")
+    elif depends_on_evaluations(config):
         what = "--patience" if config.patience else "--best-metric"
         what = "--optim.schedule plateau" if config.optim.schedule == "plateau" else what
         raise ConfigError(f"{what} needs an evaluation, and the task's dataset('evaluation') gives none; return a set")
 
 
-def _check_known(judge: Judge, metrics: Iterable[str], flag: str = "--best-metric") -> None:
+def _check_metric(judge: Criterion, metrics: Iterable[str], flag: str = "--best-metric") -> None:
     """Raise ConfigError if the evaluation has no number of the criterion's name."""
     known = ["loss", *metrics]
     if judge.metric not in known and not any(name.split("/")[-1] == ANY for name in known):
@@ -105,7 +105,7 @@ def _check_known(judge: Judge, metrics: Iterable[str], flag: str = "--best-metri
         raise ConfigError(f"{flag}: the task's evaluation has no '{judge.metric}'; {meant}")
 
 
-def judged(config: Config, selection: Selection, record: EvaluationRecord) -> bool:
+def update_best(config: Config, selection: Selection, record: EvaluationRecord) -> bool:
     """Update the best evaluation and the patience counts.
 
     A value that is not finite is never the best. A best by another metric is discarded. `--patience-metric` has its own
@@ -114,18 +114,20 @@ def judged(config: Config, selection: Selection, record: EvaluationRecord) -> bo
     Returns:
         Whether this evaluation is the best.
     """
-    better, selection.best = _better(judged_by(config), selection.best, record)
+    better, selection.best = _compare(criterion_of(config), selection.best, record)
     selection.since_best = 0 if better else (selection.since_best or 0) + 1
-    if waiting := _waiting(config):
+    if waiting := _patience_criterion(config):
         before = selection.patience or PatienceCount()
-        fresh, best = _better(waiting, before.best, record)
+        fresh, best = _compare(waiting, before.best, record)
         selection.patience = PatienceCount(best, 0 if fresh else before.since + 1)
     else:
         selection.patience = None
     return better
 
 
-def _better(judge: Judge, best: BestEvaluation | None, record: EvaluationRecord) -> tuple[bool, BestEvaluation | None]:
+def _compare(
+    judge: Criterion, best: BestEvaluation | None, record: EvaluationRecord
+) -> tuple[bool, BestEvaluation | None]:
     """Return whether this evaluation is better than the best so far, and the new best."""
     value = judge.value(record)
     if best and best.metric != judge.metric:
@@ -148,20 +150,20 @@ def out_of_patience(config: Config, selection: Selection) -> bool:
     return bool(config.patience) and since >= config.patience
 
 
-def stopped_by(config: Config, selection: Selection) -> str:
+def explain_early_stop(config: Config, selection: Selection) -> str:
     """Describe why a run ended early: `the best was accuracy 0.93 after step 400`."""
-    line = f"the best was {shown(selection.best)}"
+    line = f"the best was {describe_best(selection.best)}"
     if not config.patience_metric:
         return line
-    return f"{line}, of --patience-metric {shown(selection.patience.best if selection.patience else None)}"
+    return f"{line}, of --patience-metric {describe_best(selection.patience.best if selection.patience else None)}"
 
 
-def brief(best: BestEvaluation | None) -> str:
+def abbreviate_best(best: BestEvaluation | None) -> str:
     """Describe the best for a progress line: `best accuracy 0.93 at 400`; "" without one."""
-    return "best " + shown(best).replace(" after step ", " at ") if best else ""
+    return "best " + describe_best(best).replace(" after step ", " at ") if best else ""
 
 
-def shown(best: BestEvaluation | None) -> str:
+def describe_best(best: BestEvaluation | None) -> str:
     """Describe the best evaluation: `accuracy 0.93 after step 400`."""
     return f"{best.metric} {best.judged_value:.4g} after step {best.step}" if best else "none that is finite"
 
@@ -169,7 +171,7 @@ def shown(best: BestEvaluation | None) -> str:
 _LOG = logging.getLogger("lockstep")
 
 
-def looked_at(config: Config, selection: Selection, *, better: bool) -> None:
+def update_plateau(config: Config, selection: Selection, *, better: bool) -> None:
     """Count an evaluation for the plateau schedule, and lower the rate if it is due.
 
     Args:
@@ -187,10 +189,10 @@ def looked_at(config: Config, selection: Selection, *, better: bool) -> None:
     if falls:
         _LOG.info(
             "the rate falls to %.3g of --lr, unless --optim.floor is above: %d evaluations were no better than %s",
-            *(config.optim.gamma ** fallen(selection), bad, shown(selection.best)),
+            *(config.optim.gamma ** plateau_drops(selection), bad, describe_best(selection.best)),
         )
 
 
-def fallen(selection: Selection) -> int:
+def plateau_drops(selection: Selection) -> int:
     """Return how often the plateau schedule has lowered the rate."""
     return selection.plateau.fallen if selection.plateau else 0

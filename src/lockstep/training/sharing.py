@@ -20,7 +20,7 @@ from lockstep.training.defaults import idle
 
 __all__ = [
     "balancer_of",
-    "check_cut",
+    "check_division",
     "shares_for",
     "sharing_of",
 ]
@@ -61,7 +61,7 @@ def shares_for(engine: str, ranks: int, shares: str) -> str:
     return shares if ENGINES[engine].shares and fits else "equal"
 
 
-def check_cut(config: Config, world: World, say: Callable[[str], None]) -> None:
+def check_division(config: Config, world: World, say: Callable[[str], None]) -> None:
     """Refuse micro-batches and shares that do not fit the world or the engine's file.
 
     Args:

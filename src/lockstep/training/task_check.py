@@ -31,16 +31,16 @@ from lockstep.run_state import RunState
 from lockstep.task import Task, averages, has_own, looks_at_whole_step, set_found, takes_gradients
 from lockstep.training.evaluation import check_mergeable, is_metric, taken
 from lockstep.training.loss_check import (
-    Measure,
+    Measurement,
     Trial,
-    call,
+    call_method,
     check_loss,
-    fits,
-    loss_number,
-    measures,
-    shown,
+    classify,
+    describe_measurement,
+    loss_value,
+    measure,
+    suggest_fixes,
     try_loss,
-    ways_out,
 )
 from lockstep.transforms.determinism import autotuned, pin_compiler
 from lockstep.whole_step import checked_outputs
@@ -50,7 +50,7 @@ __all__ = [
     "check_auditable",
     "check_auditable_loss",
     "check_task",
-    "recall",
+    "restore_findings",
 ]
 
 
@@ -94,9 +94,9 @@ def check_auditable_loss(config: Config, task: Task) -> None:
 
 # --- metrics
 
-_PAIR = "`metrics` must return a dict of name -> (sum, count), both numbers"
-_BOTH = "`evaluate` must return (loss, metrics), the loss as `loss` has it and a dict of name -> (sum, count)"
-_SURE = 0.25  # a difference that rounding cannot cause
+_METRICS_FORM = "`metrics` must return a dict of name -> (sum, count), both numbers"
+_EVALUATE_FORM = "`evaluate` must return (loss, metrics), the loss as `loss` has it and a dict of name -> (sum, count)"
+_CERTAIN_ERROR = 0.25  # a difference that rounding cannot cause
 
 
 def _check_metrics(trial: Trial, evaluation: Mapping[str, Batches]) -> list[str] | None:
@@ -114,7 +114,7 @@ def _check_metrics(trial: Trial, evaluation: Mapping[str, Batches]) -> list[str]
             "the task has `evaluate` beside `step_loss`, whose loss is of all samples together: leave it out, and "
             "write `metrics`"
         )
-    found = {name: _of_set(trial, batches) for name, batches in evaluation.items()}
+    found = {name: _check_set(trial, batches) for name, batches in evaluation.items()}
     if not found:
         return None
     if list(found) == [""]:
@@ -122,9 +122,9 @@ def _check_metrics(trial: Trial, evaluation: Mapping[str, Batches]) -> list[str]
     return [f"{name}/{key}" for name, keys in found.items() for key in ("loss", "items", *keys)]
 
 
-def _of_set(trial: Trial, batches: Batches) -> list[str]:
+def _check_set(trial: Trial, batches: Batches) -> list[str]:
     batch = on_all_ranks(trial.world, lambda: trial.first(batches))  # collective
-    names, pairs = _with_or_without_graph(trial, lambda: _form(trial, batch))
+    names, pairs = _with_or_without_graph(trial, lambda: _check_form(trial, batch))
     if trial.task.divisible and trial.task.reduction != "micro-batch":
         _check_sums(trial, batches, pairs)
     return names
@@ -149,7 +149,7 @@ def _with_or_without_graph(
     raise AssertionError
 
 
-def _form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
+def _check_form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
     """Return the names of the metrics, and of those that are (sum, count).
 
     Raises:
@@ -160,13 +160,13 @@ def _form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
     method = "evaluate" if has_own(task, "evaluate") else "metrics"
     beside = list[str]()
     if method == "metrics":
-        beside = _beside(call("loss", lambda data: task.loss(model, data), batch.data, model, task))
-    result: Any = call(method, lambda data: getattr(task, method)(model, data), batch.data, model, task)
+        beside = _number_names(call_method("loss", lambda data: task.loss(model, data), batch.data, model, task))
+    result: Any = call_method(method, lambda data: getattr(task, method)(model, data), batch.data, model, task)
     if method == "evaluate":
         if not isinstance(result, tuple | list) or len(result) != 2:
-            raise ConfigError(f"the task's {_BOTH}; it returned {described(result)}")
-        beside, result = _beside(result[0]), result[1]
-    told = _BOTH if method == "evaluate" else _PAIR
+            raise ConfigError(f"the task's {_EVALUATE_FORM}; it returned {described(result)}")
+        beside, result = _number_names(result[0]), result[1]
+    told = _EVALUATE_FORM if method == "evaluate" else _METRICS_FORM
     if not isinstance(result, dict):
         raise ConfigError(f"the task's {told}; it returned {described(result)}")
     names, pairs = [name for name in beside if name not in result], list[str]()
@@ -186,7 +186,7 @@ def _form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
     return names, pairs
 
 
-def _beside(returned: Any) -> list[str]:
+def _number_names(returned: Any) -> list[str]:
     """Return the names of the numbers that came with a loss; they are metrics too."""
     with torch.no_grad():
         return list(unpacked(returned)[1])
@@ -204,30 +204,30 @@ def _check_sums(trial: Trial, batches: Batches, pairs: list[str]) -> None:
     own = has_own(trial.task, "evaluate")
     if not pairs and not own:
         return
-    found, width = list[Measure](), own + 2 * len(pairs)
-    for found, _ in measures(trial, lambda batch: _numbers(trial, batch, pairs), batches, _is_clean):
+    found, width = list[Measurement](), own + 2 * len(pairs)
+    for found, _ in measure(trial, lambda batch: _compute_numbers(trial, batch, pairs), batches, _adds_up):
         if all(any(each.scale(place) for each in found) for place in range(width)):
             break
     if own:
         _check_loss(trial, found)
     for k, name in enumerate(pairs):
         for place in (own + 2 * k, own + 2 * k + 1):
-            odd = next((each for each in found if _is_off(trial, each, place)), None)
+            odd = next((each for each in found if _does_not_add_up(trial, each, place)), None)
             if odd is not None:
                 what = ("count", "sum")[place == own + 2 * k]
                 raise ConfigError(
-                    f"the task's metric '{name}' does not add up: of its {what} {shown([odd], place)}; return (sum, "
-                    "count), both over the samples of the batch"
+                    f"the task's metric '{name}' does not add up: of its {what} {describe_measurement([odd], place)}; "
+                    "return (sum, count), both over the samples of the batch"
                 )
 
 
-def _numbers(trial: Trial, batch: MicroBatch, pairs: list[str]) -> list[float]:
+def _compute_numbers(trial: Trial, batch: MicroBatch, pairs: list[str]) -> list[float]:
     """Return the loss of the task's own `evaluate`, then sum and count of each pair."""
     task, model = trial.task, trial.model
     loss = list[float]()
     if has_own(task, "evaluate"):
         value, found = task.evaluate(model, batch.data)
-        loss = [loss_number(value)]
+        loss = [loss_value(value)]
     else:
         found = task.metrics(model, batch.data)
     for value in found.values():
@@ -236,39 +236,39 @@ def _numbers(trial: Trial, batch: MicroBatch, pairs: list[str]) -> list[float]:
     return loss + [float(number) for name in pairs for number in found[name]]  # waits for the device
 
 
-def _is_clean(each: Measure) -> bool:
+def _adds_up(each: Measurement) -> bool:
     """Whether every number adds up, so that nothing random was involved."""
     places = range(len(each.whole))
     return all(abs(each.whole[k] - each.first[k] - each.second[k]) <= 1e-3 * each.scale(k) for k in places)
 
 
-def _is_off(trial: Trial, each: Measure, place: int) -> bool:
+def _does_not_add_up(trial: Trial, each: Measurement, place: int) -> bool:
     whole, first, second = each.three(place)
     scale = each.scale(place)
     if not scale or each.is_random(place):
         return False
     off = abs(whole - first - second) / scale
-    return off > (_SURE if trial.is_rough else trial.limit)  # rounding may flip a prediction
+    return off > (_CERTAIN_ERROR if trial.is_rough else trial.limit)  # rounding may flip a prediction
 
 
-def _check_loss(trial: Trial, found: list[Measure]) -> None:
+def _check_loss(trial: Trial, found: list[Measurement]) -> None:
     """Raise ConfigError if the loss of `evaluate` does not match `loss`."""
-    kinds, wanted = fits(found, 0, trial.limit), "mean" if averages(trial.task) else "sum"
+    kinds, wanted = classify(found, 0, trial.limit), "mean" if averages(trial.task) else "sum"
     if kinds is None or wanted in kinds:
         return
-    what = shown(found, 0)
+    what = describe_measurement(found, 0)
     if kinds:
         other = "sum" if "sum" in kinds else "mean" if "mean" in kinds else "mean over samples"
         raise ConfigError(
             f"the task's `evaluate` returns a {other} where `loss` is a {wanted} over its items: {what}; return the "
             f"{wanted} in both"
         )
-    raise ConfigError(ways_out(f"the loss of the task's `evaluate` is neither a sum nor a mean: {what}"))
+    raise ConfigError(suggest_fixes(f"the loss of the task's `evaluate` is neither a sum nor a mean: {what}"))
 
 
 # --- loss over the whole step
 
-_FORM = "it must return a tensor of shape [samples, ...], or a tuple, list or dict of such"
+_OUTPUTS_FORM = "it must return a tensor of shape [samples, ...], or a tuple, list or dict of such"
 
 
 def _check_whole_step(trial: Trial, training: Batches, first: MicroBatch) -> None:
@@ -278,31 +278,31 @@ def _check_whole_step(trial: Trial, training: Batches, first: MicroBatch) -> Non
         ConfigError: a result has the wrong form; or `step_loss` uses a parameter of the model.
         DataError: one of them fails.
     """
-    own = on_all_ranks(trial.world, lambda: _outputs(trial, first))  # collective
+    own = on_all_ranks(trial.world, lambda: _compute_outputs(trial, first))  # collective
     cut = trial.cut(training, 0) if trial.task.divisible else None  # collective
     if cut is None:
         on_all_ranks(trial.world, lambda: _check_step_loss(trial, own, [own]))  # collective
         return
     parts = (cut.whole, *cut.halves)
-    whole, *halves = on_all_ranks(trial.world, lambda: [_outputs(trial, part) for part in parts])  # collective
+    whole, *halves = on_all_ranks(trial.world, lambda: [_compute_outputs(trial, part) for part in parts])  # collective
     on_all_ranks(trial.world, lambda: _check_halves(whole, halves))  # collective
     on_all_ranks(trial.world, lambda: _check_step_loss(trial, whole, halves))  # collective
 
 
-def _outputs(trial: Trial, batch: MicroBatch) -> Any:
+def _compute_outputs(trial: Trial, batch: MicroBatch) -> Any:
     """Compute the outputs of a batch, as leaf tensors for the loss."""
     task, model = trial.task, trial.model
     trial.seed()
     with trial.with_graph():
-        found = call("outputs", lambda data: task.outputs(model, data), batch.data, model, task)
+        found = call_method("outputs", lambda data: task.outputs(model, data), batch.data, model, task)
     if not isinstance(found, Tensor | tuple | list | dict):
-        raise ConfigError(f"the task's `outputs` returned {described(found)}: {_FORM}")
+        raise ConfigError(f"the task's `outputs` returned {described(found)}: {_OUTPUTS_FORM}")
     checked_outputs(found)
     tensors, tree = pytree.tree_flatten(found)
-    samples = _samples(task, batch)
+    samples = _count_samples(task, batch)
     if samples is not None and len(tensors[0]) != samples:
         raise ConfigError(
-            f"the task's `outputs` returned {described(tensors[0])} for a batch of {samples} samples: {_FORM}"
+            f"the task's `outputs` returned {described(tensors[0])} for a batch of {samples} samples: {_OUTPUTS_FORM}"
         )
     if not any(tensor.requires_grad for tensor in tensors):
         raise ConfigError(
@@ -319,7 +319,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
 
 
-def _samples(task: Task, batch: MicroBatch) -> int | None:
+def _count_samples(task: Task, batch: MicroBatch) -> int | None:
     """Return the number of samples of a batch, by its first tensor; None without one."""
     try:
         return int(Task.count(task, batch.held))
@@ -333,7 +333,9 @@ def _check_halves(whole: Any, halves: list[Any]) -> None:
         others, other = pytree.tree_flatten(half)
         forms = [[(t.shape[1:], t.dtype) for t in each] for each in (tensors, others)]
         if other != tree or forms[0] != forms[1]:
-            odd = next((pair for pair in zip(tensors, others, strict=False) if _row(pair[0]) != _row(pair[1])), None)
+            odd = next(
+                (pair for pair in zip(tensors, others, strict=False) if _row_form(pair[0]) != _row_form(pair[1])), None
+            )
             apart = f"{described(odd[0])} and {described(odd[1])}" if odd else "containers of different forms"
             raise ConfigError(
                 f"the task's `outputs` returned {apart} for some samples and for half of them: only the number of "
@@ -347,7 +349,7 @@ def _check_halves(whole: Any, halves: list[Any]) -> None:
         )
 
 
-def _row(tensor: Tensor) -> tuple[Any, ...]:
+def _row_form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape[1:], tensor.dtype
 
 
@@ -367,7 +369,7 @@ def _check_step_loss(trial: Trial, whole: Any, halves: list[Any]) -> None:
 def _check_graph(trial: Trial, method: str, action: Any) -> None:
     trial.seed()
     with torch.enable_grad():
-        loss, _ = unpacked(call(method, lambda _: action(), None), method)
+        loss, _ = unpacked(call_method(method, lambda _: action(), None), method)
     names: dict[Tensor, str] = {parameter: name for name, parameter in trial.plain.named_parameters()}
     names |= {parameter: name for name, parameter in trial.model.named_parameters() if parameter not in names}
     for leaf in _leaves(loss):
@@ -412,23 +414,23 @@ def check_task(trial: Trial, training: Batches, evaluation: Mapping[str, Batches
             that gets one value per channel. The same on every rank, or a PeerError that names the first.
     """
     world, task = trial.world, trial.task
-    first = on_all_ranks(world, lambda: _first(trial, training))  # collective
-    norms = _norms(trial.plain, world)  # before eval mode
+    first = on_all_ranks(world, lambda: _load_first(trial, training))  # collective
+    norms = _batchnorms(trial.plain, world)  # before eval mode
     with trial.running():
         if looks_at_whole_step(task):
-            with _watched(norms, training):
+            with _check_batchnorms(norms, training):
                 _check_whole_step(trial, training, first)  # collective
             set_found(task, "sum", gradients=False)
         else:
-            on_all_ranks(world, lambda: _check_first(trial, training, first, norms))  # collective
+            on_all_ranks(world, lambda: _try_first(trial, training, first, norms))  # collective
             check_loss(trial, training)  # collective
-        on_all_ranks(world, lambda: _rehearse(trial, first))  # collective
+        on_all_ranks(world, lambda: _try_update(trial, first))  # collective
         names = _check_metrics(trial, evaluation)  # collective
     state.reduction, state.evaluation_graph = task.reduction, takes_gradients(task)
     return names
 
 
-def _rehearse(trial: Trial, first: MicroBatch) -> None:
+def _try_update(trial: Trial, first: MicroBatch) -> None:
     """Try backward, norm and optimizer step on copied state.
 
     Tasks with hooks, and modules of another library, are skipped: their hooks would be called for a step that does not
@@ -441,23 +443,23 @@ def _rehearse(trial: Trial, first: MicroBatch) -> None:
     def compute() -> Tensor:
         trial.seed()
         with torch.enable_grad():
-            found: Tensor = call("loss", lambda _: loss(trial.model, first), None, trial.model, trial.task)
+            found: Tensor = call_method("loss", lambda _: loss(trial.model, first), None, trial.model, trial.task)
         return found
 
     trial.engine.rehearse(compute)
 
 
-def recall(task: Task, state: RunState) -> None:
+def restore_findings(task: Task, state: RunState) -> None:
     """Restore what an earlier trial detected, from the state of a checkpoint."""
     found = state.reduction or "" if task.reduction == "auto" else ""
     set_found(task, found, bool(state.evaluation_graph))
 
 
-def _first(trial: Trial, training: Batches) -> MicroBatch:
+def _load_first(trial: Trial, training: Batches) -> MicroBatch:
     """Load this rank's first micro-batch. Raises ConfigError for an invalid `count`."""
     first, task = trial.first(training), trial.task
     if has_own(task, "count"):
-        found = call("count", task.count, first.held)
+        found = call_method("count", task.count, first.held)
         if not _is_number(found) or not 0 <= float(found) < math.inf:
             told = repr(found) if isinstance(found, int | float) else described(found)
             raise ConfigError(f"the task's `count` returned {told}: it must return a finite number of items, 0 or more")
@@ -466,14 +468,14 @@ def _first(trial: Trial, training: Batches) -> MicroBatch:
     return first
 
 
-def _check_first(trial: Trial, training: Batches, first: MicroBatch, norms: list[tuple[str, nn.Module]]) -> None:
-    with _watched(norms, training):
+def _try_first(trial: Trial, training: Batches, first: MicroBatch, norms: list[tuple[str, nn.Module]]) -> None:
+    with _check_batchnorms(norms, training):
         loss, _ = try_loss(trial, first)
     if trial.config.guards.nonfinite == "stop":  # otherwise the guards handle it
         _check_inputs(first, loss)
 
 
-def _norms(model: nn.Module, world: World) -> list[tuple[str, nn.Module]]:
+def _batchnorms(model: nn.Module, world: World) -> list[tuple[str, nn.Module]]:
     """Find the BatchNorm layers that normalise over one forward on one rank, with their names."""
     return [
         (name or type(layer).__name__, layer)
@@ -485,7 +487,7 @@ def _norms(model: nn.Module, world: World) -> list[tuple[str, nn.Module]]:
 
 
 @contextlib.contextmanager
-def _watched(norms: list[tuple[str, nn.Module]], training: Batches) -> Iterator[None]:
+def _check_batchnorms(norms: list[tuple[str, nn.Module]], training: Batches) -> Iterator[None]:
     """Raise ConfigError if a layer of `norms` gets one value per channel.
 
     In eval mode torch accepts that.
@@ -515,7 +517,7 @@ def _check_inputs(first: MicroBatch, loss: float) -> None:
     """
     if math.isfinite(loss):
         return
-    for name, values in _floats(first.held, ""):
+    for name, values in _float_tensors(first.held, ""):
         found = int(values.isnan().sum())
         if found:
             raise DataError(
@@ -524,14 +526,14 @@ def _check_inputs(first: MicroBatch, loss: float) -> None:
             )
 
 
-def _floats(batch: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def _float_tensors(batch: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the float tensors of a batch with their paths: `batch['x']`, `batch[0]`."""
     if isinstance(batch, Tensor):
         if batch.is_floating_point():
             yield name, batch
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
-            yield from _floats(value, f"{name or 'batch'}[{key!r}]")
+            yield from _float_tensors(value, f"{name or 'batch'}[{key!r}]")
     elif isinstance(batch, list | tuple):
         for place, value in enumerate(batch):
-            yield from _floats(value, f"{name or 'batch'}[{place}]")
+            yield from _float_tensors(value, f"{name or 'batch'}[{place}]")

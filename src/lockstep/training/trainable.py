@@ -32,22 +32,22 @@ from lockstep.models.lora import Adapters, base_names, chosen_modules, chosen_ta
 from lockstep.run_state import AdapterState, RunState, TrainedSet
 from lockstep.seeds import derive
 from lockstep.task import Task
-from lockstep.training.resume import fill, weights_in
+from lockstep.training.resume import find_weights, load_weights
 from lockstep.training.run_dir import RunFolder
 from lockstep.transforms.precision import AUTOCAST, PARAMETERS
 
 __all__ = [
-    "adapt",
-    "begin_as_made",
-    "check_held",
-    "injected",
-    "left_out",
-    "note",
-    "note_body",
-    "overlay",
-    "train_now",
+    "add_adapters",
+    "add_empty_adapters",
+    "apply_body_changes",
+    "base_tensor_names",
+    "check_in_optimizer",
+    "load_with_adapters",
+    "record_body_change",
+    "restore_initial_set",
+    "restore_trained_set",
+    "store_trained_set",
     "trained_digest",
-    "with_adapters",
 ]
 
 
@@ -56,13 +56,13 @@ __all__ = [
 Say = Callable[[str], None]
 
 
-def left_out(model: nn.Module, state: RunState) -> frozenset[str]:
+def base_tensor_names(model: nn.Module, state: RunState) -> frozenset[str]:
     """Return the names that a checkpoint of adapters leaves out: `model/NAME` of the base."""
     known = state.lora
     return frozenset(f"model/{name}" for name in base_names(model, known.modules_to_save)) if known else frozenset()
 
 
-def adapt(config: Config, task: Task, model: nn.Module, world: World, state: RunState, say: Say) -> bool:
+def add_adapters(config: Config, task: Task, model: nn.Module, world: World, state: RunState, say: Say) -> bool:
     """Load the base's weights and add adapters in place, by --lora.rank. Collective.
 
     Args:
@@ -84,14 +84,14 @@ def adapt(config: Config, task: Task, model: nn.Module, world: World, state: Run
                 "--experiment-name"
             )
         return False
-    first = known or _begun(config, world, say)  # where the base comes from, and perhaps its digest
+    first = known or _find_base(config, world, say)  # where the base comes from, and perhaps its digest
     begun = first.base_from
     if not first.base:
         _check_trained(config, task, begun, say)
     if begun:
-        on_all_ranks(world, lambda: _filled(model, Path(begun)))
-    on_all_ranks(world, lambda: _check_halves(config, model))
-    found = on_all_ranks(world, lambda: _settled(config, task, model, first))
+        on_all_ranks(world, lambda: _load_base(model, Path(begun)))
+    on_all_ranks(world, lambda: _check_half_precision(config, model))
+    found = on_all_ranks(world, lambda: _resolve_adapters(config, task, model, first))
     digest = on_all_ranks(world, lambda: _digest(model, found.modules_to_save) if world.is_main else "")
     found = dataclasses.replace(found, base=world.gather(digest)[0], base_from=begun)  # collective
     if first.base:
@@ -102,7 +102,7 @@ def adapt(config: Config, task: Task, model: nn.Module, world: World, state: Run
     return True
 
 
-def injected(config: Config, task: Task, model: nn.Module) -> bool:
+def add_empty_adapters(config: Config, task: Task, model: nn.Module) -> bool:
     """Add adapters to a model whose values do not matter. Not collective.
 
     Nothing is read or compared.
@@ -112,20 +112,20 @@ def injected(config: Config, task: Task, model: nn.Module) -> bool:
     """
     if not config.lora.rank:
         return False
-    _check_halves(config, model)
-    found = _settled(config, task, model, AdapterState())
+    _check_half_precision(config, model)
+    found = _resolve_adapters(config, task, model, AdapterState())
     inject(model, Adapters.of(found), getattr(torch, found.dtype))
     return True
 
 
-def with_adapters(model: nn.Module, known: AdapterState) -> nn.Module:
+def load_with_adapters(model: nn.Module, known: AdapterState) -> nn.Module:
     """Load the base and add empty adapters, as a checkpoint describes them.
 
     Raises:
         CheckpointError: the base is another one.
     """
     if known.base_from:
-        _filled(model, Path(known.base_from))
+        _load_base(model, Path(known.base_from))
     _check_same_base(known.base, _digest(model, known.modules_to_save), CheckpointError)
     inject(model, Adapters.of(known), getattr(torch, known.dtype))
     return model
@@ -140,7 +140,7 @@ def _check_same_base(known: str, found: str, kind: type[Exception]) -> None:
         )
 
 
-def _settled(config: Config, task: Task, model: nn.Module, first: AdapterState) -> AdapterState:
+def _resolve_adapters(config: Config, task: Task, model: nn.Module, first: AdapterState) -> AdapterState:
     lora, wanted = config.lora, config.lora.modules_to_save or ", ".join(task.untrained())
     whole = first.modules_to_save if first.base else chosen_modules(model, wanted)
     targets = chosen_targets(model, lora.targets, whole)
@@ -155,7 +155,7 @@ def _settled(config: Config, task: Task, model: nn.Module, first: AdapterState) 
     )
 
 
-def _check_halves(config: Config, model: nn.Module) -> None:
+def _check_half_precision(config: Config, model: nn.Module) -> None:
     """Raise ConfigError if autocast would mix float16 and bfloat16 with the base.
 
     torch's norms refuse the mixture.
@@ -185,21 +185,21 @@ def _check_trained(config: Config, task: Task, begun: str, say: Say) -> None:
     )
 
 
-def _begun(config: Config, world: World, say: Say) -> AdapterState:
+def _find_base(config: Config, world: World, say: Say) -> AdapterState:
     """Return where a new run's base comes from. Collective.
 
     It is the checkpoint of --init-from; if that has adapters, their own base. Rank 0 reads, and sends it to all.
     """
     if not config.init_from:
         return AdapterState()
-    source, _ = weights_in(Path(config.init_from).expanduser(), world, say)  # collective
+    source, _ = find_weights(Path(config.init_from).expanduser(), world, say)  # collective
     state = on_all_ranks(world, lambda: checkpoint.read_run_state(source) if world.is_main else RunState())
     theirs = state.lora or AdapterState(base_from=str(source.resolve()))
     base, base_from, whole = world.gather([theirs.base, theirs.base_from, theirs.modules_to_save])[0]  # collective
     return AdapterState(base, base_from, whole)
 
 
-def _filled(model: nn.Module, source: Path) -> None:
+def _load_base(model: nn.Module, source: Path) -> None:
     """Load the base's weights, in the dtypes stored there.
 
     Under `meta_init` only rank 0 loads; its weights are broadcast later.
@@ -212,7 +212,7 @@ def _filled(model: nn.Module, source: Path) -> None:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if f"model/{name}" in stored:
             tensor.data = tensor.data.to(getattr(torch, stored[f"model/{name}"].dtype))
-    fill(source, model)
+    load_weights(source, model)
 
 
 def _digest(model: nn.Module, whole: Collection[str]) -> str:
@@ -228,12 +228,12 @@ def trained_digest(trained: TrainedSet | None) -> int:
     return zlib.crc32("\n".join(sorted(trained.now)).encode()) if trained else 0
 
 
-def note(engine: Engine, state: RunState) -> None:
+def store_trained_set(engine: Engine, state: RunState) -> None:
     """Store the current trained set in the state, if it ever changed."""
     state.trained = trained_set(engine) or state.trained
 
 
-def begin_as_made(model: nn.Module, state: RunState) -> list[str]:
+def restore_initial_set(model: nn.Module, state: RunState) -> list[str]:
     """Make the model train what the checkpoint's engine was made for.
 
     Returns:
@@ -247,7 +247,7 @@ def begin_as_made(model: nn.Module, state: RunState) -> list[str]:
     return [name for name in known.made if name not in first]
 
 
-def check_held(model: nn.Module, optimizer: Optimizer | None, names: Collection[str]) -> None:
+def check_in_optimizer(model: nn.Module, optimizer: Optimizer | None, names: Collection[str]) -> None:
     """Raise ResumeError if the optimizer lacks some of these unfrozen parameters."""
     held = {id(p) for group in (optimizer.param_groups if optimizer else ()) for p in group["params"]}
     named = dict(model.named_parameters())
@@ -259,13 +259,13 @@ def check_held(model: nn.Module, optimizer: Optimizer | None, names: Collection[
         )
 
 
-def train_now(model: nn.Module, state: RunState) -> None:
+def restore_trained_set(model: nn.Module, state: RunState) -> None:
     """Make the model train what the run trained when its state was stored."""
     if state.trained is not None:
         set_trained(model, {*state.trained.now})
 
 
-def note_body(engine: Engine, state: RunState, folder: RunFolder, done: int, world: World) -> None:
+def record_body_change(engine: Engine, state: RunState, folder: RunFolder, done: int, world: World) -> None:
     """Record what the loop's body changed after the checkpoint of `done` steps was begun."""
     found = trained_set(engine)
     if found is None or found == state.trained:
@@ -275,7 +275,7 @@ def note_body(engine: Engine, state: RunState, folder: RunFolder, done: int, wor
         folder.write_trained({**folder.read_trained(), str(done): found.to_json()})
 
 
-def overlay(folder: RunFolder, state: RunState, world: World) -> None:
+def apply_body_changes(folder: RunFolder, state: RunState, world: World) -> None:
     """Apply the body's recorded changes to the checkpoint's state. Collective."""
     found = world.gather(folder.read_trained() if world.is_main else {})[0]  # collective
     changed = found.get(str(state.global_step))

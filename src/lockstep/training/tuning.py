@@ -43,26 +43,29 @@ from lockstep.training.open_run import load_state
 __all__ = [
     "find_lr",
     "find_micro_batch",
-    "judged",
-    "show_rates",
-    "show_sizes",
+    "print_rates",
+    "print_sizes",
+    "suggest_rate",
 ]
 
 
 # --- learning rate
 
 LOWEST, HIGHEST, STEPS = 1e-7, 10.0, 100
-_LAST = 5  # steps to average, since a single batch may be hard
-_DIVERGED, _RISEN = 4.0, 2.0  # times the lowest loss, and times the first ones: above both it has diverged
-_WIDTH = 2.5  # steps: standard deviation of the Gaussian that smooths the losses
-_FLAT = 10  # first steps, whose rates are too low to learn
-_CLEAR = 1.5  # standard deviations of the noise by which the loss must fall, at least
-_SHARE = 0.005  # and share of the loss
-_BEGUN = 0.1  # share of the whole fall at which the descent has begun
+_WINDOW = 5  # steps to average, since a single batch may be hard
+_RISE_FROM_LOWEST, _RISE_FROM_START = (
+    4.0,
+    2.0,
+)  # times the lowest loss, and times the first ones: above both it has diverged
+_SIGMA = 2.5  # steps: standard deviation of the Gaussian that smooths the losses
+_FIRST_STEPS = 10  # first steps, whose rates are too low to learn
+_MIN_FALL_SIGMAS = 1.5  # standard deviations of the noise by which the loss must fall, at least
+_MIN_FALL_SHARE = 0.005  # and share of the loss
+_DESCENT_SHARE = 0.1  # share of the whole fall at which the descent has begun
 
 
 @dataclass(frozen=True, slots=True)
-class FoundRates:
+class RateSearch:
     """Result of `find_lr`, the same on every rank.
 
     Attributes:
@@ -110,7 +113,7 @@ class FoundRates:
         rates_picture(Path(path), self.rates, self.losses, self.smoothed, self.lr)
 
 
-def find_lr(config: Config, task: Any = None, world: World | None = None) -> FoundRates:
+def find_lr(config: Config, task: Any = None, world: World | None = None) -> RateSearch:
     """Find a learning rate in up to 100 steps with a rising rate. Collective.
 
     It trains from a new run's weights (or `init_from`), with the run's optimizer, groups, engine and data, but without
@@ -124,10 +127,10 @@ def find_lr(config: Config, task: Any = None, world: World | None = None) -> Fou
         LockstepError: the steps failed.
     """
     with joined(config, world) as ranks:
-        return _summarize_rates(config, task, ranks)
+        return _search_rates(config, task, ranks)
 
 
-def show_rates(config: Config) -> None:
+def print_rates(config: Config) -> None:
     """Print the result, and write the picture next to the run's folder, on rank 0.
 
     This is `lockstep train --find-lr`.
@@ -136,10 +139,10 @@ def show_rates(config: Config) -> None:
         found = find_lr(config, None, world)
         if world.is_main:
             print(found, flush=True)
-            _write(found, config)
+            _write_picture(found, config)
 
 
-def _write(found: FoundRates, config: Config) -> None:
+def _write_picture(found: RateSearch, config: Config) -> None:
     path = Path(config.save_dir).expanduser() / f"{config.experiment_name}-find-lr.svg"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +152,7 @@ def _write(found: FoundRates, config: Config) -> None:
         print(f"no picture: {error}")
 
 
-def _summarize_rates(config: Config, task: Any, world: World) -> FoundRates:
+def _search_rates(config: Config, task: Any, world: World) -> RateSearch:
     with explained(None, world):
         built = build(config, task, world, resume=False, steps=STEPS)
     if not built.lr:
@@ -158,19 +161,19 @@ def _summarize_rates(config: Config, task: Any, world: World) -> FoundRates:
     load_state(built)  # --init-from
     try:
         with explained(built.engine, world):
-            losses = _losses(built)
+            losses = _train_losses(built)
     finally:
-        _give_back(built, first)
-    rates = [rate_of(step) for step in range(len(losses))]
-    return FoundRates(rates, losses, *judged(rates, losses))
+        _restore_own_tensors(built, first)
+    rates = [rate_at(step) for step in range(len(losses))]
+    return RateSearch(rates, losses, *suggest_rate(rates, losses))
 
 
-def rate_of(step: int) -> float:
+def rate_at(step: int) -> float:
     """Return the rate of a step (0-based), from LOWEST to HIGHEST."""
     return float(LOWEST * (HIGHEST / LOWEST) ** (step / (STEPS - 1)))
 
 
-def _losses(built: Built) -> list[float]:
+def _train_losses(built: Built) -> list[float]:
     """Return the loss of each step until it diverges, the same on every rank. Collective."""
     world, step_plan, each = built.world, built.run_plan.step_plan, items_of_a_sample(built.task)
     step_loader = built.batches.from_step(0)
@@ -178,7 +181,7 @@ def _losses(built: Built) -> list[float]:
     exchange = StepExchange(world, step_loader.items, constant, step_plan.steps)
     seed = seeder(built.config.seed, "micro", world.device)
     kernels, clock = kernels_of(built.config.compile, step_plan), make_clock(world.device)
-    control = StepControl(lambda step: rate_of(step) / built.lr, seed, clock, kernels=kernels)
+    control = StepControl(lambda step: rate_at(step) / built.lr, seed, clock, kernels=kernels)
     losses: list[float] = []
     with closing(step_loader), closing(exchange), waiting("trying rates", shown=world.is_main) as progress:
         for record in steps(built.engine, built.task, step_loader, exchange, control):
@@ -197,13 +200,16 @@ def _mean(losses: list[float], items: float) -> float:
 
 def _diverges(losses: list[float]) -> bool:
     """Whether the last losses are far above the lowest average, and above the first ones."""
-    if len(losses) <= _FLAT:
+    if len(losses) <= _FIRST_STEPS:
         return False
-    means = np.convolve(losses, np.full(_LAST, 1 / _LAST), "valid")
-    return bool(means[-1] > max(_DIVERGED * means.min(), _RISEN * np.mean(losses[:_FLAT])) and means.min() > 0)
+    means = np.convolve(losses, np.full(_WINDOW, 1 / _WINDOW), "valid")
+    return bool(
+        means[-1] > max(_RISE_FROM_LOWEST * means.min(), _RISE_FROM_START * np.mean(losses[:_FIRST_STEPS]))
+        and means.min() > 0
+    )
 
 
-def _give_back(built: Built, first: dict[str, torch.Tensor]) -> None:
+def _restore_own_tensors(built: Built, first: dict[str, torch.Tensor]) -> None:
     """Restore the task's own tensors."""
     own = built.own
     with torch.no_grad():
@@ -212,7 +218,7 @@ def _give_back(built: Built, first: dict[str, torch.Tensor]) -> None:
     built.load_state_dict(own)
 
 
-def judged(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[float], float | None]:
+def suggest_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[float], float | None]:
     """Smooth the losses, and find the rate at which they fall fastest.
 
     Smoothing uses a Gaussian centred on each step, so the curve is not shifted to higher rates. Only the descent to the
@@ -230,14 +236,14 @@ def judged(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[float]
     if not len(kept):
         return [], None
     apart = np.arange(len(kept))
-    bell = np.exp(-0.5 * ((apart[:, None] - apart[None, :]) / _WIDTH) ** 2)
+    bell = np.exp(-0.5 * ((apart[:, None] - apart[None, :]) / _SIGMA) ** 2)
     smoothed = bell @ kept / bell.sum(1)
-    start, lowest = kept[:_FLAT], int(np.argmin(smoothed))
+    start, lowest = kept[:_FIRST_STEPS], int(np.argmin(smoothed))
     fall = start.mean() - smoothed[lowest]
-    scatter = (kept - smoothed)[: max(lowest + 1, _FLAT)].std()
-    if lowest < 2 or fall <= max(_CLEAR * scatter, _SHARE * abs(start.mean())):
+    scatter = (kept - smoothed)[: max(lowest + 1, _FIRST_STEPS)].std()
+    if lowest < 2 or fall <= max(_MIN_FALL_SIGMAS * scatter, _MIN_FALL_SHARE * abs(start.mean())):
         return smoothed.tolist(), None
-    high = np.flatnonzero(smoothed[:lowest] >= start.mean() - _BEGUN * fall)
+    high = np.flatnonzero(smoothed[:lowest] >= start.mean() - _DESCENT_SHARE * fall)
     begin = int(high[-1]) if len(high) else 0
     slope = np.gradient(smoothed)[begin : lowest + 1]
     return smoothed.tolist(), float(rates[begin + int(np.argmin(slope))])
@@ -249,7 +255,7 @@ _MARGIN = 0.9  # share of the device's memory to use: batches differ, and memory
 _SLOWER = 1.02  # times the seconds per sample of a smaller size: up to here a larger one counts as no slower
 
 
-class Took(NamedTuple):
+class SizeCost(NamedTuple):
     """Cost of a size, on the slowest and fullest ranks.
 
     Attributes:
@@ -263,11 +269,11 @@ class Took(NamedTuple):
     seconds: float
 
 
-Measure = Callable[[Callable[[], None]], tuple[int, float]]
+MeasureCost = Callable[[Callable[[], None]], tuple[int, float]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FoundSizes:
+class SizeSearch:
     """Result of `find_micro_batch`, the same on every rank.
 
     Attributes:
@@ -276,7 +282,7 @@ class FoundSizes:
         size: the largest that leaves a tenth of the device free and is no slower than a smaller one; 0: none fits.
     """
 
-    took: list[Took]
+    took: list[SizeCost]
     total: int
     size: int
 
@@ -295,8 +301,8 @@ class FoundSizes:
 
 
 def find_micro_batch(
-    config: Config, task: Any = None, world: World | None = None, measure: Measure | None = None, total: int = 0
-) -> FoundSizes:
+    config: Config, task: Any = None, world: World | None = None, measure: MeasureCost | None = None, total: int = 0
+) -> SizeSearch:
     """Find the largest micro-batch size that fits and is fast. Collective.
 
     Tries the powers of two that divide the batch, from 1 on, until one does not fit, and discards the results. Each
@@ -314,10 +320,10 @@ def find_micro_batch(
         LockstepError: the model failed.
     """
     with joined(config, world) as ranks:
-        return _summarize_sizes(config, task, ranks, measure, total)
+        return _search_sizes(config, task, ranks, measure, total)
 
 
-def show_sizes(config: Config) -> None:
+def print_sizes(config: Config) -> None:
     """Print the result on rank 0: `lockstep train --find-micro-batch`."""
     with joined(config) as world:
         found = find_micro_batch(config, None, world)
@@ -325,7 +331,7 @@ def show_sizes(config: Config) -> None:
             print(found, flush=True)
 
 
-def _summarize_sizes(config: Config, task: Any, world: World, measure: Measure | None, total: int) -> FoundSizes:
+def _search_sizes(config: Config, task: Any, world: World, measure: MeasureCost | None, total: int) -> SizeSearch:
     if measure is None and world.device.type != "cuda":
         raise ConfigError("--find-micro-batch measures a CUDA device, and this run has none: leave it out")
     if not ENGINES[name_of(config.engine, world)].shares:
@@ -340,16 +346,16 @@ def _summarize_sizes(config: Config, task: Any, world: World, measure: Measure |
     with explained(built.engine, world):
         built.engine.state_dict()  # collective; allocates the optimizer's states, as in training
         try:
-            took = _tried(built, measure or _on_cuda(world.device))
+            took = _measure_sizes(built, measure or _cuda_measure(world.device))
         finally:
             for tensor, before in first:
                 tensor.detach().copy_(before)
             built.task.load_state_dict(built.task.state_dict())
     total = min(world.gather(total or torch.cuda.mem_get_info(world.device)[1]))  # collective
-    return FoundSizes(took, total, chosen(took, total, _trees(built)))
+    return SizeSearch(took, total, choose_size(took, total, _exact_sum_bytes(built)))
 
 
-def chosen(took: list[Took], total: int, more: int = 0) -> int:
+def choose_size(took: list[SizeCost], total: int, more: int = 0) -> int:
     """Return the largest size that fits and is no slower than a smaller; or 0.
 
     It fits if its peak and `more` take at most nine tenths of `total`.
@@ -365,7 +371,7 @@ def chosen(took: list[Took], total: int, more: int = 0) -> int:
     return best
 
 
-def _trees(built: Built) -> int:
+def _exact_sum_bytes(built: Built) -> int:
     """Return the most bytes that exact mode holds in sums of micro-batches besides a gradient."""
     if not built.config.exact:
         return 0
@@ -373,28 +379,30 @@ def _trees(built: Built) -> int:
     return trained * built.config.batch_size.bit_length()
 
 
-def _tried(built: Built, measure: Measure) -> list[Took]:
+def _measure_sizes(built: Built, measure: MeasureCost) -> list[SizeCost]:
     """Try each size until one does not fit on some rank. Collective."""
-    world, batch_size, found = built.world, built.config.batch_size, list[Took]()
+    world, batch_size, found = built.world, built.config.batch_size, list[SizeCost]()
     sizes = [1 << power for power in range(batch_size.bit_length()) if batch_size % (1 << power) == 0]
     with waiting("trying sizes", shown=world.is_main) as progress:
         for place, size in enumerate(sizes):
-            mine, error = _tried_here(built, size, measure)
+            mine, error = _measure_on_rank(built, size, measure)
             world.check(error)  # collective
             every = world.gather(list(mine))  # collective
             fits = all(peak for peak, _ in every)
-            found.append(Took(size, max(peak for peak, _ in every) * fits, max(seconds for _, seconds in every) / size))
+            found.append(
+                SizeCost(size, max(peak for peak, _ in every) * fits, max(seconds for _, seconds in every) / size)
+            )
             progress(place + 1, len(sizes))
             if not fits:
                 break
     return found
 
 
-def _tried_here(built: Built, size: int, measure: Measure) -> tuple[tuple[int, float], LockstepError | None]:
+def _measure_on_rank(built: Built, size: int, measure: MeasureCost) -> tuple[tuple[int, float], LockstepError | None]:
     """Measure a size on this rank: (peak, seconds), and any error besides memory. Not collective."""
     try:
         batch = _first_batch(built, size)
-        return measure(lambda: _once(built, batch)), None
+        return measure(lambda: _forward_and_backward(built, batch)), None
     except torch.OutOfMemoryError:
         return (0, 0.0), None
     except LockstepError as error:
@@ -416,14 +424,14 @@ def _first_batch(built: Built, size: int) -> MicroBatch:
         return first
 
 
-def _once(built: Built, batch: MicroBatch) -> None:
+def _forward_and_backward(built: Built, batch: MicroBatch) -> None:
     """Run a forward and a backward without the engine, whose exchange takes all ranks."""
     loss_sum: Callable[[nn.Module, MicroBatch], Tensor] = loss_of(built.task)
     seeder(built.config.seed, "micro", built.world.device)(0, batch.index)
     loss_sum(built.model, batch).backward()  # type: ignore[no-untyped-call]
 
 
-def _on_cuda(device: torch.device) -> Measure:
+def _cuda_measure(device: torch.device) -> MeasureCost:
     def measure(once: Callable[[], None]) -> tuple[int, float]:
         once()  # chooses kernels, and allocates gradients
         torch.cuda.synchronize(device)  # waits for the device

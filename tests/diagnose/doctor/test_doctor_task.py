@@ -160,9 +160,9 @@ def test_train_says_which_tensor_stands_where():
     model.scale = model.scale.to("meta")
     batch = torch.ones(2, 4)
     with pytest.raises(DataError, match="failed at the first micro-batch.*attribute 'scale', no buffer on meta"):
-        loss_check.call("loss", lambda data: (model.layer(data) * model.scale).sum(), batch, model, Holding())
+        loss_check.call_method("loss", lambda data: (model.layer(data) * model.scale).sum(), batch, model, Holding())
     with pytest.raises(DataError) as caught:
-        loss_check.call("loss", lambda data: F.mse_loss(data, 3), batch, model, Holding())
+        loss_check.call_method("loss", lambda data: F.mse_loss(data, 3), batch, model, Holding())
     assert "no buffer" not in str(caught.value)
 
 
