@@ -130,7 +130,7 @@ def test_other_data_is_read_in_the_runs_own_tokens(place, capsys):
         (["mine", "--task", "mine.py:Wider"], CheckpointError, "the task Wider does not fit the checkpoint: "),
         (["mine", "--task", "mine.py:Blind"], DataError, "the task has no evaluation set"),
         (["mine", "--task", "nothing.py:Mine"], ConfigError, "there is no such file"),
-        (["mine", "--data", "code.txt"], ConfigError, "the task Mine brings its data itself; leave --data out"),
+        (["mine", "--data", "code.txt"], ConfigError, "--data code.txt: the task Mine "),
         (["gpt", "--data", "nothing.txt"], DataError, "nothing.txt"),
         (["gpt", "--step", "6", "--best"], ConfigError, "not allowed with"),
     ],

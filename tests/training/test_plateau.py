@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run
+from refusals import refuses
 from small_runs import config, mark
 from test_best import Silent
 from toys import Ragged, taken
@@ -162,7 +163,7 @@ def test_what_cannot_be_is_refused(tmp_path):
         Config(optim={"schedule": "plateau"})
     with pytest.raises(ConfigError, match="plateau_patience is -1"):
         Config(eval_freq=1, optim={"schedule": "plateau", "plateau_patience": -1})
-    with pytest.raises(ConfigError, match=r"optim.schedule plateau needs an evaluation, and the task's dataset"):
+    with refuses(ConfigError, "--optim.schedule plateau", "dataset('evaluation')"):
         taken(settings(tmp_path, best_metric="loss"), Silent())
     assert not list(tmp_path.iterdir())
 

@@ -258,14 +258,14 @@ def _token(folder: RunFolder) -> Iterator[tuple[str, int]]:
     Yields:
         Its name, and the number of levels above the folder.
     """
-    token, where = f".lockstep.tmp-{secrets.token_hex(8)}", folder.nearest().absolute()
+    token, where = f".lockstep.tmp-{secrets.token_hex(8)}", folder.nearest_existing().absolute()
     path = where / token
     try:
         try:
             with created(path) as file:
                 file.write(token.encode())
         except OSError as error:
-            raise folder.unwritable(where, error) from error
+            raise folder.write_error(where, error) from error
         yield token, len(folder.path.absolute().parts) - len(where.parts)
     finally:
         with suppress(OSError):

@@ -1,10 +1,10 @@
-"""Lock the run directory, write metadata, open the sinks, load the checkpoint.
+"""Lock the run's folder, write metadata, open the sinks, load the checkpoint.
 
-    claimed(built)                      # rank 0 takes the folder
-    sinks = open_sinks(built)           # rank 0: what stands in it, and where records go
+    lock_folder(built)                  # on rank 0
+    sinks = open_sinks(built)           # on rank 0; cleans the folder and writes metadata
     load_state(built)                   # the checkpoint to resume from, or the weights of --init-from
 
-Tensors that are not finite at the start of a run are recorded, so that later checks do not blame a step for them.
+Tensors that are not finite when a run starts are recorded, so that later checks do not blame a step for them.
 """
 
 import logging
@@ -51,14 +51,14 @@ __all__ = [
 
 
 def _record_bad_at_start(built: Built) -> None:
-    """Record which tensors are not finite at the first start. Collective then."""
+    """Record which tensors are not finite when a new run starts. Collective then."""
     if built.state.not_finite_at_start is None:
         model = {f"model/{name}": each for name, each in built.model.state_dict().items() if isinstance(each, Tensor)}
         built.state.not_finite_at_start = sorted(_gather_bad(model | built.own, built.world))  # collective
 
 
 def exempt_names(state: RunState, names: Iterable[str]) -> set[str]:
-    """Return the names among these whose tensors need not be finite."""
+    """Return which of these names belong to tensors that need not be finite."""
     return {*(state.not_finite_at_start or ())} | {name for name in names if name.startswith("kept.")}
 
 
@@ -72,9 +72,7 @@ def find_bad_tensors(built: Built) -> dict[str, list[int]]:
 
 
 def find_bad_parameters(built: Built) -> dict[str, list[int]]:
-    """Find parameters that are not finite. Collective.
-
-    Only an update, or the caller, writes parameters.
+    """Find parameters that should be finite and are not. Collective.
 
     Returns:
         name -> the ranks whose part is not finite.
@@ -87,19 +85,19 @@ def _find_bad(built: Built, tensors: Mapping[str, Tensor]) -> dict[str, list[int
     return _gather_bad({name: each for name, each in tensors.items() if name not in exempt}, built.world)  # collective
 
 
-def describe_ranks(found: Mapping[str, list[int]], world: World) -> str:
-    """Name the ranks that hold the first of these tensors; "" if all do."""
-    ranks = next(iter(found.values()))
+def describe_ranks(bad: Mapping[str, list[int]], world: World) -> str:
+    """Name the ranks of the first tensor, as ` on rank 1, rank 3`; "" if all have it."""
+    ranks = next(iter(bad.values()))
     return "" if len(ranks) == world.size else f" on {', '.join(map(rank_label, ranks))}"
 
 
 def _gather_bad(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
     local = {name: local_of(each) for name, each in tensors.items() if not each.is_meta and block_of(each) is not None}
-    found: dict[str, list[int]] = {}
+    bad: dict[str, list[int]] = {}
     for rank, names in enumerate(world.gather(not_finite(local))):  # collective
         for name in names:
-            found.setdefault(name, []).append(rank)
-    return dict(sorted(found.items()))
+            bad.setdefault(name, []).append(rank)
+    return dict(sorted(bad.items()))
 
 
 # --- folder, sinks, checkpoint
@@ -108,29 +106,29 @@ _LOG = logging.getLogger("lockstep")
 
 
 def lock_folder(built: Built) -> None:
-    """Lock the run directory, on rank 0.
+    """Check that the run's folder is writable, and lock it. On rank 0.
 
     Raises:
         ConfigError: as `RunFolder.claim` and `check_writable`.
     """
     if built.world.is_main:
-        kept = [p for name, p in built.model.named_parameters() if f"model/{name}" not in built.base]
-        size = sum(p.numel() * p.element_size() for p in kept)
+        parameters = [p for name, p in built.model.named_parameters() if f"model/{name}" not in built.base]
+        size = sum(p.numel() * p.element_size() for p in parameters)
         saves = built.config.checkpoint.mode != "none"
         built.folder.check_writable(saves * (3 + bool(built.config.optim.ema)) * size)  # with AdamW's two moments
         built.folder.claim()
 
 
 def count_restarts(state: RunState) -> None:
-    """Update `restarts` of the state: restarts by a launcher after a failure, over all starts."""
-    job, now = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    known = state.job
-    before = known.restarts_before if job and known and known.id == job else state.restarts or 0
-    state.restarts, state.job = before + now, LauncherState(job, before)
+    """Count the launcher's restarts after failures, over all starts, in `state.restarts`."""
+    job, count = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    earlier = state.job
+    before = earlier.restarts_before if job and earlier and earlier.id == job else state.restarts or 0
+    state.restarts, state.job = before + count, LauncherState(job, before)
 
 
 def open_sinks(built: Built) -> Sinks:
-    """Clean the run directory, write its metadata, and open the sinks. On rank 0.
+    """Clean the run's folder, write its metadata, and open the sinks. On rank 0.
 
     Raises:
         ConfigError: a file of the folder cannot be written or read.
@@ -149,8 +147,8 @@ def _make_sinks(built: Built) -> Sinks:
     checkpoint.clean(folder.path)
     for each in (folder.path, folder.checkpoints):
         clean(each)
-    folder.forget_end()
-    folder.forget_trained(built.start)
+    folder.remove_end()
+    folder.drop_trained_after(built.start)
     folder.write("config.toml", cli.to_toml(config, own_task=built.own_task))
     run_dir.write_description(folder.environment, run_dir.describe_process() | {"sources": dict(built.task.sources)})
     evaluated = not built.state.evaluation_due
@@ -164,7 +162,7 @@ def _make_sinks(built: Built) -> Sinks:
 
 
 def _run_metadata(built: Built) -> dict[str, Any]:
-    """Return what a sink may store of the run's configuration, without secrets."""
+    """Return the run's configuration for the sinks, without secrets."""
     config, samples = built.config, built.run_plan.samples
     return masked(
         {
@@ -187,7 +185,7 @@ def load_state(built: Built) -> None:
     world = built.world
     if built.source:
         state = built.tensors()
-        if not built.state.plan.get("optim.ema"):  # --resume-anyway: the average starts at the weights
+        if not built.state.plan.get("optim.ema"):  # --resume-anyway added it: the average starts at the weights
             state = without_average(state)
         checkpoint.load(built.source, state, world, verified=True)  # collective
         built.load_state_dict(state)
@@ -200,15 +198,15 @@ def load_state(built: Built) -> None:
 
 def _load_init_weights(built: Built, path: Path) -> None:
     source, verified = find_weights(path, built.world, _LOG.warning)  # collective
-    theirs = on_all_ranks(built.world, lambda: checkpoint.read_run_state(source).lora is not None)  # collective
-    if theirs and not built.base:
+    has_adapters = on_all_ranks(built.world, lambda: checkpoint.read_run_state(source).lora is not None)  # collective
+    if has_adapters and not built.base:
         raise CheckpointError(
-            f"--init-from {path} holds adapters alone: give --lora.rank too, or begin with the folder that `lockstep "
-            "export --format hf --merge` makes of them"
+            f"--init-from {path} has only adapters: give --lora.rank too, or the folder that `lockstep export --format "
+            "hf --merge` makes of them"
         )
-    if theirs or not built.base:  # otherwise these are the base's weights, which are loaded already
+    if has_adapters or not built.base:  # otherwise these are the base's weights, which are loaded already
         state = built.engine.state_dict()
-        begun = {name: t for name, t in state.items() if name.startswith("model/") and name not in built.base}
-        checkpoint.load(source, begun, built.world, verified=verified)  # collective
+        weights = {name: t for name, t in state.items() if name.startswith("model/") and name not in built.base}
+        checkpoint.load(source, weights, built.world, verified=verified)  # collective
         built.engine.load_state_dict(without_average(state))
     _LOG.info("a new run with the weights of %s", source)

@@ -1,9 +1,9 @@
 """List the runs in a folder from their own files, without torch.
 
-    rows = listed(Path("outputs"))          # a RunRow for each folder, by name
-    show(Path("outputs"), as_json=False)    # the table
+    rows = list_runs(Path("outputs"))             # a RunRow for each folder, by name
+    print_runs(Path("outputs"), as_json=False)    # the table
 
-The runs may be another machine's. A folder that is damaged, or not a run's, is a row with a note.
+The runs may be of another machine. A folder that is damaged, or not a run's, is a row with a note.
 """
 
 import contextlib
@@ -34,26 +34,26 @@ __all__ = [
 
 _RUN_FILES = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints")
 _STATUSES = ("finished", "stopped", "abandoned", "interrupted", "preempted", "failed")
-_CODES = {130: "interrupted", 75: "preempted"}  # of folders without a recorded status
+_CODES = {130: "interrupted", 75: "preempted"}  # for folders of older versions, which have no status
 _TIME = "time/total"
-_WIDTH = 200  # columns without a terminal
+_WIDTH = 200  # columns, if the output is no terminal
 
 
 @dataclass(slots=True)
 class RunRow:
-    """A folder in the list. None: its files do not contain the value.
+    """A folder in the list. A value is None if the folder's files do not contain it.
 
     Attributes:
         state: running, one of `run.Result.status`, failed, or unknown.
-        step: the newest record's or checkpoint's.
+        step: of the newest record or checkpoint.
         steps: length of the plan.
         epoch: passes over the training data at `step`.
         best_step, best_loss: of the best evaluation.
-        best_metric, best_value: the metric that judged it (`--best-metric`), and its value.
+        best_metric, best_value: `--best-metric`, and its value in the best evaluation.
         last_loss: of the newest training record.
-        seconds: total of the recorded steps over all starts, without evaluations and saves.
-        last_record: when a record was last written, in seconds since 1970.
-        note: what is wrong with the folder; "" for nothing.
+        seconds: of all recorded steps over all starts, without evaluations and saves.
+        last_record: time of the newest record, in seconds since 1970.
+        note: a problem with the folder; "": none.
     """
 
     name: str
@@ -72,15 +72,15 @@ class RunRow:
 
 
 def print_runs(folder: Path, *, as_json: bool) -> None:
-    """Print the runs in `folder`, or the run whose folder it is.
+    """Print the runs in `folder`, or the one run whose folder it is.
 
     Raises:
         ConfigError: there is no such folder.
     """
     rows = list_runs(folder)
     if as_json:
-        found = [{name: plain(value) for name, value in dataclasses.asdict(row).items()} for row in rows]
-        print(json.dumps(found, indent=1, allow_nan=False))
+        values = [{name: plain(value) for name, value in dataclasses.asdict(row).items()} for row in rows]
+        print(json.dumps(values, indent=1, allow_nan=False))
     elif rows:
         _print_table(rows)
     else:
@@ -99,8 +99,8 @@ def list_runs(folder: Path) -> list[RunRow]:
     try:
         inside = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir())
     except OSError as error:
-        where = printable(str(folder))
-        raise ConfigError(f"{where}: {error.strerror or error}; give the folder that train --save-dir named") from error
+        name = printable(str(folder))
+        raise ConfigError(f"{name}: {error.strerror or error}; give the folder of train --save-dir") from error
     return [_read_run(path) for path in inside]
 
 
@@ -112,7 +112,7 @@ def _read_run(path: Path) -> RunRow:
     row = RunRow(path.name)
     try:
         if not _is_run(path):
-            row.note = "no run's folder"
+            row.note = "not a run's folder"
             return row
         folder = RunFolder(str(path.parent), path.name)
         state = _read_state(path, row)
@@ -126,20 +126,20 @@ def _read_run(path: Path) -> RunRow:
 
 
 def _read_state(path: Path, row: RunRow) -> RunState:
-    """Read state.json as far as possible; damage is noted in the row."""
+    """Read state.json as far as possible; note damage in the row."""
     file = path / "state.json"
     if not file.exists():
         return RunState()
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-        if isinstance(found, dict):
-            return RunState.from_json(found, lenient=True)
+        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        if isinstance(values, dict):
+            return RunState.from_json(values, lenient=True)
     row.note = "state.json is damaged"
     return RunState()
 
 
 def _fill_position(row: RunRow, path: Path, state: RunState) -> None:
-    """Fill in the run's position, from its newest record or its state."""
+    """Fill in the position from the newest record or the state."""
     metrics = path / "metrics.jsonl"
     records = tail(metrics)
     if metrics.is_file():
@@ -159,20 +159,17 @@ def _fill_position(row: RunRow, path: Path, state: RunState) -> None:
 
 
 def _sum_seconds(metrics: Path) -> float | None:
-    """Sum the time of the steps.
-
-    Each record has the mean of those since the one before, in milliseconds.
-    """
-    found, before = 0.0, 0
+    """Sum the seconds of all steps: each record has their mean since the last, in milliseconds."""
+    seconds, before = 0.0, 0
     for record in each(metrics, having=_TIME):
         step, mean = _integer(record.get("global_step")), _number(record.get(_TIME))
         if step is not None and mean is not None and math.isfinite(mean) and step > before:
-            found, before = found + (step - before) * mean / 1e3, step
-    return found if before else None
+            seconds, before = seconds + (step - before) * mean / 1e3, step
+    return seconds if before else None
 
 
 def _fill_steps(row: RunRow, path: Path, state: RunState) -> None:
-    """Fill in the plan's length, from the configuration or else the newest checkpoint."""
+    """Fill in the plan's length from the configuration, else from the newest checkpoint."""
     file = path / "config.toml"
     with contextlib.suppress(OSError, ValueError, RecursionError):
         config = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -201,7 +198,7 @@ def _read_status(row: RunRow, folder: RunFolder) -> str:
     if status in _STATUSES:
         return str(status)
     if owner:
-        row.note = row.note or f"{owner} ended without a word"
+        row.note = row.note or f"{owner} ended without a record of its end"
         return "failed"
     return "unknown"
 
@@ -217,8 +214,8 @@ def _integer(value: Any) -> int | None:
 
 
 def _format_duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{remainder:02}"
 
 
 def _print_table(rows: list[RunRow]) -> None:
@@ -228,11 +225,11 @@ def _print_table(rows: list[RunRow]) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("run", "state", "step", "epoch", "best", "loss", "time", "last record"):
         table.add_column(title, justify="left" if title in ("run", "state") else "right", no_wrap=True)
-    noted = any(row.note for row in rows)
-    if noted:
+    has_notes = any(row.note for row in rows)
+    if has_notes:
         table.add_column("note", overflow="fold")
     for row in rows:
-        cells = (*_cells(row), *([row.note] if noted else []))
+        cells = (*_cells(row), *([row.note] if has_notes else []))
         table.add_row(*(Text(printable(cell)) for cell in cells))
     console.print(table)
 

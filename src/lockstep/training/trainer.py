@@ -305,8 +305,8 @@ def _train_in_folder(session: Session, built: Built) -> Training:
     on_all_ranks(world, lambda: lock_folder(built))
     with _close_at_end(session, built):
         on_all_ranks(world, lambda: open_log(built.folder.path, world.rank))
-        if built.folder.cleared:
-            _LOG.warning("cleared the lock of %s, which ended without releasing it", built.folder.cleared)
+        if built.folder.dead_owner:
+            _LOG.warning("cleared the lock of %s, which ended without releasing it", built.folder.dead_owner)
         count_restarts(built.state)
         announce(built)
         for line in built.notes:

@@ -192,7 +192,7 @@ def test_a_task_that_is_not_there(digits):
 
 def test_a_checkpoint_that_does_not_fit(digits, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
-    wrong(tried(digits()), "task", "has 100 B free and a checkpoint of this run takes", "make room")
+    wrong(tried(digits()), "task", "has 100 B free", "make room")
 
 
 def test_a_loader_that_is_slower_than_the_step():
