@@ -19,7 +19,7 @@ from lockstep.transforms import precision
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
 
-LINE = "device default: --precision bf16 --compile; --precision float32 --no-compile for the other"
+LINE = "device default: --precision bf16 --compile; to turn it off: --precision float32 --no-compile"
 
 
 def task():
@@ -93,8 +93,8 @@ def test_on_a_new_gpu_it_is_bf16_and_compiled_and_said_in_one_line(tmp_path, cap
 @pytest.mark.parametrize(
     ("given", "wanted", "line"),
     [
-        ({"precision": "float32"}, ("float32", True), "device default: --compile; --no-compile for the other"),
-        ({"compile": False}, ("bf16", False), "device default: --precision bf16; --precision float32 for the other"),
+        ({"precision": "float32"}, ("float32", True), "device default: --compile; to turn it off: --no-compile"),
+        ({"compile": False}, ("bf16", False), "device default: --precision bf16; to turn it off: --precision float32"),
         ({"precision": "float64", "compile": False}, ("float64", False), ""),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_run_keeps_what_it_was_begun_with_on_another_device(tmp_path, capfd, m
     monkeypatch.setattr(defaults, "capability", lambda device: (9, 0))
     lockstep.train(settings(tmp_path), task())
     assert written(tmp_path) == ("float32", False)
-    line = "as the run was begun: --precision float32 --no-compile; the default of this device is --precision bf16"
+    line = "as the run was started: --precision float32 --no-compile; the default of this device is --precision bf16"
     assert line in capfd.readouterr().err
     with counting.counted():
         lockstep.train(settings(tmp_path, "new", stop_at=1), task())

@@ -296,7 +296,7 @@ def build(
     source, state = _found(folder, world) if resume and not joins else (None, RunState())
     state = _glimpsed(folder) if joins else state
     start = _start_facts(
-        asked, StartFacts(checkpoint=checkpoint_facts(state), steps=steps, least=least), world, given
+        asked, StartFacts(checkpoint=checkpoint_facts(state), steps=steps, min_steps=least), world, given
     )  # collective
     draft = draft_of(asked, start)
     for line in draft.notices:
@@ -333,7 +333,7 @@ def build(
             trial = Trial(engine, model, task, world, resolved.config, say)
             check_criteria(resolved.config, check_task(trial, stream, held_out, state))  # collective
         compiles = joins or _compiles(resolved.config, asked, task, model, engine, stream, world)  # collective
-    trained = resolved if compiles else resolved.eager()
+    trained = resolved if compiles else resolved.without_compile()
     state.compile = trained.config.compile
     built = Built(
         trained.config,
@@ -371,7 +371,7 @@ def _start_facts(asked: Config, facts: StartFacts, world: World, given: Any) -> 
     begun = facts.checkpoint is not None and facts.checkpoint.plan
     if begun or draft.micro_batch_size or given is not None:  # no other process could make the task `given`
         return facts
-    return dataclasses.replace(facts, largest=largest_micro_batch(draft, world, notify(world)))  # collective
+    return dataclasses.replace(facts, max_micro_batch=largest_micro_batch(draft, world, notify(world)))  # collective
 
 
 def _task_of(draft: Config, given: Any, world: World, state: RunState) -> Task:
