@@ -68,7 +68,7 @@ def test_a_step_says_what_its_record_says(tmp_path, ranks):
 def test_a_loss_that_was_not_read_in_time_is_refused(tmp_path):
     steps = iter(lockstep.Run(config(tmp_path), task()))
     first, _ = next(steps), next(steps)
-    with refuses(LockstepError, "step 1", "step.loss"):
+    with pytest.raises(LockstepError, match=r"step 1 .*step\.loss"):
         print(first.loss)
 
 
