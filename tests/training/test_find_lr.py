@@ -119,7 +119,7 @@ def test_the_same_bits_on_two_ranks_and_nothing_is_left_of_it(tmp_path):
 def test_a_loss_that_never_falls_gets_no_rate(tmp_path):
     found = find_lr(settings(tmp_path, guards={"nonfinite": "skip"}), Line(labels=math.nan))
     assert (len(found.losses), found.lr) == (1, None)
-    assert str(found).endswith("so none is suggested: look at the data, the labels and the loss")
+    assert str(found).endswith("so none is suggested: check the data, the labels and the loss")
 
     class Still(Ragged):
         def loss(self, model, batch):
@@ -146,7 +146,7 @@ def test_a_scattered_curve_is_read_by_its_shape(seed):
 
 
 def test_a_rate_of_zero_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="lr is 0, and so is every multiple of it"):
+    with pytest.raises(ConfigError, match="--lr is 0, .*above 0"):
         find_lr(settings(tmp_path, lr=0.0), Line())
 
 

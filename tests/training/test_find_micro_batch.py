@@ -43,14 +43,14 @@ def device(task, limit):
 def tried(world, folder, limits):
     task = Counted()
     found = find_micro_batch(config(folder, batch_size=24), task, world, device(task, limits[world.rank]), 1000)
-    return [each.size for each in found.took], [each.peak for each in found.took], found.size, float(task.counted)
+    return [each.size for each in found.costs], [each.peak for each in found.costs], found.size, float(task.counted)
 
 
 def test_the_largest_that_fits_is_proposed_and_nothing_is_kept(tmp_path):
     task = Counted()
     found = find_micro_batch(config(tmp_path, batch_size=24), task, None, device(task, 400), 1000)
-    assert [each.size for each in found.took] == [1, 2, 4, 8]
-    assert [each.peak for each in found.took] == [100, 200, 400, 0]
+    assert [each.size for each in found.costs] == [1, 2, 4, 8]
+    assert [each.peak for each in found.costs] == [100, 200, 400, 0]
     assert (found.size, float(task.counted)) == (4, 0.0)
     assert str(found).endswith(said("train with --micro-batch-size 4"))
     assert not list(tmp_path.iterdir())

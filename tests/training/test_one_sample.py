@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run
+from refusals import names
 from small_runs import config
 from torch import nn
 from toys import Ragged
@@ -49,11 +50,7 @@ class Channels(Ragged):
 def one_a_channel(world, settings, task):
     with pytest.raises(ConfigError) as caught:
         lockstep.Run(settings, task, world)()
-    assert str(caught.value) == (
-        "BatchNorm (1) gets one value per channel from a forward of 1 sample, and needs more: give a larger "
-        "--micro-batch-size (16 or more train better), with a --batch-size that is a multiple of it, or use another "
-        "norm, such as GroupNorm or LayerNorm"
-    )
+    assert names(str(caught.value), "BatchNorm (1)", "1 sample", "--micro-batch-size", "--batch-size")
     assert not Path(settings.save_dir, "r").exists()
 
 

@@ -171,11 +171,11 @@ def test_what_a_loader_process_would_hand_over_is_tried_without_one():
 
 def test_what_a_step_had_of_the_system_is_its_usual():
     noted = [ThreadUsage(0.0, minor, 0.0) for minor in (0, 900, 910, 920)]
-    assert ThreadUsage.usual(noted).minor == 10
-    assert ThreadUsage.usual(noted[:2]) == ThreadUsage()  # one step says nothing
+    assert ThreadUsage.median_step(noted).minor == 10
+    assert ThreadUsage.median_step(noted[:2]) == ThreadUsage()  # one step says nothing
     ran = [ThreadUsage(busy=busy) for busy in (0.0, 9.0, 14.0, 22.0)]
-    assert ThreadUsage.least_busy(ran) == 5.0
-    assert ThreadUsage.least_busy(ran[:2]) == 0.0
+    assert ThreadUsage.min_busy(ran) == 5.0
+    assert ThreadUsage.min_busy(ran[:2]) == 0.0
 
 
 class Fails(Ragged):

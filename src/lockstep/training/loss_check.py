@@ -474,8 +474,8 @@ def suggest_fixes(problem: str) -> str:
     """Extend a message about a number that depends on the division of a step by its fixes."""
     return (
         f"{problem}: give the task a `count` under which it is a mean (labelled tokens, weights), write a loss over "
-        "all samples as `outputs` and `step_loss`, and one over the weights alone as `penalty`; or set micro_batch_size = "
-        "batch_size, or reduction = 'micro-batch'"
+        "all samples as `outputs` and `step_loss`, and one over the weights alone as `penalty`; or set "
+        "micro_batch_size = batch_size, or reduction = 'micro-batch'"
     )
 
 
