@@ -172,7 +172,7 @@ class Trial:
 
     @contextlib.contextmanager
     def with_graph(self) -> Iterator[None]:
-        """Return a context that runs a forward as in step 1, without a backward after it."""
+        """Return a context for a forward as in step 1, without a backward."""
         if not self._has_graph:
             with torch.no_grad():
                 yield
@@ -471,7 +471,7 @@ def describe_measurement(measurements: list[Measurement], index: int) -> str:
 
 
 def suggest_fixes(problem: str) -> str:
-    """Extend a message about a number that depends on the division of a step by its fixes."""
+    """Append the fixes for a number that depends on a step's division."""
     return (
         f"{problem}: give the task a `count` under which it is a mean (labelled tokens, weights), write a loss over "
         "all samples as `outputs` and `step_loss`, and one over the weights alone as `penalty`; or set "
@@ -480,7 +480,7 @@ def suggest_fixes(problem: str) -> str:
 
 
 def _relative_errors(each: Measurement, index: int) -> dict[str, float] | None:
-    """Return the relative error of number `index` for each kind; None if it is 0 or not finite."""
+    """Return the relative error for each kind; None for numbers without information."""
     value, first, second = each.values(index)
     scale = each.scale(index)
     if not scale or not all(map(math.isfinite, each.values(index))):

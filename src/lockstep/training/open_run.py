@@ -86,7 +86,7 @@ def _find_bad(built: Built, tensors: Mapping[str, Tensor]) -> dict[str, list[int
 
 
 def describe_ranks(bad: Mapping[str, list[int]], world: World) -> str:
-    """Name the ranks of the first tensor, as ` on rank 1, rank 3`; "" if all have it."""
+    """Format the first tensor's ranks: ` on rank 1, rank 3`; "" for all."""
     ranks = next(iter(bad.values()))
     return "" if len(ranks) == world.size else f" on {', '.join(map(rank_label, ranks))}"
 

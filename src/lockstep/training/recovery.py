@@ -177,7 +177,7 @@ def is_rank_loss(error: PeerError) -> bool:
 
 
 def record_loss(session: Session, loss: PeerError) -> None:
-    """Record the error of a lost rank, and free the engines and groups that its frames hold."""
+    """Record a lost rank, and free the engines and groups in the error's frames."""
     session.last_rank_loss = str(loss)
     blocked = time.monotonic() - session.exchange.progress.since if session.exchange else 0.0
     session.timed_out = session.world is not None and blocked > _BLOCKED_SHARE * session.world.timeout
@@ -195,7 +195,7 @@ def _leave_report(session: Session, world: World, step: int) -> LeaveReport:
 
 
 def _most_advanced(generation: Generation) -> str | None:
-    """Return the member with the newest state; None if one is rebuilding, or none has any."""
+    """Return the member with the newest state; None if there is none, or one rebuilds."""
     reports = generation.reports
     if any(report.taken == _REBUILDING for report in reports.values()):
         return None

@@ -1,4 +1,4 @@
-"""Resolve a configuration: replace each "auto" and each length in epochs, by the facts of the run.
+"""Resolve each "auto" and each length in epochs of a configuration, by a run's facts.
 
     start = StartFacts(fast=True, checkpoint=checkpoint_facts(state))       # known before the task is made
     draft = draft_of(config, start)                                         # to make task and model from
@@ -93,7 +93,7 @@ class StartFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts that a configuration is resolved by; the same on every rank and in every world.
+    """Facts that a configuration is resolved by; the same on all ranks, in any world.
 
     Attributes:
         start: facts that are known before the task is made.
@@ -188,7 +188,7 @@ def _micro_batch_size(config: Config, facts: StartFacts) -> int:
 
 
 def _extension(config: Config, before: CheckpointFacts | None) -> Extension | None:
-    """Return the extension by `--extend-to`, of this start or an earlier one; None: there is none."""
+    """Return the extension by `--extend-to`, of this start or an earlier one; None: none."""
     if before is None:
         return None
     earlier, target = before.extension, config.extend_to

@@ -473,7 +473,7 @@ class RunFolder:
 
     @property
     def stop_file(self) -> Path:
-        """The path of a file that asks the run to save and end. The run removes it."""
+        """Path of a file that asks the run to save and end. The run removes it."""
         return self.path / "STOP"
 
     def write(self, name: str, text: str) -> None:
@@ -498,7 +498,7 @@ class RunFolder:
             ) from error
 
     def read_evaluated(self) -> tuple[int, Selection]:
-        """Read the last step and selection of `write_evaluated`; the step is -1 if there are none."""
+        """Read the last record of `write_evaluated`; its step is -1 if there is none."""
         record = self._read(_EVALUATED)
         return record.get("step", -1), Selection.from_json(record)
 

@@ -159,7 +159,7 @@ def _fill_position(row: RunRow, path: Path, state: RunState) -> None:
 
 
 def _sum_seconds(metrics: Path) -> float | None:
-    """Sum the seconds of all steps: each record has their mean since the last, in milliseconds."""
+    """Sum the seconds of all steps; each record has their mean in milliseconds."""
     seconds, before = 0.0, 0
     for record in each(metrics, having=_TIME):
         step, mean = _integer(record.get("global_step")), _number(record.get(_TIME))

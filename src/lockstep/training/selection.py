@@ -160,7 +160,7 @@ def explain_early_stop(config: Config, selection: Selection) -> str:
 
 
 def abbreviate_best(best: BestEvaluation | None) -> str:
-    """Describe the best for a progress line: `best accuracy 0.93 at 400`; "" if there is none."""
+    """Describe the best for a progress line: `best accuracy 0.93 at 400`; "": none."""
     return "best " + describe_best(best).replace(" after step ", " at ") if best else ""
 
 

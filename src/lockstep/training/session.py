@@ -1,4 +1,4 @@
-"""Hold the state of a run in progress, and give a task's hooks access to it.
+"""Hold the state of a run, and give a task's hooks access to it.
 
     context = HookContext(session, built)
     task.hooks.begins(context, built.start)
@@ -149,7 +149,7 @@ class Session:
 
 @final
 class HookContext:
-    """What a task's hooks may do with the run; implements `lockstep.hooks.Course`."""
+    """Access of a task's hooks to the run, as `lockstep.hooks.Course`."""
 
     def __init__(self, session: Session, built: Built) -> None:
         self._session, self._built = session, built

@@ -319,7 +319,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _count_samples(task: Task, batch: MicroBatch) -> int | None:
-    """Return the number of samples of a batch by its first tensor; None if it has no tensor."""
+    """Return the samples of a batch, by its first tensor; None without one."""
     try:
         return int(Task.count(task, batch.held))
     except ConfigError:
@@ -509,7 +509,10 @@ def _check_batchnorms(norms: list[tuple[str, nn.Module]], training: Batches) -> 
 
 
 def _check_inputs(first: MicroBatch, loss: float) -> None:
-    """Refuse NaN in the inputs if the loss is not finite; alone NaN may mean missing values."""
+    """Refuse NaN in the inputs of a loss that is not finite.
+
+    With a finite loss NaN may mean missing values.
+    """
     if math.isfinite(loss):
         return
     for name, values in _float_tensors(first.held, ""):

@@ -139,7 +139,7 @@ def _check_same_base(expected: str, actual: str, kind: type[Exception]) -> None:
 
 
 def _resolve_adapters(config: Config, task: Task, model: nn.Module, base: AdapterState) -> AdapterState:
-    """Return the adapters of this run: rank, layers, and modules that are trained as a whole."""
+    """Return the adapters of this run: rank, layers, and modules to train whole."""
     lora = config.lora
     names = lora.modules_to_save or ", ".join(task.untrained())
     modules = base.modules_to_save if base.base else chosen_modules(model, names)

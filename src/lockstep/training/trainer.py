@@ -1,4 +1,4 @@
-"""Run a training from start to end: join the ranks, build, lock the folder, load, train, leave.
+"""Run a training: join the ranks, build, lock the folder, load, train, leave.
 
     for step in run_training(session): ...      # None once all is ready, then a Step for each step
 
@@ -414,7 +414,7 @@ def _train_steps(session: Session, built: Built) -> Training:
 
 
 def _catch_up(session: Session, built: Built, recorder: RunRecorder, done: int) -> None:
-    """Run the evaluation and the save of step `done` that an end or a lost rank prevented. Collective."""
+    """Make up for the evaluation and the save that step `done` lacks. Collective."""
     if built.state.evaluation_due:
         built.state.evaluation_due = False
         session.evaluation = recorder.evaluate(done)
@@ -477,7 +477,7 @@ def _end_status(session: Session, reason: BaseException | None) -> str:
 
 
 def _write_exit(session: Session, built: Built, error: BaseException) -> None:
-    """Write into the folder how a run ended that failed, or whose caller left the loop."""
+    """Record the end of a run that failed, or that its caller left early."""
     if built.world.is_main:
         is_exit = isinstance(error, GeneratorExit) and session.status != "failed"
         status = "failed" if not is_exit else session.early_status if session.status == "running" else session.status

@@ -351,7 +351,7 @@ def _search_sizes(config: Config, task: Any, world: World, measure: MeasureCost 
 
 
 def choose_size(costs: list[SizeCost], total: int, extra: int = 0) -> int:
-    """Return the largest size that fits and is no slower than a smaller one; 0: none fits.
+    """Return the largest size that fits and is not slower; 0: none fits.
 
     A size fits if its peak and `extra` are at most nine tenths of `total`.
 
@@ -367,7 +367,7 @@ def choose_size(costs: list[SizeCost], total: int, extra: int = 0) -> int:
 
 
 def _exact_sum_bytes(built: Built) -> int:
-    """Return the most bytes that the sums of exact mode need in addition to a gradient."""
+    """Return the most bytes that exact sums need in addition to a gradient."""
     if not built.config.exact:
         return 0
     trained = sum(p.nbytes for p in built.model.parameters() if p.requires_grad)
@@ -392,7 +392,7 @@ def _measure_sizes(built: Built, measure: MeasureCost) -> list[SizeCost]:
 
 
 def _measure_on_rank(built: Built, size: int, measure: MeasureCost) -> tuple[tuple[int, float], LockstepError | None]:
-    """Return (peak, seconds) of a size on this rank, and any error but a lack of memory."""
+    """Return (peak, seconds) on this rank, and any error but a lack of memory."""
     try:
         batch = _first_batch(built, size)
         return measure(lambda: _forward_and_backward(built, batch)), None
