@@ -82,8 +82,8 @@ CASES = [
     ),
     (
         *("guards", {}, Nan),
-        "lower lr, look at these samples, or leave such steps out: guards.nonfinite skip",
-        "lower --lr, look at these samples, or leave such steps out: --guards.nonfinite skip",
+        "lower lr, check these samples, or skip such steps with guards.nonfinite skip",
+        "lower --lr, check these samples, or skip such steps with --guards.nonfinite skip",
     ),
     (
         *("guards", {"guards.nonfinite": "skip", "guards.limit": 1}, Nan),

@@ -19,7 +19,7 @@ from lockstep.config.schema import Config
 from lockstep.errors import ConfigError, DataError, ResumeError
 from lockstep.logging.jsonl import read
 from lockstep.tasks.classification import make
-from lockstep.training.inference import InferenceRequest, opened
+from lockstep.training.inference import InferenceRequest, load_run
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -189,7 +189,7 @@ def test_adapters_with_a_new_head(place, tmp_path):
     runs = [("fsdp", {"engine": "fsdp", **named}), ("zero", {"engine": "zero", **named})]
     ((fsdp, zero), _) = run(trained, 2, place, tmp_path, tmp_path / "cache", runs, timeout=250.0)
     assert fsdp == zero
-    with opened(InferenceRequest(str(tmp_path / "fsdp"))) as used:
+    with load_run(InferenceRequest(str(tmp_path / "fsdp"))) as used:
         task, model = used.task, used.model.eval()
         inputs, _ = task.collate(task.dataset("evaluation").__getitems__([0, 1, 2]))
         wanted = model(**inputs).logits.detach()

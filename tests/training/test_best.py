@@ -15,7 +15,7 @@ from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 from lockstep.records import EvaluationRecord
 from lockstep.run_state import BestEvaluation, Selection
-from lockstep.training.selection import describe_best, explain_early_stop, out_of_patience, update_best
+from lockstep.training.selection import describe_best, explain_early_stop, out_of_patience, select_best
 
 SCORES = [0.5, 0.8, 0.7, 0.8, 0.75, 0.9]  # of the evaluations after steps 2, 4, ...
 
@@ -89,7 +89,7 @@ def evaluated(values, **changes):
     settings = Config(eval_freq=1, patience=2, **changes)
     state, best, ended = Selection(), [], []
     for step, value in enumerate(values):
-        better = update_best(settings, state, EvaluationRecord(step, value, 8, {"a": value, "b": -value}))
+        better = select_best(settings, state, EvaluationRecord(step, value, 8, {"a": value, "b": -value}))
         best.append(better)
         ended.append(out_of_patience(settings, state))
     return best, ended, state
@@ -102,7 +102,7 @@ def test_what_is_better_is_said_by_direction_and_by_how_much():
     best, _, state = evaluated(values, best_metric="a:min")
     assert best == [False, True, False, False, True, False]
     assert (state.since_best, state.best.step, describe_best(state.best)) == (1, 4, "a 0.5 after step 4")
-    assert update_best(Config(), state, EvaluationRecord(9, 7.0, 8, {}))  # judged by something else before
+    assert select_best(Config(), state, EvaluationRecord(9, 7.0, 8, {}))  # judged by something else before
     assert describe_best(BestEvaluation(3, 2.0)) == "loss 2 after step 3"  # of an earlier version
     assert describe_best(None) == "none that is finite"
 
@@ -119,7 +119,7 @@ def test_patience_may_go_by_another_metric_than_the_best():
     best, ended, _ = evaluated(values, **waits | {"min_delta": 0.0})
     assert ended == [False, False, True, False, False]
     settings = Config(eval_freq=1, patience=2, best_metric="a:max")  # a resume without it
-    update_best(settings, state, EvaluationRecord(5, 2.0, 8, {"a": 2.0}))
+    select_best(settings, state, EvaluationRecord(5, 2.0, 8, {"a": 2.0}))
     assert state.patience is None
     assert not out_of_patience(settings, state)
 

@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError, ResumeError
 from lockstep.optim.schedule import factor
 from lockstep.records import EvaluationRecord
 from lockstep.run_state import Selection
-from lockstep.training.selection import plateau_drops, update_best, update_plateau
+from lockstep.training.selection import plateau_drops, select_best, update_plateau
 
 VALUES = st.lists(st.integers(0, 6) | st.just(math.nan), min_size=1, max_size=40)
 
@@ -40,7 +40,7 @@ def test_it_decides_as_torch_does(values, patience, delta, way, least, cooldown)
     )
     state = Selection()
     for step, value in enumerate(values):
-        better = update_best(settings, state, EvaluationRecord(step, 1.0, 1, {"a": float(value)}))
+        better = select_best(settings, state, EvaluationRecord(step, 1.0, 1, {"a": float(value)}))
         update_plateau(settings, state, better=better)
         reference.step(value)
         rate = 0.25 * factor(step, 100, 0, floor, "plateau", gamma=0.5, drops=plateau_drops(state))

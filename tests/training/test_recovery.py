@@ -11,15 +11,15 @@ from lockstep.distributed.membership import Generation, LeaveReport
 from lockstep.errors import PeerError
 from lockstep.run_state import RunState
 from lockstep.training import recovery
-from lockstep.training.build import _glimpsed
+from lockstep.training.build import _read_newest_state
 from lockstep.training.run_dir import RunFolder
 
 
 def test_the_plan_of_a_run_is_seen_in_its_newest_checkpoint(tmp_path):
     folder = RunFolder(str(tmp_path), "r")
-    assert _glimpsed(folder) == RunState()
+    assert _read_newest_state(folder) == RunState()
     lockstep.train(config(tmp_path), Ragged(dtype=torch.float64))
-    assert _glimpsed(folder).global_step == 12
+    assert _read_newest_state(folder).global_step == 12
 
 
 def relayed():

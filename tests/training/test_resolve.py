@@ -10,7 +10,7 @@ from lockstep.config.fields import is_span
 from lockstep.config.schema import SPANS, Config, is_auto, lookup
 from lockstep.data.batches import Origin
 from lockstep.run_state import Extension
-from lockstep.training.defaults import KINDS
+from lockstep.training.defaults import TASK_DEFAULTS
 from lockstep.training.resolve import CheckpointFacts, Facts, StartFacts, resolve
 
 PLAN = {"batch_size": 16, "micro_batch_size": 4, "steps": 9, "precision": "float32", "optim.warmup_steps": 3}
@@ -53,7 +53,7 @@ STARTS = st.builds(
 FACTS = st.builds(
     Facts,
     start=STARTS,
-    kind=st.sampled_from(sorted(KINDS)),
+    kind=st.sampled_from(sorted(TASK_DEFAULTS)),
     per_micro_batch=st.booleans(),
     batchnorm=st.booleans(),
     samples=st.integers(500, 600),

@@ -244,12 +244,12 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
     with pytest.raises(UsageError, match="belongs between"):
         session.keep("a", nn.Linear(1, 1))
     with session:
-        with pytest.raises(UsageError, match=r"the name 'a/b' must be of letters"):
+        with refuses(UsageError, "run.keep", "a/b"):
             session.keep("a/b", nn.Linear(1, 1))
-        with pytest.raises(UsageError, match=r"int has no state_dict\(\)"):
+        with refuses(UsageError, "run.keep", "int", "load_state_dict"):
             session.keep("a", 3)
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-        with pytest.raises(UsageError, match=r"'state' of its state_dict\(\) is no tensor"):
+        with refuses(UsageError, "run.keep", "'state'"):
             session.keep("a", optimizer)
 
 
@@ -406,23 +406,19 @@ def test_an_own_optimizer_goes_with_every_engine(tmp_path, engine):
 
 
 @pytest.mark.parametrize(
-    ("method", "value", "said"),
+    ("method", "value", "cause"),
     [
-        ("optimizer", lambda self, model, config: 3, "the task's `optimizer` returned int: it must return a torch.opt"),
-        (
-            "optimizer",
-            lambda self, model, config: torch.optim.SGD(nn.Linear(2, 2).parameters()),
-            "has 2 parameters that are not of the model that it was given",
-        ),
-        ("optimizer", lambda self, model, config: 1 / 0, "the task's `optimizer` failed at the start.*ZeroDivision"),
-        ("schedule", lambda self, step, steps: math.nan, "the task's `schedule` returned nan for step 0 of 6"),
-        ("schedule", lambda self, step, steps: 1 / step, r"the task's `schedule` failed at step 0 of 6: ZeroDivision"),
-        ("schedule", lambda self, step, steps: "no", "the task's `schedule` returned 'no' for step 0 of 6"),
+        ("optimizer", lambda self, model, config: 3, ("int", "torch.optim.Optimizer")),
+        ("optimizer", lambda self, model, config: torch.optim.SGD(nn.Linear(2, 2).parameters()), (2, "`model`")),
+        ("optimizer", lambda self, model, config: 1 / 0, ("ZeroDivisionError",)),
+        ("schedule", lambda self, step, steps: math.nan, ("nan", "step 0 of 6")),
+        ("schedule", lambda self, step, steps: 1 / step, ("step 0 of 6", "ZeroDivisionError")),
+        ("schedule", lambda self, step, steps: "no", ("'no'", "step 0 of 6")),
     ],
 )
-def test_a_mistake_in_optimizer_or_schedule_is_one_line_before_anything_is_written(tmp_path, method, value, said):
+def test_a_mistake_in_optimizer_or_schedule_is_one_line_before_anything_is_written(tmp_path, method, value, cause):
     wrong = type("Wrong", (Ragged,), {method: value})(dtype=torch.float32)
-    with pytest.raises(UsageError, match=said) as caught:
+    with refuses(UsageError, f"`{method}`", *cause) as caught:
         lockstep.train(config(tmp_path), wrong)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

@@ -31,7 +31,7 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import seeder
 from lockstep.passes import unpacked
 from lockstep.task import Task, averages, has_own, set_found, takes_gradients
-from lockstep.training.defaults import explained
+from lockstep.training.defaults import explain_device_error
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 __all__ = [
@@ -297,7 +297,7 @@ def call_method(
         if is_out_of_memory(error):  # the caller reports what holds the memory
             raise
         problem = blamed(method, error, "the first micro-batch, before step 1")
-        reason = explained(error, model, task, data) if model is not None and task is not None else ""
+        reason = explain_device_error(error, model, task, data) if model is not None and task is not None else ""
         raise (DataError(f"{problem}; {reason}") if reason else problem) from error
 
 

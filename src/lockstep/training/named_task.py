@@ -22,7 +22,7 @@ from lockstep.text.token_store import TokenizerToTrain
 __all__ = [
     "load_task",
     "make_task",
-    "with_data",
+    "replace_data",
 ]
 
 
@@ -74,7 +74,7 @@ def load_task(name: str) -> Task:
     return adapted(task)
 
 
-def with_data(task: Task, config: Config, name: str, say: Callable[[str], None]) -> Task:
+def replace_data(task: Task, config: Config, name: str, say: Callable[[str], None]) -> Task:
     """Copy a language model's task with other data, encoded by its own tokenizer.
 
     Args:

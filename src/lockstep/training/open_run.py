@@ -54,7 +54,7 @@ def _record_bad_at_start(built: Built) -> None:
     """Record which tensors are not finite when a new run starts. Collective then."""
     if built.state.not_finite_at_start is None:
         model = {f"model/{name}": each for name, each in built.model.state_dict().items() if isinstance(each, Tensor)}
-        built.state.not_finite_at_start = sorted(_gather_bad(model | built.own, built.world))  # collective
+        built.state.not_finite_at_start = sorted(_gather_bad(model | built.own_tensors, built.world))  # collective
 
 
 def exempt_names(state: RunState, names: Iterable[str]) -> set[str]:
@@ -112,7 +112,7 @@ def lock_folder(built: Built) -> None:
         ConfigError: as `RunFolder.claim` and `check_writable`.
     """
     if built.world.is_main:
-        parameters = [p for name, p in built.model.named_parameters() if f"model/{name}" not in built.base]
+        parameters = [p for name, p in built.model.named_parameters() if f"model/{name}" not in built.base_names]
         size = sum(p.numel() * p.element_size() for p in parameters)
         saves = built.config.checkpoint.mode != "none"
         built.folder.check_writable(saves * (3 + bool(built.config.optim.ema)) * size)  # with AdamW's two moments
@@ -155,7 +155,7 @@ def _make_sinks(built: Built) -> Sinks:
     metrics = retry_io(lambda: JsonLines(folder.metrics, built.start, evaluated=evaluated))
     earlier = retry_io(lambda: read(folder.metrics)) if built.start else []
     remote = remote_sinks(config, folder.path, built.start)
-    sinks = Sinks([metrics, Console(built.last, built.start, built.task.item_name, earlier), *remote])
+    sinks = Sinks([metrics, Console(built.last_step, built.start, built.task.item_name, earlier), *remote])
     sinks.start(_run_metadata(built))
     sinks.best(abbreviate_best(built.state.selection.best))
     return sinks
@@ -199,14 +199,14 @@ def load_state(built: Built) -> None:
 def _load_init_weights(built: Built, path: Path) -> None:
     source, verified = find_weights(path, built.world, _LOG.warning)  # collective
     has_adapters = on_all_ranks(built.world, lambda: checkpoint.read_run_state(source).lora is not None)  # collective
-    if has_adapters and not built.base:
+    if has_adapters and not built.base_names:
         raise CheckpointError(
             f"--init-from {path} has only adapters: give --lora.rank too, or the folder that `lockstep export --format "
             "hf --merge` makes of them"
         )
-    if has_adapters or not built.base:  # otherwise these are the base's weights, which are loaded already
+    if has_adapters or not built.base_names:  # otherwise these are the base's weights, which are loaded already
         state = built.engine.state_dict()
-        weights = {name: t for name, t in state.items() if name.startswith("model/") and name not in built.base}
+        weights = {name: t for name, t in state.items() if name.startswith("model/") and name not in built.base_names}
         checkpoint.load(source, weights, built.world, verified=verified)  # collective
         built.engine.load_state_dict(without_average(state))
     _LOG.info("a new run with the weights of %s", source)

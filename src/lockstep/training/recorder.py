@@ -41,7 +41,7 @@ from lockstep.records import TRAIN, EvaluationRecord, StepRecord, expanded, mean
 from lockstep.report.goodput import EVALUATION, SAVES, Timeline, waits
 from lockstep.run_state import RunningSums, RunState
 from lockstep.training.build import Built
-from lockstep.training.evaluation import evaluate_all, numbered
+from lockstep.training.evaluation import all_numbers, evaluate_all
 from lockstep.training.open_run import describe_ranks, exempt_names, find_bad_tensors
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import (
@@ -49,7 +49,7 @@ from lockstep.training.selection import (
     describe_best,
     explain_early_stop,
     out_of_patience,
-    update_best,
+    select_best,
     update_plateau,
 )
 from lockstep.training.session import hook_state
@@ -301,7 +301,7 @@ class RunRecorder:
     def _repair_counts(self) -> dict[str, float]:
         """Return the counts of repaired failures so far that are not 0, over all ranks. Collective."""
         counts = [
-            *self._exchange.totals(loading_failures(self._built.loading)),
+            *self._exchange.totals(loading_failures(self._built.loaders)),
             float(self._built.state.steps_left_out or 0),
         ]
         return {name: count for name, count in zip(_REPAIR_COUNTS, counts, strict=True) if count}
@@ -328,11 +328,11 @@ class RunRecorder:
                 progress=lambda *evaluated: self._sinks.progress(done, evaluated),
             )
         if built.world.is_main:
-            numbers = {f"evaluation/{name}": value for name, value in numbered(evaluation).items()}
+            numbers = {f"evaluation/{name}": value for name, value in all_numbers(evaluation).items()}
             self._sinks.log({"global_step": done, **numbers})
         self._meter.pause(time.perf_counter() - start, "evaluation")
         selection = built.state.selection
-        self.is_best = update_best(built.config, selection, evaluation)  # the same on every rank, as the record is
+        self.is_best = select_best(built.config, selection, evaluation)  # the same on every rank, as the record is
         update_plateau(built.config, selection, better=self.is_best)
         if built.world.is_main:
             self._sinks.best(abbreviate_best(selection.best))

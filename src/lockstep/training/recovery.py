@@ -32,9 +32,9 @@ from lockstep.errors import PeerError, RankLost
 from lockstep.guards.startup import program
 from lockstep.logging.log import open_log
 from lockstep.run_state import RunningSums, RunState
-from lockstep.training.build import Built, build, notify, stream_of
-from lockstep.training.build_engine import engine_of, optimizer_of
-from lockstep.training.evaluation import batches_of
+from lockstep.training.build import Built, build, build_batches, notify
+from lockstep.training.build_engine import build_engine, build_optimizer
+from lockstep.training.evaluation import build_evaluation_batches
 from lockstep.training.open_run import lock_folder, open_sinks
 from lockstep.training.session import Session
 from lockstep.training.sharing import shares_for
@@ -97,7 +97,7 @@ def build_joiner(session: Session, world: World, member: Member) -> Built:
     config = session.config
     config = dataclasses.replace(config, experiment_name=member.experiment() or config.experiment_name)
     alone = dataclasses.replace(config, engine="auto", shares="equal")
-    built = build(alone, session.caller_task, world, session.caller_objects, joins=True, least=session.min_steps)
+    built = build(alone, session.caller_task, world, session.caller_objects, joining=True, min_steps=session.min_steps)
     built.config = dataclasses.replace(built.config, engine=config.engine, shares=config.shares)
     return built
 
@@ -239,14 +239,14 @@ def _restore(session: Session, built: Built, generation: Generation, best: str, 
     _set_position(session, built, newest)
     shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)
     config = dataclasses.replace(built.config, shares=shares)
-    built.batches, built.balancer = stream_of(config, task, built.training, built.run_plan, world, built.state)
-    built.evaluation = batches_of(config, task, built.sets, world)  # collective
-    built.loading = [built.loading[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
+    built.batches, built.balancer = build_batches(config, task, built.training, built.run_plan, world, built.state)
+    built.evaluation = build_evaluation_batches(config, task, built.evaluation_sets, world)  # collective
+    built.loaders = [built.loaders[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
     if built.state.trained:  # a new process made its optimizer for another set, so all make a new one
         restore_initial_set(built.model, built.state)
-        built.groups.renewed(optimizer_of(config, task, built.model))
+        built.groups.replace_optimizer(build_optimizer(config, task, built.model))
     parts = (config, task, built.model, world, built.groups, built.batches)
-    built.engine = engine_of(*parts, notify(world), built.state)
+    built.engine = build_engine(*parts, notify(world), built.state)
     built.load_state_dict(state)  # most tensors have their values already
     restore_trained_set(built.model, built.state)
     optimizer = built.groups.optimizer
@@ -304,7 +304,7 @@ def _set_position(session: Session, built: Built, best: LeaveReport) -> None:
     due = step > 0 and (is_last or bool(config.eval_freq and step % config.eval_freq == 0))
     state.evaluation_due = due and bool(built.evaluation) and best.evaluated != step
     session.global_step, session.evaluated_step, session.current_step = step, best.evaluated, None
-    last = step if step == built.last else step - step % config.ckpt_freq if config.ckpt_freq else 0
+    last = step if step == built.last_step else step - step % config.ckpt_freq if config.ckpt_freq else 0
     checkpoints = checkpoint.list_steps(built.folder.path) if built.world.is_main else []
     session.save_due = bool(last) and max(built.world.gather(checkpoints)[0], default=0) < last  # collective
 

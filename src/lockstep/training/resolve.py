@@ -23,7 +23,18 @@ from lockstep.data.batches import START, Origin
 from lockstep.errors import ConfigError, DataError
 from lockstep.run_state import Extension, RunState
 from lockstep.task import Task
-from lockstep.training.defaults import ADAM, FEW, FLOOR, FLOORS, KINDS, LORA, SGD, batchnorms, is_open, warm_up
+from lockstep.training.defaults import (
+    ADAM_DEFAULTS,
+    LORA_DEFAULTS,
+    LR_FLOOR,
+    LR_FLOORS,
+    MIN_BATCHNORM_SAMPLES,
+    SGD_DEFAULTS,
+    TASK_DEFAULTS,
+    batchnorm_names,
+    default_warmup,
+    is_device_default,
+)
 from lockstep.training.resume import RunPlan, samples_in_epoch
 
 __all__ = [
@@ -97,7 +108,7 @@ class Facts:
 
     Attributes:
         start: facts that are known before the task is made.
-        kind: of the task's defaults, one of `defaults.KINDS`.
+        kind: of the task's defaults, one of `defaults.TASK_DEFAULTS`.
         per_micro_batch: the loss depends on the division into micro-batches, so by default a step has one.
         batchnorm: the model has BatchNorm layers.
         samples: of the training set.
@@ -120,7 +131,7 @@ class Facts:
             samples: of the training set.
             epoch: samples of an epoch, if the task's order has another number; 0: the same number.
         """
-        per_micro_batch, batchnorm = task.reduction == "micro-batch", bool(batchnorms(model))
+        per_micro_batch, batchnorm = task.reduction == "micro-batch", bool(batchnorm_names(model))
         return cls(start or StartFacts(), task.defaults, per_micro_batch, batchnorm, samples, epoch or samples)
 
 
@@ -151,7 +162,7 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
 
 def _device_defaults(config: Config, facts: StartFacts) -> tuple[dict[str, Any], list[str]]:
     """Choose precision and compile by the weakest device, or as in the checkpoint."""
-    names = [name for name in ("precision", "compile") if is_open(config, name)]
+    names = [name for name in ("precision", "compile") if is_device_default(config, name)]
     before, fast = facts.checkpoint, facts.fast
     defaults = {"precision": "bf16" if fast else "float32", "compile": fast}
     values = _select(defaults, names)
@@ -274,7 +285,7 @@ def _origin(config: Config, before: CheckpointFacts | None, extension: Extension
 def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
     """Resolve the values that depend on task, model and number of steps."""
     whole_step = config.batch_size if facts.per_micro_batch else 0
-    default = default_micro_batch_size(config.batch_size, FEW if facts.batchnorm else 1)
+    default = default_micro_batch_size(config.batch_size, MIN_BATCHNORM_SAMPLES if facts.batchnorm else 1)
     size = config.micro_batch_size or whole_step or default
     config = dataclasses.replace(config, micro_batch_size=size)
     epoch = samples_in_epoch(config, facts.epoch)
@@ -284,8 +295,8 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
         _refuse_empty_plan(run_plan)
     defaults: dict[str, Any] = {
         **_optimizer_defaults(config, facts.kind),
-        "optim.warmup_steps": warm_up(steps, shape),
-        "optim.floor": FLOORS.get(shape, FLOOR),
+        "optim.warmup_steps": default_warmup(steps, shape),
+        "optim.floor": LR_FLOORS.get(shape, LR_FLOOR),
         "eval_micro_batch_size": size,
         "eval_workers": config.data.workers,
     }
@@ -303,13 +314,16 @@ def _spans_in_steps(run_plan: RunPlan) -> dict[str, int]:
 
 def _optimizer_defaults(config: Config, kind: str) -> dict[str, float]:
     """Return the optimizer's defaults for a kind of task."""
-    if kind not in KINDS:
+    if kind not in TASK_DEFAULTS:
         raise ConfigError(
-            f"the task's defaults = {kind!r} is unknown: choose one of {', '.join(KINDS)}, or leave the attribute out"
+            f"the task's defaults = {kind!r} is unknown: choose one of {', '.join(TASK_DEFAULTS)}, or leave the "
+            "attribute out"
         )
     if config.optim.name == "sgd":
-        return SGD
-    return (LORA if config.lora.rank else KINDS[kind]) | (ADAM if config.optim.name == "adam" else {})
+        return SGD_DEFAULTS
+    return (LORA_DEFAULTS if config.lora.rank else TASK_DEFAULTS[kind]) | (
+        ADAM_DEFAULTS if config.optim.name == "adam" else {}
+    )
 
 
 def _refuse_empty_plan(run_plan: RunPlan) -> None:

@@ -180,7 +180,7 @@ class Run:
         if built is None or self._session.current_step is not None:
             raise UsageError(f"run.keep('{name}', ...) belongs between `with Run(...) as run` and the loop")
         built.keep(name, what)
-        own = built.own_of(name)
+        own = built.object_tensors(name)
         if built.source is None:
             self._session.copy_initial_tensors(own)
         else:

@@ -1,6 +1,6 @@
 """Select the best evaluation, and count evaluations for patience and the plateau schedule.
 
-    is_best = update_best(config, selection, record)        # after each evaluation
+    is_best = select_best(config, selection, record)        # after each evaluation
     update_plateau(config, selection, better=is_best)       # logs when the learning rate falls
     plateau_drops(selection)                                # how often it fell
 
@@ -20,7 +20,7 @@ from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 from lockstep.records import EvaluationRecord
 from lockstep.run_state import BestEvaluation, PatienceCount, PlateauCount, Selection
-from lockstep.training.evaluation import ANY
+from lockstep.training.evaluation import MORE_NAMES
 
 __all__ = [
     "abbreviate_best",
@@ -31,7 +31,7 @@ __all__ = [
     "explain_early_stop",
     "out_of_patience",
     "plateau_drops",
-    "update_best",
+    "select_best",
     "update_plateau",
 ]
 
@@ -100,13 +100,13 @@ def check_criteria(config: Config, metrics: Iterable[str] | None) -> None:
 def _check_metric(criterion: Criterion, metrics: Iterable[str], flag: str = "--best-metric") -> None:
     """Raise ConfigError if the evaluation has no metric of this name."""
     names = ["loss", *metrics]
-    if criterion.metric not in names and not any(name.split("/")[-1] == ANY for name in names):
+    if criterion.metric not in names and not any(name.split("/")[-1] == MORE_NAMES for name in names):
         close = difflib.get_close_matches(criterion.metric, names, n=1)
         hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(names)}"
         raise ConfigError(f"{flag}: the task's evaluation has no '{criterion.metric}'; {hint}")
 
 
-def update_best(config: Config, selection: Selection, record: EvaluationRecord) -> bool:
+def select_best(config: Config, selection: Selection, record: EvaluationRecord) -> bool:
     """Update the best evaluation and the patience count.
 
     A value that is not finite is never the best. A best by another metric is discarded. `--patience-metric` has a best

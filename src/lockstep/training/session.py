@@ -125,7 +125,7 @@ class Session:
 
     def restore_initial_tensors(self, built: Built) -> None:
         """Restore the initial values for a rollback without a checkpoint."""
-        own = built.own
+        own = built.own_tensors
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(self.initial_tensors[name])

@@ -16,7 +16,7 @@ from lockstep.engines.deepspeed.config import check_batches
 from lockstep.engines.exact import check_servable
 from lockstep.engines.registry import check_shares, check_sharing, name_of
 from lockstep.run_state import RunState
-from lockstep.training.defaults import idle
+from lockstep.training.defaults import describe_idle_ranks
 
 __all__ = [
     "balancer_of",
@@ -76,7 +76,7 @@ def check_division(config: Config, world: World, say: Callable[[str], None]) -> 
     if config.shares == AUTO:
         check_sharing(name, AUTO, config.engine_options)
     if config.micro_batches < world.size:
-        say(idle(config, world.size))
+        say(describe_idle_ranks(config, world.size))
     if config.exact:
         check_servable(config.micro_batches, world.size)
     check_batches(

@@ -29,7 +29,7 @@ from lockstep.loop import described, loss_of
 from lockstep.passes import unpacked
 from lockstep.run_state import RunState
 from lockstep.task import Task, averages, has_own, looks_at_whole_step, set_found, takes_gradients
-from lockstep.training.evaluation import check_mergeable, is_metric, taken
+from lockstep.training.evaluation import check_mergeable, is_metric, pop_state
 from lockstep.training.loss_check import (
     Measurement,
     Trial,
@@ -176,7 +176,7 @@ def _check_form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
                 f"the task's {form}; the name {name!r} is no str, or is taken: 'loss' and 'items' are the evaluation's"
             )
         if is_metric(pair):
-            names += check_mergeable(name, pair, taken(pair))
+            names += check_mergeable(name, pair, pop_state(pair))
             continue
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
             kind = f"({', '.join(map(described, pair))})" if isinstance(pair, tuple | list) else described(pair)
@@ -231,7 +231,7 @@ def _compute_numbers(trial: Trial, batch: MicroBatch, pairs: list[str]) -> list[
         metrics = task.metrics(model, batch.data)
     for value in metrics.values():
         if is_metric(value):
-            taken(value)  # reset it, or the next batch would add to it
+            pop_state(value)  # reset it, or the next batch would add to it
     return loss + [float(number) for name in pairs for number in metrics[name]]  # waits for the device
 
 

@@ -43,9 +43,9 @@ __all__ = [
     "base_tensor_names",
     "check_in_optimizer",
     "load_with_adapters",
-    "record_body_change",
     "restore_initial_set",
     "restore_trained_set",
+    "store_body_change",
     "store_trained_set",
     "trained_digest",
 ]
@@ -260,7 +260,7 @@ def restore_trained_set(model: nn.Module, state: RunState) -> None:
         set_trained(model, {*state.trained.now})
 
 
-def record_body_change(engine: Engine, state: RunState, folder: RunFolder, done: int, world: World) -> None:
+def store_body_change(engine: Engine, state: RunState, folder: RunFolder, done: int, world: World) -> None:
     """Record a change of the trained set after the checkpoint of `done` steps was begun."""
     trained = trained_set(engine)
     if trained is None or trained == state.trained:
@@ -271,7 +271,7 @@ def record_body_change(engine: Engine, state: RunState, folder: RunFolder, done:
 
 
 def apply_body_changes(folder: RunFolder, state: RunState, world: World) -> None:
-    """Apply the change that `record_body_change` recorded for the checkpoint's step. Collective."""
+    """Apply the change that `store_body_change` recorded for the checkpoint's step. Collective."""
     changes = world.gather(folder.read_trained() if world.is_main else {})[0]  # collective
     change = changes.get(str(state.global_step))
     if change:

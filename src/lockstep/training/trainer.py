@@ -35,19 +35,19 @@ from lockstep.training.build import Built, announce, build, notify
 from lockstep.training.components import (
     StepComponents,
     after_first_step,
-    end_of,
-    handed_on,
+    build_components,
+    finish_evaluation,
+    finish_run,
+    flush_steps,
+    iterate_steps,
     leave_early,
-    note_best,
-    note_change,
-    reader,
-    recorded,
+    make_number_reader,
+    prepare_recovery,
+    record_body_change,
+    record_step,
     save,
-    saved_and_evaluated,
-    settle,
-    taken,
-    tell_evaluated,
-    works,
+    save_and_evaluate,
+    update_best,
 )
 from lockstep.training.open_run import count_restarts, load_state, lock_folder, open_sinks
 from lockstep.training.profiler import check_range
@@ -130,14 +130,15 @@ def _write_report(session: Session, built: Built, error: BaseException | None) -
 def _describe_no_steps(built: Built) -> str:
     """Describe why a restarted run has no steps to train, and how to continue it."""
     path, total = built.folder.path, built.run_plan.step_plan.steps
-    if built.start < built.last:
+    if built.start < built.last_step:
         return (
             f"{path} stopped early at step {built.start} of {total}: the best was "
             f"{describe_best(built.state.selection.best)}; to continue, raise --patience"
         )
     if built.start < total:
         return (
-            f"{path} is at step {built.start} of {total}, where --stop-at {built.last} ends it; to continue, raise it"
+            f"{path} is at step {built.start} of {total}, where --stop-at {built.last_step} ends it; to continue, give "
+            "a larger one"
         )
     return (
         f"{path} is finished after {total} steps; to train on, give --extend-to with more steps, or another "
@@ -214,7 +215,7 @@ def _build_and_train(session: Session) -> Training:
         try:
             with explained(None, world), typed_errors():
                 built = build(
-                    session.config, session.caller_task, world, session.caller_objects, least=session.min_steps
+                    session.config, session.caller_task, world, session.caller_objects, min_steps=session.min_steps
                 )
         except CheckpointError as error:
             if session.status == "new":
@@ -231,9 +232,9 @@ def _build_and_train(session: Session) -> Training:
         if built.source is None and session.status == "running":
             session.restore_initial_tensors(built)
         elif built.source is None:
-            session.copy_initial_tensors(built.own)
-        note_best(session)
-        is_over = built.start >= built.last or out_of_patience(built.config, built.state.selection)
+            session.copy_initial_tensors(built.own_tensors)
+        update_best(session)
+        is_over = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
         if is_over and not built.state.evaluation_due:
             load_state(built)  # collective
             notify(world)(_describe_no_steps(built))
@@ -258,7 +259,7 @@ def _join(session: Session, member: Member) -> Training:
         built = build_joiner(session, session.world, member)
     session.built, session.model, session.config = built, built.model, built.config
     session.status, session.digest = "running", run_digest(built)
-    session.copy_initial_tensors(built.own)
+    session.copy_initial_tensors(built.own_tensors)
     yield None
     with suppress(Rollback, Rebuild), _close_at_end(session, built):
         yield from _train_to_end(session, built)
@@ -353,18 +354,19 @@ def _close_at_end(session: Session, built: Built) -> Iterator[None]:
 
 def _train_steps(session: Session, built: Built) -> Training:
     """Train; after each step record, check, evaluate, save and run the loop's body."""
-    first, world, ongoing = built.start, built.world, works(session, built)  # read now: a save moves `built.start`
+    first, world = built.start, built.world  # read now: a save moves `built.start`
+    ongoing = build_components(session, built)
     timeline, exchange, recorder = session.timeline, ongoing.exchange, ongoing.recorder
     watchdog = HangWatchdog(world, exchange, built.folder.path, failures.note, session.member)
     signals = Preemption(exchange)
-    handover, loading, auditing = handed_on(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
+    handover, loading, auditing = prepare_recovery(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
     profiler, garbage = ongoing.profiling, CollectorFreeze()
     explaining, typing = explained(built.engine, world), typed_errors()
     with garbage, signals, loading, auditing, handover, watchdog, recorder, profiler, explaining, typing:
         exchange.stop(session.pending_stop.request)  # from a signal that came while the ranks changed
         session.pending_stop.request = CONTINUE
         heartbeats = watchdog.connect()
-        session.reader = reader(exchange, world, heartbeats, outlives=bool(session.member))
+        session.reader = make_number_reader(exchange, world, heartbeats, survives_losses=bool(session.member))
         hooks, stop_request = built.task.hooks, CONTINUE
         context = HookContext(session, built) if hooks else None  # with the hooks' own part of the run's state
         if hooks and context:
@@ -374,16 +376,16 @@ def _train_steps(session: Session, built: Built) -> Training:
         timeline.enter(TRAINING)
         records = steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control)
         profiler.after(first)
-        for record in () if is_over else taken(ongoing, world, records):
+        for record in () if is_over else iterate_steps(ongoing, world, records):
             regroups = record.stop_agreed == REGROUP
             stop_request = CONTINUE if regroups else record.stop_agreed
-            is_last = record.step + 1 == ongoing.last or bool(stop_request)
-            step, session.regroup_tries = recorded(session, built, ongoing, record), 0
+            is_last = record.step + 1 == ongoing.last_step or bool(stop_request)
+            step, session.regroup_tries = record_step(session, built, ongoing, record), 0
             timeline.at(step.global_step)
             if record.step == first:
                 after_first_step(built, ongoing)  # collective
                 garbage.freeze()
-            saves = saved_and_evaluated(session, built, ongoing, step, is_last)
+            saves = save_and_evaluate(session, built, ongoing, step, is_last)
             if hooks and context:
                 hooks.after_step(context, step.global_step)
             if session.has_body:
@@ -394,12 +396,12 @@ def _train_steps(session: Session, built: Built) -> Training:
                 yield step
             except GeneratorExit:
                 timeline.enter(ENDING)
-                note_change(ongoing, built, step.global_step)
+                record_body_change(ongoing, built, step.global_step)
                 leave_early(session, ongoing, heartbeats, signals.ends_now)
                 raise
             exchange.progress.at(record.step, COMPUTING)
             timeline.enter(TRAINING)
-            note_change(ongoing, built, step.global_step)
+            record_body_change(ongoing, built, step.global_step)
             if saves:
                 save(ongoing, step.global_step)
             if spent := profiler.after(step.global_step):  # collective, if a trace ends
@@ -407,7 +409,7 @@ def _train_steps(session: Session, built: Built) -> Training:
             if is_last or _ends_early(session, built, ongoing, step, heartbeats):
                 break
             if regroups:
-                settle(ongoing)
+                flush_steps(ongoing)
                 recorder.saver.settle()  # collective
                 raise RankLost("a new process waits to join the run")
         _finish(session, built, ongoing, context, stop_request)
@@ -418,8 +420,8 @@ def _catch_up(session: Session, built: Built, recorder: RunRecorder, done: int) 
     if built.state.evaluation_due:
         built.state.evaluation_due = False
         session.evaluation = recorder.evaluate(done)
-        tell_evaluated(session, built, done)
-        note_best(session)
+        finish_evaluation(session, built, done)
+        update_best(session)
     if session.save_due:
         session.save_due = False
         recorder.save(done)
@@ -437,7 +439,7 @@ def _finish(
     if session.member:
         session.member.ends()
     recorder.finish()  # collective
-    session.status, session.exit_code = end_of(built, stop_request, recorder.saved_step, recorder.lost_ranks)
+    session.status, session.exit_code = finish_run(built, stop_request, recorder.saved_step, recorder.lost_ranks)
     recorder.close(session.exit_code)
 
 

@@ -35,9 +35,9 @@ from lockstep.logging.plots import curve, rates_picture
 from lockstep.loop import StepControl, loss_of, seeder, steps
 from lockstep.run_state import RunState
 from lockstep.task import items_of_a_sample
-from lockstep.training.build import Built, build, stream_of
-from lockstep.training.build_engine import kernels_of
-from lockstep.training.inference import joined
+from lockstep.training.build import Built, build, build_batches
+from lockstep.training.build_engine import choose_kernels
+from lockstep.training.inference import join_world
 from lockstep.training.open_run import load_state
 
 __all__ = [
@@ -124,13 +124,13 @@ def find_lr(config: Config, task: Any = None, world: World | None = None) -> Rat
         UsageError: the configuration cannot be run.
         LockstepError: the steps failed.
     """
-    with joined(config, world) as ranks:
+    with join_world(config, world) as ranks:
         return _search_rates(config, task, ranks)
 
 
 def print_rates(config: Config) -> None:
     """Print the rates and write a picture next to the run's folder: `lockstep train --find-lr`."""
-    with joined(config) as world:
+    with join_world(config) as world:
         search = find_lr(config, None, world)
         if world.is_main:
             print(search, flush=True)
@@ -152,7 +152,7 @@ def _search_rates(config: Config, task: Any, world: World) -> RateSearch:
         built = build(config, task, world, resume=False, steps=STEPS)
     if not built.lr:
         raise ConfigError("--lr is 0, so there is no rate to raise: give a number above 0, or leave it out")
-    first = {name: tensor.detach().clone() for name, tensor in built.own.items()}
+    first = {name: tensor.detach().clone() for name, tensor in built.own_tensors.items()}
     load_state(built)  # --init-from
     try:
         with explained(built.engine, world):
@@ -175,7 +175,7 @@ def _train_losses(built: Built) -> list[float]:
     constant = (lambda step: per_sample * step_plan.samples(step)) if per_sample else None
     exchange = StepExchange(world, step_loader.items, constant, step_plan.steps)
     seed = seeder(built.config.seed, "micro", world.device)
-    kernels, clock = kernels_of(built.config.compile, step_plan), make_clock(world.device)
+    kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(world.device)
     control = StepControl(lambda step: rate_at(step) / built.lr, seed, clock, kernels=kernels)
     losses: list[float] = []
     with closing(step_loader), closing(exchange), waiting("trying rates", shown=world.is_main) as progress:
@@ -206,7 +206,7 @@ def _diverges(losses: list[float]) -> bool:
 
 def _restore_own_tensors(built: Built, first: dict[str, torch.Tensor]) -> None:
     """Restore the task's own tensors."""
-    own = built.own
+    own = built.own_tensors
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(first[name])
@@ -314,13 +314,13 @@ def find_micro_batch(
         UsageError: the configuration cannot be run; there is no CUDA device; or the engine's forward needs all ranks.
         LockstepError: the model failed.
     """
-    with joined(config, world) as ranks:
+    with join_world(config, world) as ranks:
         return _search_sizes(config, task, ranks, measure, total)
 
 
 def print_sizes(config: Config) -> None:
     """Print the sizes on rank 0: `lockstep train --find-micro-batch`."""
-    with joined(config) as world:
+    with join_world(config) as world:
         search = find_micro_batch(config, None, world)
         if world.is_main:
             print(search, flush=True)
@@ -337,7 +337,7 @@ def _search_sizes(config: Config, task: Any, world: World, measure: MeasureCost 
     config = dataclasses.replace(config, shares="equal")
     with explained(None, world):
         built = build(config, task, world, resume=False)
-    first = [(tensor, tensor.detach().clone()) for tensor in built.own.values()]
+    first = [(tensor, tensor.detach().clone()) for tensor in built.own_tensors.values()]
     with explained(built.engine, world):
         built.engine.state_dict()  # collective; allocates the optimizer's states, as in training
         try:
@@ -410,7 +410,7 @@ def _measure_on_rank(built: Built, size: int, measure: MeasureCost) -> tuple[tup
 def _first_batch(built: Built, size: int) -> MicroBatch:
     config = dataclasses.replace(built.config, micro_batch_size=size)
     run_plan = dataclasses.replace(built.run_plan, config=config)
-    stream, _ = stream_of(config, built.task, built.training, run_plan, built.world, RunState())
+    stream, _ = build_batches(config, built.task, built.training, run_plan, built.world, RunState())
     with closing(stream.from_step(0)) as step_loader:
         _, micro = next(iter(step_loader))
         first: MicroBatch = micro[0]

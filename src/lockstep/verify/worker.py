@@ -30,7 +30,7 @@ from lockstep.loop import StepControl, seeder, steps
 from lockstep.records import StepRecord
 from lockstep.task import Task, adapted, items_of_a_sample
 from lockstep.training.build import Built, build
-from lockstep.training.build_engine import kernels_of
+from lockstep.training.build_engine import choose_kernels
 from lockstep.training.evaluation import evaluate_all
 from lockstep.training.named_task import make_task
 from lockstep.training.sharing import shares_for
@@ -161,9 +161,9 @@ def _training(built: Built, engine: Engine, step_loader: StepLoader, watched: An
     exchange = StepExchange(
         built.world, step_loader.items, (lambda step: each * step_plan.samples(step)) if each else None
     )
-    kernels, clock = kernels_of(built.config.compile, step_plan), make_clock(built.world.device)
+    kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(built.world.device)
     control = StepControl(
-        built.rate,
+        built.lr_factor,
         seed,
         clock,
         momentum=built.momentum,

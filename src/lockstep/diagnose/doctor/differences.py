@@ -19,7 +19,7 @@ from lockstep.config.secrets import mask
 from lockstep.diagnose.doctor.board import address_of, interfaces
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, advice_on, chosen, fail, ok, warn
 from lockstep.distributed.launcher import unlaunched
-from lockstep.training.guards import device_of, differing
+from lockstep.training.guards import describe_unequal_devices, name_and_memory
 from lockstep.training.run_dir import split_environment
 
 __all__ = [
@@ -174,7 +174,7 @@ def versions(place: CheckContext) -> CheckResult:
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     device = torch.device("cuda", min(place.local_rank, place.devices - 1)) if place.devices else torch.device("cpu")
     device = torch.device("cpu") if place.config.device == "cpu" else device
-    name, size = device_of(device)
+    name, size = name_and_memory(device)
     facts = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -235,7 +235,7 @@ def judge_versions(facts: list[Any], place: CheckContext) -> list[Finding]:
 
 def _device_findings(facts: list[Any], place: CheckContext) -> list[Finding]:
     devices = [[each["name"], each["memory"]] for each in facts if each is not None]
-    difference = differing(devices) if len(devices) == len(facts) else ""
+    difference = describe_unequal_devices(devices) if len(devices) == len(facts) else ""
     if not difference:
         return []
     return [

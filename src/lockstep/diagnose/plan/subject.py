@@ -28,7 +28,7 @@ from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
 from lockstep.task import Task, adapted
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, cache_of, loss_inside, trained_size
-from lockstep.training.evaluation import named_sets
+from lockstep.training.evaluation import sets_by_name
 from lockstep.training.named_task import make_task
 
 __all__ = ["Subject", "asked", "layers_of", "subject_of"]
@@ -74,7 +74,7 @@ def subject_of(config: Config, own_task: Any, say: Say) -> Subject:
         )
     dataset = asked("dataset", lambda: task.dataset("train"))
     check_dataset(dataset, "train")
-    asked("dataset", lambda: named_sets(task.dataset("evaluation")))
+    asked("dataset", lambda: sets_by_name(task.dataset("evaluation")))
     samples = asked("dataset", lambda: len(dataset))
     if not samples:
         raise DataError("the training set is empty: the task's dataset('train') has no samples")
