@@ -125,7 +125,7 @@ def r14(bench):
     taken.close()
     mounts = {
         "read-only": (("-t", "tmpfs", "-o", "ro", "tmpfs"), "--save-dir: cannot write to"),
-        "space": (("-t", "tmpfs", "-o", "size=2m", "tmpfs"), "MB free and a checkpoint of this run takes"),
+        "space": (("-t", "tmpfs", "-o", "size=2m", "tmpfs"), "MB free, and a checkpoint of this run needs"),
     }
     for name, (options, words) in mounts.items():
         out = bench.out()
@@ -273,7 +273,7 @@ def r27(bench):
     for resumes in (False, True):
         out, elsewhere = Path(bench.out().name), bench.out()
         elsewhere.mkdir()
-        fault = {"rank": 1, "at": "lockstep.training.build:_agreed", "do": "chdir", "path": str(elsewhere)}
+        fault = {"rank": 1, "at": "lockstep.training.build:_shared_config", "do": "chdir", "path": str(elsewhere)}
         with contextlib.chdir(bench.data):
             if resumes:
                 bench.keep(launch(bench.data, out, "--stop-at", "5"))

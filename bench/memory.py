@@ -35,7 +35,7 @@ from lockstep.engines.memory import footprint
 from lockstep.engines.registry import engine
 from lockstep.files import bytes_text
 from lockstep.optim.optimizers import adamw
-from lockstep.training.evaluation import evaluate, one_step
+from lockstep.training.evaluation import evaluate, one_step_plan
 
 CASES = {
     "ddp": ("ddp", {}),
@@ -91,7 +91,7 @@ def evaluation(world, count=150, micro=16):
     """MiB by which this process grew over the micro-batches of an evaluation, and the MiB of one's logits."""
     task, data, seen = Wide(), torch.ones(count * micro, 8), []
     made = engine("single", task.model(), lambda held: adamw(held, lr=1e-3), world)
-    batches = Batches(task, data, Sequential(len(data)), one_step(len(data), micro), world)
+    batches = Batches(task, data, Sequential(len(data)), one_step_plan(len(data), micro), world)
     evaluate(made, task, batches, world, step=0, seed=0, progress=lambda done, of: seen.append(resident()))
     return seen[-1] - seen[9], micro * 40_000 * 4 / 2**20
 

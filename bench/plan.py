@@ -37,7 +37,7 @@ from lockstep.engines.registry import engine
 from lockstep.files import bytes_text
 from lockstep.loop import loss_of
 from lockstep.run_state import RunState
-from lockstep.training.build_engine import model_of, optimizer_of
+from lockstep.training.build_engine import build_model, build_optimizer
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -189,11 +189,11 @@ def measured(world, wanted):
         gc.collect()
         with Settled() as held:
             task = subject.at(0)
-            trained = model_of(config, task, world, RunState(), lambda line: None)
+            trained = build_model(config, task, world, RunState(), lambda line: None)
             made = engine(
                 config.engine,
                 trained,
-                lambda each, config=config, task=task: optimizer_of(config, task, each),
+                lambda each, config=config, task=task: build_optimizer(config, task, each),
                 world,
                 clip=config.optim.clip,
                 exact_micro_batches=config.micro_batches if config.exact else 0,

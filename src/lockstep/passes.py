@@ -92,7 +92,7 @@ class StepControl:
         momentum: step -> momentum of every parameter group; None: unchanged.
         audit: observes each micro-batch's loss and backward.
         kernels: (step, micro-batch) -> the context of its forward, compiled or eager; see
-            `training.build_engine.kernels_of`.
+            `training.build_engine.choose_kernels`.
         before_update: called before the engine's update changes anything.
         world: the ranks.
         micro_batches: M, per step over all ranks; for a loss over the whole step.

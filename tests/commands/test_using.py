@@ -9,6 +9,7 @@ from pathlib import Path
 import hub_files
 import pytest
 import warm
+from refusals import refuses
 from shell import environment
 from small_runs import config
 from toys import Ragged
@@ -110,7 +111,7 @@ def test_the_numbers_are_those_that_the_run_recorded_to_the_last_bit(place, caps
 
 
 def test_a_run_from_python_needs_its_task_named(place, capsys):
-    with pytest.raises(ConfigError, match="was trained from Python: name its task with --task FILE.py:Ragged"):
+    with refuses(ConfigError, place / "python", "--task FILE.py:Ragged"):
         dispatch(["evaluate", str(place / "python")])
     found = evaluated(capsys, place / "python", "--task", f"{place / 'mine.py'}:Mine")
     assert (found["loss"], found["metrics"]) == recorded(place / "python")[3]
@@ -126,12 +127,12 @@ def test_other_data_is_read_in_the_runs_own_tokens(place, capsys):
 @pytest.mark.parametrize(
     ("argv", "kind", "line"),
     [
-        (["nowhere"], CheckpointError, "nowhere is no run's folder"),
+        (["nowhere"], CheckpointError, "nowhere"),
         (["mine", "--step", "7"], CheckpointError, "has no checkpoint of step 7; it has 3, 6, 9, 12"),
         (["mine", "--task", "mine.py:Wider"], CheckpointError, "the task Wider does not fit the checkpoint: "),
         (["mine", "--task", "mine.py:Blind"], DataError, "the task has no evaluation set"),
         (["mine", "--task", "nothing.py:Mine"], ConfigError, "no such file"),
-        (["mine", "--data", "code.txt"], ConfigError, "the task Mine brings its data itself; leave --data out"),
+        (["mine", "--data", "code.txt"], ConfigError, "--data code.txt: the task Mine "),
         (["gpt", "--data", "nothing.txt"], DataError, "nothing.txt"),
         (["gpt", "--step", "6", "--best"], ConfigError, "not allowed with"),
     ],
@@ -202,7 +203,7 @@ def test_prompts_of_one_length_go_through_the_model_together(place, capsys, monk
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["mine", "--prompt", "x"], "mine trained Mine, which is no language model that lockstep knows"),
+        (["mine", "--prompt", "x"], "mine trained Mine"),
         (["gpt", "--prompt", "x", "--max-tokens", "0"], "--max-tokens is 0: it must be at least 1"),
         (["gpt", "--prompt", "x", "--temperature", "-1"], "--temperature is -1.0: it must be at least 0"),
         (["gpt", "--prompt", "x", "--temperature", "nan"], "--temperature is nan"),

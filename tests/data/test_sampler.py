@@ -26,7 +26,7 @@ from lockstep.config.sections import Data
 from lockstep.data.loader import generator_states
 from lockstep.data.sampler import order_from
 from lockstep.errors import ConfigError, DataError, UsageError
-from lockstep.training.defaults import described_step
+from lockstep.training.defaults import describe_step
 from lockstep.training.resume import RunPlan
 
 SAMPLES, DRAWN = 40, 56
@@ -219,7 +219,7 @@ def test_an_own_order_may_have_epochs_of_a_length_of_its_own():
 )
 def test_the_line_at_the_start_says_what_an_epoch_is(epoch, words):
     plan = RunPlan(epoch, lockstep.Config(batch_size=8, micro_batch_size=2), (0, 0), 1, SAMPLES)
-    assert described_step(plan, 1) == f"a step of 8 = 4 forwards of 2{words}"
+    assert describe_step(plan, 1) == f"a step of 8 = 4 forwards of 2{words}"
 
 
 class Noisy:

@@ -20,8 +20,8 @@ from lockstep.guards.audit import (
     BY_OTHERS,
     EVERYBODY,
     ONE_OF_TWO,
-    Again,
     Recomputation,
+    Recomputer,
     audited,
     judged,
     named,
@@ -151,7 +151,7 @@ class _Task(Ragged):
 
 def test_what_is_computed_again_begins_alike_and_leaves_nothing():
     model = _Leaving()
-    again = Again(model, _Task(), lambda held, batch: held(batch.data).sum(), _seed, torch.device("cpu"))
+    again = Recomputer(model, _Task(), lambda held, batch: held(batch.data).sum(), _seed, torch.device("cpu"))
     again.begin()
     first, second = (MicroBatch(torch.randn(4, 3), index, 4, 1.0) for index in (0, 1))
     for batch in (first, second):

@@ -20,7 +20,7 @@ from lockstep.config import cli
 from lockstep.config.secrets import printable
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.logging.log import close_log, open_log
-from lockstep.training.named_task import named_task
+from lockstep.training.named_task import make_task
 
 
 class Payload:
@@ -56,7 +56,7 @@ def test_a_task_in_a_config_is_a_class_in_a_file_and_no_function_of_a_module(tmp
     path = tmp_path / "run.toml"
     path.write_text('task = "os:system"')
     with pytest.raises(ConfigError, match="--task 'os:system': no such file"):
-        named_task(cli.parse(["--config", str(path)]), print)
+        make_task(cli.parse(["--config", str(path)]), print)
 
 
 @pytest.mark.parametrize(

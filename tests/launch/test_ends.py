@@ -7,8 +7,8 @@ import pytest
 from lockstep.errors import LockstepError, error_line, user_traceback
 from lockstep.files import retry_io
 from lockstep.guards.preemption import Preemption
-from lockstep.training.recorder import losses_text
-from lockstep.training.session import Wishes
+from lockstep.training.recorder import describe_lost_ranks
+from lockstep.training.session import PendingStop
 
 
 class _Mute(Exception):
@@ -63,13 +63,13 @@ def test_a_traceback_begins_with_the_users_first_frame_behind_lockstep() -> None
     ],
 )
 def test_the_last_line_names_the_ranks_that_were_lost(losses: list[str], size: int, begins: str) -> None:
-    found = losses_text(losses, size, began_on=2)
+    found = describe_lost_ranks(losses, size, began_on=2)
     assert found.startswith(begins)
     assert bool(found) == bool(losses)
 
 
 def test_a_keyboard_interrupt_without_a_signal_is_an_error_of_the_code() -> None:
-    with pytest.raises(LockstepError) as caught, Preemption(Wishes()):
+    with pytest.raises(LockstepError) as caught, Preemption(PendingStop()):
         raise KeyboardInterrupt
     assert "test_ends.py:" in str(caught.value)
 
@@ -79,5 +79,5 @@ def test_a_second_ctrl_c_stays_a_keyboard_interrupt() -> None:
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt), Preemption(Wishes()), Preemption(Wishes()):
+    with pytest.raises(KeyboardInterrupt), Preemption(PendingStop()), Preemption(PendingStop()):
         interrupt_twice()

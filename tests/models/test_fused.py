@@ -206,9 +206,9 @@ def test_a_resume_holds_it_and_inference_does_without(tmp_path):
     with pytest.raises(ResumeError, match=r"--fused-kernels all \(now backward\)"):
         trained(None, tmp_path, "r", {"fused_kernels": "backward", "max_steps": 6})
     from lockstep.training.inference import InferenceRequest as Wanted
-    from lockstep.training.inference import config_of
+    from lockstep.training.inference import read_config
 
-    assert config_of(tmp_path / "r", Wanted(str(tmp_path / "r"))).fused_kernels == "none"
+    assert read_config(tmp_path / "r", Wanted(str(tmp_path / "r"))).fused_kernels == "none"
 
 
 @pytest.mark.parametrize(
@@ -227,10 +227,11 @@ def test_a_device_without_triton_is_refused(monkeypatch, kind):
     monkeypatch.setattr(run_model, "find_spec", lambda name: None)
     asked, model = lockstep.Config(fused_kernels="all"), build("plain")
     with pytest.raises(ConfigError, match=f"--fused-kernels all: {kind}"):
-        run_model._fuse(asked, model, torch.device(kind), planned=False)
-    run_model._fuse(dataclasses.replace(asked, fused_kernels="none"), model, torch.device(kind), planned=False)
+        run_model._fuse_layers(asked, model, torch.device(kind), sizes_only=False)
+    unfused = dataclasses.replace(asked, fused_kernels="none")
+    run_model._fuse_layers(unfused, model, torch.device(kind), sizes_only=False)
     assert type(model.blocks[0].expand) is torch.nn.Linear
-    run_model._fuse(asked, model, torch.device(kind), planned=True)
+    run_model._fuse_layers(asked, model, torch.device(kind), sizes_only=True)
     assert type(model.blocks[0].expand) is fused.GeluLinear
 
 

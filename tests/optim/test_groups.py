@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run
+from refusals import refuses
 from small_runs import config, mark
 from torch import nn
 from toys import Ragged, taken
@@ -167,9 +168,9 @@ def test_a_task_with_its_own_optimizer_has_its_own_groups(tmp_path):
         def optimizer(self, model, config):
             return torch.optim.SGD(model.parameters(), lr=0.1)
 
-    for optim, said in ((RULED, "--optim.groups makes groups"), ({"layer_decay": 0.5}, "--optim.layer-decay makes gr")):
+    for optim, flag in ((RULED, "--optim.groups"), ({"layer_decay": 0.5}, "--optim.layer-decay")):
         config = Config(save_dir=str(tmp_path), max_steps=1, optim=optim | {"groups": optim.get("groups", "")})
-        with pytest.raises(ConfigError, match=f"{said}.*the task has its own: leave one out"):
+        with refuses(ConfigError, flag):
             lockstep.train(config, Own())
     assert not list(tmp_path.iterdir())
 

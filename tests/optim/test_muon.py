@@ -17,8 +17,8 @@ from lockstep.errors import ConfigError
 from lockstep.optim.groups import Rules, parse
 from lockstep.optim.muon import MuonAdamW
 from lockstep.optim.optimizers import make_optimizer, muon, rules_of
-from lockstep.training.build import groups_of
-from lockstep.training.defaults import described_optimizer
+from lockstep.training.build import group_rows
+from lockstep.training.defaults import describe_optimizer
 from lockstep.training.resolve import Facts, resolve
 
 
@@ -62,7 +62,7 @@ def test_matrices_within_layers_are_muons_and_all_else_is_adamws():
     found = table(made_for(model, layer_decay=0.5, lr=1.0, muon_lr=2.0), model)
     assert [found[f"layers.{k}.weight"][1] for k in range(3)] == [1 / 4, 1 / 2, 1.0]
     assert found["tokens.weight"][1] == 1 / 16
-    assert [row[0] for row in groups_of(model, made_for(model))] == ["0", "1", "2 muon"]
+    assert [row[0] for row in group_rows(model, made_for(model))] == ["0", "1", "2 muon"]
 
 
 def test_without_repeated_layers_the_last_matrix_is_the_head():
@@ -163,7 +163,7 @@ def test_the_configurations_muon():
     wanted = {"muon": True, "lr": 0.02, "momentum": 0.9, "ns_steps": 3, "adjust_lr_fn": "original", "nesterov": True}
     assert wanted.items() <= made.param_groups[-1].items()
     assert {"muon": False, "lr": 1e-3, "betas": (0.8, 0.999)}.items() <= made.param_groups[0].items()
-    assert described_optimizer(run_plan).endswith("betas 0.8 and 0.999; matrices: lr 0.02, momentum 0.9")
+    assert describe_optimizer(run_plan).endswith("betas 0.8 and 0.999; matrices: lr 0.02, momentum 0.9")
     plain = resolve(Config(lr=0.5, optim=Optim(name="muon")), Facts.of(Ragged(), Deep(), 100)).config
     assert {group["lr"] for group in make_optimizer(Deep(), plain).param_groups} == {0.5}
     with refuses(ConfigError, "optim.muon_lr", "optim.name adamw", "muon"):

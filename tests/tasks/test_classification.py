@@ -9,6 +9,7 @@ import pytest
 import torch
 from pictures_here import write_texts
 from ranks import run
+from refusals import refuses
 from torch.nn import functional as F
 
 import lockstep
@@ -18,7 +19,7 @@ from lockstep.config.schema import Config
 from lockstep.errors import ConfigError, DataError, ResumeError
 from lockstep.logging.jsonl import read
 from lockstep.tasks.classification import make
-from lockstep.training.inference import InferenceRequest, opened
+from lockstep.training.inference import InferenceRequest, load_run
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -176,7 +177,7 @@ def test_a_model_that_is_drawn_anew_and_a_resume_with_other_texts(place, tmp_pat
     assert make(config(place, tmp_path, **settings), print).defaults == "general"
     lockstep.train(config(place, tmp_path, stop_at=2, **settings))
     write_texts(tmp_path / "texts.jsonl", 34)
-    with pytest.raises(ResumeError, match="training data of other content"):
+    with refuses(ResumeError, "training data", "--experiment-name"):
         lockstep.train(config(place, tmp_path, **settings))
 
 
@@ -188,7 +189,7 @@ def test_adapters_with_a_new_head(place, tmp_path):
     runs = [("fsdp", {"engine": "fsdp", **named}), ("zero", {"engine": "zero", **named})]
     ((fsdp, zero), _) = run(trained, 2, place, tmp_path, tmp_path / "cache", runs, timeout=250.0)
     assert fsdp == zero
-    with opened(InferenceRequest(str(tmp_path / "fsdp"))) as used:
+    with load_run(InferenceRequest(str(tmp_path / "fsdp"))) as used:
         task, model = used.task, used.model.eval()
         inputs, _ = task.collate(task.dataset("evaluation").__getitems__([0, 1, 2]))
         wanted = model(**inputs).logits.detach()

@@ -123,7 +123,7 @@ def test_a_rank_that_abandons_alone_has_failed(tmp_path):
 
 
 def abandoning_or_leaving(world, folder):
-    components._PATIENCE = 1.0
+    components._LEAVE_TIMEOUT = 1.0
     with lockstep.Run(config(folder), task(), world) as run:
         for step in run:
             if step.global_step == 5:

@@ -13,7 +13,7 @@ from small_runs import config
 import lockstep
 from lockstep import checkpoint
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.guards.audit import Again
+from lockstep.guards.audit import Recomputer
 from lockstep.logging.jsonl import read
 
 
@@ -25,15 +25,15 @@ def settings(folder, name, share, **changes):
 def one(world, folder, task, name, share, **changes):
     """What a case came to: the fingerprint of what it trained, or its error; what the log warns of; and how many
     micro-batches this rank computed again."""
-    again, times = Again.bits, []
+    again, times = Recomputer.bits, []
     try:
-        Again.bits = lambda self, *given: times.append(0) or again(self, *given)
+        Recomputer.bits = lambda self, *given: times.append(0) or again(self, *given)
         result = lockstep.train(settings(folder, name, share, **changes), getattr(tasks, task)(), world)
         found = checkpoint.fingerprint(checkpoint.newest(result.folder, say=print))
     except LockstepError as error:
         found = str(error)
     finally:
-        Again.bits = again
+        Recomputer.bits = again
     logs = (folder / name / "logs").glob("*") if world.is_main else ()
     lines = [line for log in logs for line in log.read_text().splitlines() if "guards.audit: " in line]
     return found, lines, len(times)

@@ -3,30 +3,32 @@
 import pytest
 import torch
 
-from lockstep.training.guards import device_of, differing, most_slots
+from lockstep.training.guards import describe_unequal_devices, max_slots, name_and_memory
 
 GIB = 1024**3
 H100, A100 = ["NVIDIA H100", 80 * GIB], ["NVIDIA A100", 40 * GIB]
 
 
 def test_equal_devices_are_not_told():
-    assert differing([H100] * 4) == ""
-    assert differing([["cpu", 64 * GIB], ["cpu", 63 * GIB]]) == ""  # a few percent are the firmware's
-    assert differing([H100] * 2, [1.0, 0.97]) == ""
+    assert describe_unequal_devices([H100] * 4) == ""
+    assert describe_unequal_devices([["cpu", 64 * GIB], ["cpu", 63 * GIB]]) == ""  # a few percent are the firmware's
+    assert describe_unequal_devices([H100] * 2, [1.0, 0.97]) == ""
 
 
 def test_unequal_ones_are_told_by_name_memory_and_speed():
-    assert differing([H100, H100, A100, H100]) == (
+    assert describe_unequal_devices([H100, H100, A100, H100]) == (
         "unequal devices: ranks 0-1, 3: NVIDIA H100, 80 GiB; rank 2: NVIDIA A100, 40 GiB"
     )
-    assert differing([["cpu", 64 * GIB], ["cpu", 32 * GIB]]).endswith("rank 0: cpu, 64 GiB; rank 1: cpu, 32 GiB")
-    assert differing([H100, H100], [1.0, 0.52]) == (
+    assert describe_unequal_devices([["cpu", 64 * GIB], ["cpu", 32 * GIB]]).endswith(
+        "rank 0: cpu, 64 GiB; rank 1: cpu, 32 GiB"
+    )
+    assert describe_unequal_devices([H100, H100], [1.0, 0.52]) == (
         "unequal devices: rank 0: NVIDIA H100, 80 GiB, speed 1; rank 1: NVIDIA H100, 80 GiB, speed 0.52"
     )
 
 
 def test_this_machine_has_a_name_and_memory():
-    name, size = device_of(torch.device("cpu"))
+    name, size = name_and_memory(torch.device("cpu"))
     assert name
     assert size > GIB / 4
 
@@ -45,4 +47,4 @@ def test_this_machine_has_a_name_and_memory():
     ],
 )
 def test_sums_that_wait_bound_a_share(now, free, wanted):
-    assert most_slots(64, now, 100, free) == wanted
+    assert max_slots(64, now, 100, free) == wanted

@@ -19,8 +19,8 @@ from lockstep.config.schema import Config
 from lockstep.data.sampler import Begun, Sequential, Shuffled
 from lockstep.errors import ConfigError, DataError, ResumeError
 from lockstep.logging.jsonl import read
-from lockstep.training.evaluation import named_sets
-from lockstep.training.resume import in_epoch
+from lockstep.training.evaluation import sets_by_name
+from lockstep.training.resume import samples_in_epoch
 from lockstep.verify.wrappers import PreparedTask
 
 
@@ -158,7 +158,7 @@ def test_the_first_samples_of_each_epoch_as_one_stream(size, data, seed):
     ("limit", "samples"), [(0, 40), (2, 16), (5, 40), (99, 40), ("50%", 16), ("1%", 8), ("100%", 40), ("30%", 16)]
 )
 def test_the_samples_of_an_epoch(limit, samples):
-    assert in_epoch(Config(batch_size=8, limit_train_batches=limit), 40) == samples
+    assert samples_in_epoch(Config(batch_size=8, limit_train_batches=limit), 40) == samples
 
 
 class Drawn(Ragged):
@@ -221,20 +221,20 @@ def test_what_cannot_be_is_refused_at_once():
 
 
 def test_a_mapping_of_numbers_is_a_dataset_and_one_of_texts_is_several():
-    assert list(named_sets({0: 1.0, 1: 2.0})) == [""]
-    assert list(named_sets({"b": [1], "a": [1, 2]})) == ["b", "a"]
-    assert named_sets(None) == named_sets([]) == named_sets({}) == {}
+    assert list(sets_by_name({0: 1.0, 1: 2.0})) == [""]
+    assert list(sets_by_name({"b": [1], "a": [1, 2]})) == ["b", "a"]
+    assert sets_by_name(None) == sets_by_name([]) == sets_by_name({}) == {}
     with pytest.raises(DataError, match=r"dataset\('evaluation'\)\['far'\] is empty: leave it out"):
-        named_sets({"near": [1], "far": []})
+        sets_by_name({"near": [1], "far": []})
     with pytest.raises(DataError, match="has a set named 'a/b': use letters"):
-        named_sets({"a/b": [1]})
+        sets_by_name({"a/b": [1]})
     with pytest.raises(DataError, match=r"dataset\('evaluation'\)\['near'\] returned int, which has no __len__"):
-        named_sets({"near": 3})
+        sets_by_name({"near": 3})
     loader = torch.utils.data.DataLoader([1, 2])
     with pytest.raises(DataError, match=r"dataset\('evaluation'\)\['far'\] returned a DataLoader; return its dataset"):
-        named_sets({"near": [1], "far": loader})
+        sets_by_name({"near": [1], "far": loader})
     with pytest.raises(DataError, match=r"dataset\('evaluation'\) returned a DataLoader; return its dataset"):
-        named_sets(loader)
+        sets_by_name(loader)
 
 
 def test_the_judge_names_the_sets_metrics(tmp_path):

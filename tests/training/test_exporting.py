@@ -5,6 +5,7 @@ import warnings
 import hub_files
 import pytest
 import torch
+from refusals import refuses
 from small_runs import config
 from toys import Ragged
 
@@ -14,7 +15,7 @@ from lockstep.config import cli
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.models.hf import HubTokenizer
-from lockstep.training.inference import InferenceRequest, opened
+from lockstep.training.inference import InferenceRequest, load_run
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -46,7 +47,7 @@ def test_the_built_in_gpt_with_its_tokenizer(tmp_path, text, capsys, task):
     assert dispatch(["export", str(tmp_path / "gpt"), str(tmp_path / "hf"), "--format", "hf", "--best"]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    with opened(InferenceRequest(str(tmp_path / "gpt"), "best")) as used:
+    with load_run(InferenceRequest(str(tmp_path / "gpt"), "best")) as used:
         corpus, ids = used.task.corpus, torch.randint(299, (2, 31))
         assert torch.equal(logits(theirs, ids), logits(used.model.eval(), ids)), "bit for bit"
     written = "def function_7(x):\n    return x  # köln 🙂 can 't"
@@ -78,7 +79,7 @@ def test_adapters_open_in_peft_and_merged_in_transformers(tmp_path, text, capsys
     argv = ["--model-name", str(base), "--model.pretrained", "--lora.rank", "2", "--lr", "0.05", "--max-steps", "3"]
     train(tmp_path, text, "--experiment-name", "tuned", *argv)
     run, ids = tmp_path / "tuned", torch.randint(300, (2, 20))
-    with opened(InferenceRequest(str(run))) as used:
+    with load_run(InferenceRequest(str(run))) as used:
         wanted = logits(used.model.eval(), ids)
     plain = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
     assert not torch.equal(wanted, logits(plain, ids))
@@ -97,7 +98,7 @@ def test_adapters_open_in_peft_and_merged_in_transformers(tmp_path, text, capsys
         transformers.AutoTokenizer.from_pretrained(others)("three rivers")["input_ids"]
         == mine.encode_all(["three rivers"])[0]
     )
-    with pytest.raises(ConfigError, match="holds adapters alone; use --format peft, or --merge"):
+    with refuses(ConfigError, "--format hf", "--format peft", "--merge"):
         dispatch(["export", str(run), str(tmp_path / "no"), "--format", "hf"])
     capsys.readouterr()
     assert dispatch(["evaluate", str(run), "--json"]) == 0
@@ -108,10 +109,10 @@ def test_adapters_open_in_peft_and_merged_in_transformers(tmp_path, text, capsys
 
 def test_what_does_not_go_together(tmp_path):
     lockstep.train(config(tmp_path, max_steps=1, precision="float32"), Ragged())
-    for flags, kind, line in (
-        (["--merge"], ConfigError, "holds a whole model, and no adapters; leave --merge out"),
-        (["--format", "peft"], CheckpointError, "--format peft: .* --format hf"),
+    for flags, kind, flag in (
+        (["--merge"], ConfigError, "--merge"),
+        (["--format", "peft"], CheckpointError, "--format hf"),
     ):
-        with pytest.raises(kind, match=line):
+        with refuses(kind, flag):
             dispatch(["export", str(tmp_path / "r"), str(tmp_path / "out"), *flags])
     assert [each.name for each in tmp_path.iterdir()] == ["r"]

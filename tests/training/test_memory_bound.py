@@ -44,7 +44,7 @@ def kept(micro_batch_size, precision, attention):
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_what_the_blocks_keep_is_below_it(monkeypatch, precision, attention):
     monkeypatch.setitem(PRESETS, "builtin:nano", SHAPE)
-    monkeypatch.setattr(module, "_COPIES", 0)  # of the logits, which would hide the blocks' part
+    monkeypatch.setattr(module, "_LOGIT_COPIES", 0)  # of the logits, which would hide the blocks' part
     config = cli.build({"seq_len": 128, "precision": precision, "attention": attention, "model.dropout": 0.1})
     bounded = memory_bound(config, 8) - memory_bound(config, 4)
     really = kept(8, precision, attention) - kept(4, precision, attention)

@@ -16,7 +16,7 @@ import torchmetrics.text
 from torchmetrics import Metric
 
 from lockstep.errors import ConfigError
-from lockstep.training.evaluation import check_mergeable, merged, taken
+from lockstep.training.evaluation import check_mergeable, merge_states, pop_state
 
 _SIZES = (6, 5, 4)  # samples of the batches
 _N = sum(_SIZES)
@@ -135,14 +135,14 @@ def test_merged_over_batches_it_is_what_one_process_computes_or_it_is_refused(pa
         expected, states = _number(whole.compute()), []
         for batch in batches[:count]:
             _update(metric, batch)
-            states.append(taken(metric))
+            states.append(pop_state(metric))
         try:
             check_mergeable("it", metric, states[0])
         except ConfigError as error:
             refused = str(error)
             assert name in refused
             continue
-        assert merged("it", metric, states) == {"it": pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True)}
+        assert merge_states("it", metric, states) == {"it": pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True)}
     assert (refused is not None) == (expected is None or name in _REFUSED)
 
 
@@ -180,4 +180,4 @@ class Undeclared(Own):
 def test_an_own_metric_that_has_no_rule_to_be_merged_by_is_refused_by_name(metric, why):
     metric.update(torch.tensor(2.0))
     with pytest.raises(ConfigError, match=rf"'mine' \({type(metric).__name__}\).*{why}"):
-        check_mergeable("mine", metric, taken(metric))
+        check_mergeable("mine", metric, pop_state(metric))

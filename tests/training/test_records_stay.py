@@ -37,10 +37,10 @@ def test_a_lock_without_flock_says_how_to_clear_it_where_its_owner_cannot_be_ask
     path = tmp_path / "run.lock"
     path.write_text(OWNER.format(*owner))
     if not words:
-        RunLock(path).take(make=True)
+        RunLock(path).acquire(make=True)
         return
     with pytest.raises(ConfigError, match=words) as found:
-        RunLock(path).take(make=True)
+        RunLock(path).acquire(make=True)
     assert (str(path) in str(found.value)) == (words == "remove ")
 
 

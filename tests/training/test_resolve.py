@@ -10,7 +10,7 @@ from lockstep.config.fields import is_span
 from lockstep.config.schema import SPANS, Config, is_auto, lookup
 from lockstep.data.batches import Origin
 from lockstep.run_state import Extension
-from lockstep.training.defaults import KINDS
+from lockstep.training.defaults import TASK_DEFAULTS
 from lockstep.training.resolve import CheckpointFacts, Facts, StartFacts, resolve
 
 PLAN = {"batch_size": 16, "micro_batch_size": 4, "steps": 9, "precision": "float32", "optim.warmup_steps": 3}
@@ -45,16 +45,16 @@ CHECKPOINTS = st.builds(
 STARTS = st.builds(
     StartFacts,
     fast=st.booleans(),
-    largest=st.sampled_from([0, 2, 4]),
+    max_micro_batch=st.sampled_from([0, 2, 4]),
     checkpoint=st.none() | CHECKPOINTS,
     steps=st.sampled_from([0, 0, 25]),
-    least=st.sampled_from([0, 60]),
+    min_steps=st.sampled_from([0, 60]),
 )
 FACTS = st.builds(
     Facts,
     start=STARTS,
-    kind=st.sampled_from(sorted(KINDS)),
-    undivided=st.booleans(),
+    kind=st.sampled_from(sorted(TASK_DEFAULTS)),
+    per_micro_batch=st.booleans(),
     batchnorm=st.booleans(),
     samples=st.integers(500, 600),
     epoch=st.integers(500, 900),
@@ -71,7 +71,7 @@ def test_it_is_pure_and_idempotent_and_leaves_nothing_open(config, facts):
     assert not [name for name in cli.flatten(found.config) if is_auto(found.config, name)]
     assert found.config.precision != "auto"
     assert not [name for name in SPANS - {"extend_to"} if is_span(lookup(found.config, name))]
-    assert found.run_plan.step_plan.steps >= facts.start.least
+    assert found.run_plan.step_plan.steps >= facts.start.min_steps
 
 
 @given(CONFIGS, FACTS)

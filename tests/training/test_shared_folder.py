@@ -10,7 +10,7 @@ from toys import Ragged
 
 import lockstep
 from lockstep.errors import ConfigError
-from lockstep.training.agreement import _sees, _token
+from lockstep.training.agreement import _sees_token, _token
 from lockstep.training.run_dir import RunFolder
 
 
@@ -43,14 +43,14 @@ def test_a_rank_that_does_not_see_the_run_s_folder_is_named_before_anything_is_t
 
 @pytest.mark.parametrize(("made", "above"), [("", 2), ("a", 1), ("a/r", 0)])
 def test_a_token_lies_in_the_folder_or_in_the_nearest_above_it(tmp_path, monkeypatch, made, above):
-    monkeypatch.setattr("lockstep.training.agreement._PAUSES", (0.0,))
+    monkeypatch.setattr("lockstep.training.agreement._READ_DELAYS", (0.0,))
     (tmp_path / made).mkdir(parents=True, exist_ok=True)
     folder = RunFolder(str(tmp_path / "a"), "r")
     with _token(folder) as found:
         assert found[1] == above
-        assert _sees(folder.path, *found)
-        assert not _sees(tmp_path / "b" / "r" / "other", *found)
-    assert not _sees(folder.path, *found)
+        assert _sees_token(folder.path, *found)
+        assert not _sees_token(tmp_path / "b" / "r" / "other", *found)
+    assert not _sees_token(folder.path, *found)
     assert sorted(tmp_path.rglob("*")) == sorted(tmp_path / each for each in ("a", "a/r")[: 2 - above])
 
 

@@ -93,7 +93,7 @@ class Broken(Ragged):
         ("no pair", "'accuracy' is a float"),
         ("three", r"'accuracy' is \(a int, a int, a int\)"),
         ("vector", r"'accuracy' is \(a float32 tensor of shape \[2\], a int\)"),
-        ("taken", "one is named 'loss', and 'loss' and 'items' are the evaluation's own"),
+        ("taken", "the name 'loss' "),
     ],
 )
 def test_a_mistake_in_a_task_is_one_line_before_step_1(tmp_path, what, line):
@@ -138,7 +138,7 @@ class DeclaredMean(Ragged):
 
 
 def test_a_sum_that_is_called_a_mean_is_refused(tmp_path):
-    assert "says reduction = 'mean', but its `loss` looks like a sum" in refused(tmp_path, DeclaredMean())
+    assert "reduction = 'mean', but its `loss` looks like a sum" in refused(tmp_path, DeclaredMean())
 
 
 def test_what_a_task_lacks_is_named():
@@ -457,7 +457,7 @@ class Given(Ragged):
 
 def test_nan_in_the_first_batch_is_named(tmp_path):
     told = refused(tmp_path, Given(math.nan), DataError)
-    assert "NaN in batch['extra']['noise'] (4 of 4 values), and its loss is nan: mend the data" in told
+    assert "NaN in batch['extra']['noise'] (4 of 4 values), and its loss is nan" in told
     first(tmp_path, Given(0.0))
 
 

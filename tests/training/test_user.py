@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from ranks import RankError, run
+from refusals import refuses
 from small_runs import mark
 from torch import nn
 from toys import Ragged, taken
@@ -67,7 +68,7 @@ def test_a_step_says_what_its_record_says(tmp_path, ranks):
 def test_a_loss_that_was_not_read_in_time_is_refused(tmp_path):
     steps = iter(lockstep.Run(config(tmp_path), task()))
     first, _ = next(steps), next(steps)
-    with pytest.raises(LockstepError, match=r"the loss of step 1 was not read before the next step began"):
+    with pytest.raises(LockstepError, match=r"step 1 .*step\.loss"):
         print(first.loss)
 
 
@@ -156,7 +157,7 @@ def test_ctrl_c_in_a_loop_saves_and_is_a_keyboard_interrupt(tmp_path, capsys):
     assert session.status == "interrupted"
     (saved,) = checkpoint.list_steps(tmp_path / "r")
     assert saved in (2, 3)
-    assert f"interrupted: saved after step {saved} of 6; the same command goes on" in capsys.readouterr().out
+    assert f"interrupted: saved after step {saved} of 6;" in capsys.readouterr().out
     assert taken(config(tmp_path), task())[0] == list(range(saved, 6))
 
 
@@ -204,7 +205,7 @@ def test_a_run_is_a_context_with_a_model_before_its_first_step(tmp_path):
     assert not torch.equal(before, next(session.model.parameters()))
     mine = [record for record in records(tmp_path) if "half" in record]
     assert [(r["global_step"], r["half"], r["average/steps"]) for r in mine] == [(k, k / 2, k) for k in range(1, 7)]
-    with pytest.raises(UsageError, match="this run is finished: make another Run"):
+    with refuses(UsageError, "finished", "Run"):
         session.__enter__()
 
 
@@ -243,12 +244,12 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
     with pytest.raises(UsageError, match="belongs between"):
         session.keep("a", nn.Linear(1, 1))
     with session:
-        with pytest.raises(UsageError, match=r"the name 'a/b' must be of letters"):
+        with refuses(UsageError, "run.keep", "a/b"):
             session.keep("a/b", nn.Linear(1, 1))
-        with pytest.raises(UsageError, match=r"int has no state_dict\(\)"):
+        with refuses(UsageError, "run.keep", "int", "load_state_dict"):
             session.keep("a", 3)
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-        with pytest.raises(UsageError, match=r"'state' of its state_dict\(\) is no tensor"):
+        with refuses(UsageError, "run.keep", "'state'"):
             session.keep("a", optimizer)
 
 
@@ -405,23 +406,19 @@ def test_an_own_optimizer_goes_with_every_engine(tmp_path, engine):
 
 
 @pytest.mark.parametrize(
-    ("method", "value", "said"),
+    ("method", "value", "cause"),
     [
-        ("optimizer", lambda self, model, config: 3, "the task's `optimizer` returned int: it must return a torch.opt"),
-        (
-            "optimizer",
-            lambda self, model, config: torch.optim.SGD(nn.Linear(2, 2).parameters()),
-            "has 2 parameters that are not of the model that it was given",
-        ),
-        ("optimizer", lambda self, model, config: 1 / 0, "the task's `optimizer` failed at the start.*ZeroDivision"),
-        ("schedule", lambda self, step, steps: math.nan, "the task's `schedule` returned nan for step 0 of 6"),
-        ("schedule", lambda self, step, steps: 1 / step, r"the task's `schedule` failed at step 0 of 6: ZeroDivision"),
-        ("schedule", lambda self, step, steps: "no", "the task's `schedule` returned 'no' for step 0 of 6"),
+        ("optimizer", lambda self, model, config: 3, ("int", "torch.optim.Optimizer")),
+        ("optimizer", lambda self, model, config: torch.optim.SGD(nn.Linear(2, 2).parameters()), (2, "`model`")),
+        ("optimizer", lambda self, model, config: 1 / 0, ("ZeroDivisionError",)),
+        ("schedule", lambda self, step, steps: math.nan, ("nan", "step 0 of 6")),
+        ("schedule", lambda self, step, steps: 1 / step, ("step 0 of 6", "ZeroDivisionError")),
+        ("schedule", lambda self, step, steps: "no", ("'no'", "step 0 of 6")),
     ],
 )
-def test_a_mistake_in_optimizer_or_schedule_is_one_line_before_anything_is_written(tmp_path, method, value, said):
+def test_a_mistake_in_optimizer_or_schedule_is_one_line_before_anything_is_written(tmp_path, method, value, cause):
     wrong = type("Wrong", (Ragged,), {method: value})(dtype=torch.float32)
-    with pytest.raises(UsageError, match=said) as caught:
+    with refuses(UsageError, f"`{method}`", *cause) as caught:
         lockstep.train(config(tmp_path), wrong)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -539,7 +536,7 @@ def test_an_error_in_the_body_is_saved_and_the_summary_is_shown_once(tmp_path, c
         body()
     assert checkpoint.list_steps(tmp_path / "r") == [3]
     shown = capsys.readouterr().out
-    assert shown.count("stopped: saved after step 3 of 6; the same command goes on from there") == 1
+    assert shown.count("stopped: saved after step 3 of 6;") == 1
     assert session.status == "stopped"
 
 

@@ -157,7 +157,7 @@ def test_what_the_caller_changed_since_is_kept():
 def trained_twice(world, folder):
     """An exact run and a plain one of `lockstep.train`, both compiled; then the exact one opened and a plain one."""
     from lockstep.training.inference import InferenceRequest as Wanted
-    from lockstep.training.inference import opened
+    from lockstep.training.inference import load_run
     from lockstep.transforms import precision
 
     precision.HOW = {"backend": "eager"}
@@ -168,9 +168,9 @@ def trained_twice(world, folder):
         settings = config(folder, experiment_name=name, exact=exact, compile=True, max_steps=2)
         lockstep.train(settings, Ragged(), world)
         found.append(switches())
-    with opened(Wanted(f"{folder}/exact", task=f"{__file__}:Same")):
+    with load_run(Wanted(f"{folder}/exact", task=f"{__file__}:Same")):
         found.append(switches())
-    with opened(Wanted(f"{folder}/plain", task=f"{__file__}:Same")):
+    with load_run(Wanted(f"{folder}/plain", task=f"{__file__}:Same")):
         found.append(switches())
     return found
 

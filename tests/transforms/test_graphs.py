@@ -18,7 +18,7 @@ from lockstep.data.batches import StepPlan
 from lockstep.models.fused import IGNORED
 from lockstep.models.gpt import GPT, GPTConfig, generate
 from lockstep.tasks.language_model import CausalLM
-from lockstep.training.build_engine import kernels_of
+from lockstep.training.build_engine import choose_kernels
 from lockstep.transforms import Transforms, precision, prepare
 from lockstep.verify.wrappers import TaskWrapper
 
@@ -259,7 +259,7 @@ def test_only_a_micro_batch_that_is_short_of_samples_is_left_eager():
         for compiled in (True, False):
             for step, index in reversed(places):
                 start, stop = plan.positions(step, index)
-                with kernels_of(compiled, plan)(step, index):
+                with choose_kernels(compiled, plan)(step, index):
                     model(torch.zeros(stop - start, 4, dtype=torch.int64))
                 assert seen.captured == (0 if (step, index) == (3, 2) else 1) or not compiled
     assert seen.captured == 2  # the second without the rule

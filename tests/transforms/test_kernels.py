@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from counting import counted
+from refusals import refuses
 from small_runs import config
 from toys import Ragged
 
@@ -14,7 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.run_state import RunState
-from lockstep.training.build_engine import model_of
+from lockstep.training.build_engine import build_model
 from lockstep.transforms import Transforms, attention, autocast, compiled, prepare
 from lockstep.transforms.attention import AS_TORCH, AttentionFacts, KernelOrder, described, facts_of, order_of
 
@@ -175,7 +176,7 @@ def test_cudnn_is_first_only_where_a_task_says_that_it_has_no_mask(monkeypatch, 
     monkeypatch.setattr(MODULE, "_refusal", lambda *_: "")
     made = language() if task == "language" else task()
     settings = config(tmp_path, data=Data(packing=packing), precision="float32")
-    model = model_of(settings, made, World(), RunState(), said.append)
+    model = build_model(settings, made, World(), RunState(), said.append)
     assert orders_of(model) == [names] * len(model.blocks)
     assert [("with a mask" in line) for line in said if line.startswith("attention: ")] == [names == PLAIN]
 
@@ -229,19 +230,14 @@ def test_a_residual_stream_in_bfloat16_is_float32s_within_its_rounding():
 
 
 @pytest.mark.parametrize(
-    ("given", "task", "line"),
-    [
-        ({"precision": "float32"}, None, "this is GPT with float32; leave it out"),
-        ({"precision": "bf16"}, Ragged(dtype=torch.float32), "this is Network with bf16; leave it out"),
-    ],
+    ("precision", "task", "model"),
+    [("float32", None, "GPT"), ("bf16", Ragged(dtype=torch.float32), "Network")],
 )
-def test_it_is_refused_elsewhere(tmp_path, given, task, line):
+def test_it_is_refused_elsewhere(tmp_path, precision, task, model):
     from test_graphs import language
 
-    with pytest.raises(
-        ConfigError, match=f"residual.dtype bf16 is of the built-in GPT with .*precision bf16, and {line}"
-    ):
-        lockstep.train(config(tmp_path, residual_dtype="bf16", **given), task or language())
+    with refuses(ConfigError, "--residual-dtype", "--precision", model, precision):
+        lockstep.train(config(tmp_path, residual_dtype="bf16", precision=precision), task or language())
     assert not (tmp_path / "r").exists()
 
 

@@ -43,10 +43,10 @@ def command(argv: list[str]) -> int:
         importlib.import_module("lockstep.training.build").show_groups(config)
         return 0
     if args["find_lr"]:
-        importlib.import_module("lockstep.training.tuning").show_rates(config)
+        importlib.import_module("lockstep.training.tuning").print_rates(config)
         return 0
     if args["find_micro_batch"]:
-        importlib.import_module("lockstep.training.tuning").show_sizes(config)
+        importlib.import_module("lockstep.training.tuning").print_sizes(config)
         return 0
     if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):  # the rank that will lock the folder
         RunFolder(config.save_dir, config.experiment_name).check_free()

@@ -37,8 +37,8 @@ from lockstep.seeds import derive
 from lockstep.task import Task
 
 __all__ = [
-    "Again",
     "Audit",
+    "Recomputer",
     "audited",
 ]
 
@@ -76,8 +76,8 @@ class _PendingResult(NamedTuple):
     roots: list[Tensor]
 
 
-class Again:
-    """Recorder of this rank's micro-batches, and recomputer of any rank's.
+class Recomputer:
+    """Records the results of this rank's micro-batches, and recomputes those of any rank.
 
     Args:
         model: the plain module: its forward needs no other rank.
@@ -390,7 +390,7 @@ class Audit:
         world: World,
         batches: Batches,
         model: nn.Module,
-        again: Again,
+        again: Recomputer,
         clock: Clock,
         kept: Callable[[], list[int]],
     ) -> None:

@@ -1,10 +1,12 @@
-"""Build all parts of a run from its configuration and task, and announce it.
+"""Build all parts of a run from its configuration and task, and log a summary.
 
-    lockstep train --show-groups        # trains and writes nothing; prints a table of the optimizer's groups:
-    group  tensors  parameters  lr     weight decay  names
+    built = build(config, task, world)      # collective
+    announce(built)
+
+    lockstep train --show-groups            # print a table of the optimizer's groups; train and write nothing
 
 `build` compares the configuration between the ranks, looks for a checkpoint, makes data and model, resolves every
-"auto" from these (training/resolve.py), and makes the engine. It returns `Built`, which everything that trains uses.
+"auto" from these (training/resolve.py), and makes the engine.
 """
 
 import dataclasses
@@ -42,66 +44,75 @@ from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run_state import RunState, Selection
 from lockstep.task import Order, Task, as_task, has_own
 from lockstep.training import resume
-from lockstep.training.agreement import check_samples, check_shared, datasets_of, guarded, log_ranks
+from lockstep.training.agreement import check_samples, check_shared_folder, log_ranks, make_datasets, with_retries
 from lockstep.training.build_engine import (
-    Groups,
-    compiled_or_not,
-    engine_of,
-    model_of,
-    optimizer_of,
-    own_factor,
-    own_momentum,
+    OptimizerGroups,
+    build_engine,
+    build_model,
+    build_optimizer,
+    schedule_factor,
+    schedule_momentum,
+    try_compile,
 )
 from lockstep.training.defaults import (
-    all_fast,
-    described_loss,
-    described_optimizer,
-    described_step,
-    largest_micro_batch,
-    warnings,
+    all_devices_fast,
+    describe_loss,
+    describe_optimizer,
+    describe_step,
+    find_largest_micro_batch,
+    plan_warnings,
 )
-from lockstep.training.evaluation import batches_of
-from lockstep.training.named_task import named_task
+from lockstep.training.evaluation import build_evaluation_batches
+from lockstep.training.named_task import make_task
 from lockstep.training.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
-from lockstep.training.resume import RunPlan, check_extends, check_longer, check_plan, plan_before, plan_of
+from lockstep.training.resume import RunPlan, check_extension, check_longer, check_plan, checkpoint_plan, plan_of
 from lockstep.training.run_dir import RunFolder
-from lockstep.training.selection import check_evaluated, fallen, judges
-from lockstep.training.sharing import balancer_of, check_cut, sharing_of
-from lockstep.training.task_check import Trial, check_auditable, check_auditable_loss, check_task, recall
-from lockstep.training.trainable import begin_as_made, check_held, left_out, overlay
+from lockstep.training.selection import check_criteria, depends_on_evaluations, plateau_drops
+from lockstep.training.sharing import balancer_of, check_division, sharing_of
+from lockstep.training.task_check import Trial, check_auditable, check_auditable_loss, check_task, restore_findings
+from lockstep.training.trainable import apply_body_changes, base_tensor_names, check_in_optimizer, restore_initial_set
 from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = [
     "Built",
     "announce",
     "build",
+    "build_batches",
     "notify",
     "show_groups",
-    "stream_of",
 ]
 
 
 class TrainingSet(NamedTuple):
-    """The training set as the task made it, wrapped for loading, and its order."""
+    """The training set, and the order of its samples.
 
-    plain: Any
-    loaded: Any
+    Attributes:
+        dataset: as the task made it.
+        retry_dataset: the same with retries and skips, to load from.
+    """
+
+    dataset: Any
+    retry_dataset: Any
     order: SizedOrder
 
 
-def stream_of(
+def build_batches(
     config: Config, task: Task, training: TrainingSet, run_plan: RunPlan, world: World, state: RunState
 ) -> tuple[Batches, Balancer | None]:
     """Make the training batches, and the balancer of `--shares auto`. Collective."""
-    plain, dataset, whole = training
-    order: Order = Begun(whole, whole.size, run_plan.samples) if run_plan.samples < whole.size else whole
-    works = MicroBatchCosts(task, plain, order, run_plan.step_plan)
-    told = config.shares == AUTO and on_all_ranks(world, works.known)  # collective
-    balancer = balancer_of(config, world, works if told else None, state)
+    dataset, retry_dataset, full_order = training
+    order: Order = full_order
+    if run_plan.samples < full_order.size:
+        order = Begun(full_order, full_order.size, run_plan.samples)
+    costs = MicroBatchCosts(task, dataset, order, run_plan.step_plan)
+    costs_known = config.shares == AUTO and on_all_ranks(world, costs.known)  # collective
+    balancer = balancer_of(config, world, costs if costs_known else None, state)
     loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
     sharing = sharing_of(config, balancer)
-    made = Batches(task, dataset, order, run_plan.step_plan, world, seed=config.seed, loading=loading, sharing=sharing)
-    return made, balancer
+    batches = Batches(
+        task, retry_dataset, order, run_plan.step_plan, world, seed=config.seed, loading=loading, sharing=sharing
+    )
+    return batches, balancer
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -113,19 +124,19 @@ class Built:
 
     Attributes:
         own_task: `task` is the user's own, not a built-in one that the configuration names.
-        model: the plain module that `engine` wraps.
-        batches: the training stream.
-        evaluation: the evaluation sets by name (see training/evaluation.py).
-        plan: what a resume must find unchanged.
-        source: the checkpoint to resume from, if there is one.
+        model: the module that `engine` wraps.
+        batches: the training batches.
+        evaluation: the evaluation batches of each set, by name.
+        plan: the settings that a resume must not change.
+        source: the checkpoint to resume from; None for a new run.
         state: everything in that checkpoint except tensors.
-        kept: the caller's own objects that have tensors, by name.
-        base: names of the tensors that checkpoints of adapters leave out; see `lockstep.adapters`.
-        balancer: decides who computes what, with --shares auto.
-        loading: counts retries and skips of data loading (see guards/samples.py); the first is the training set's.
-        groups: the optimizer's groups.
-        sets: the evaluation's datasets.
-        training: the training set and its order. If the ranks change, engine and batches are rebuilt from these.
+        loaders: datasets and loaders that count retries and skips (guards/samples.py); the training set's is first.
+        user_objects: the caller's own objects with tensors to store in checkpoints, by name.
+        base_names: names of the tensors that a checkpoint of adapters leaves out (see `lockstep.models.lora`).
+        balancer: assigns micro-batches to ranks, with --shares auto.
+        groups: the optimizer and its groups.
+        evaluation_sets: the evaluation datasets by name.
+        training: the training set. If the ranks change, engine and batches are rebuilt from it.
         notes: lines for the log, written once it is open.
     """
 
@@ -142,62 +153,61 @@ class Built:
     plan: dict[str, Any]
     source: Path | None
     state: RunState
-    loading: list[Any]
-    kept: dict[str, Any]
-    base: frozenset[str] = frozenset()
+    loaders: list[Any]
+    user_objects: dict[str, Any]
+    base_names: frozenset[str] = frozenset()
     balancer: Balancer | None = None
-    groups: Groups = field(default_factory=Groups)
-    sets: dict[str, Any] = field(default_factory=dict)
+    groups: OptimizerGroups = field(default_factory=OptimizerGroups)
+    evaluation_sets: dict[str, Any] = field(default_factory=dict)
     training: TrainingSet = field(kw_only=True)
     notes: list[str] = field(default_factory=list)
 
-    def keep(self, name: str, what: Any) -> None:
+    def keep(self, name: str, user_object: Any) -> None:
         """Store the caller's own object in the checkpoints.
 
         Raises:
             UsageError: the name or the object cannot be stored.
         """
         if not _NAME.fullmatch(name):
-            raise UsageError(f"run.keep: the name '{name}' must be of letters, digits, '-' and '_'")
-        if not (hasattr(what, "state_dict") and hasattr(what, "load_state_dict")):
+            raise UsageError(f"run.keep('{name}', ...): use letters, digits, '-' and '_' in the name")
+        if not (hasattr(user_object, "state_dict") and hasattr(user_object, "load_state_dict")):
             raise UsageError(
-                f"run.keep('{name}', ...): {type(what).__name__} has no state_dict() and load_state_dict()"
+                f"run.keep('{name}', ...): {type(user_object).__name__} needs state_dict() and load_state_dict()"
             )
-        state = what.state_dict()
-        plain = next((key for key, value in state.items() if not isinstance(value, Tensor)), None)
-        if plain is not None:
-            raise UsageError(f"run.keep('{name}', ...): '{plain}' of its state_dict() is no tensor; make it one")
-        self.kept[name] = what
-        checkpoint.check_storable(self.own_of(name))
+        state = user_object.state_dict()
+        bad_key = next((key for key, value in state.items() if not isinstance(value, Tensor)), None)
+        if bad_key is not None:
+            raise UsageError(f"run.keep('{name}', ...): '{bad_key}' in its state_dict() is not a tensor; make it one")
+        self.user_objects[name] = user_object
+        checkpoint.check_storable(self.object_tensors(name))
 
-    def own_of(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors of the object that is stored as `name`, as `kept.NAME/KEY`."""
-        return {f"kept.{name}/{key}": tensor for key, tensor in self.kept[name].state_dict().items()}
+    def object_tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of the caller's object `name`, as `kept.NAME/KEY`."""
+        return {f"kept.{name}/{key}": tensor for key, tensor in self.user_objects[name].state_dict().items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint stores.
 
-        These are the engine's state without the base of adapters, the task's own tensors as `task/NAME` and the
-        caller's as `kept.NAME/KEY`. The task's are the same on every rank, and not copies: a resume fills them in place
-        and then calls its `load_state_dict` with them.
+        These are the engine's state without the adapters' base, and the tensors of task and caller. The task's are the
+        same on every rank, and not copies: a resume fills them in place, then passes them to `task.load_state_dict`.
         """
-        return {name: tensor for name, tensor in self.all_tensors().items() if name not in self.base}
+        return {name: tensor for name, tensor in self.all_tensors().items() if name not in self.base_names}
 
     def all_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of `tensors()` and those of the adapters' base."""
-        return self.engine.state_dict() | self.own
+        return self.engine.state_dict() | self.own_tensors
 
     @property
-    def own(self) -> dict[str, Tensor]:
+    def own_tensors(self) -> dict[str, Tensor]:
         """The task's own tensors, as `task/KEY`, and the caller's, as `kept.NAME/KEY`."""
-        found = _own(self.task)
-        for name in self.kept:
-            found |= self.own_of(name)
-        return found
+        tensors = _task_tensors(self.task)
+        for name in self.user_objects:
+            tensors |= self.object_tensors(name)
+        return tensors
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Load tensors that `tensors()` returned and a checkpoint filled."""
-        owners = {"task": self.task} | {f"kept.{name}": what for name, what in self.kept.items()}
+        owners = {"task": self.task} | {f"kept.{name}": value for name, value in self.user_objects.items()}
         engine, own = {}, dict[str, dict[str, Tensor]]()
         for name, tensor in tensors.items():
             group, _, key = name.partition("/")
@@ -206,21 +216,21 @@ class Built:
             else:
                 engine[name] = tensor
         if engine:
-            if self.base:  # the base's tensors are loaded already
-                engine |= {name: tensor for name, tensor in self.engine.state_dict().items() if name in self.base}
+            if self.base_names:  # the base's tensors are loaded already
+                engine |= {name: tensor for name, tensor in self.engine.state_dict().items() if name in self.base_names}
             self.engine.load_state_dict(engine)
         for group, state in own.items():
             owners[group].load_state_dict(state)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The configuration by dotted name, as it is shown and stored."""
+        """The configuration by dotted name, as logs and files show it."""
         return cli.flatten(self.config, own_task=self.own_task)
 
     @property
     def lr(self) -> float:
         """Base learning rate of the optimizer's first group."""
-        return self.groups.rates[0]
+        return self.groups.base_rates[0]
 
     @property
     def start(self) -> int:
@@ -228,17 +238,17 @@ class Built:
         return self.state.global_step
 
     @property
-    def last(self) -> int:
-        """Step after which this start of the run ends."""
-        whole = self.run_plan.step_plan.steps
-        return min(whole, self.config.stop_at or whole)
+    def last_step(self) -> int:
+        """Number of steps after which this start of the run ends."""
+        steps = self.run_plan.step_plan.steps
+        return min(steps, self.config.stop_at or steps)
 
     @property
-    def rate(self) -> Callable[[int], float]:
+    def lr_factor(self) -> Callable[[int], float]:
         """The schedule: step -> factor of the base learning rate."""
-        optim, whole = self.config.optim, self.run_plan.step_plan.steps
-        horizon = (optim.schedule == "cosine-periodic" and optim.period) or whole
-        said = lambda step: factor(  # noqa: E731
+        optim, steps = self.config.optim, self.run_plan.step_plan.steps
+        horizon = (optim.schedule == "cosine-periodic" and optim.period) or steps
+        configured = lambda step: factor(  # noqa: E731
             step,
             horizon=horizon,
             warmup=optim.warmup_steps,
@@ -248,181 +258,191 @@ class Built:
             power=optim.power,
             period=optim.period,
             gamma=optim.gamma,
-            drops=fallen(self.state.selection),
+            drops=plateau_drops(self.state.selection),
         )
-        return (lambda step: own_factor(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
+        if not has_own(self.task, "schedule"):
+            return configured
+        return lambda step: schedule_factor(self.task, step, steps, configured)
 
     @property
     def momentum(self) -> Callable[[int], float | None]:
-        """The momentum's schedule: step -> momentum of every parameter group.
+        """The momentum's schedule: step -> momentum of every group; None leaves it unchanged.
 
-        None leaves the groups' own momentum; only a one-cycle schedule changes it.
+        Only a one-cycle schedule changes it.
         """
-        optim, whole = self.config.optim, self.run_plan.step_plan.steps
+        optim, steps = self.config.optim, self.run_plan.step_plan.steps
         if optim.schedule != "one-cycle":
             return lambda step: None
-        said = lambda step: cycled_momentum(step, whole, optim.warmup_steps)  # noqa: E731
-        return (lambda step: own_momentum(self.task, step, whole, said)) if has_own(self.task, "schedule") else said
+        configured = lambda step: cycled_momentum(step, steps, optim.warmup_steps)  # noqa: E731
+        if not has_own(self.task, "schedule"):
+            return configured
+        return lambda step: schedule_momentum(self.task, step, steps, configured)
 
 
 def build(
     config: Config,
-    given: Any,
+    user_task: Any,
     world: World,
-    kept: dict[str, Any] | None = None,
+    user_objects: dict[str, Any] | None = None,
     *,
     resume: bool = True,
     steps: int = 0,
-    joins: bool = False,
-    least: int = 0,
+    joining: bool = False,
+    min_steps: int = 0,
 ) -> Built:
     """Build the parts of a run. Collective.
 
     Args:
-        given: the task to train, or an object that can be adapted to one; None: the task that the configuration names.
-        kept: the caller's own objects to store in checkpoints, see `Built.kept`.
-        resume: look for a checkpoint to resume from; False starts a new run, whatever the folder holds.
-        steps: length of the plan, in place of the configuration's; 0: the configuration's.
-        joins: this process alone builds its parts, to join a run that is going on (see training/recovery.py).
-        least: minimum length of the plan in steps; further epochs are added to reach it.
+        user_task: a task, or an object that an adapter makes one of; None: the task that the configuration names.
+        user_objects: the caller's own objects to store in checkpoints, by name.
+        resume: look for a checkpoint to resume from; False: start a new run, whatever the folder holds.
+        steps: length of the plan; 0: the configuration's.
+        joining: this process builds alone, to join a run in progress (see training/recovery.py).
+        min_steps: minimum length of the plan; whole epochs are added to reach it.
 
     Raises:
         UsageError: the configuration cannot be run; the same on every rank.
     """
-    asked, say = _agreed(config, world), notify(world)
-    folder = RunFolder(asked.save_dir, asked.experiment_name)
+    requested, say = _shared_config(config, world), notify(world)
+    folder = RunFolder(requested.save_dir, requested.experiment_name)
     if resume:
-        check_shared(folder, world)  # collective
-    source, state = _found(folder, world) if resume and not joins else (None, RunState())
-    state = _glimpsed(folder) if joins else state
-    start = _start_facts(
-        asked, StartFacts(checkpoint=checkpoint_facts(state), steps=steps, least=least), world, given
+        check_shared_folder(folder, world)  # collective
+    source, state = _find_checkpoint(folder, world) if resume and not joining else (None, RunState())
+    state = _read_newest_state(folder) if joining else state
+    start = _add_device_facts(
+        requested, StartFacts(checkpoint=checkpoint_facts(state), steps=steps, min_steps=min_steps), world, user_task
     )  # collective
-    draft = draft_of(asked, start)
+    draft = draft_of(requested, start)
     for line in draft.notices:
         say(line)
-    task = _task_of(draft.config, given, world, state)
-    training, evaluation, samples = _data_of(draft.config, task, world)
-    check_extends(asked, resumes=start.checkpoint is not None)
-    model = model_of(draft.config, task, world, state, say)
-    resolved = resolve(asked, Facts.of(task, model, samples, training.order.size, start))
-    config_file = on_all_ranks(world, lambda: read_json(asked.engine_options.config))
+    task = _make_task(draft.config, user_task, world, state)
+    training, evaluation_sets, samples = _load_datasets(draft.config, task, world)
+    check_extension(requested, resumes=start.checkpoint is not None)
+    model = build_model(draft.config, task, world, state, say)
+    resolved = resolve(requested, Facts.of(task, model, samples, training.order.size, start))
+    settings, run_plan = resolved.config, resolved.run_plan
+    config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
     # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
-    check_settings(
-        config_file, lambda name: lookup(asked if name == "max_steps" else resolved.config, name), world.size
-    )
+    check_settings(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
     resolved.record(state)
-    check_longer(resolved.config, state, resolved.run_plan.step_plan.steps)
+    check_longer(settings, state, run_plan.step_plan.steps)
     if not draft.config.micro_batch_size:  # it depended on the model
-        check_cut(resolved.config, world, say)
-    on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | _own(task)))
+        check_division(settings, world, say)
+    on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | _task_tensors(task)))
     check_weights(world, model)
-    own_task = given is not None or kind_of(asked.task) == OWN
-    plan = plan_of(resolved.config, resolved.run_plan, task, model, own_task=own_task)
-    _check_plan(folder, state, plan, resolved.config, asked, world)
-    stream, balancer = stream_of(resolved.config, task, training, resolved.run_plan, world, state)
-    first = min(state.global_step, resolved.run_plan.step_plan.steps - 1)
-    check_programs(world, task, stream.samples(first, 0))
-    notes = check_samples(resolved.config, training.plain, evaluation, world)  # collective
-    groups = Groups(gradients=GradientNorms(asked.log_gradients, resolved.config.log_freq))
-    unfrozen = begin_as_made(model, state)
-    engine = engine_of(resolved.config, task, model, world, groups, stream, say, state)
+    own_task = user_task is not None or kind_of(requested.task) == OWN
+    plan = plan_of(settings, run_plan, task, model, own_task=own_task)
+    _check_plan(folder, state, plan, settings, requested, world)
+    batches, balancer = build_batches(settings, task, training, run_plan, world, state)
+    first = min(state.global_step, run_plan.step_plan.steps - 1)
+    check_programs(world, task, batches.samples(first, 0))
+    notes = check_samples(settings, training.dataset, evaluation_sets, world)  # collective
+    groups = OptimizerGroups(gradients=GradientNorms(requested.log_gradients, settings.log_freq))
+    unfrozen = restore_initial_set(model, state)
+    engine = build_engine(settings, task, model, world, groups, batches, say, state)
     with explained(engine, world):  # the first forward is where most runs that do not fit end
-        on_all_ranks(world, lambda: check_held(engine.model, groups.optimizer, unfrozen))
-        held_out = batches_of(resolved.config, task, evaluation, world)
+        on_all_ranks(world, lambda: check_in_optimizer(engine.model, groups.optimizer, unfrozen))
+        evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
         # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
-        if not joins and (source is None or judges(asked) or task.reduction == "auto"):
-            trial = Trial(engine, model, task, world, resolved.config, say)
-            check_evaluated(resolved.config, check_task(trial, stream, held_out, state))  # collective
-        compiles = joins or _compiles(resolved.config, asked, task, model, engine, stream, world)  # collective
-    trained = resolved if compiles else resolved.eager()
-    state.compile = trained.config.compile
+        if not joining and (source is None or depends_on_evaluations(requested) or task.reduction == "auto"):
+            trial = Trial(engine, model, task, world, settings, say)
+            check_criteria(settings, check_task(trial, batches, evaluation_batches, state))  # collective
+        compiles = joining or _can_compile(settings, requested, task, model, engine, batches, world)  # collective
+    final = resolved if compiles else resolved.without_compile()
+    state.compile = final.config.compile
     built = Built(
-        trained.config,
-        world,
-        folder,
-        task,
-        own_task,
-        trained.run_plan,
-        model,
-        engine,
-        stream,
-        held_out,
-        plan,
-        source,
-        state,
-        [training.loaded, stream.loader, *(each.loader for each in held_out.values())],
-        {} if kept is None else kept,
-        left_out(model, state),
-        balancer,
-        groups,
-        evaluation,
+        config=final.config,
+        world=world,
+        folder=folder,
+        task=task,
+        own_task=own_task,
+        run_plan=final.run_plan,
+        model=model,
+        engine=engine,
+        batches=batches,
+        evaluation=evaluation_batches,
+        plan=plan,
+        source=source,
+        state=state,
+        loaders=[training.retry_dataset, batches.loader, *(each.loader for each in evaluation_batches.values())],
+        user_objects={} if user_objects is None else user_objects,
+        base_names=base_tensor_names(model, state),
+        balancer=balancer,
+        groups=groups,
+        evaluation_sets=evaluation_sets,
         training=training,
         notes=notes,
     )
-    on_all_ranks(
-        world, lambda: [built.rate(step) for step in (0, trained.run_plan.step_plan.steps - 1)]
-    )  # errors of the task's own schedule show before step 1
+    # Errors of the task's own schedule show before step 1.
+    on_all_ranks(world, lambda: [built.lr_factor(step) for step in (0, final.run_plan.step_plan.steps - 1)])
     return built
 
 
-def _start_facts(asked: Config, facts: StartFacts, world: World, given: Any) -> StartFacts:
-    """Add what the devices can do to the other facts, where the configuration leaves it to them. Collective."""
-    facts = dataclasses.replace(facts, fast=all_fast(asked, world))  # collective
-    draft = draft_of(asked, facts).config
-    begun = facts.checkpoint is not None and facts.checkpoint.plan
-    if begun or draft.micro_batch_size or given is not None:  # no other process could make the task `given`
+def _add_device_facts(requested: Config, facts: StartFacts, world: World, user_task: Any) -> StartFacts:
+    """Add the facts that the devices decide, if the configuration leaves them open. Collective."""
+    facts = dataclasses.replace(facts, fast=all_devices_fast(requested, world))  # collective
+    draft = draft_of(requested, facts).config
+    resumes = facts.checkpoint is not None and facts.checkpoint.plan
+    if resumes or draft.micro_batch_size or user_task is not None:  # the process of `lockstep plan` cannot make it
         return facts
-    return dataclasses.replace(facts, largest=largest_micro_batch(draft, world, notify(world)))  # collective
+    return dataclasses.replace(
+        facts, max_micro_batch=find_largest_micro_batch(draft, world, notify(world))
+    )  # collective
 
 
-def _task_of(draft: Config, given: Any, world: World, state: RunState) -> Task:
-    """Make the task, once the settings that it cannot change are checked. Collective."""
+def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> Task:
+    """Check the settings that no task changes, then make the task. Collective."""
     check_auditable(draft, world)
     pin(exact=draft.exact or bool(draft.guards.audit), matmul=draft.matmul_precision, device=world.device)
     check_precision(draft.precision, world.device)
-    if draft.micro_batch_size:  # else it depends on the model, and is checked once that is made
-        check_cut(draft, world, notify(world))
+    if draft.micro_batch_size:  # otherwise it depends on the model, and is checked after that
+        check_division(draft, world, notify(world))
     on_all_ranks(world, lambda: check(draft))
-    task = on_all_ranks(world, lambda: named_task(draft, notify(world)) if given is None else as_task(given))
+    task = on_all_ranks(world, lambda: make_task(draft, notify(world)) if user_task is None else as_task(user_task))
     check_auditable_loss(draft, task)
     if state.reduction != "micro-batch":  # "micro-batch" depends on how a step is cut: detect it again
-        recall(task, state)
+        restore_findings(task, state)
     world.check_same("source", dict(task.sources))
     return task
 
 
-def _data_of(draft: Config, task: Task, world: World) -> tuple[TrainingSet, dict[str, Any], int]:
-    """Make the training set, the evaluation sets, and the number of training samples. Collective."""
-    plain, evaluation, samples = datasets_of(task, world)  # collective
+def _load_datasets(draft: Config, task: Task, world: World) -> tuple[TrainingSet, dict[str, Any], int]:
+    """Make the training set and the evaluation sets, and count the training samples. Collective."""
+    dataset, evaluation, samples = make_datasets(task, world)  # collective
     order = on_all_ranks(world, lambda: order_of(task, samples, draft.seed))
-    return TrainingSet(plain, guarded(draft, plain, world), order), evaluation, samples
+    return TrainingSet(dataset, with_retries(draft, dataset, world), order), evaluation, samples
 
 
 def _check_plan(
-    folder: RunFolder, state: RunState, plan: dict[str, Any], config: Config, asked: Config, world: World
+    folder: RunFolder, state: RunState, plan: dict[str, Any], config: Config, requested: Config, world: World
 ) -> None:
-    """Compare the plan between the ranks, and with the checkpoint's. Collective."""
+    """Compare the plan between the ranks and with the checkpoint. Collective."""
     world.check_same("plan", plan)
-    for line in on_all_ranks(world, lambda: check_plan(folder.path, plan_before(state, plan), plan, config, asked)):
+    for line in on_all_ranks(
+        world, lambda: check_plan(folder.path, checkpoint_plan(state, plan), plan, config, requested)
+    ):
         notify(world)(line)
 
 
-def _compiles(
-    config: Config, asked: Config, task: Task, model: nn.Module, engine: Engine, stream: Batches, world: World
+def _can_compile(
+    config: Config, requested: Config, task: Task, model: nn.Module, engine: Engine, batches: Batches, world: World
 ) -> bool:
-    """Whether the model compiles, if it is to be compiled. Only --compile auto may fail. Collective."""
+    """Whether the model can be compiled, or need not be. Collective.
+
+    Raises:
+        ConfigError: --compile is not auto, and the model cannot be compiled.
+    """
     if not config.compile:
         return True
-    may_fail = is_auto(asked, "compile")
-    reason = compiled_or_not(config, task, model, engine, stream, world, may_fail=may_fail)  # collective
+    may_fail = is_auto(requested, "compile")
+    reason = try_compile(config, task, model, engine, batches, world, may_fail=may_fail)  # collective
     if reason:
-        notify(world)(f"--compile auto: the model cannot be compiled ({reason}); it is trained without")
+        notify(world)(f"--compile auto: the model cannot be compiled ({reason}); training it uncompiled")
     return not reason
 
 
-def _agreed(config: Config, world: World) -> Config:
-    """Replace the experiment name by rank 0's, and require the rest to be equal. Collective.
+def _shared_config(config: Config, world: World) -> Config:
+    """Take rank 0's experiment name, and check that all else is equal. Collective.
 
     A name that contains the time differs between ranks.
     """
@@ -432,41 +452,45 @@ def _agreed(config: Config, world: World) -> Config:
     return config
 
 
-def _found(folder: RunFolder, world: World) -> tuple[Path | None, RunState]:
-    """Find the newest complete checkpoint and its state; (None, a new run's state) without one. Collective."""
-    found = checkpoint.find_resume(folder.path, world, notify(world))
-    if found is None:
+def _find_checkpoint(folder: RunFolder, world: World) -> tuple[Path | None, RunState]:
+    """Return the newest complete checkpoint and its state. Collective.
+
+    Returns:
+        (None, a new run's state) without a checkpoint.
+    """
+    newest = checkpoint.find_resume(folder.path, world, notify(world))
+    if newest is None:
         return None, RunState()
-    source, state = found[0], RunState.from_json(found[1], f"{found[0].name}/state.json")
-    overlay(folder, state, world)  # collective
+    source, state = newest[0], RunState.from_json(newest[1], f"{newest[0].name}/state.json")
+    apply_body_changes(folder, state, world)  # collective
     if state.evaluation_due:  # the checkpoint was written before its evaluation, which may have finished
         step, selection = folder.read_evaluated() if world.is_main else (-1, Selection())
-        step, noted = world.gather([step, selection.to_json()])[0]  # collective
+        step, stored = world.gather([step, selection.to_json()])[0]  # collective
         if step == state.global_step:
-            state.selection, state.evaluation_due = Selection.from_json(noted), False
+            state.selection, state.evaluation_due = Selection.from_json(stored), False
     return source, state
 
 
-def _glimpsed(folder: RunFolder) -> RunState:
-    """Read the newest checkpoint's state, which records the plan's start, without its tensors."""
+def _read_newest_state(folder: RunFolder) -> RunState:
+    """Read the newest checkpoint's state without its tensors, for where the plan starts."""
     steps = checkpoint.list_steps(folder.path)
     return checkpoint.read_run_state(checkpoint.path_of(folder.path, steps[-1])) if steps else RunState()
 
 
-def _own(task: Task) -> dict[str, Tensor]:
-    """Return the task's `state_dict()`, its names prefixed by `task/`."""
+def _task_tensors(task: Task) -> dict[str, Tensor]:
+    """Return the tensors of the task's `state_dict()` as `task/KEY`."""
     return {f"task/{name}": tensor for name, tensor in task.state_dict().items()}
 
 
 def notify(world: World) -> Callable[[str], None]:
-    """Return a function that prints a line to stderr on rank 0 only.
+    """Return a function that prints a line to stderr on rank 0, before the log is open.
 
-    It is for messages before the log is open, and can be pickled, so that a task may use it in another process.
+    It can be pickled, so that a task may use it in another process.
     """
-    return partial(_tell, world.is_main and not world.quiet)
+    return partial(_print_line, world.is_main and not world.quiet)
 
 
-def _tell(is_main: bool, line: str) -> None:
+def _print_line(is_main: bool, line: str) -> None:
     if is_main:
         print(name_settings(line), file=sys.stderr, flush=True)
 
@@ -477,69 +501,73 @@ _LOG = logging.getLogger("lockstep")
 
 
 def announce(built: Built) -> None:
-    """Log each rank's device, the size of a step, and warnings. Collective."""
+    """Log each rank's device, the size of a step, the optimizer and warnings. Collective."""
     log_ranks(built.world)  # collective
-    _LOG.info(described_step(built.run_plan, built.world.size))
-    if line := described_loss(built.run_plan, built.task):
+    _LOG.info(describe_step(built.run_plan, built.world.size))
+    if line := describe_loss(built.run_plan, built.task):
         _LOG.info(line)
     if not has_own(built.task, "optimizer"):
-        _LOG.info(described_optimizer(built.run_plan))
+        _LOG.info(describe_optimizer(built.run_plan))
     if built.config.checkpoint.mode == "none" and built.world.is_main:
-        _LOG.warning(
-            "--checkpoint.mode none: no checkpoint is written; what this start trains cannot be resumed or loaded"
-        )
-    if line := resume.described(built.state, built.run_plan.step_plan.steps, built.lr * built.rate(built.start)):
+        _LOG.warning("--checkpoint.mode none: no checkpoint is written, so these steps cannot be resumed or loaded")
+    if line := resume.describe_extension(
+        built.state, built.run_plan.step_plan.steps, built.lr * built.lr_factor(built.start)
+    ):
         _LOG.info(line)
-    for line in warnings(built.run_plan, built.model) if built.world.is_main else ():
+    for line in plan_warnings(built.run_plan, built.model) if built.world.is_main else ():
         _LOG.warning(line)
 
 
 # --- lockstep train --show-groups
 
-_WIDE = 120  # minimum columns, so that names are not cut
+_MIN_WIDTH = 120  # minimum columns, so that names are not cut
 
 
 def show_groups(config: Config) -> None:
-    """Print the optimizer's groups of the configured run. Raises what `build` raises."""
+    """Print the optimizer's groups of the configured run.
+
+    Raises:
+        UsageError: the configuration cannot be run.
+    """
     world = World.join(config.device, config.timeout)
     try:
         built = build(config, None, world, resume=False)  # an existing run in the folder does not matter
-        made = optimizer_of(built.config, built.task, built.model)
+        optimizer = build_optimizer(built.config, built.task, built.model)
         table = Table("group", "tensors", "parameters", "lr", "weight decay", box=None, pad_edge=False)
         table.add_column("names", overflow="fold")
-        for row in groups_of(built.model, made):
+        for row in group_rows(built.model, optimizer):
             table.add_row(*row)
         if world.is_main:
             console = Console()
-            console.width = max(console.width, _WIDE)
+            console.width = max(console.width, _MIN_WIDTH)
             console.print(table)
     finally:
         world.leave()
 
 
-def groups_of(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, ...]]:
+def group_rows(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, ...]]:
     """Return a table row for each group, and one for the frozen parameters.
 
     Returns:
-        (number, tensors, parameters, learning rate, weight decay, names) of each.
+        Rows of (number, tensors, parameters, learning rate, weight decay, names).
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     rows: list[tuple[str, ...]] = []
-    left = dict(names)
+    remaining = dict(names)
     for number, group in enumerate(optimizer.param_groups):
-        own = [(left.pop(parameter), parameter) for parameter in group["params"]]
+        members = [(remaining.pop(parameter), parameter) for parameter in group["params"]]
         rates = (f"{group['lr']:g}", f"{group.get('weight_decay', 0.0):g}")
         kind = " muon" if group.get("muon") else ""
-        rows.append((f"{number}{kind}", *_counted(own), *rates, _shown([name for name, _ in own])))
-    if left:
-        own = [(name, parameter) for parameter, name in left.items()]
-        rows.append(("frozen", *_counted(own), "", "", _shown([name for name, _ in own])))
+        rows.append((f"{number}{kind}", *_sizes(members), *rates, _shorten([name for name, _ in members])))
+    if remaining:
+        members = [(name, parameter) for parameter, name in remaining.items()]
+        rows.append(("frozen", *_sizes(members), "", "", _shorten([name for name, _ in members])))
     return rows
 
 
-def _counted(own: list[tuple[str, nn.Parameter]]) -> tuple[str, str]:
-    return str(len(own)), f"{sum(parameter.numel() for _, parameter in own):,}"
+def _sizes(members: list[tuple[str, nn.Parameter]]) -> tuple[str, str]:
+    return str(len(members)), f"{sum(parameter.numel() for _, parameter in members):,}"
 
 
-def _shown(names: list[str]) -> str:
+def _shorten(names: list[str]) -> str:
     return "\n".join(names if len(names) < 4 else [names[0], "...", names[-1]])

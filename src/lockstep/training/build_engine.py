@@ -1,7 +1,7 @@
 """Build the model, the optimizer and the engine of a run.
 
-    groups = Groups()
-    made = engine_of(config, task, model, world, groups, stream, say, state)
+    model = build_model(config, task, world, state, say)
+    engine = build_engine(config, task, model, world, OptimizerGroups(), batches, say, state)
 
 If the ranks change, the engine is rebuilt around the same model and optimizer. The trial of `--compile` and the calls
 of a task's own `optimizer` and `schedule` are here too.
@@ -40,111 +40,113 @@ from lockstep.optim.optimizers import make_optimizer, rules_of
 from lockstep.run_state import RunState, TrainedSet
 from lockstep.seeds import derive
 from lockstep.task import Task, has_own
-from lockstep.training.agreement import align, watch_new_modules
-from lockstep.training.loss_check import as_it_was
-from lockstep.training.trainable import adapt, injected, left_out
+from lockstep.training.agreement import collect_new_modules, copy_from_rank0
+from lockstep.training.loss_check import preserve_state
+from lockstep.training.trainable import add_adapters, add_empty_adapters, base_tensor_names
 from lockstep.transforms import Transforms, prepare
 from lockstep.transforms.precision import eager, uncompiled
 
 __all__ = [
-    "Groups",
-    "compiled_or_not",
-    "engine_of",
-    "kernels_of",
-    "model_of",
-    "optimizer_of",
-    "own_factor",
-    "own_momentum",
+    "OptimizerGroups",
+    "build_engine",
+    "build_model",
+    "build_optimizer",
+    "choose_kernels",
+    "schedule_factor",
+    "schedule_momentum",
+    "try_compile",
 ]
 
 
 Kernels = Callable[[int, int], AbstractContextManager[Any]]
 
-_ANY: AbstractContextManager[None] = nullcontext()
+_AS_IS: AbstractContextManager[None] = nullcontext()
 
 
-def kernels_of(compiled: bool, step_plan: StepPlan) -> Kernels:
-    """Return (step, micro-batch) -> the context manager of its forward: compiled or eager.
+def choose_kernels(compile_model: bool, step_plan: StepPlan) -> Kernels:
+    """Return (step, micro-batch) -> the context of its forward: compiled or eager.
 
-    A micro-batch that is short of samples, at the end of a run, runs eager: it would be compiled for that one forward.
-    The plan alone decides, so that every rank and every resume chooses the same.
+    A short micro-batch at the end of a run is eager: compiling it would serve a single forward. The plan alone decides,
+    so every rank and every resume chooses the same.
     """
 
-    def chosen(step: int, index: int) -> AbstractContextManager[Any]:
+    def choose(step: int, index: int) -> AbstractContextManager[Any]:
         start, stop = step_plan.positions(step, index)
-        return _ANY if stop - start == step_plan.micro_size else eager()
+        return _AS_IS if stop - start == step_plan.micro_size else eager()
 
-    return chosen if compiled else lambda step, index: _ANY
+    return choose if compile_model else lambda step, index: _AS_IS
 
 
 # --- compile
 
-_LONGEST = 300  # characters of a reason that is shown
+_MAX_REASON = 300  # characters
 
 
-def compiled_or_not(
-    config: Config, task: Task, plain: nn.Module, engine: Engine, batches: Batches, world: World, *, may_fail: bool
+def try_compile(
+    config: Config, task: Task, model: nn.Module, engine: Engine, batches: Batches, world: World, *, may_fail: bool
 ) -> str:
     """Try to compile the model on this rank's first micro-batch. Collective.
 
-    Step 1 then finds the compiled code ready. If a rank cannot compile and `may_fail` is set, every rank gets back the
-    model that it had before.
+    Step 1 then finds the compiled code ready. An error of the task is raised unchanged.
+
+    Args:
+        may_fail: if a rank cannot compile, make the model eager on all ranks.
 
     Returns:
-        The reason why it does not compile; "" if it does.
+        Why it does not compile; "" if it does.
 
     Raises:
-        ConfigError: it does not compile, and `may_fail` is False. An error of the task's own is raised unchanged.
+        ConfigError: it does not compile, and `may_fail` is False.
     """
-    if config.engine_options.static_graph:  # a static graph is recorded in the first forward, which must be a step's
+    if config.engine_options.static_graph:  # DDP records the graph in the first forward, which must be a step's
         return ""
 
     def attempt() -> str:
         ((batch, _),) = batches.parts(0, [(0, batches.own_samples(0))])
         seeder(config.seed, "check", world.device)(0, batch.index)
-        kernels = kernels_of(config.compile, batches.step_plan)
+        kernels = choose_kernels(config.compile, batches.step_plan)
         try:
-            with engine.accumulate(False), kernels(0, batch.index), _quiet(), _whole_backwards():
+            with engine.accumulate(False), kernels(0, batch.index), _ignore_warnings(), _compile_backward_at_once():
                 loss_of(task)(engine.model, batch)
-        except _failures() as error:
-            return _reason(error)
+        except _compile_errors() as error:
+            return _short_reason(error)
         finally:
             undo_step(engine)  # so that step 1 does not continue from this forward's state
         return ""
 
-    with as_it_was(engine.model, task, world.device, training=True):
+    with preserve_state(engine.model, task, world.device, training=True):
         own = on_all_ranks(world, attempt)
     reasons = world.gather(own)  # collective
-    found = next((f"{rank_label(rank)}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
-    if found and not may_fail:
+    first = next((f"{rank_label(rank)}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
+    if first and not may_fail:
         raise ConfigError(
-            f"--compile: the model cannot be compiled ({found}); leave it out, or --compile auto goes on eager"
+            f"--compile: the model cannot be compiled ({first}); leave it out, or let --compile auto train uncompiled"
         )
-    if found:
-        uncompiled(plain)
-    return found
+    if first:
+        uncompiled(model)
+    return first
 
 
-def _failures() -> tuple[type[BaseException], ...]:
+def _compile_errors() -> tuple[type[BaseException], ...]:
     """Return the exceptions that torch raises if it cannot compile."""
     dynamo: Any = importlib.import_module("torch._dynamo.exc")
     names = ("TorchDynamoException", "FailOnRecompileLimitHit")
     return tuple(getattr(dynamo, name) for name in names if hasattr(dynamo, name))
 
 
-def _reason(error: BaseException) -> str:
+def _short_reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("backend=")]
     text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 3] + "..."
 
 
-def _quiet() -> Any:
-    """Silence the compiler's warnings about itself."""
+def _ignore_warnings() -> Any:
+    """Ignore the compiler's warnings about itself."""
     return warnings.catch_warnings(action="ignore")
 
 
-def _whole_backwards() -> Any:
-    """Compile the backward with its forward, so that it fails in the trial, not later."""
+def _compile_backward_at_once() -> Any:
+    """Compile the backward with the forward, so that it fails in the trial, not later."""
     config: Any = importlib.import_module("torch._functorch.config")
     return config.patch(force_non_lazy_backward_lowering=True)
 
@@ -154,69 +156,75 @@ def _whole_backwards() -> Any:
 Say = Callable[[str], None]
 
 
-def model_of(config: Config, task: Task, world: World, state: RunState, say: Say, planned: bool = False) -> nn.Module:
+def build_model(
+    config: Config, task: Task, world: World, state: RunState, say: Say, sizes_only: bool = False
+) -> nn.Module:
     """Make the model and prepare it for training. Collective.
 
     Its weights are drawn under a seed of their own, so they are the same on every rank of any world. If the task made
     the model before the run, every rank gets rank 0's weights.
 
     Args:
-        state: of the checkpoint whose weights it will load; for adapters it names their base, see `adapt`. What later
-            checkpoints must record of the model is added to it.
+        state: of the checkpoint to load, which names the adapters' base. What checkpoints record of a model is added.
         say: called with a line for the user.
-        planned: only sizes matter, as in `lockstep plan` (see `lockstep.diagnose`); no weights are read.
+        sizes_only: do not read weights, as in `lockstep plan`.
+
+    Raises:
+        ConfigError: the model does not fit the configuration, or has lazy or meta tensors.
     """
     if config.weight_copies == "step":
-        _check_copies(config, task, world)
+        _check_weight_copies(config, task, world)
     torch.manual_seed(derive(config.seed, "model"))
-    where, moves = model_init(config.engine, world, config.engine_options)
+    init_context, move = model_init(config.engine, world, config.engine_options)
 
     def make() -> nn.Module:
-        with where:
-            made: nn.Module = task.model()
-        if where is NOTHING and not planned:
-            check_valued(made)
-        return made
+        with init_context:
+            module: nn.Module = task.model()
+        if init_context is NOTHING and not sizes_only:
+            check_not_meta(module)
+        return module
 
-    with watch_new_modules() as new:
+    with collect_new_modules() as new:
         model = on_all_ranks(world, make)
-    check_initialised(model)
-    differed = 0 if planned else align(model, new, world)  # collective
-    if differed and state.place is None:
-        more = f"{differed} tensors differ" if differed > 1 else "a tensor differs"
-        say(f"the model was made before the run and {more} between the ranks: all begin with rank 0's values")
+    check_not_lazy(model)
+    differing = 0 if sizes_only else copy_from_rank0(model, new, world)  # collective
+    if differing and state.place is None:
+        count = f"{differing} tensors differ" if differing > 1 else "a tensor differs"
+        say(f"the model was made before the run and {count} between the ranks: every rank gets rank 0's values")
     if isinstance(model, GPT):
-        state.gpt = dataclasses.asdict(model.config)  # the shapes of its tensors do not give the number of heads
-    _check_residual(config, model)
-    _fuse(config, model, world.device, planned)
-    has_base = injected(config, task, model) if planned else adapt(config, task, model, world, state, say)
+        state.gpt = dataclasses.asdict(model.config)  # shapes do not give the number of heads
+    _set_residual_dtype(config, model)
+    _fuse_layers(config, model, world.device, sizes_only)
+    has_base = (
+        add_empty_adapters(config, task, model) if sizes_only else add_adapters(config, task, model, world, state, say)
+    )
     base = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)] if has_base else []
     frozen = on_all_ranks(world, lambda: freeze(model, rules_of(config)))
     if frozen:
         more = f" and {len(frozen) - 1} more parameters" if len(frozen) > 1 else ""
         say(f"frozen by --optim.groups: {frozen[0]}{more}")
-    named = task.blocks(model)
+    task_blocks = task.blocks(model)
     return prepare(
         model,
         precision=config.precision,
         compile_model=config.compile,
         device=world.device,
-        move=moves,
+        move=move,
         chosen=Transforms(
             *(config.batchnorm, config.attention, config.activation_checkpointing, config.compile_scope, config.exact),
             masked=task.attention_mask,
             weight_copies=config.weight_copies,
             grad_dtype=config.grad_dtype,
         ),
-        blocks=find_blocks(model).modules if named is None else list(named),
-        from_task=named is not None,
+        blocks=find_blocks(model).modules if task_blocks is None else list(task_blocks),
+        from_task=task_blocks is not None,
         keep_dtype=base,
         say=say,
     )
 
 
-def check_initialised(model: nn.Module) -> None:
-    """Refuse a lazy module whose shapes no forward has set yet.
+def check_not_lazy(model: nn.Module) -> None:
+    """Refuse a lazy module that has not run a forward, and so has no shapes.
 
     Raises:
         ConfigError: names the first such parameter or buffer.
@@ -224,30 +232,34 @@ def check_initialised(model: nn.Module) -> None:
     lazy = next((name for name, p in [*model.named_parameters(), *model.named_buffers()] if is_lazy(p)), None)
     if lazy is not None:
         raise ConfigError(
-            f"the task's `model` returned a lazy module, whose {lazy} has no shape yet: make one forward in `model()`, "
-            "such as made(torch.zeros(1, 8)), and return it then"
+            f"the task's `model` returned a lazy module, whose {lazy} has no shape yet: run one forward in `model()` "
+            "before returning it, such as module(torch.zeros(1, 8))"
         )
 
 
-def check_valued(model: nn.Module) -> None:
+def check_not_meta(model: nn.Module) -> None:
     """Refuse a parameter or buffer on the meta device, which has no values.
 
     Raises:
         ConfigError: names the first one.
     """
-    named = [*model.named_parameters(), *model.named_buffers()]
-    name = next((name for name, tensor in named if tensor.is_meta), None)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    name = next((name for name, tensor in tensors if tensor.is_meta), None)
     if name is not None:
         raise ConfigError(
-            f"the task's `model` returned '{name}' on the meta device, without values: make it on a real device, or "
-            "call model.to_empty(device='cpu') and draw or load every value in `model()`"
+            f"the task's `model` returned '{name}' on the meta device, without values: create it on a real device, or "
+            "call model.to_empty(device='cpu') and initialise or load every value in `model()`"
         )
 
 
-def _check_copies(config: Config, task: Task, world: World) -> None:
-    """Raise ConfigError if --weight-copies step does not fit the precision, engine or task."""
+def _check_weight_copies(config: Config, task: Task, world: World) -> None:
+    """Refuse --weight-copies step with a precision, engine or task that does not support it.
+
+    Raises:
+        ConfigError: names the flag and the way out.
+    """
     if config.precision != "bf16":
-        raise ConfigError(f"--weight-copies step needs --precision bf16, and it is {config.precision}: leave it out")
+        raise ConfigError(f"--weight-copies step needs --precision bf16, not {config.precision}: leave it out")
     check_copies(
         name_of(config.engine, world),
         narrow=config.grad_dtype == "bf16",
@@ -257,77 +269,81 @@ def _check_copies(config: Config, task: Task, world: World) -> None:
     )
 
 
-def _check_residual(config: Config, model: nn.Module) -> None:
-    """Set the built-in GPT's residual dtype; ConfigError for any other model."""
+def _set_residual_dtype(config: Config, model: nn.Module) -> None:
+    """Set the built-in GPT's residual dtype, by --residual-dtype.
+
+    Raises:
+        ConfigError: another model or precision.
+    """
     if config.residual_dtype == "float32":
         return
     if not isinstance(model, GPT) or config.precision != "bf16":
         raise ConfigError(
-            f"--residual-dtype {config.residual_dtype} is of the built-in GPT with --precision bf16, and this is "
-            f"{type(model).__name__} with {config.precision}; leave it out"
+            f"--residual-dtype {config.residual_dtype} needs the built-in GPT and --precision bf16, not "
+            f"{type(model).__name__} and {config.precision}; leave it out"
         )
     model.residual = torch.bfloat16
 
 
-def _fuse(config: Config, model: nn.Module, device: torch.device, planned: bool) -> None:
+def _fuse_layers(config: Config, model: nn.Module, device: torch.device, sizes_only: bool) -> None:
     """Replace layers of the built-in GPT, by --fused-kernels.
 
     Args:
-        planned: the model is only traced, on any device.
+        sizes_only: the model is only traced, so any device will do.
 
     Raises:
         ConfigError: another model, adapters, or a device without Triton.
     """
-    wanted = f"--fused-kernels {config.fused_kernels}"
+    flag = f"--fused-kernels {config.fused_kernels}"
     if config.fused_kernels == "none":
         return
     if not isinstance(model, GPT):
-        raise ConfigError(f"{wanted} is of the built-in GPT, and this is {type(model).__name__}; leave it out")
+        raise ConfigError(f"{flag} needs the built-in GPT, not {type(model).__name__}; leave it out")
     if config.lora.rank:
-        raise ConfigError(f"{wanted} does not go with --lora.rank, whose adapters wrap the same layers; drop one")
-    if not planned and device.type != "cpu" and (device.type != "cuda" or not find_spec("triton")):
-        missing = "has no such kernels" if device.type != "cuda" else "needs the package triton (pip install triton)"
-        raise ConfigError(f"{wanted}: {device.type} {missing}; leave it out")
+        raise ConfigError(f"{flag} does not work with --lora.rank, whose adapters wrap the same layers; leave one out")
+    if not sizes_only and device.type != "cpu" and (device.type != "cuda" or not find_spec("triton")):
+        missing = "has no fused kernels" if device.type != "cuda" else "needs the package triton (pip install triton)"
+        raise ConfigError(f"{flag}: {device.type} {missing}; leave it out")
     model.fuse(epilogue=config.fused_kernels == "all")
 
 
 # --- schedule, optimizer and engine
 
 
-def own_factor(task: Task, step: int, steps: int, otherwise: Callable[[int], float]) -> float:
-    """Return the task's own schedule factor, or `otherwise(step)` if that is None.
+def schedule_factor(task: Task, step: int, steps: int, default: Callable[[int], float]) -> float:
+    """Return the factor of the task's `schedule`; `default(step)` if it returns None.
 
     Raises:
         ConfigError: the factor is not a finite number of 0 or more.
         DataError: the method failed.
     """
-    said = _said(task, step, steps)
-    if said is None:
-        return otherwise(step)
+    value = _call_schedule(task, step, steps)
+    if value is None:
+        return default(step)
     try:
-        factor = float(said)
+        factor = float(value)
     except (TypeError, ValueError):
         factor = math.nan
     if not (math.isfinite(factor) and factor >= 0):
         raise ConfigError(
-            f"the task's `schedule` returned {said!r} for step {step} of {steps}: it must return what the base rates "
-            "are multiplied by, a finite number from 0, or None for what --optim.schedule says"
+            f"the task's `schedule` returned {value!r} for step {step} of {steps}: return the factor of the base "
+            "rates, a finite number of 0 or more, or None to use --optim.schedule"
         )
     return factor
 
 
-def own_momentum(task: Task, step: int, steps: int, otherwise: Callable[[int], float | None]) -> float | None:
-    """Return `otherwise(step)` if the task's `schedule` returns None for the step, else None.
+def schedule_momentum(task: Task, step: int, steps: int, default: Callable[[int], float | None]) -> float | None:
+    """Return `default(step)` if the task's `schedule` returns None, otherwise None.
 
-    None leaves the momentum of the groups as it is.
+    None leaves the momentum of the groups unchanged.
 
     Raises:
         DataError: the method failed.
     """
-    return otherwise(step) if _said(task, step, steps) is None else None
+    return default(step) if _call_schedule(task, step, steps) is None else None
 
 
-def _said(task: Task, step: int, steps: int) -> Any:
+def _call_schedule(task: Task, step: int, steps: int) -> Any:
     try:
         return task.schedule(step, steps)
     except LockstepError:
@@ -336,71 +352,80 @@ def _said(task: Task, step: int, steps: int) -> Any:
         raise blamed("schedule", error, f"step {step} of {steps}") from error
 
 
-def optimizer_of(config: Config, task: Task, model: nn.Module) -> Optimizer:
-    """Make the task's own optimizer, or else the configured one, over the engine's model."""
-    named = task.blocks(model)
-    layers = repeated_layers(model) if named is None else list(named)
-    return _own_optimizer(config, task, model) or make_optimizer(model, config, layers)
+def build_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
+    """Make the task's own optimizer, or the configured one, over the engine's model."""
+    task_blocks = task.blocks(model)
+    layers = repeated_layers(model) if task_blocks is None else list(task_blocks)
+    return _task_optimizer(config, task, model) or make_optimizer(model, config, layers)
 
 
-def _own_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:
-    """Call the task's `optimizer`. Raises ConfigError if the result does not fit this model."""
+def _task_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer | None:
+    """Call the task's `optimizer`, and check its result.
+
+    Raises:
+        ConfigError: it is no optimizer of this model, or flags ask for groups too.
+        DataError: the method failed.
+    """
     try:
-        made = task.optimizer(model, config)
+        optimizer = task.optimizer(model, config)
     except LockstepError:
         raise
     except Exception as error:
         raise blamed("optimizer", error, "the start, before step 1") from error
-    if made is None:
+    if optimizer is None:
         return None
     if config.optim.groups or config.optim.layer_decay != 1.0:
-        what = "--optim.groups" if config.optim.groups else "--optim.layer-decay"
-        raise ConfigError(f"{what} makes groups for lockstep's optimizer, and the task has its own: leave one out")
-    if not isinstance(made, Optimizer):
+        flag = "--optim.groups" if config.optim.groups else "--optim.layer-decay"
+        raise ConfigError(f"{flag} sets groups of lockstep's optimizer, but the task has its own: leave one out")
+    if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"the task's `optimizer` returned {type(made).__name__}: it must return a torch.optim.Optimizer over the "
-            "parameters of the model that it is given, or None for the one that --optim says"
+            f"the task's `optimizer` returned {type(optimizer).__name__}: return a torch.optim.Optimizer over the "
+            "parameters of its argument `model`, or None to use --optim"
         )
-    held = set(model.parameters())
-    others = sum(parameter not in held for group in made.param_groups for parameter in group["params"])
-    if others:
+    known = set(model.parameters())
+    foreign = sum(parameter not in known for group in optimizer.param_groups for parameter in group["params"])
+    if foreign:
         raise ConfigError(
-            f"the task's `optimizer` has {others} parameters that are not of the model that it was given, and an "
-            "engine may hold others than task.model() made: take those of the argument `model`"
+            f"the task's `optimizer` has {foreign} parameters of another model than its argument `model`: use that "
+            "one's, because an engine may replace those of task.model()"
         )
-    return made
+    return optimizer
 
 
-_OF_THE_BASE = (
-    "it is of the adapters' base, which their checkpoints leave out; name it with --lora.modules-to-save from the "
-    "start, or train on from the merged model (lockstep export --format hf --merge)"
+_BASE_MESSAGE = (
+    "it belongs to the adapters' base, which their checkpoints leave out; name it in --lora.modules-to-save from the "
+    "start, or continue from the merged model (lockstep export --format hf --merge)"
 )
 
 
 @dataclass
-class Groups:
+class OptimizerGroups:
     """An engine's optimizer, the base learning rates of its groups, and its gradient norms."""
 
     optimizer: Optimizer | None = None
-    rates: list[float] = field(default_factory=list)
+    base_rates: list[float] = field(default_factory=list)
     gradients: GradientNorms = NO_NORMS
 
-    def begun(self, optimizer: Optimizer) -> Optimizer:
-        """Record a new optimizer and its rates as the base rates."""
-        self.optimizer, self.rates = optimizer, [float(group["lr"]) for group in optimizer.param_groups]
+    def set_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Store a new optimizer, and its rates as the base rates."""
+        self.optimizer, self.base_rates = optimizer, [float(group["lr"]) for group in optimizer.param_groups]
         return optimizer
 
-    def again(self, optimizer: Optimizer) -> Optimizer:
-        """Restore the base rates of the same optimizer, for a new engine that reads them."""
-        self.rates += [float(group["lr"]) for group in optimizer.param_groups[len(self.rates) :]]
-        for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
+    def add_rates(self, optimizer: Optimizer) -> None:
+        """Store the base rates of groups that the optimizer has gained."""
+        self.base_rates += [float(group["lr"]) for group in optimizer.param_groups[len(self.base_rates) :]]
+
+    def restore_rates(self, optimizer: Optimizer) -> Optimizer:
+        """Set the optimizer's rates back to the base rates, for a new engine that reads them."""
+        self.add_rates(optimizer)
+        for group, rate in zip(optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate
         return optimizer
 
-    def renewed(self, optimizer: Optimizer) -> None:
-        """Replace the optimizer by another over the same model, and copy its states."""
+    def replace_optimizer(self, optimizer: Optimizer) -> None:
+        """Store another optimizer of the same model, and copy the states to it."""
         before = self.optimizer
-        self.begun(optimizer)
+        self.set_optimizer(optimizer)
         if before is not None:
             optimizer.state.update(before.state)
 
@@ -408,57 +433,60 @@ class Groups:
 def check_own_steps(config: Config) -> None:
     """Refuse settings that need the whole step, for a task with manual optimization.
 
-    Such a task's steps are applied before the whole step is known, and each has its own gradients.
+    Such a task updates the weights before the whole step is known, and each update has its own gradients.
 
     Raises:
         ConfigError: names the flag and the way out.
     """
-    for asked, flag, out in (
+    for is_set, flag, advice in (
         (config.optim.clip, "--optim.clip", "clip in the task's own steps, as by clip_gradients, and set it to 0"),
         (config.optim.ema, "--optim.ema", "average the weights in the loop of lockstep.Run"),
         (config.guards.nonfinite == "skip", "--guards.nonfinite skip", "use stop or rollback"),
         (config.guards.spike == "skip", "--guards.spike skip", "use warn or rollback"),
     ):
-        if asked:
-            raise ConfigError(f"{flag} does not go with a task that takes its optimizers' steps itself: {out}")
+        if is_set:
+            raise ConfigError(f"{flag} does not work with a task that steps its optimizers itself: {advice}")
 
 
-def engine_of(
+def build_engine(
     config: Config,
     task: Task,
     model: nn.Module,
     world: World,
-    groups: Groups,
-    stream: Batches,
+    groups: OptimizerGroups,
+    batches: Batches,
     say: Callable[[str], None],
     state: RunState,
 ) -> Engine:
-    """Make the engine around the model. An optimizer in `groups` is reused with its states.
+    """Make the engine around the model.
 
     Args:
+        groups: an optimizer in it is reused with its states.
         say: called with a line for the user.
-        state: the run's; it is updated when the set of trained parameters changes.
-    """
+        state: the run's; updated when the set of trained parameters changes.
 
+    Raises:
+        ConfigError: the engine, task and configuration do not fit together.
+    """
     if task.own_steps:
         check_own_steps(config)
 
-    def make(held: nn.Module) -> Optimizer:
+    def make(engine_model: nn.Module) -> Optimizer:
         if groups.optimizer is not None:
-            return groups.again(groups.optimizer)
-        return groups.begun(optimizer_of(config, task, held))
+            return groups.restore_rates(groups.optimizer)
+        return groups.set_optimizer(build_optimizer(config, task, engine_model))
 
-    def again(held: nn.Module, before: Optimizer) -> Optimizer:
-        trained = {id(p) for p in held.parameters() if p.requires_grad}
+    def remake(engine_model: nn.Module, before: Optimizer) -> Optimizer:
+        trained = {id(p) for p in engine_model.parameters() if p.requires_grad}
         if has_own(task, "optimizer") and trained <= {id(p) for group in before.param_groups for p in group["params"]}:
-            groups.rates += [float(group["lr"]) for group in before.param_groups[len(groups.rates) :]]
+            groups.add_rates(before)
             return before
-        return groups.begun(optimizer_of(config, task, held))
+        return groups.set_optimizer(build_optimizer(config, task, engine_model))
 
-    def changed(trained: TrainedSet) -> None:
+    def store_trained(trained: TrainedSet) -> None:
         state.trained = trained
 
-    fixed = {name.removeprefix("model/"): _OF_THE_BASE for name in left_out(model, state)}
+    fixed_names = {name.removeprefix("model/"): _BASE_MESSAGE for name in base_tensor_names(model, state)}
     return engine(
         config.engine,
         model,
@@ -466,7 +494,7 @@ def engine_of(
         world,
         clip=config.optim.clip,
         exact_micro_batches=config.micro_batches if config.exact else 0,
-        shares=stream.sharing if config.shares != "equal" and world.size > 1 else None,
+        shares=batches.sharing if config.shares != "equal" and world.size > 1 else None,
         loss_scaling=config.precision == "fp16" and config.fp16,
         blocks=task.blocks(model) or (),
         options=config.engine_options,
@@ -477,5 +505,5 @@ def engine_of(
         gradients=groups.gradients,
         penalty=task.penalty if has_own(task, "penalty") else None,
         own=task.state_dict if has_own(task, "state_dict") else None,
-        changes=Changes(again, fixed, state.trained, state.global_step, changed),
+        changes=Changes(remake, fixed_names, state.trained, state.global_step, store_trained),
     )

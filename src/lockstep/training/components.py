@@ -1,10 +1,10 @@
-"""The objects that work alongside a run's steps, and what follows each step.
+"""Build the components that accompany a run's steps, and process each step with them.
 
-    ongoing = works(session, built)
-    step = recorded(session, built, ongoing, record)
-    saves = saved_and_evaluated(session, built, ongoing, step, ending)
+    components = build_components(session, built)
+    step = record_step(session, built, components, record)
+    saves = save_and_evaluate(session, built, components, step, ending)
 
-Records, guards, checkpoints and evaluations of a step are ordered here, the same on every rank; so are the early exit
+The order of records, guards, checkpoints and evaluations is set here, the same on every rank; so are the early exit
 from a caller's loop and the end of a run.
 """
 
@@ -31,75 +31,82 @@ from lockstep.loop import StepControl, seeder
 from lockstep.records import Best, Step, StepRecord, exact_sums, fill_numbers, flatten_numbers, mean_numbers, merge_sums
 from lockstep.task import items_of_a_sample
 from lockstep.training.build import Built
-from lockstep.training.build_engine import kernels_of
-from lockstep.training.evaluation import numbered
-from lockstep.training.guards import Balancing, RunGuards
-from lockstep.training.profiler import Profiling
-from lockstep.training.recorder import EXIT_INTERRUPTED, EXIT_SAVED, Meter, RunRecorder, losses_text
+from lockstep.training.build_engine import choose_kernels
+from lockstep.training.evaluation import all_numbers
+from lockstep.training.guards import RunGuards, ShareReporter
+from lockstep.training.profiler import StepProfiler
+from lockstep.training.recorder import EXIT_INTERRUPTED, EXIT_SAVED, Meter, RunRecorder, describe_lost_ranks
 from lockstep.training.session import HookContext, ReadNumbers, Session
-from lockstep.training.trainable import note_body
+from lockstep.training.trainable import store_body_change
 
 __all__ = [
+    "StepComponents",
     "after_first_step",
-    "end_of",
-    "handed_on",
+    "build_components",
+    "finish_evaluation",
+    "finish_run",
+    "flush_steps",
+    "iterate_steps",
     "leave_early",
-    "note_best",
-    "note_change",
-    "reader",
-    "recorded",
+    "make_number_reader",
+    "prepare_recovery",
+    "record_body_change",
+    "record_step",
     "save",
-    "saved_and_evaluated",
-    "settle",
-    "taken",
-    "tell_evaluated",
-    "works",
+    "save_and_evaluate",
+    "update_best",
 ]
 
 
 _LOG = logging.getLogger("lockstep")
 _EXIT_CODES = {INTERRUPT: EXIT_INTERRUPTED, SAVE_AND_END: EXIT_SAVED}
-_STATUS = {INTERRUPT: "interrupted", SAVE_AND_END: "preempted"}
-_PATIENCE = 10.0  # seconds to wait for the other ranks to leave the loop
+_STATUSES = {INTERRUPT: "interrupted", SAVE_AND_END: "preempted"}
+_LEAVE_TIMEOUT = 10.0  # seconds to wait for the other ranks to leave the loop
 
 
 class StepComponents(NamedTuple):
-    """The objects that work alongside a run's steps."""
+    """The components that accompany a run's steps.
+
+    Attributes:
+        plan_steps: length of the plan.
+        last_step: number of steps after which this start ends.
+    """
 
     step_loader: StepLoader
     exchange: StepExchange
     meter: Meter
     recorder: RunRecorder
     guards: RunGuards
-    balancing: Balancing
+    share_reporter: ShareReporter
     control: StepControl
-    profiling: Profiling
+    profiling: StepProfiler
     step_plan: StepPlan
-    whole: int  # length of the plan, in steps
-    last: int  # last step of this start
+    plan_steps: int
+    last_step: int
 
 
-def works(session: Session, built: Built) -> StepComponents:
+def build_components(session: Session, built: Built) -> StepComponents:
+    """Build the components, from the step after the last one trained. Collective."""
     config, world, state, step_plan = built.config, built.world, built.state, built.run_plan.step_plan
     step_loader = built.batches.from_step(built.start)
-    each = items_of_a_sample(built.task)
-    profiling = Profiling(built, make_clock(world.device, world.size), step_loader)
+    items_per_sample = items_of_a_sample(built.task)
+    profiling = StepProfiler(built, make_clock(world.device, world.size), step_loader)
     clock, seed = profiling.clock, seeder(config.seed, "micro", world.device)
 
     def busy() -> BusySeconds:
-        spent = clock.spent()
-        return BusySeconds(spent.get("data", 0.0), spent.get("forward", 0.0), recorder.saver.blocked)
+        seconds = clock.spent()
+        return BusySeconds(seconds.get("data", 0.0), seconds.get("forward", 0.0), recorder.saver.blocked)
 
-    constant = (lambda step: each * step_plan.samples(step)) if each else None
-    balancing, outlives = Balancing(built, clock), bool(session.member)
+    item_count = (lambda step: items_per_sample * step_plan.samples(step)) if items_per_sample else None
+    share_reporter, survives_losses = ShareReporter(built, clock), bool(session.member)
     exchange = StepExchange(
         world,
         step_loader.items,
-        constant,
+        item_count,
         step_plan.steps,
         busy,
-        balancing.told,
-        survives_loss=outlives,
+        share_reporter.report,
+        survives_loss=survives_losses,
         timed_steps=lambda: clock.steps,
     )
     exchange.engine_steps = built.start
@@ -107,146 +114,158 @@ def works(session: Session, built: Built) -> StepComponents:
     sums = state.running
     meter = Meter(exchange, clock, world.device, sums.loss, sums.missed, sums.numbers)
     session.timeline.measures(lambda: clock.spent().get("data", 0.0))
-    losses = losses_text(session.losses, world.size, session.began_on)
-    recorder = RunRecorder(built, meter, session.sinks, exchange, session.timeline, outlives=outlives, losses=losses)
+    losses = describe_lost_ranks(session.lost_ranks, world.size, session.initial_ranks)
+    recorder = RunRecorder(
+        built, meter, session.sinks, exchange, session.timeline, survives_loss=survives_losses, lost_ranks=losses
+    )
     session.saver = recorder.saver
     guards = RunGuards(built, exchange, step_loader, seed, clock)
     control = StepControl(
-        built.rate,
+        built.lr_factor,
         seed,
         clock,
         guards.limit,
         built.momentum,
         guards.audit,
         before_update=recorder.saver.order,
-        kernels=kernels_of(config.compile, step_plan),
+        kernels=choose_kernels(config.compile, step_plan),
         world=world,
         micro_batches=step_plan.micro_batches,
         sharing=built.batches.sharing,
         gradients=built.groups.gradients,
     )
-    parts = (step_loader, exchange, meter, recorder, guards, balancing, control, profiling, step_plan)
-    return StepComponents(*parts, step_plan.steps, built.last)
+    parts = (step_loader, exchange, meter, recorder, guards, share_reporter, control, profiling, step_plan)
+    return StepComponents(*parts, step_plan.steps, built.last_step)
 
 
-def recorded(session: Session, built: Built, works: StepComponents, record: StepRecord) -> Step:
-    """Record a step, run the guards, and return it as the caller gets it."""
-    done, late = record.step + 1, works.guards.late
-    session.sinks.progress(done)
-    works.balancing.after(works.exchange)
+def record_step(session: Session, built: Built, components: StepComponents, record: StepRecord) -> Step:
+    """Record a step, run the guards, and return the step for the caller."""
+    global_step, late = record.step + 1, components.guards.late
+    session.sinks.progress(global_step)
+    components.share_reporter.update(components.exchange)
     if late:
-        works.recorder.expect(record)
-    for step in works.guards.read(record):
-        works.meter.add(step)
-        if late:  # logged in the same step on every rank, whenever its device delivers the numbers
-            works.recorder.log(step.record)
-    works.guards.after(record)
+        components.recorder.expect(record)
+    for step in components.guards.read(record):
+        components.meter.add(step)
+        if late:  # every rank logs it in the same step, whenever its device delivers the numbers
+            components.recorder.log(step.record)
+    components.guards.after_step(record)
     if not late:
-        works.recorder.log(record)
+        components.recorder.log(record)
     return Step(
-        record, works.step_plan.start(done) / built.run_plan.samples, built.lr * record.factor, session.read_numbers
+        record,
+        components.step_plan.start(global_step) / built.run_plan.samples,
+        built.lr * record.factor,
+        session.read_numbers,
     )
 
 
-def saved_and_evaluated(session: Session, built: Built, works: StepComponents, step: Step, ending: bool) -> bool:
-    """Save and evaluate where they are due.
+def save_and_evaluate(session: Session, built: Built, components: StepComponents, step: Step, ending: bool) -> bool:
+    """Save and evaluate, if they are due.
 
     Returns:
-        Whether a save is due. If the caller keeps objects of their own or the task has hooks, it is left to after the
-        body.
+        Whether a save is due. It is made after the loop's body if that changes what is saved: the caller's own objects
+        or the state of hooks.
     """
-    config, state, done = built.config, built.state, step.global_step
-    due = done == works.whole or bool(config.eval_freq and done % config.eval_freq == 0)
-    saves = ending or works.recorder.save_due(done)
-    late = bool(session.kept or built.task.hooks)  # their state is updated after this step, so the save waits
+    config, state, global_step = built.config, built.state, step.global_step
+    due = global_step == components.plan_steps or bool(config.eval_freq and global_step % config.eval_freq == 0)
+    saves = ending or components.recorder.save_due(global_step)
+    save_later = bool(session.caller_objects or built.task.hooks)  # the body updates their state
     if due and built.evaluation:
         state.evaluation_due = True
-    if saves and not late:
-        save(works, done)
-    cut_short = ending and done < works.last  # a signal must not wait for an evaluation: the next start makes it
+    if saves and not save_later:
+        save(components, global_step)
+    # A signal must not wait for an evaluation: the next start makes it.
+    cut_short = ending and global_step < components.last_step
     if state.evaluation_due and not cut_short:
-        settle(works)
+        flush_steps(components)
         state.evaluation_due = False
         with trace_mark("evaluate"):
-            step.evaluation = session.evaluation = works.recorder.evaluate(done)
-        tell_evaluated(session, built, done)
-        saves = saves or works.recorder.is_best
-        if saves and not late:
-            save(works, done)
-        note_best(session)
-    session.present, session.global_step = step, done
+            step.evaluation = session.evaluation = components.recorder.evaluate(global_step)
+        finish_evaluation(session, built, global_step)
+        saves = saves or components.recorder.is_best
+        if saves and not save_later:
+            save(components, global_step)
+        update_best(session)
+    session.current_step, session.global_step = step, global_step
     return saves
 
 
-def tell_evaluated(session: Session, built: Built, done: int) -> None:
-    """Mark the step as evaluated, and run the task's hooks."""
-    session.evaluated = done
+def finish_evaluation(session: Session, built: Built, global_step: int) -> None:
+    """Mark the step as evaluated, and call the task's hooks."""
+    session.evaluated_step = global_step
     if built.task.hooks and session.evaluation:
-        built.task.hooks.after_evaluation(HookContext(session, built), done, numbered(session.evaluation))
+        built.task.hooks.after_evaluation(HookContext(session, built), global_step, all_numbers(session.evaluation))
 
 
-def save(works: StepComponents, done: int) -> None:
-    if works.recorder.saved != done:
-        settle(works)
+def save(components: StepComponents, global_step: int) -> None:
+    """Write the step's checkpoint, unless it is written already. Collective."""
+    if components.recorder.saved_step != global_step:
+        flush_steps(components)
         with trace_mark("save"):
-            works.guards.keep()
-            works.recorder.save(done)
+            components.guards.store_state()
+            components.recorder.save(global_step)
 
 
-def note_change(works: StepComponents, built: Built, done: int) -> None:
-    """Record that the loop's body changed what is trained, after the step's checkpoint was begun."""
-    if works.recorder.saved == done and built.config.checkpoint.mode != "none":
-        note_body(built.engine, built.state, built.folder, done, built.world)
+def record_body_change(components: StepComponents, built: Built, global_step: int) -> None:
+    """Record a change of the trained parameters that came after the step's checkpoint began."""
+    if components.recorder.saved_step == global_step and built.config.checkpoint.mode != "none":
+        store_body_change(built.engine, built.state, built.folder, global_step, built.world)
 
 
-def settle(works: StepComponents) -> None:
-    """Read and check every step taken so far, and write its record. Collective if a device delays them."""
-    for step in works.guards.rest():  # waits for the device, if steps were not read yet
-        works.meter.add(step)
-        works.recorder.log(step.record)
+def flush_steps(components: StepComponents) -> None:
+    """Read, check and record all steps so far. Collective if a device delays them."""
+    for step in components.guards.flush():  # waits for the device, if steps were not read yet
+        components.meter.add(step)
+        components.recorder.log(step.record)
 
 
-def taken(works: StepComponents, world: World, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
-    """Yield the steps. If one fails, write the records before it, if no other rank is needed."""
+def iterate_steps(components: StepComponents, world: World, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
+    """Yield the steps; if one fails on a single rank, write the records before it."""
     try:
         yield from records
     except Exception:
         if world.size == 1:
             with suppress(Exception):  # the device itself may have failed
-                for step in works.guards.rest(look=False):
-                    works.meter.add(step)
-                    works.recorder.log(step.record)
+                for step in components.guards.flush(check=False):
+                    components.meter.add(step)
+                    components.recorder.log(step.record)
         raise
 
 
-def leave_early(session: Session, works: StepComponents, told: Heartbeats | None, now: bool) -> None:
+def leave_early(session: Session, components: StepComponents, heartbeats: Heartbeats | None, now: bool) -> None:
     """End a run whose loop the caller left in the body of a step.
 
-    The run is saved unless the caller abandoned it. All ranks must leave after the same step in the same way; otherwise
-    the run failed.
+    The run is saved unless the caller abandoned it. It fails if the ranks leave after different steps.
 
     Args:
-        told: the ranks' heartbeats; None without other processes.
+        heartbeats: of the ranks; None without other processes.
         now: end at once, without a save, as after a second Ctrl-C.
     """
-    built, session.status = session.built, "interrupted" if now else session.status_when_left
+    built, session.status = session.built, "interrupted" if now else session.early_status
     if built is None or now or sys.is_finalizing():
         return
-    what = "abandon" if session.abandoned else "leave"
-    if all_do(told, built.world.rank, what, session.global_step - 1, lambda: _PATIENCE):
+    action = "abandon" if session.abandoned else "leave"
+    if all_do(heartbeats, built.world.rank, action, session.global_step - 1, lambda: _LEAVE_TIMEOUT):
         if session.abandoned:
             return
-        save(works, session.global_step)
-        works.recorder.settle()  # collective
-        works.recorder.close(0, sample=False)
-        session.sinks = Sinks([])  # already closed with a summary; not closed again as after a failure
+        save(components, session.global_step)
+        components.recorder.finish()  # collective
+        components.recorder.close(0, sample=False)
+        session.sinks = Sinks([])  # closed with a summary already; a failure would close them without one
     else:
         session.status = "failed"
-        _LOG.warning("the loop was left after step %d on some ranks alone; not saved", session.global_step)
+        _LOG.warning("only some ranks left the loop after step %d; not saved", session.global_step)
 
 
-def reader(exchange: StepExchange, world: World, told: Heartbeats | None, outlives: bool) -> ReadNumbers:
-    """Return a function that reads a step's loss and own numbers during its body."""
+def make_number_reader(
+    exchange: StepExchange, world: World, heartbeats: Heartbeats | None, survives_losses: bool
+) -> ReadNumbers:
+    """Return a function that reads a step's loss and numbers during its body.
+
+    Args:
+        survives_losses: report NaN if a rank is lost, rather than fail.
+    """
 
     def read(step: Step) -> tuple[float, dict[str, float]]:
         losses, numbers = step.record.losses, step.record.numbers
@@ -254,14 +273,14 @@ def reader(exchange: StepExchange, world: World, told: Heartbeats | None, outliv
         own = [exact_sums(parts) for parts in fill_numbers(numbers, values[len(losses) :]).values()]
         exchange.progress.at(step.record.step, READING)
         try:
-            rows = exchange.rows([math.fsum(values[: len(losses)]), *(x for six in own for x in six)])  # collective
-        except PeerError as error:  # if the others went on, this exchange met a different one
-            others = waited_for(told, step.record.step) if told else []
-            if others:
-                raise LockstepError(read_alone(world.rank, step.global_step, others)) from error
-            if not outlives:
+            rows = exchange.rows([math.fsum(values[: len(losses)]), *(x for part in own for x in part)])  # collective
+        except PeerError as error:  # the others may have continued to another exchange
+            ahead = waited_for(heartbeats, step.record.step) if heartbeats else []
+            if ahead:
+                raise LockstepError(read_alone(world.rank, step.global_step, ahead)) from error
+            if not survives_losses:
                 raise
-            _LOG.warning("the loss of step %d is not known: a rank was lost with its part of it", step.global_step)
+            _LOG.warning("the loss of step %d is unknown: a lost rank had a part of it", step.global_step)
             return math.nan, dict.fromkeys(numbers, math.nan)
         exchange.progress.at(step.record.step, IN_BODY)
         total = math.fsum(row[0] for row in rows)
@@ -272,51 +291,56 @@ def reader(exchange: StepExchange, world: World, told: Heartbeats | None, outliv
 
 
 @contextmanager
-def handed_on(works: StepComponents) -> Iterator[None]:
-    """Prepare a rollback or a recovery: close the exchange, or save what the guards know."""
+def prepare_recovery(components: StepComponents) -> Iterator[None]:
+    """Prepare for a rollback or a recovery: close the exchange, or store the guards' state."""
     try:
         yield
     except Rollback:
-        works.exchange.close()
+        components.exchange.close()
         raise
     except PeerError:
-        works.guards.keep()
+        components.guards.store_state()
         raise
 
 
-def end_of(built: Built, stop_request: int, saved: int, losses: str = "") -> tuple[str, int]:
-    """Return the run's status and exit code, and write them into the run's folder.
+def finish_run(built: Built, stop_request: int, saved: int, losses: str = "") -> tuple[str, int]:
+    """Write the run's status and exit code into its folder, and return them.
 
-    A code that is not 0 is reported to the launcher too.
+    A code other than 0 is reported to the launcher too.
+
+    Args:
+        saved: step of the last checkpoint.
+        losses: describes the ranks that were lost.
     """
     code = _EXIT_CODES.get(stop_request, 0)
     if code:
         note_end(code)
-    whole = saved >= built.run_plan.step_plan.steps
-    status = _STATUS.get(stop_request, "finished" if whole else "stopped")
+    complete = saved >= built.run_plan.step_plan.steps
+    status = _STATUSES.get(stop_request, "finished" if complete else "stopped")
     if built.world.is_main:
-        built.folder.stop_file.unlink(missing_ok=True)  # obeyed, or too late: the next start must not find it
+        built.folder.stop_file.unlink(missing_ok=True)  # the next start must not find it
         built.folder.write_end(code, saved, status, losses)
     return status, code
 
 
-def after_first_step(built: Built, works: StepComponents) -> None:
-    """Report memory and prepare saves, once step 1 has made the optimizer's states. Collective."""
+def after_first_step(built: Built, components: StepComponents) -> None:
+    """Log memory and prepare saves, once step 1 has made the optimizer's states. Collective."""
     if built.world.is_first:
-        _report(built)
-    works.recorder.prepare()
+        _log_memory(built)
+    components.recorder.prepare()
 
 
-def _report(built: Built) -> None:
-    """Log the memory that each rank holds. Collective."""
-    held = built.world.gather(footprint(built.engine))  # collective
-    _LOG.info(described(name_of(built.config.engine, built.world), held))
+def _log_memory(built: Built) -> None:
+    """Log each rank's memory. Collective."""
+    footprints = built.world.gather(footprint(built.engine))  # collective
+    _LOG.info(described(name_of(built.config.engine, built.world), footprints))
 
 
-def note_best(session: Session) -> None:
+def update_best(session: Session) -> None:
+    """Set the session's best evaluation from the run's state."""
     built = session.built
     best = built.state.selection.best if built else None
     if built and best:
         path = checkpoint.path_of(built.folder.path, best.step)
-        kept = built.config.checkpoint.mode != "none" or path.is_dir()  # an earlier start wrote it
-        session.best = Best(best.step, best.loss, str(path) if kept else "", best.metric, best.metric_value)
+        exists = built.config.checkpoint.mode != "none" or path.is_dir()  # an earlier start wrote it
+        session.best = Best(best.step, best.loss, str(path) if exists else "", best.metric, best.metric_value)

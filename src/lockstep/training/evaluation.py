@@ -1,7 +1,8 @@
 """Evaluate a model: cut the sets into micro-batches, merge losses and metrics.
 
-    found = named_sets(task.dataset("evaluation"))
-    sets = batches_of(config, task, found, world)       # {} where there is none, {"": batches} for one alone
+    datasets = sets_by_name(task.dataset("evaluation"))             # {"": dataset} for a single set
+    sets = build_evaluation_batches(config, task, datasets, world)
+    record = evaluate_all(engine, task, sets, world, step=step, seed=config.seed)
 
 Each set is one step, whose micro-batches are divided among the ranks; for a loss over all samples of a step it is cut
 into steps as in training. Its samples, their order and its micro-batches depend on neither the world nor the loader
@@ -40,113 +41,111 @@ from lockstep.transforms.precision import eager
 from lockstep.whole_step import WHOLE_LOSS, make_whole_step
 
 __all__ = [
-    "ANY",
-    "batches_of",
+    "MORE_NAMES",
+    "all_numbers",
+    "build_evaluation_batches",
     "check_mergeable",
     "evaluate",
     "evaluate_all",
     "is_metric",
-    "named_sets",
-    "numbered",
-    "one_step",
-    "taken",
+    "one_step_plan",
+    "pop_state",
+    "sets_by_name",
 ]
 
 
 # --- metrics
 
-ANY = "*"  # among metric names: further names are known only after the whole set
+MORE_NAMES = "*"  # among metric names: the metric names its numbers after the whole set only
 
-_NEEDED = ("metric_state", "merge_state", "reset", "compute", "clone")
+_METRIC_METHODS = ("metric_state", "merge_state", "reset", "compute", "clone")
 
 
 def is_metric(value: Any) -> bool:
-    """Whether `value` is a metric with its own state, as torchmetrics' are."""
-    return all(hasattr(value, name) for name in _NEEDED)
+    """Whether `value` is a metric with a state, such as one of torchmetrics."""
+    return all(hasattr(value, name) for name in _METRIC_METHODS)
 
 
-def taken(metric: Any) -> dict[str, Any]:
-    """Return the metric's state as JSON values, and reset it. Waits for the device."""
-    state = {name: _plain(value) for name, value in metric.metric_state.items()}
+def pop_state(metric: Any) -> dict[str, Any]:
+    """Return the metric's state as JSON values, and reset the metric. Waits for the device."""
+    state = {name: _to_json(value) for name, value in metric.metric_state.items()}
     metric.reset()
     return state
 
 
-def merged(name: str, metric: Any, states: list[dict[str, Any]]) -> dict[str, float]:
-    """Merge the states of all micro-batches and compute the metric.
-
-    No collective: every rank has all states.
+def merge_states(name: str, metric: Any, states: list[dict[str, Any]]) -> dict[str, float]:
+    """Merge the states of all micro-batches of all ranks, and compute the metric.
 
     Returns:
         The metric's numbers by name.
 
     Raises:
-        ConfigError: it cannot be merged, or computes no number.
+        ConfigError: the states cannot be merged, or the result is no number.
     """
-    with _one_number(name, metric):
-        return _named(name, metric, _whole(metric, states).compute() if states else math.nan)
+    with _metric_errors(name, metric):
+        return _numbers(name, metric, _merge(metric, states).compute() if states else math.nan)
 
 
 def check_mergeable(name: str, metric: Any, state: dict[str, Any]) -> list[str]:
-    """Check that a metric can be merged, and return the names of its numbers.
+    """Check that a metric's states can be merged, and return the names of its numbers.
 
-    A single micro-batch may be too little for the metric to compute (R2 needs two samples, a correlation more than one
-    value). That is accepted; the names of several numbers are then unknown.
+    A single micro-batch may be too little to compute (R2 needs two samples); the names of several numbers are then
+    unknown.
 
     Args:
         state: of a single micro-batch.
 
     Raises:
-        ConfigError: it cannot be merged, or computes no number.
+        ConfigError: the states cannot be merged, or the result is no number.
     """
-    if reason := obstacle(metric, {key: _tensors(value) for key, value in state.items()}):
+    if reason := obstacle(metric, {key: _from_json(value) for key, value in state.items()}):
         raise ConfigError(
             f"the task's metric '{name}' ({type(metric).__name__}) cannot be merged over batches: {reason}; or return "
             "(sum, count)"
         )
-    with _one_number(name, metric):
-        whole = _whole(metric, [state])
+    with _metric_errors(name, metric):
+        merged = _merge(metric, [state])
     try:
-        with _quiet():
-            value = whole.compute()
+        with _ignore_warnings():
+            value = merged.compute()
     except LockstepError:
         raise
     except Exception:
-        return [ANY] if _is_several(metric) else [name]
-    with _one_number(name, metric):
-        if not _is_several(metric):
-            _named(name, metric, _whole(metric, [state] * 3).compute())  # some fail from the third state on
-        return list(_named(name, metric, value))
+        return [MORE_NAMES] if _has_several_numbers(metric) else [name]
+    with _metric_errors(name, metric):
+        if not _has_several_numbers(metric):
+            _numbers(name, metric, _merge(metric, [state] * 3).compute())  # some metrics fail from the third state on
+        return list(_numbers(name, metric, value))
 
 
-def _named(name: str, metric: Any, value: Any) -> dict[str, float]:
-    if not _is_several(metric):
+def _numbers(name: str, metric: Any, value: Any) -> dict[str, float]:
+    if not _has_several_numbers(metric):
         return {name: float(value)}
     return {key: float(each) for key, each in value.items()} if isinstance(value, dict) else {}
 
 
-def _is_several(metric: Any) -> bool:
+def _has_several_numbers(metric: Any) -> bool:
     return bool(getattr(metric, "several", False))
 
 
-def _whole(metric: Any, states: list[dict[str, Any]]) -> Any:
-    whole = metric.clone().cpu()
-    whole.distributed_available_fn = _never  # every rank has all states: torchmetrics must not gather them again
-    merge(whole, [{key: _tensors(value) for key, value in state.items()} for state in states])
-    return whole
+def _merge(metric: Any, states: list[dict[str, Any]]) -> Any:
+    merged = metric.clone().cpu()
+    merged.distributed_available_fn = _never  # torchmetrics must not gather: every rank has all states
+    merge(merged, [{key: _from_json(value) for key, value in state.items()} for state in states])
+    return merged
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _ignore_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "compute before update": its state was merged instead
+        warnings.simplefilter("ignore")  # "compute before update": the state was merged instead
         yield
 
 
 @contextlib.contextmanager
-def _one_number(name: str, metric: Any) -> Iterator[None]:
+def _metric_errors(name: str, metric: Any) -> Iterator[None]:
     try:
-        with _quiet():
+        with _ignore_warnings():
             yield
     except (LockstepError, MemoryError):
         raise
@@ -162,23 +161,21 @@ def _never() -> bool:
     return False
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, Tensor):
-        held = value.detach().cpu().contiguous()  # waits for the device
-        text = base64.b64encode(
-            held.reshape(-1).view(torch.uint8).numpy().tobytes()
-        ).decode()  # base64 takes a third more
-        return {"dtype": str(held.dtype).removeprefix("torch."), "shape": list(held.shape), "v": text}
-    return [_plain(each) for each in value]
+        host = value.detach().cpu().contiguous()  # waits for the device
+        text = base64.b64encode(host.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
+        return {"dtype": str(host.dtype).removeprefix("torch."), "shape": list(host.shape), "v": text}
+    return [_to_json(each) for each in value]
 
 
-def _tensors(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
-        held = bytearray(base64.b64decode(value["v"]))
+        data = bytearray(base64.b64decode(value["v"]))
         dtype = getattr(torch, value["dtype"])
-        flat = torch.frombuffer(held, dtype=dtype) if held else torch.empty(0, dtype=dtype)
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return flat.reshape(value["shape"])
-    return [_tensors(each) for each in value]
+    return [_from_json(each) for each in value]
 
 
 # --- evaluation
@@ -186,13 +183,13 @@ def _tensors(value: Any) -> Any:
 Progress = Callable[[int, int], None]
 
 
-def one_step(samples: int, micro_size: int) -> StepPlan:
-    """Return the whole set as one step, whose micro-batches are divided among the ranks."""
+def one_step_plan(samples: int, micro_size: int) -> StepPlan:
+    """Return the plan of a whole set as one step, whose micro-batches the ranks divide."""
     return StepPlan(-(-samples // micro_size) * micro_size, micro_size, samples)
 
 
 class ModelHolder(Protocol):
-    """An object with a model: an engine, or a run loaded for inference (training/inference.py)."""
+    """An object with a model: an engine, or a run that is loaded for inference."""
 
     model: nn.Module
 
@@ -210,27 +207,27 @@ def evaluate_all(
     """Evaluate each set in order, and merge the results into one record. Collective.
 
     Args:
-        sets: name -> set; "" is the name of a single set.
+        sets: name -> batches; "" is the name of a single set.
         step: the step to record.
-        progress: as for `evaluate`, over all sets.
+        progress: called after each micro-batch of this rank with (done, total), over all sets.
 
     Returns:
-        The record. Of several sets its loss and items are the first set's, and each number is a metric `SET/NAME`.
+        For several sets, the first set's loss and items, and every number as a metric `SET/NAME`.
     """
-    whole, before, found = sum(batches.slots_in_all for batches in sets.values()), 0, dict[str, EvaluationRecord]()
+    total, done, records = sum(batches.slots_in_all for batches in sets.values()), 0, dict[str, EvaluationRecord]()
     for name, batches in sets.items():
-        told = _after(progress, before, whole) if progress else None
-        found[name] = evaluate(engine, task, batches, world, step=step, seed=seed, progress=told)
-        before += batches.slots_in_all
-    first = next(iter(found.values()))
-    if list(found) == [""]:
+        report = _offset_progress(progress, done, total) if progress else None
+        records[name] = evaluate(engine, task, batches, world, step=step, seed=seed, progress=report)
+        done += batches.slots_in_all
+    first = next(iter(records.values()))
+    if list(records) == [""]:
         return first
-    metrics = {f"{name}/{key}": value for name, each in found.items() for key, value in numbered(each).items()}
+    metrics = {f"{name}/{key}": value for name, each in records.items() for key, value in all_numbers(each).items()}
     return EvaluationRecord(step, first.loss, first.items, metrics)
 
 
-def numbered(record: EvaluationRecord) -> dict[str, float]:
-    """Return every number of the record by name: loss, items, and the metrics."""
+def all_numbers(record: EvaluationRecord) -> dict[str, float]:
+    """Return all numbers of a record by name: loss, items and metrics."""
     return {"loss": record.loss, "items": record.items, **record.metrics}
 
 
@@ -246,41 +243,47 @@ def evaluate(
 ) -> EvaluationRecord:
     """Compute mean loss and metrics of a set, in eval mode. Collective.
 
-    Each module's mode is restored. Every micro-batch is computed the same way at every world size, repeated ones weigh
-    0, and the sums are exactly rounded in float64, so the result does not depend on the number of ranks or their order.
-    A few numbers of each micro-batch are kept: on a CPU they are read at once, on a device once at the end. Nothing is
-    compiled: compiling takes longer than most evaluations.
+    Each module's mode is restored. Micro-batches are the same at every world size, repeated ones have weight 0, and
+    sums are exactly rounded in float64, so the result does not depend on the ranks. A device's numbers are read once,
+    at the end. Nothing is compiled: compiling takes longer than most evaluations.
 
     Args:
         step: the step to record.
         progress: called after each micro-batch of this rank with (done, total).
+
+    Raises:
+        ConfigError, DataError, LockstepError: the task's metrics cannot be merged, or differ between micro-batches.
     """
     modes = [(module, module.training) for module in engine.model.modules()]
     engine.model.eval()
     try:
         with torch.set_grad_enabled(needs_graph(task)), eager():
             reseed = seeder(seed, "evaluation", world.device)
-            whole = WholeLosses(task, batches, world, reseed) if has_step_loss(task) else None
-            own = _own_rows(engine.model, task, batches, reseed, progress, whole)
+            whole_step = WholeStepLosses(task, batches, world, reseed) if has_step_loss(task) else None
+            results = _evaluate_rank(engine.model, task, batches, reseed, progress, whole_step)
     finally:
         for module, mode in modes:
             module.training = mode
         at_rest(engine.model)
-    parts = world.gather([own.rows, own.states, whole.beside() if whole else {}])  # collective
+    parts = world.gather([results.rows, results.states, whole_step.numbers() if whole_step else {}])  # collective
     gathered = [row for rows, _, _ in parts for row in rows]
     loss, items = math.fsum(row[0] for row in gathered), number(math.fsum(row[1] for row in gathered))
-    ratios = {name: _ratio(name, [row[2 + 2 * k : 4 + 2 * k] for row in gathered]) for k, name in enumerate(own.pairs)}
-    in_order = sorted((found for _, states, _ in parts for found in states), key=lambda found: found[0])
-    computed = {name: merged(name, metric, [states[name] for _, states in in_order]) for name, metric in own.metrics}
-    parts_of = (computed[name] if name in computed else {name: ratios[name]} for name in own.names)
-    metrics = _averages([beside for _, _, beside in parts])
-    metrics |= {name: value for part in parts_of for name, value in part.items()}
-    over = whole.samples if whole else items
-    return EvaluationRecord(step, loss / over if over else math.nan, items, metrics)
+    ratios = {
+        name: _divide(name, [row[2 + 2 * k : 4 + 2 * k] for row in gathered]) for k, name in enumerate(results.pairs)
+    }
+    in_order = sorted((entry for _, states, _ in parts for entry in states), key=lambda entry: entry[0])
+    computed = {
+        name: merge_states(name, metric, [states[name] for _, states in in_order]) for name, metric in results.metrics
+    }
+    chosen = (computed[name] if name in computed else {name: ratios[name]} for name in results.names)
+    metrics = _average_numbers([numbers for _, _, numbers in parts])
+    metrics |= {name: value for part in chosen for name, value in part.items()}
+    divisor = whole_step.samples if whole_step else items
+    return EvaluationRecord(step, loss / divisor if divisor else math.nan, items, metrics)
 
 
-def _ratio(name: str, pairs: list[list[float]]) -> float:
-    """Divide the sum by the count, both exactly rounded; NaN if nothing was counted.
+def _divide(name: str, pairs: list[list[float]]) -> float:
+    """Divide the sum by the count, both exactly rounded; NaN for a count of 0.
 
     Raises:
         DataError: a count is negative or not finite. The same on every rank.
@@ -288,39 +291,39 @@ def _ratio(name: str, pairs: list[list[float]]) -> float:
     for _, count in pairs:
         if not 0.0 <= count < math.inf:
             raise DataError(
-                f"the task's metric '{name}' has a count of {count:g}: (sum, count) needs a finite count, 0 or more"
+                f"the task's metric '{name}' has a count of {count:g}: return (sum, count) with a finite count >= 0"
             )
-    whole = math.fsum(count for _, count in pairs)
-    return math.fsum(value for value, _ in pairs) / whole if whole else math.nan
+    total = math.fsum(count for _, count in pairs)
+    return math.fsum(value for value, _ in pairs) / total if total else math.nan
 
 
-def _measures(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
+def _make_measure(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
     """Return (model, micro-batch) -> (loss summed over items, name -> (sum, count)).
 
-    The numbers that `loss` returns are metrics too; if the task's metrics have the same name, theirs wins. A mean over
-    no items would be 0 / 0, and counts as 0.
+    The numbers that `loss` returns are metrics too, unless one of the task's metrics has the same name. A mean over no
+    items counts as 0.
     """
     mean = has_mean_loss(task)
 
-    def measured(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
-        loss, found = task.evaluate(model, batch.data)
-        with torch.no_grad():  # even if the task's own gradients need a graph
+    def measure(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
+        loss, metrics = task.evaluate(model, batch.data)
+        with torch.no_grad():  # gradients are enabled if the task computes its own
             loss, numbers = split_loss(loss)
         if numbers:
             pairs = {name: sum_and_count(value, batch.items, mean=mean) for name, value in numbers.items()}
-            found = {**pairs, **found}
+            metrics = {**pairs, **metrics}
         if not mean:
-            return loss, found
-        return loss * batch.items if batch.items else 0.0, found
+            return loss, metrics
+        return loss * batch.items if batch.items else 0.0, metrics
 
-    return measured
+    return measure
 
 
-class WholeLosses:
-    """Evaluation losses that cover all samples of a step, cut as in training.
+class WholeStepLosses:
+    """Losses over all samples of a step, for steps cut as in training.
 
     Attributes:
-        samples: number in the steps so far, over all ranks.
+        samples: number of samples in the steps so far, over all ranks.
     """
 
     def __init__(self, task: Task, batches: Batches, world: World, reseed: Callable[[int, int], None]) -> None:
@@ -331,52 +334,49 @@ class WholeLosses:
         self.samples = 0
 
     def measure(self, model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
-        """Keep a micro-batch's outputs, and return 0.0 for its loss, and its metrics.
-
-        The loss is filled in at the end of the step.
-        """
+        """Store a micro-batch's outputs, and return (0.0, its metrics); `after` fills in the loss."""
         data = batch.data
         self._outputs.append((batch.index, batch.weight, self._task.outputs(model, data)))
         return 0.0, self._task.metrics(model, data) if has_own(self._task, "metrics") else {}
 
     def after(self, step: int, rows: list[list[Any]]) -> None:
-        """Fill in the step's losses after the rank's last micro-batch of it. Collective."""
+        """Fill in the step's losses in `rows`, after this rank's last micro-batch of the step. Collective."""
         if len(self._outputs) < self._batches.slots_of(step):
             return
-        found, self._outputs = self._outputs, []
+        outputs, self._outputs = self._outputs, []
         self._reseed(step, WHOLE_LOSS)
         self._batches.sharing.step = step
-        losses = self._whole(found, gradient=False)
-        counted = sum(bool(weight) for _, weight, _ in found)
+        losses = self._whole(outputs, gradient=False)
+        counted = sum(bool(weight) for _, weight, _ in outputs)
         for row, loss in zip(rows[len(rows) - counted :], losses, strict=False):
-            row[0] = _kept([loss.double() * self._whole.samples])[0]
+            row[0] = _host_floats([loss.double() * self._whole.samples])[0]
         self.samples += self._whole.samples
-        for _, beside, counts in self._whole.numbers:
-            for name, part in beside.items() if counts else ():
-                self._numbers.setdefault(name, []).append(_kept([part.value * part.factor, part.count]))
+        for _, numbers, counts in self._whole.numbers:
+            for name, part in numbers.items() if counts else ():
+                self._numbers.setdefault(name, []).append(_host_floats([part.value * part.factor, part.count]))
 
-    def beside(self) -> dict[str, list[list[float]]]:
-        """Return the numbers that came with this rank's losses, as (sum, count) by name. Waits for the device."""
-        return {name: _read(rows) for name, rows in self._numbers.items()}
+    def numbers(self) -> dict[str, list[list[float]]]:
+        """Return name -> (sum, count) of the numbers that this rank's losses returned. Waits for the device."""
+        return {name: _read_rows(rows) for name, rows in self._numbers.items()}
 
 
-def _averages(parts: list[dict[str, list[list[float]]]]) -> dict[str, float]:
-    """Average each number over the parts of all ranks: its sum over its count."""
+def _average_numbers(parts: list[dict[str, list[list[float]]]]) -> dict[str, float]:
+    """Average each number over the parts of all ranks: the sum divided by the count."""
     names = dict.fromkeys(name for part in parts for name in part)
     rows = {name: [row for part in parts for row in part.get(name, ())] for name in names}
-    return mean_numbers({name: exact_sums([(row[0], row[1]) for row in found]) for name, found in rows.items()})
+    return mean_numbers({name: exact_sums([(row[0], row[1]) for row in pairs]) for name, pairs in rows.items()})
 
 
 @dataclass
-class _Own:
-    """Results of this rank's share of the set.
+class _RankResults:
+    """Results of this rank's micro-batches.
 
     Attributes:
         names: of the metrics, in the task's order.
-        pairs: names of those that are a sum over a count.
+        pairs: names of those that return (sum, count).
         metrics: (name, metric) of those that have a state.
-        rows: one per micro-batch that counts: loss, items, then sum and count of each pair.
-        states: ((step, micro-batch), name -> state) of each.
+        rows: loss, items, then the sum and count of each pair; a row for each micro-batch with a weight.
+        states: ((step, micro-batch), name -> state), for the same micro-batches.
     """
 
     names: list[str]
@@ -386,73 +386,70 @@ class _Own:
     states: list[tuple[tuple[int, int], dict[str, Any]]]
 
 
-def _after(progress: Progress, before: int, whole: int) -> Progress:
-    return lambda done, _: progress(before + done, whole)
+def _offset_progress(progress: Progress, offset: int, total: int) -> Progress:
+    return lambda done, _: progress(offset + done, total)
 
 
-def _own_rows(
+def _evaluate_rank(
     model: nn.Module,
     task: Task,
     batches: Batches,
     reseed: Any,
     progress: Progress | None,
-    whole: "WholeLosses | None",
-) -> _Own:
-    told = (lambda done: progress(done, batches.slots_in_all)) if progress else None
-    with closing(batches.micro(0)) as found:  # so that an error ends the loader processes too
-        return _found(model, task, found, reseed, told, whole)
+    whole_step: "WholeStepLosses | None",
+) -> _RankResults:
+    report = (lambda done: progress(done, batches.slots_in_all)) if progress else None
+    with closing(batches.micro(0)) as micro:  # an error ends the loader processes too
+        return _evaluate_micro_batches(model, task, micro, reseed, report, whole_step)
 
 
-def _found(
+def _evaluate_micro_batches(
     model: nn.Module,
     task: Task,
     micro: Iterable[tuple[int, MicroBatch]],
     reseed: Any,
     progress: Callable[[int], None] | None,
-    whole: "WholeLosses | None",
-) -> _Own:
-    measure, own = whole.measure if whole else _measures(task), _Own([], [], [], [], [])
+    whole_step: "WholeStepLosses | None",
+) -> _RankResults:
+    measure, results = whole_step.measure if whole_step else _make_measure(task), _RankResults([], [], [], [], [])
     rows: list[list[Any]] = []
     for done, (step, batch) in enumerate(micro, 1):
         reseed(step, batch.index)
-        loss, found = measure(model, batch)
+        loss, metrics = measure(model, batch)
         if done == 1:
-            own.names = list(found)
-            own.pairs = [name for name, value in found.items() if not is_metric(value)]
-            own.metrics = [(name, value) for name, value in found.items() if is_metric(value)]
-        elif list(found) != own.names:
+            results.names = list(metrics)
+            results.pairs = [name for name, value in metrics.items() if not is_metric(value)]
+            results.metrics = [(name, value) for name, value in metrics.items() if is_metric(value)]
+        elif list(metrics) != results.names:
             raise LockstepError(
-                f"the task's metrics are named {', '.join(found) or 'nothing'} in one micro-batch and "
-                f"{', '.join(own.names) or 'nothing'} in another: return the same names each time, with count 0 if "
-                "need be"
+                f"the task's metrics are {', '.join(metrics) or 'none'} in one micro-batch and "
+                f"{', '.join(results.names) or 'none'} in another: return the same names each time, with a count of 0 "
+                "if there is nothing to count"
             )
-        states = {name: taken(metric) for name, metric in own.metrics}  # waits for the device, if there are any
+        states = {name: pop_state(metric) for name, metric in results.metrics}  # waits for the device, if there are any
         if batch.weight:
-            numbers = (number for name in own.pairs for number in found[name])
-            rows.append(_kept([loss, float(batch.items), *numbers]))
-            own.states += [((step, batch.index), states)] if states else []
-        if whole:
-            whole.after(step, rows)  # collective, at the end of a step
+            numbers = (number for name in results.pairs for number in metrics[name])
+            rows.append(_host_floats([loss, float(batch.items), *numbers]))
+            results.states += [((step, batch.index), states)] if states else []
+        if whole_step:
+            whole_step.after(step, rows)  # collective, at the end of a step
         if progress:
             progress(done)
-    own.rows = _read(rows)
-    return own
+    results.rows = _read_rows(rows)
+    return results
 
 
-def _kept(row: list[Any]) -> list[Any]:
-    """Convert host tensors of a row to floats.
-
-    Small tensors that outlive a forward fragment the heap.
-    """
-    return [_detached(v) if isinstance(v, Tensor) and v.device.type != "cpu" else float(_detached(v)) for v in row]
+def _host_floats(row: list[Any]) -> list[Any]:
+    """Convert a row's host tensors to floats: small tensors that outlive a forward fragment the heap."""
+    return [_detach(v) if isinstance(v, Tensor) and v.device.type != "cpu" else float(_detach(v)) for v in row]
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _read(rows: list[list[Any]]) -> list[list[float]]:
-    """Convert tensors to numbers, all of them in one transfer."""
+def _read_rows(rows: list[list[Any]]) -> list[list[float]]:
+    """Convert tensors to numbers, in a single transfer."""
     tensors = [value.detach().double().reshape(()) for row in rows for value in row if isinstance(value, Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])  # waits for the device
     return [[next(numbers) if isinstance(v, Tensor) else float(v) for v in row] for row in rows]
@@ -463,22 +460,20 @@ def _read(rows: list[list[Any]]) -> list[list[float]]:
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
-def named_sets(found: Any) -> dict[str, Any]:
+def sets_by_name(value: Any) -> dict[str, Any]:
     """Return the evaluation sets by name: {"": set} for a single one, {} for none.
 
-    A mapping whose keys are all strings is several sets; with other keys it is a dataset.
-
     Args:
-        found: what `task.dataset("evaluation")` returned.
+        value: what `task.dataset("evaluation")` returned. A mapping is several sets if all its keys are strings.
 
     Raises:
-        DataError: a set is no dataset; or one of several is empty or has a name that cannot be shown.
+        DataError: a set is no dataset, or one of several is empty or has an unsuitable name.
     """
-    if not (isinstance(found, Mapping) and found and all(isinstance(name, str) for name in found)):
-        if found is not None:
-            check_dataset(found, "evaluation")
-        return {} if found is None or not len(found) else {"": found}
-    for name, dataset in found.items():
+    if not (isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value)):
+        if value is not None:
+            check_dataset(value, "evaluation")
+        return {} if value is None or not len(value) else {"": value}
+    for name, dataset in value.items():
         if not _NAME.fullmatch(name):
             raise DataError(
                 f"the task's dataset('evaluation') has a set named {name!r}: use letters, digits, '-', '_' and '.'"
@@ -486,42 +481,43 @@ def named_sets(found: Any) -> dict[str, Any]:
         check_dataset(dataset, "evaluation", name)
         if not len(dataset):
             raise DataError(f"the task's dataset('evaluation')['{name}'] is empty: leave it out of the dict")
-    return dict(found)
+    return dict(value)
 
 
-def batches_of(config: Config, task: Task, sets: Mapping[str, Any], world: World) -> dict[str, Batches]:
-    """Cut the sets into steps, in their order. Collective.
+def build_evaluation_batches(config: Config, task: Task, sets: Mapping[str, Any], world: World) -> dict[str, Batches]:
+    """Cut the sets into steps. Collective.
 
     Raises:
         LockstepError: the ranks have different sets, or sets of different sizes.
     """
     sizes = {name: len(dataset) for name, dataset in sets.items()}
     world.check_same("evaluation set", {"names": list(sizes), "samples": list(sizes.values())})  # collective
-    return {name: _one(config, task, dataset, world) for name, dataset in sets.items()}
+    return {name: _build_batches(config, task, dataset, world) for name, dataset in sets.items()}
 
 
-def _one(config: Config, task: Task, dataset: Any, world: World) -> Batches:
+def _build_batches(config: Config, task: Task, dataset: Any, world: World) -> Batches:
     micro_size = config.eval_micro_batch_size or config.micro_size
     workers = config.data.workers if config.eval_workers < 0 else config.eval_workers
-    whole = one_step(len(dataset), micro_size).micro_batches
-    samples = min(len(dataset), in_batches(config.limit_eval_batches, whole) * micro_size)
+    micro_batches = one_step_plan(len(dataset), micro_size).micro_batches
+    samples = min(len(dataset), in_batches(config.limit_eval_batches, micro_batches) * micro_size)
     loading = Loading(workers, config.data.prefetch, config.guards.retries)
-    step_plan, order = _cut(config, task, samples, micro_size), Sequential(len(dataset))
+    step_plan, order = _plan_steps(config, task, samples, micro_size), Sequential(len(dataset))
     guards = config.guards
     dataset = RetryingDataset(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
     return Batches(task, dataset, order, step_plan, world, seed=config.seed, loading=loading)
 
 
-def _cut(config: Config, task: Task, samples: int, micro_size: int) -> StepPlan:
-    """Return the steps of a set.
+def _plan_steps(config: Config, task: Task, samples: int, micro_size: int) -> StepPlan:
+    """Return the plan of a set: one step, or steps as in training if the loss covers all samples of a step.
 
-    It is one step; or steps as in training, if the loss covers all samples of a step.
+    Raises:
+        ConfigError: --eval-micro-batch-size does not divide such a step.
     """
     if not has_step_loss(task):
-        return one_step(samples, micro_size)
+        return one_step_plan(samples, micro_size)
     if config.batch_size % micro_size:
         raise ConfigError(
-            f"--eval-micro-batch-size {micro_size} does not divide --batch-size {config.batch_size}: the loss looks at "
-            "all samples of a step, in an evaluation too; leave it out, or give a divisor"
+            f"--eval-micro-batch-size {micro_size} does not divide --batch-size {config.batch_size}, and the loss "
+            "needs all samples of a step: leave it out, or set a divisor"
         )
     return StepPlan(config.batch_size, micro_size, samples)

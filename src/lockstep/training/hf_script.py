@@ -1,4 +1,4 @@
-"""Run a script of the Hugging Face Trainer with lockstep as its `Trainer.train`.
+"""Run a Hugging Face Trainer script, with lockstep in place of `Trainer.train`.
 
     code = run_script(Script(Path("run_clm.py"), Path("args.json")), {"engine": "fsdp", "exact": True})
 
@@ -31,29 +31,26 @@ __all__ = [
 ]
 
 
-def run_script(script: Script, told: Mapping[str, Any]) -> int:
-    """Run the script to its end, and return its exit code.
-
-    If a signal ended its run, the code is the run's.
+def run_script(script: Script, options: Mapping[str, Any]) -> int:
+    """Run the script to its end, and return its exit code, or that of a run that a signal ended.
 
     Args:
-        script: see `lockstep.adapters.hf_trainer.flags`.
-        told: options of the run by dotted name; they win over the Trainer's arguments.
+        options: of the run, by dotted name; they override the Trainer's arguments.
 
     Raises:
-        ConfigError: transformers is not installed, the script does not know an argument of the file, or its Trainer
-            uses an unsupported feature.
+        ConfigError: transformers is missing, the script rejects an argument, or its Trainer uses an unsupported
+            feature.
         UsageError: the script ended without a call of `trainer.train()`.
         LockstepError: the run failed.
     """
     trainers = as_it_is("--hf-script", str(script.path)).Trainer
-    training = _Training(told)
-    with _bound(trainers, training), _as_started(script):
+    training = _TrainReplacement(options)
+    with _replace_train(trainers, training), _script_environment(script):
         try:
             runpy.run_path(str(script.path), run_name="__main__")
         except SystemExit as end:
             if end.code:
-                return _code(end.code)
+                return _exit_code(end.code)
         except ValueError as error:
             if error_origin(error) == "transformers.hf_argparser:parse_dict":
                 raise ConfigError(f"--hf-args {script.arguments}: {str(error).splitlines()[0]}") from error
@@ -61,43 +58,43 @@ def run_script(script: Script, told: Mapping[str, Any]) -> int:
     if not training.folders:
         raise UsageError(
             f"--hf-script {script.path} ended without a call of trainer.train(): set "
-            f'"do_train": true in {script.arguments}; a script without a Trainer is not served'
+            f'"do_train": true in {script.arguments}; scripts without a Trainer are not supported'
         )
     return 0
 
 
-class _Training:
+class _TrainReplacement:
     """Replacement for `Trainer.train`.
 
     Attributes:
-        folders: of the runs that were trained.
+        folders: (SAVE_DIR, EXPERIMENT_NAME) of each run so far.
     """
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        self._told = told
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
         self.folders: list[tuple[str, str]] = []
 
     def __call__(self, trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
         """Train, and return the Trainer's own TrainOutput. If a signal ended the run, exit the script."""
         if isinstance(resume_from_checkpoint, str):
             raise ConfigError(
-                f"trainer.train(resume_from_checkpoint='{resume_from_checkpoint}'): a run resumes by its folder; a "
-                "Trainer's checkpoint gives weights: name it as the model, and leave this out"
+                f"trainer.train(resume_from_checkpoint='{resume_from_checkpoint}'): a run resumes from its own "
+                "folder; leave this out, and to start from a Trainer's checkpoint, name it as the model"
             )
         if trial is not None:
-            raise ConfigError("trainer.train(trial=...): a search is a loop of runs here, as in examples/sweep.py")
+            raise ConfigError("trainer.train(trial=...) is not supported: search in a loop, as examples/sweep.py does")
         config, task = from_trainer(trainer)
-        ends = {"max_steps": 0} if "num_epochs" in self._told else {}  # max_steps would win over --num-epochs
-        said = {**cli.flatten(config, own_task=True), **ends, **self._told}
-        config = cli.build({**said, "log_freq": _recorded(trainer, cli.build(said))})
+        override = {"max_steps": 0} if "num_epochs" in self._options else {}  # max_steps would win over --num-epochs
+        values = {**cli.flatten(config, own_task=True), **override, **self._options}
+        config = cli.build({**values, "log_freq": _log_freq(trainer, cli.build(values))})
         folder = (config.save_dir, config.experiment_name)
         if folder in self.folders:
             raise ConfigError(
-                f"the script calls trainer.train() a second time with output_dir '{'/'.join(folder)}', where the first "
-                "run lies, finished: give the second Trainer an output_dir of its own"
+                f"the script calls trainer.train() twice with output_dir '{'/'.join(folder)}', which has the first "
+                "run: set another output_dir for the second Trainer"
             )
         self.folders.append(folder)
-        began = time.perf_counter()
+        start = time.perf_counter()
         run = Run(config, task)
         try:
             result = run()
@@ -107,24 +104,21 @@ class _Training:
             result = run.result
         if result.exit_code:
             raise SystemExit(result.exit_code)
-        return _output(trainer, config, task, result, time.perf_counter() - began)
+        return _set_results(trainer, config, task, result, time.perf_counter() - start)
 
 
-def _recorded(trainer: Any, config: Config) -> int | str:
-    """Return `log_freq`, adjusted so that a short run has one record.
-
-    The script reads the loss from it.
-    """
+def _log_freq(trainer: Any, config: Config) -> int | str:
+    """Return `log_freq`, adjusted so that a short run has a record for the script to read the loss from."""
     epoch = config.limit_train_batches or len(trainer.train_dataset) / config.batch_size
-    whole = isinstance(epoch, int | float) and not config.max_steps
-    steps = config.num_epochs * epoch if whole else config.max_steps
+    by_epochs = isinstance(epoch, int | float) and not config.max_steps
+    steps = config.num_epochs * epoch if by_epochs else config.max_steps
     return "100%" if isinstance(config.log_freq, int) and config.log_freq > steps > 0 else config.log_freq
 
 
-def _output(trainer: Any, config: Config, task: TrainerTask, result: Result, seconds: float) -> Any:
-    """Set what the script reads afterwards: the model, `trainer.state` and the numbers."""
+def _set_results(trainer: Any, config: Config, task: TrainerTask, result: Result, seconds: float) -> Any:
+    """Set the model and `trainer.state`, and return the numbers, for the script to read."""
     epochs = result.global_step * config.batch_size / max(len(trainer.train_dataset), 1)
-    state, history = trainer.state, _history(trainer, result)
+    state, history = trainer.state, _read_history(trainer, result)
     state.global_step = state.max_steps = result.global_step
     state.epoch, state.log_history = epochs, history
     if result.best:
@@ -138,20 +132,20 @@ def _output(trainer: Any, config: Config, task: TrainerTask, result: Result, sec
     return of_transformers(trainer).TrainOutput(result.global_step, loss, metrics)
 
 
-def _history(trainer: Any, result: Result) -> list[dict[str, Any]]:
-    """Return the run's records in the Trainer's format; [] except on the first process."""
+def _read_history(trainer: Any, result: Result) -> list[dict[str, Any]]:
+    """Return the run's records in the Trainer's format; [] on other processes than the first."""
     if not trainer.is_world_process_zero():
         return []
-    return [dict(_renamed(record)) for record in jsonl.read(result.folder / "metrics.jsonl")]
+    return [dict(_rename(record)) for record in jsonl.read(result.folder / "metrics.jsonl")]
 
 
-_THEIRS = {"running_loss": "loss", "lr": "learning_rate", "grad_norm": "grad_norm", "global_step": "step"}
+_TRAINER_NAMES = {"running_loss": "loss", "lr": "learning_rate", "grad_norm": "grad_norm", "global_step": "step"}
 
 
-def _renamed(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _rename(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in record.items():
-        if name in _THEIRS:
-            yield _THEIRS[name], value
+        if name in _TRAINER_NAMES:
+            yield _TRAINER_NAMES[name], value
         elif name.startswith("evaluation/"):
             yield f"eval_{name.removeprefix('evaluation/')}", value
     if "epoch" in record:
@@ -159,9 +153,9 @@ def _renamed(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def _bound(trainers: Any, training: _Training) -> Iterator[None]:
-    """Replace `train` of every Trainer class in this process, subclasses included, by `training`."""
-    theirs = trainers.train
+def _replace_train(trainers: Any, training: _TrainReplacement) -> Iterator[None]:
+    """Replace `Trainer.train`, in subclasses too, by `training`."""
+    original = trainers.train
 
     def train(
         self: Any, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None
@@ -172,11 +166,11 @@ def _bound(trainers: Any, training: _Training) -> Iterator[None]:
     try:
         yield
     finally:
-        trainers.train = theirs
+        trainers.train = original
 
 
 @contextmanager
-def _as_started(script: Script) -> Iterator[None]:
+def _script_environment(script: Script) -> Iterator[None]:
     """Set `sys.argv` and `sys.path` as if Python had been started with the script."""
     argv, path = sys.argv, list(sys.path)
     sys.argv, sys.path[:0] = [str(script.path), str(script.arguments)], [str(script.path.parent.absolute())]
@@ -186,8 +180,8 @@ def _as_started(script: Script) -> Iterator[None]:
         sys.argv, sys.path[:] = argv, path
 
 
-def _code(code: Any) -> int:
-    """Return an exit code as Python does: a string is printed, and means failure."""
+def _exit_code(code: Any) -> int:
+    """Return an exit code as Python does: print a string, and fail."""
     if isinstance(code, int):
         return code
     print(code, file=sys.stderr)

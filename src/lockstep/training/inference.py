@@ -1,9 +1,7 @@
-"""Load a finished run: evaluate it, generate text from it, or export its weights.
+"""Load a finished run, to evaluate it, generate text from it, or export its weights.
 
-    model = lockstep.load("outputs/mine", Mine(), which="best")
-
-`opened` makes task and model from the run's own configuration on every process that a launcher started; `load` takes
-the caller's task, on one process.
+model = lockstep.load("outputs/mine", Mine(), which="best")     # one process, the caller's task
+with load_run(InferenceRequest("outputs/mine")) as run: ...     # every process, the run's own task
 """
 
 import contextlib
@@ -45,46 +43,46 @@ from lockstep.tasks.columns import check_classes
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
 from lockstep.tasks.regression import on_columns_of
 from lockstep.training.build import notify
-from lockstep.training.build_engine import model_of
-from lockstep.training.defaults import all_fast
-from lockstep.training.evaluation import batches_of, evaluate_all, named_sets
-from lockstep.training.named_task import load_task, named_task, on_data
+from lockstep.training.build_engine import build_model
+from lockstep.training.defaults import all_devices_fast
+from lockstep.training.evaluation import build_evaluation_batches, evaluate_all, sets_by_name
+from lockstep.training.named_task import load_task, make_task, replace_data
 from lockstep.training.resolve import StartFacts, draft_of
-from lockstep.training.resume import chosen, fill
-from lockstep.training.run_dir import RunFolder, sources_of
-from lockstep.training.task_check import recall
-from lockstep.training.trainable import left_out, with_adapters
+from lockstep.training.resume import load_weights, select_checkpoint
+from lockstep.training.run_dir import RunFolder, read_sources
+from lockstep.training.task_check import restore_findings
+from lockstep.training.trainable import base_tensor_names, load_with_adapters
 from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = [
     "ExportRequest",
     "InferenceRequest",
-    "config_of",
     "evaluate_run",
     "export_run",
     "generate_texts",
-    "joined",
+    "join_world",
     "load",
-    "opened",
+    "load_run",
+    "read_config",
 ]
 
 
 @contextmanager
-def joined(config: Config, world: World | None = None) -> Iterator[World]:
+def join_world(config: Config, world: World | None = None) -> Iterator[World]:
     """Join the world, and leave it at the end, unless `world` is given.
 
-    After an error the other processes are not waited for.
+    After an error it is abandoned, because the other processes may still be at work.
     """
     end_with_launcher()
-    made = world or World.join(config.device, config.timeout)
+    current = world or World.join(config.device, config.timeout)
     try:
-        yield made
+        yield current
     except BaseException:
         if world is None:
-            made.abandon()  # the other ranks may have no error, and would wait
+            current.abandon()
         raise
     if world is None:
-        made.leave()
+        current.leave()
 
 
 # --- load and evaluate a run
@@ -97,8 +95,8 @@ class InferenceRequest:
     Attributes:
         run: a run's folder.
         which: "last", "best", or a step.
-        task: FILE.py:CLASS in place of the configuration's task; "": the configuration's.
-        data: as --dataset-name, in place of the run's own; "": the run's.
+        task: FILE.py:CLASS; "": the configuration's task.
+        data: as --dataset-name; "": the run's data.
         device: auto, cpu or cuda; "": the run's.
         changes: fields of the configuration to override.
         ema: load the averaged weights.
@@ -114,11 +112,11 @@ class InferenceRequest:
 
 
 @dataclass(slots=True)
-class Used:
-    """A loaded run.
+class LoadedRun:
+    """A run that is loaded for inference.
 
     Attributes:
-        config: as it was trained, except for engine and kernels.
+        config: the run's, except for engine and kernels.
         step: the checkpoint's.
     """
 
@@ -130,85 +128,88 @@ class Used:
 
 
 @contextlib.contextmanager
-def opened(wanted: InferenceRequest) -> Iterator[Used]:
-    """Load a run on every process of the launcher; leave the world at the end.
+def load_run(request: InferenceRequest) -> Iterator[LoadedRun]:
+    """Load a run on every process of the launcher; leave the world at the end. Collective.
 
     Raises:
-        CheckpointError: no such run or checkpoint, or the task's model is not the one that it holds.
+        CheckpointError: no such run or checkpoint, or it is of another model.
         ConfigError: the task cannot be made.
         DataError: its data is missing.
     """
-    path = Path(wanted.run).expanduser()
-    config = config_of(path, wanted)
-    with joined(config) as world:
-        yield _made(path, config, wanted, world)
+    path = Path(request.run).expanduser()
+    config = read_config(path, request)
+    with join_world(config) as world:
+        yield _build_loaded_run(path, config, request, world)
 
 
-def config_of(path: Path, wanted: InferenceRequest) -> Config:
-    """Read a run's configuration, without what only training needs.
+def read_config(path: Path, request: InferenceRequest) -> Config:
+    """Read a run's configuration, without the settings that only training needs.
 
     Raises:
         CheckpointError: the folder is not a run's.
     """
     file = path / "config.toml"
     if not file.is_file():
-        raise CheckpointError(f"{printable(str(path))} is no run's folder; pass SAVE_DIR/EXPERIMENT_NAME")
+        raise CheckpointError(f"{printable(str(path))} is not a run's folder: pass SAVE_DIR/EXPERIMENT_NAME")
     values = {name: value for name, value in cli.read_toml(file).items() if not name.startswith("engine_options.")}
     training = {"engine": "auto", "weight_copies": "forward", "grad_dtype": "float32", "fused_kernels": "none"}
-    values |= training | dict(wanted.changes)
-    if wanted.device:
-        values["device"] = wanted.device
+    values |= training | dict(request.changes)
+    if request.device:
+        values["device"] = request.device
     config = cli.build(values)
     return dataclasses.replace(config, micro_batch_size=config.micro_size)
 
 
-def _made(path: Path, config: Config, wanted: InferenceRequest, world: World) -> Used:
+def _build_loaded_run(path: Path, config: Config, request: InferenceRequest, world: World) -> LoadedRun:
     """Make the task and the model, and load the weights. Collective."""
-    config, notices = draft_of(config, StartFacts(fast=all_fast(config, world)))  # collective
+    config, notices = draft_of(config, StartFacts(fast=all_devices_fast(config, world)))  # collective
     for line in notices:
         notify(world)(line)
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
     check_precision(config.precision, world.device)
-    found = on_all_ranks(world, lambda: chosen(path, wanted.which))
-    state = on_all_ranks(world, lambda: checkpoint.read_run_state(found))
-    task = on_all_ranks(world, lambda: _task_of(path, config, wanted, state, notify(world)))
-    recall(task, state)
-    model = model_of(config, task, world, dataclasses.replace(state), notify(world))
-    without = left_out(model, state)
-    on_all_ranks(world, lambda: _filled(found, model, task, without, wanted.ema))
-    return Used(config, world, task, model, state.global_step)
+    source = on_all_ranks(world, lambda: select_checkpoint(path, request.which))
+    state = on_all_ranks(world, lambda: checkpoint.read_run_state(source))
+    task = on_all_ranks(world, lambda: _make_task(path, config, request, state, notify(world)))
+    restore_findings(task, state)
+    model = build_model(config, task, world, dataclasses.replace(state), notify(world))
+    without = base_tensor_names(model, state)
+    on_all_ranks(world, lambda: _load_weights(source, model, task, without, request.ema))
+    return LoadedRun(config, world, task, model, state.global_step)
 
 
-def _task_of(path: Path, config: Config, wanted: InferenceRequest, state: RunState, say: Callable[[str], None]) -> Task:
-    """Make the run's task again.
+def _make_task(
+    path: Path, config: Config, request: InferenceRequest, state: RunState, say: Callable[[str], None]
+) -> Task:
+    """Make the run's task.
 
     Raises:
-        ConfigError: the run was started from Python, and no task is named.
+        ConfigError: the run was started from Python, and `request` names no task.
         DataError: its data is missing.
     """
     trained = state.plan.get("task", "")
-    if wanted.task:
-        task = load_task(wanted.task)
+    if request.task:
+        task = load_task(request.task)
     elif config.task or trained in (CausalLM.__qualname__, HubCausalLM.__qualname__):
         kind = kind_of(config.task)
         if kind not in (LANGUAGE, OWN):
-            asked = dataclasses.replace(config, dataset_name=wanted.data or config.dataset_name)
+            with_data = dataclasses.replace(config, dataset_name=request.data or config.dataset_name)
             if kind == "regression":
-                return on_columns_of(sources_of(path), printable(str(path)), asked, say)
-            task = named_task(asked, say)
+                return on_columns_of(read_sources(path), printable(str(path)), with_data, say)
+            task = make_task(with_data, say)
             check_classes(state.plan.get("data", ""), task, str(path))
             return task
-        task = named_task(config, say)
+        task = make_task(config, say)
     else:
         name = printable(trained) or "CLASS"
-        raise ConfigError(f"{printable(str(path))} was trained from Python: name its task with --task FILE.py:{name}")
-    return on_data(task, config, wanted.data, say) if wanted.data else task
+        raise ConfigError(f"{printable(str(path))} was trained from Python: pass its task as --task FILE.py:{name}")
+    return replace_data(task, config, request.data, say) if request.data else task
 
 
-def _filled(found: Path, model: nn.Module, task: Task, without: frozenset[str], ema: bool) -> None:
+def _load_weights(source: Path, model: nn.Module, task: Task, without: frozenset[str], ema: bool) -> None:
+    """Load the checkpoint `source` into model and task, except the tensors named in `without`."""
     own = task.state_dict()
     try:
-        fill(found, model, own, without=without, ema=ema)
+        load_weights(source, model, own, without=without, ema=ema)
     except CheckpointError as error:
         raise CheckpointError(
             f"the task {type(user_task(task)).__name__} does not fit the checkpoint: {error}"
@@ -217,44 +218,44 @@ def _filled(found: Path, model: nn.Module, task: Task, without: frozenset[str], 
         task.load_state_dict(own)
 
 
-def evaluate_run(wanted: InferenceRequest, *, as_json: bool = False) -> EvaluationRecord:
+def evaluate_run(request: InferenceRequest, *, as_json: bool = False) -> EvaluationRecord:
     """Evaluate a run, and print loss and metrics on rank 0. Collective.
 
     Raises:
-        CheckpointError, ConfigError: see `opened`.
+        CheckpointError, ConfigError: see `load_run`.
         DataError: there is no evaluation set.
     """
-    aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with aside, opened(wanted) as used:  # hides the task's prints
-        record, is_main = _record(used), used.world.is_main
+    redirect = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with redirect, load_run(request) as run:  # keeps the task's prints out of the JSON
+        record, is_main = _evaluate(run), run.world.is_main
     if is_main:
-        _print(record, wanted, as_json)
+        _print_record(record, request, as_json)
     return record
 
 
-def _record(used: Used) -> EvaluationRecord:
-    found = on_all_ranks(used.world, lambda: named_sets(used.task.dataset("evaluation")))
-    sets = batches_of(used.config, used.task, found, used.world)
+def _evaluate(run: LoadedRun) -> EvaluationRecord:
+    datasets = on_all_ranks(run.world, lambda: sets_by_name(run.task.dataset("evaluation")))
+    sets = build_evaluation_batches(run.config, run.task, datasets, run.world)
     if not sets:
         raise DataError("the task has no evaluation set: its dataset('evaluation') is None or empty")
-    with waiting("evaluating", shown=used.world.is_main) as progress:
-        return evaluate_all(used, used.task, sets, used.world, step=used.step, seed=used.config.seed, progress=progress)
+    with waiting("evaluating", shown=run.world.is_main) as progress:
+        return evaluate_all(run, run.task, sets, run.world, step=run.step, seed=run.config.seed, progress=progress)
 
 
-def _print(record: EvaluationRecord, wanted: InferenceRequest, as_json: bool) -> None:
+def _print_record(record: EvaluationRecord, request: InferenceRequest, as_json: bool) -> None:
     if as_json:
-        found = asdict(record)
-        numbers = {name: plain(value) for name, value in found.pop("metrics").items()}
-        found = {"run": wanted.run, **{name: plain(value) for name, value in found.items()}, "metrics": numbers}
-        print(json.dumps(found, indent=1, allow_nan=False))
+        fields = asdict(record)
+        numbers = {name: plain(value) for name, value in fields.pop("metrics").items()}
+        fields = {"run": request.run, **{name: plain(value) for name, value in fields.items()}, "metrics": numbers}
+        print(json.dumps(fields, indent=1, allow_nan=False))
         return
     counts = {name: value for name, value in record.metrics.items() if name.endswith("/items")}  # of several sets
     on = ", ".join(f"{value:,.0f} items of {name.removesuffix('/items')}" for name, value in counts.items())
-    which = ", averaged weights" if wanted.ema else ""
-    print(f"{printable(wanted.run)} after step {record.step}{which}, on {on or f'{record.items:,} items'}")
-    shown = {"loss": record.loss, **record.metrics} if not counts else record.metrics
-    width = max(map(len, shown))
-    for name, value in shown.items():
+    weights = ", averaged weights" if request.ema else ""
+    print(f"{printable(request.run)} after step {record.step}{weights}, on {on or f'{record.items:,} items'}")
+    rows = {"loss": record.loss, **record.metrics} if not counts else record.metrics
+    width = max(map(len, rows))
+    for name, value in rows.items():
         if name not in counts:
             print(f"{printable(name):<{width}}  {value:.6g}")
 
@@ -272,10 +273,10 @@ class ExportRequest:
     Attributes:
         run: a run's folder, or a checkpoint's.
         out: the path to write.
-        form: see `checkpoint.export`.
+        form: the format, see `checkpoint.export`.
         which: "last" (the newest complete one), "best", or a step.
-        merge: add adapters to their base.
-        task: FILE.py:CLASS of the run's task, if the run was started from Python and its base is needed.
+        merge: merge adapters into their base.
+        task: FILE.py:CLASS; a run that was started from Python needs it for `merge`.
         ema: export the averaged weights.
     """
 
@@ -288,107 +289,122 @@ class ExportRequest:
     ema: bool = False
 
 
-def export_run(asked: ExportRequest, say: Say) -> Path:
+def export_run(request: ExportRequest, say: Say) -> Path:
     """Export a checkpoint, and return its path.
 
     Raises:
-        CheckpointError: no such run or checkpoint, damage, or weights that the format cannot store.
-        ConfigError: `out` exists already, or format and checkpoint do not fit.
+        CheckpointError: no such run or checkpoint, a damaged one, or weights that the format cannot store.
+        ConfigError: `out` exists already, or the format does not fit the checkpoint.
     """
-    path = export_chosen(Path(asked.run), _step(asked))
-    weights = _weights(asked, path, checkpoint.read_run_state(path))
-    export(path, Path(asked.out), asked.form, weights=weights, write_extras=partial(_beside, path, say), ema=asked.ema)
+    path = export_chosen(Path(request.run), _find_step(request))
+    weights = _merge_weights(request, path, checkpoint.read_run_state(path))
+    export(
+        path,
+        Path(request.out),
+        request.form,
+        weights=weights,
+        write_extras=partial(_export_tokenizer, path, say),
+        ema=request.ema,
+    )
     return path
 
 
-def _step(asked: ExportRequest) -> int | None:
-    """Return the step to export; None: the newest."""
-    if asked.which != "best":
-        return None if asked.which == "last" else int(asked.which)
-    run = Path(asked.run)
+def _find_step(request: ExportRequest) -> int | None:
+    """Return the step to export; None for the newest.
+
+    Raises:
+        CheckpointError: the run has no finite evaluation.
+    """
+    if request.which != "best":
+        return None if request.which == "last" else int(request.which)
+    run = Path(request.run)
     _, selection = RunFolder(str(run.parent), run.name).read_evaluated()
     if not selection.best:
-        raise CheckpointError(f"--best: {printable(asked.run)} has no evaluation that is finite; leave --best out")
+        raise CheckpointError(f"--best: {printable(request.run)} has no finite evaluation; leave --best out")
     return selection.best.step
 
 
-def _weights(asked: ExportRequest, path: Path, state: RunState) -> FullTensors | None:
-    """Return the tensors to write; None: the checkpoint's own."""
+def _merge_weights(request: ExportRequest, path: Path, state: RunState) -> FullTensors | None:
+    """Return the merged weights to write; None for the checkpoint's own.
+
+    Raises:
+        ConfigError: --format and --merge do not fit the checkpoint.
+    """
     adapters = state.lora is not None
-    if asked.merge and not adapters:
-        raise ConfigError(f"--merge: {printable(path.name)} holds a whole model, and no adapters; leave --merge out")
-    if asked.form == "peft" and asked.merge:
-        raise ConfigError("--format peft is for adapters alone: leave --merge out, or use --format hf")
-    if not asked.merge:
-        if adapters and asked.form != "peft":
+    if request.merge and not adapters:
+        raise ConfigError(f"--merge: {printable(path.name)} has a whole model and no adapters; leave --merge out")
+    if request.form == "peft" and request.merge:
+        raise ConfigError("--format peft stores adapters without their base: leave --merge out, or use --format hf")
+    if not request.merge:
+        if adapters and request.form != "peft":
             raise ConfigError(
-                f"--format {asked.form}: {printable(path.name)} holds adapters alone; use --format peft, or --merge to "
-                "add them to their base"
+                f"--format {request.form}: {printable(path.name)} has only adapters; use --format peft, or --merge to "
+                "merge them into their base"
             )
         return None
     run, step = path.parent.parent, int(path.name.rpartition("-")[2])
-    with opened(InferenceRequest(str(run), step, asked.task, device="cpu", ema=asked.ema)) as used:
-        return _whole(merge(used.model))
+    with load_run(InferenceRequest(str(run), step, request.task, device="cpu", ema=request.ema)) as loaded:
+        return _as_checkpoint(merge(loaded.model))
 
 
-def _whole(tensors: dict[str, Tensor]) -> FullTensors:
-    """Wrap tensors in memory as a checkpoint's; tied ones are stored once."""
-    stored: dict[tuple[int, tuple[int, ...]], StoredTensor] = {}
-    named, held = {}, {f"model/{name}": tensor.detach().contiguous() for name, tensor in tensors.items()}
-    for name, tensor in held.items():
-        kept = StoredTensor(dtype_name(tensor.dtype), tuple(tensor.shape), [])
-        named[name] = stored.setdefault((tensor.data_ptr(), tuple(tensor.shape)), kept)
-    return FullTensors(named, held.__getitem__)
+def _as_checkpoint(tensors: dict[str, Tensor]) -> FullTensors:
+    """Wrap tensors in memory as those of a checkpoint; tied ones are stored once."""
+    by_storage: dict[tuple[int, tuple[int, ...]], StoredTensor] = {}
+    entries, contiguous = {}, {f"model/{name}": tensor.detach().contiguous() for name, tensor in tensors.items()}
+    for name, tensor in contiguous.items():
+        entry = StoredTensor(dtype_name(tensor.dtype), tuple(tensor.shape), [])
+        entries[name] = by_storage.setdefault((tensor.data_ptr(), tuple(tensor.shape)), entry)
+    return FullTensors(entries, contiguous.__getitem__)
 
 
-def _beside(path: Path, say: Say, folder: Path) -> None:
-    """Write tokenizer and generation settings, for a language model whose run knows its data."""
+def _export_tokenizer(path: Path, say: Say, folder: Path) -> None:
+    """Write tokenizer and generation settings, for a language model whose run names its data."""
     run = path.parent.parent
     if not (run / "config.toml").is_file():
         return
     try:
-        wanted = InferenceRequest(str(run))
-        config = config_of(run, wanted)
+        request = InferenceRequest(str(run))
+        config = read_config(run, request)
         state = checkpoint.read_run_state(path)
-        if kind_of(config.task) != LANGUAGE or state.plan.get("task") not in _LANGUAGE:
+        if kind_of(config.task) != LANGUAGE or state.plan.get("task") not in _LANGUAGE_TASKS:
             return
-        corpus: Any = _task_of(run, config, wanted, state, say).corpus  # type: ignore[attr-defined]
+        corpus: Any = _make_task(run, config, request, state, say).corpus  # type: ignore[attr-defined]
     except LockstepError as error:
-        say(f"exported without a tokenizer: {error}")
+        say(f"exporting without a tokenizer: {error}")
         return
     if isinstance(corpus.tokenizer, HubTokenizer):
         corpus.tokenizer.save(folder)
         corpus.tokenizer.save_generation(folder)
     else:
-        plain = Sampling()
+        default = Sampling()
         corpus.tokenizer.save(folder / "tokenizer.json")
-        save_trained(folder, corpus.separator, temperature=plain.temperature, top_k=plain.top_k)
+        save_trained(folder, corpus.separator, temperature=default.temperature, top_k=default.top_k)
 
 
-_LANGUAGE = (CausalLM.__qualname__, HubCausalLM.__qualname__)
+_LANGUAGE_TASKS = (CausalLM.__qualname__, HubCausalLM.__qualname__)
 
 
-def generate_texts(wanted: InferenceRequest, prompts: Sequence[str], sampling: Sampling) -> list[str]:
+def generate_texts(request: InferenceRequest, prompts: Sequence[str], sampling: Sampling) -> list[str]:
     """Print each prompt with the model's continuation, and return these texts.
 
-    Each text is drawn by itself, from the same seed, so that none depends on the other prompts.
+    Each text is sampled from the same seed, so it does not depend on the other prompts.
 
     Raises:
-        CheckpointError, ConfigError: see `opened`; ConfigError also if the run is no language model.
+        CheckpointError, ConfigError: see `load_run`; ConfigError also if the run is no language model.
     """
     texts = []
-    with opened(wanted) as used:
-        task = used.task
+    with load_run(request) as run:
+        task = run.task
         if not isinstance(task, CausalLM | HubCausalLM):
             kind = type(user_task(task)).__name__
             raise ConfigError(
-                f"{printable(wanted.run)} trained {kind}, which is no language model that lockstep knows and writes no "
-                "text; `lockstep evaluate` shows what it learnt"
+                f"{printable(request.run)} trained {kind}, which is not one of lockstep's language models and "
+                "generates no text; use `lockstep evaluate`"
             )
-        used.model.eval()
-        for text in task.write(used.model, prompts, used.world.device, sampling):
+        run.model.eval()
+        for text in task.write(run.model, prompts, run.world.device, sampling):
             texts.append(text)
-            if used.world.is_main:
+            if run.world.is_main:
                 print("\n" * (len(texts) > 1) + printable(text, keep="\n\t"), flush=True)
     return texts
 
@@ -406,28 +422,25 @@ def load(
 ) -> nn.Module:
     """Load a finished run's model for inference, in eval mode.
 
-    Any engine and world may have written it. A checkpoint of adapters gives the base, as `task.model()` makes it, with
-    the adapters attached.
+    Any engine and world may have written it. For a checkpoint of adapters, `task.model()` makes the base.
 
     Args:
         path: a run's folder, or a checkpoint's.
-        task: the task that the run trained; its `model()` is called.
-        which: in a run's folder: "best" (the best evaluation; the last checkpoint if nothing was evaluated), "last", or
-            a step.
-        device: where to put the model.
-        ema: load the averaged weights of `--optim.ema`; buffers are the checkpoint's.
+        task: the task of the run.
+        which: for a run's folder: "best" (by evaluation; the last if nothing was evaluated), "last", or a step.
+        device: of the returned model.
+        ema: load the averaged weights of `--optim.ema`; buffers are not averaged.
 
     Raises:
-        CheckpointError: no such checkpoint, it is damaged, it is of another model (or adapters for another base), or it
-            has no averaged weights.
+        CheckpointError: no such checkpoint, or it is damaged, of another model, or without averaged weights.
         ConfigError: `which` is none of these.
     """
     if isinstance(which, str) and which not in ("best", "last"):
-        raise ConfigError(f"which is '{which}': it must be 'best', 'last', or a step")
-    found = chosen(Path(path).expanduser(), which)
-    state = checkpoint.read_run_state(found)
+        raise ConfigError(f"which is '{which}': use 'best', 'last', or a step")
+    source = select_checkpoint(Path(path).expanduser(), which)
+    state = checkpoint.read_run_state(source)
     model = as_task(task).model()
     if state.lora:
-        with_adapters(model, state.lora)
-    fill(found, model.to(device), without=left_out(model, state), ema=ema)
+        load_with_adapters(model, state.lora)
+    load_weights(source, model.to(device), without=base_tensor_names(model, state), ema=ema)
     return model.eval()

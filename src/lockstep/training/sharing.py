@@ -1,8 +1,8 @@
 """Divide a step's micro-batches among the ranks, by `--shares`.
 
-check_cut(config, world, say)                       # raises where the micro-batches do not go with the world
-balancer = balancer_of(config, world, works, state)     # of --shares auto; else None
-sharing = sharing_of(config, balancer)                  # None: as many on each rank
+check_division(config, world, say)
+balancer = balancer_of(config, world, costs, state)     # of --shares auto; else None
+sharing = sharing_of(config, balancer)                  # None: equal shares
 """
 
 from collections.abc import Callable, Sequence
@@ -16,43 +16,43 @@ from lockstep.engines.deepspeed.config import check_batches
 from lockstep.engines.exact import check_servable
 from lockstep.engines.registry import check_shares, check_sharing, name_of
 from lockstep.run_state import RunState
-from lockstep.training.defaults import idle
+from lockstep.training.defaults import describe_idle_ranks
 
 __all__ = [
     "balancer_of",
-    "check_cut",
+    "check_division",
     "shares_for",
     "sharing_of",
 ]
 
 
 def balancer_of(
-    config: Config, world: World, works: Callable[[int], Sequence[float]] | None, state: RunState
+    config: Config, world: World, costs: Callable[[int], Sequence[float]] | None, state: RunState
 ) -> Balancer | None:
     """Make the balancer of `--shares auto`; None if there is nothing to balance.
 
     Args:
-        works: step -> the cost of each of its micro-batches, if the task knows it.
-        state: of the run; a resume begins with its speeds.
+        costs: step -> the cost of each of its micro-batches; None if the task does not know it.
+        state: of the run; a resume starts with the speeds in it.
     """
     count, ranks = config.micro_batches, world.size
     if config.shares != AUTO or not 1 < ranks < count:
         return None
-    # Exact sums take memory that grows with a rank's share: until the free memory is known, at most about twice an
-    # equal share.
-    most = [min(count, 2 * -(-count // ranks))] * ranks if config.exact else []
-    return Balancer(count, ranks, state.global_step, works, state.shares, most)
+    # The memory of exact sums grows with a rank's share: until the free memory is known, a share is limited to about
+    # twice an equal one.
+    limits = [min(count, 2 * -(-count // ranks))] * ranks if config.exact else []
+    return Balancer(count, ranks, state.global_step, costs, state.shares, limits)
 
 
 def sharing_of(config: Config, balancer: Balancer | None) -> ShareSchedule | None:
-    """Return the division by `--shares`; None: the same number of micro-batches on each rank."""
+    """Return the division by `--shares`; None: equal shares."""
     if balancer:
         return ShareSchedule(balancer.at, balancer.guess)
     counts = parse_shares(config.shares)
     if not counts:
         return None
-    given = shares_of_counts(counts)
-    return ShareSchedule(lambda step: given)
+    shares = shares_of_counts(counts)
+    return ShareSchedule(lambda step: shares)
 
 
 def shares_for(engine: str, ranks: int, shares: str) -> str:
@@ -61,8 +61,8 @@ def shares_for(engine: str, ranks: int, shares: str) -> str:
     return shares if ENGINES[engine].shares and fits else "equal"
 
 
-def check_cut(config: Config, world: World, say: Callable[[str], None]) -> None:
-    """Refuse micro-batches and shares that do not fit the world or the engine's file.
+def check_division(config: Config, world: World, say: Callable[[str], None]) -> None:
+    """Refuse micro-batches and shares that do not fit the world, the engine or its file.
 
     Args:
         say: called with a line for the user.
@@ -76,7 +76,7 @@ def check_cut(config: Config, world: World, say: Callable[[str], None]) -> None:
     if config.shares == AUTO:
         check_sharing(name, AUTO, config.engine_options)
     if config.micro_batches < world.size:
-        say(idle(config, world.size))
+        say(describe_idle_ranks(config, world.size))
     if config.exact:
         check_servable(config.micro_batches, world.size)
     check_batches(

@@ -30,9 +30,9 @@ from lockstep.loop import StepControl, seeder, steps
 from lockstep.records import StepRecord
 from lockstep.task import Task, as_task, items_of_a_sample
 from lockstep.training.build import Built, build
-from lockstep.training.build_engine import kernels_of
+from lockstep.training.build_engine import choose_kernels
 from lockstep.training.evaluation import evaluate_all
-from lockstep.training.named_task import named_task
+from lockstep.training.named_task import make_task
 from lockstep.training.sharing import shares_for
 from lockstep.verify.recorder import StepRecorder
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore
@@ -161,9 +161,9 @@ def _training(built: Built, engine: Engine, step_loader: StepLoader, watched: An
     exchange = StepExchange(
         built.world, step_loader.items, (lambda step: each * step_plan.samples(step)) if each else None
     )
-    kernels, clock = kernels_of(built.config.compile, step_plan), make_clock(built.world.device)
+    kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(built.world.device)
     control = StepControl(
-        built.rate,
+        built.lr_factor,
         seed,
         clock,
         momentum=built.momentum,
@@ -197,7 +197,7 @@ def _build(spec: RunSpec, world: World, context: FaultContext, name: str) -> Bui
 
 
 def _task(spec: RunSpec, config: Config) -> Task:
-    task = named_task(config, lambda _: None) if spec.request.task is None else spec.request.task
+    task = make_task(config, lambda _: None) if spec.request.task is None else spec.request.task
     # Two steps and one sample: from two ranks on, one rank has a slot that must not count.
     return PreparedTask(as_task(task), wide=config.precision == "float64", samples=2 * config.batch_size + 1)
 

@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 
 from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.task import METHODS, VALUES, Task, has_own, items_of_a_sample, user_task
-from lockstep.training.evaluation import named_sets
+from lockstep.training.evaluation import sets_by_name
 
 __all__ = ["Disturbed", "EngineWrapper", "PreparedTask", "TaskWrapper", "reversed_steps"]
 
@@ -54,7 +54,7 @@ class PreparedTask(TaskWrapper):
         data = self.inner.dataset(split)
         if split == "train":
             return data
-        sets = named_sets(data)
+        sets = sets_by_name(data)
         few = {
             name: each if len(each) <= self._samples else Subset(each, range(self._samples))
             for name, each in sets.items()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from doctor_places import on_rank, place, silent, wrong
 from ranks import run
+from refusals import names
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,7 +16,7 @@ from lockstep.engines import ddp
 from lockstep.errors import DataError
 from lockstep.task import Task
 from lockstep.training import loss_check
-from lockstep.training.defaults import elsewhere, explained
+from lockstep.training.defaults import explain_device_error, find_misplaced
 
 FILE = """
 import torch, lockstep
@@ -99,8 +100,8 @@ class Holding(Task):
 def test_every_kind_of_tensor_is_found_where_it_lies():
     model, there = Scaled(), torch.device("meta")
     model.layer.to("meta")
-    found = {each.what: (each.where.type, each.sure) for each in elsewhere(model, Holding(), [torch.ones(2)], there)}
-    assert found == {
+    misplaced = find_misplaced(model, Holding(), [torch.ones(2)], there)
+    assert {each.label: (each.device.type, each.is_wrong) for each in misplaced} == {
         "buffer 'mean'": ("cpu", True),
         "attribute 'scale', no buffer": ("cpu", False),
         "attribute 'tables[0]', no buffer": ("cpu", False),
@@ -109,26 +110,27 @@ def test_every_kind_of_tensor_is_found_where_it_lies():
         "the task's attribute 'images'": ("cpu", False),
         "batch[0]": ("cpu", True),
     }
-    assert elsewhere(Scaled(), Holding(), torch.ones(2), torch.device("cpu")) == []
+    assert find_misplaced(Scaled(), Holding(), torch.ones(2), torch.device("cpu")) == []
 
 
 def test_a_criterion_and_a_parameter_elsewhere_are_faults_and_a_tasks_own_data_is_none():
     there = torch.device("meta")
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    found = list(checked.judge_placement(elsewhere(model, Holding(), (), there), there))
+    found = list(checked.judge_placement(find_misplaced(model, Holding(), (), there), there))
     told = wrong(found, "placement", "parameter '0.weight' on cpu", "the task's criterion: buffer 'weight' on cpu")
     assert [each.level for each in told] == ["FAIL"]
     plain = Scaled().to("meta")
     told = wrong(
-        list(checked.judge_placement(elsewhere(plain, Holding(), (), there)[:2], there)), "placement", "'scale'"
+        list(checked.judge_placement(find_misplaced(plain, Holding(), (), there)[:2], there)), "placement", "'scale'"
     )
     assert [each.level for each in told] == ["warn"]
     assert "register_buffer()" in told[0].mend
 
 
 def test_a_model_that_is_offloaded_is_meant():
-    assert elsewhere(nn.Linear(2, 2), Holding(), (), torch.device("cuda", 0))[0].what.startswith("the task's criterion")
-    assert not [e for e in elsewhere(nn.Linear(2, 2), Holding(), (), torch.device("cuda", 0)) if "parameter" in e.what]
+    misplaced = find_misplaced(nn.Linear(2, 2), Holding(), (), torch.device("cuda", 0))
+    assert misplaced[0].label.startswith("the task's criterion")
+    assert not [each for each in misplaced if "parameter" in each.label]
 
 
 @pytest.mark.parametrize(
@@ -143,16 +145,15 @@ def test_a_model_that_is_offloaded_is_meant():
 def test_torchs_complaint_is_explained(text):
     model = Scaled()
     model.scale = model.scale.to("meta")
-    told = explained(RuntimeError(text), model, Holding(), (torch.ones(2),))
-    assert told.startswith(
-        "the model lies on cpu, and elsewhere: attribute 'scale', no buffer on meta; register_buffer()"
-    )
-    assert "made inside the method" in explained(RuntimeError(text), Scaled(), Holding(), ())
+    line = explain_device_error(RuntimeError(text), model, Holding(), (torch.ones(2),))
+    assert names(line, "cpu", "attribute 'scale'", "meta", "register_buffer")
+    assert "the method" in explain_device_error(RuntimeError(text), Scaled(), Holding(), ())
 
 
 def test_other_errors_are_left_alone():
-    assert explained(RuntimeError("shapes cannot be multiplied (2x3 and 4x5)"), Scaled(), Holding(), ()) == ""
-    assert explained(KeyError("same device"), Scaled(), Holding(), ()) == ""
+    other = RuntimeError("shapes cannot be multiplied (2x3 and 4x5)")
+    assert explain_device_error(other, Scaled(), Holding(), ()) == ""
+    assert explain_device_error(KeyError("same device"), Scaled(), Holding(), ()) == ""
 
 
 def test_train_says_which_tensor_stands_where():
@@ -160,9 +161,9 @@ def test_train_says_which_tensor_stands_where():
     model.scale = model.scale.to("meta")
     batch = torch.ones(2, 4)
     with pytest.raises(DataError, match="failed at the first micro-batch.*attribute 'scale', no buffer on meta"):
-        loss_check.call("loss", lambda data: (model.layer(data) * model.scale).sum(), batch, model, Holding())
+        loss_check.call_method("loss", lambda data: (model.layer(data) * model.scale).sum(), batch, model, Holding())
     with pytest.raises(DataError) as caught:
-        loss_check.call("loss", lambda data: F.mse_loss(data, 3), batch, model, Holding())
+        loss_check.call_method("loss", lambda data: F.mse_loss(data, 3), batch, model, Holding())
     assert "no buffer" not in str(caught.value)
 
 
@@ -192,7 +193,7 @@ def test_a_task_that_is_not_there(digits):
 
 def test_a_checkpoint_that_does_not_fit(digits, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
-    wrong(tried(digits()), "task", "has 100 B free and a checkpoint of this run takes", "make room")
+    wrong(tried(digits()), "task", "has 100 B free", "make room")
 
 
 def test_a_loader_that_is_slower_than_the_step():

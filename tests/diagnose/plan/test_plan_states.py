@@ -27,7 +27,7 @@ from lockstep.engines.exact import held_at_most
 from lockstep.engines.registry import engine
 from lockstep.errors import ConfigError
 from lockstep.run_state import RunState
-from lockstep.training.build_engine import model_of, optimizer_of
+from lockstep.training.build_engine import build_model, build_optimizer
 
 CPU = device_of("cpu")
 
@@ -82,11 +82,11 @@ def measured(world, config, task, steps=3, load=None):
     settings = {"clip": config.optim.clip, "exact_micro_batches": config.micro_batches if config.exact else 0}
     found = 0
     with Held() as held:
-        model = model_of(config, task, world, RunState(), lambda line: None)
+        model = build_model(config, task, world, RunState(), lambda line: None)
         made = engine(
             config.engine,
             model,
-            lambda each: optimizer_of(config, task, each),
+            lambda each: build_optimizer(config, task, each),
             world,
             blocks=task.blocks(model) or (),
             options=config.engine_options,

@@ -22,7 +22,7 @@ from lockstep.diagnose.doctor.examine import DoctorReport, Line, examine
 from lockstep.diagnose.doctor.finding import FAIL, OK, WARN, CheckContext
 from lockstep.errors import ConfigError, DifferenceError
 from lockstep.files import bytes_text
-from lockstep.training.guards import ranges
+from lockstep.training.guards import format_ranges
 
 __all__ = [
     "as_json",
@@ -55,7 +55,7 @@ def _show_table(rows: list[dict[str, Any]], console: Console) -> None:
         else:
             groups.append(([row["rank"]], cells))
     for ranks, cells in groups:
-        table.add_row(ranges(ranks), *(printable(cell) for cell in cells))
+        table.add_row(format_ranges(ranks), *(printable(cell) for cell in cells))
     console.width = max(console.width, _WIDE)
     console.print(table)
 

@@ -19,8 +19,8 @@ from lockstep.config.secrets import mask
 from lockstep.diagnose.doctor.board import address_of, interfaces
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, advice_on, chosen, fail, ok, warn
 from lockstep.distributed.launcher import find_launch_mistake
-from lockstep.training.guards import device_of, differing
-from lockstep.training.run_dir import kept_variables
+from lockstep.training.guards import describe_unequal_devices, name_and_memory
+from lockstep.training.run_dir import split_environment
 
 __all__ = [
     "judge_settings",
@@ -174,7 +174,7 @@ def versions(place: CheckContext) -> CheckResult:
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     device = torch.device("cuda", min(place.local_rank, place.devices - 1)) if place.devices else torch.device("cpu")
     device = torch.device("cpu") if place.config.device == "cpu" else device
-    name, size = device_of(device)
+    name, size = name_and_memory(device)
     facts = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -235,7 +235,7 @@ def judge_versions(facts: list[Any], place: CheckContext) -> list[Finding]:
 
 def _device_findings(facts: list[Any], place: CheckContext) -> list[Finding]:
     devices = [[each["name"], each["memory"]] for each in facts if each is not None]
-    difference = differing(devices) if len(devices) == len(facts) else ""
+    difference = describe_unequal_devices(devices) if len(devices) == len(facts) else ""
     if not difference:
         return []
     return [
@@ -253,7 +253,7 @@ def _minority(values: dict[int, Any]) -> tuple[list[int], Any]:
 
 def same_settings(place: CheckContext) -> CheckResult:
     """Collect the variables that control torch, NCCL and gloo, without secrets."""
-    variables, _ = kept_variables(place.environ)
+    variables, _ = split_environment(place.environ)
     own = {
         name: mask(value)
         for name, value in variables.items()

@@ -22,7 +22,7 @@ from lockstep.diagnose.doctor.finding import FAIL, OK, WARN, Check, CheckContext
 from lockstep.diagnose.doctor.group import Met, meet, surplus
 from lockstep.diagnose.doctor.machine import within
 from lockstep.errors import LockstepError
-from lockstep.training.guards import ranges
+from lockstep.training.guards import format_ranges
 
 __all__ = [
     "DoctorReport",
@@ -247,7 +247,7 @@ def _lines(results: list[dict[str, Any] | None], place: CheckContext, alone: boo
     for (check, level, text, mend), ranks in ranks_by_finding.items():
         everywhere = len(ranks) == place.size or (level == OK and ranks[0] == 0)
         hosts = sorted({place.hosts[rank] for rank in ranks if rank < len(place.hosts)} or {place.host})
-        prefix = f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)} on {', '.join(hosts)}"
+        prefix = f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)} on {', '.join(hosts)}"
         if place.lost and level != OK:
             prefix = f"process {os.getpid()} on {place.host}"
         elif place.size == 1 or level == OK or text.startswith(f"rank {ranks[0]}") or "rank " in text.partition(":")[0]:

@@ -22,7 +22,7 @@ from lockstep.diagnose.doctor.network import NcclChoice, read_log, to_master
 from lockstep.distributed.world import World, meeting_point, meeting_store
 from lockstep.errors import ConfigError
 from lockstep.files import bytes_text
-from lockstep.training.guards import ranges
+from lockstep.training.guards import format_ranges
 
 __all__ = [
     "Met",
@@ -135,7 +135,8 @@ def _arrival_findings(arrivals: list[Any], board: Board, place: CheckContext) ->
     if missing:
         connected = sorted({each["host"] for each in arrivals if each})
         several = len(missing) > 1
-        text = f"rank{'s' * several} {ranges(missing)} of {place.size} did not connect within {place.patience:.0f} s"
+        ranks = f"rank{'s' * several} {format_ranges(missing)}"
+        text = f"{ranks} of {place.size} did not connect within {place.patience:.0f} s"
         text += f"; connected hosts: {', '.join(connected)}"
         mend = "check that its launcher was started with this MASTER_ADDR and MASTER_PORT, and see the output of its "
         findings.append(fail(_NAME, text, mend + "own doctor; for a slow start give --wait 50"))

@@ -26,7 +26,7 @@ from lockstep.errors import LockstepError
 from lockstep.guards.desync import Digests, leaves, of_digests
 from lockstep.loop import loss_of, seeder
 from lockstep.training.build import Built, build
-from lockstep.training.defaults import Lying, elsewhere
+from lockstep.training.defaults import MisplacedTensor, find_misplaced
 
 __all__ = [
     "judge_task",
@@ -76,7 +76,7 @@ def task(place: CheckContext) -> CheckResult:
 def _train_steps(built: Built) -> CheckResult:
     world, device = built.world, built.world.device
     steps = min(_STEPS, built.run_plan.step_plan.steps)
-    loading, computing, misplaced = [], [], list[Lying]()
+    loading, computing, misplaced = [], [], list[MisplacedTensor]()
     gradients: dict[str, str] = {}
     began = time.monotonic()
     with closing(built.batches.from_step(0)) as stream, _record_gradients(built, gradients):
@@ -88,7 +88,7 @@ def _train_steps(built: Built) -> CheckResult:
                 count for own in world.gather([batch.items for batch in micro]) for count in own
             )  # collective
             if not number:
-                misplaced = elsewhere(built.model, built.task, micro[0].data, device)
+                misplaced = find_misplaced(built.model, built.task, micro[0].data, device)
             computed = time.perf_counter()
             _step(built, step, micro, items)
             if device.type == "cuda":
@@ -120,7 +120,7 @@ def _step(built: Built, step: int, micro: list[Any], items: float) -> None:
         with engine.accumulate(batch is micro[-1]):
             loss = loss_sum(engine.model, batch)
         engine.backward(loss, batch.weight / (items or 1))
-    engine.step(built.rate(step), momentum=built.momentum(step))
+    engine.step(built.lr_factor(step), momentum=built.momentum(step))
 
 
 @contextmanager
@@ -163,15 +163,15 @@ def _merge_digests(digests: dict[str, str]) -> dict[str, str]:
     return digests if len(digests) <= _NAMES else {"all": of_digests(digests)}
 
 
-def judge_placement(misplaced: list[Lying], device: torch.device) -> Iterator[Finding]:
+def judge_placement(misplaced: list[MisplacedTensor], device: torch.device) -> Iterator[Finding]:
     """Report tensors on another device than the run's."""
     mend = "register_buffer() moves a tensor with its module; put a criterion into the model, or move it in `loss`"
-    for say, sure in ((fail, True), (warn, False)):
-        tensors = [each for each in misplaced if each.sure is sure and (sure or "attribute" in each.what)]
-        if not sure:  # the purpose of a task's plain tensors is unknown: a dataset's belong on the host
-            tensors = [each for each in tensors if not each.what.startswith("the task's attribute")]
+    for say, is_wrong in ((fail, True), (warn, False)):
+        tensors = [each for each in misplaced if each.is_wrong is is_wrong and (is_wrong or "attribute" in each.label)]
+        if not is_wrong:  # the purpose of a task's plain tensors is unknown: a dataset's belong on the host
+            tensors = [each for each in tensors if not each.label.startswith("the task's attribute")]
         if tensors:
-            listing = ", ".join(f"{each.what} on {each.where}" for each in tensors[:_SHOWN])
+            listing = ", ".join(f"{each.label} on {each.device}" for each in tensors[:_SHOWN])
             more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
             yield say("placement", f"the run computes on {device}, but tensors are elsewhere: {listing}{more}", mend)
 

@@ -3,9 +3,9 @@
     trace = traced(config, subject, world_size, layers=4)
     trace.peaks["backward 0"]       # bytes
 
-The parts are those of a run: `model_of`, the engine, the task's loss. Phases are named by the model's blocks, so that
-a deep model can be extrapolated from two shallow ones (see estimate.py): the peak of a phase is a linear function of
-the number of blocks, if each block's own forward and backward are phases of their own.
+The parts are those of a run: `build_model`, the engine, the task's loss. Phases are named by the model's blocks, so
+that a deep model can be extrapolated from two shallow ones (see estimate.py): the peak of a phase is a linear function
+of the number of blocks, if each block's own forward and backward are phases of their own.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.loop import loss_of
 from lockstep.run_state import RunState
 from lockstep.task import has_own
-from lockstep.training.build_engine import model_of, optimizer_of
+from lockstep.training.build_engine import build_model, build_optimizer
 from lockstep.transforms.batchnorm import recorders
 from lockstep.transforms.weight_copies import copies_of
 
@@ -159,7 +159,7 @@ class _Stage:
         self._first_differs = _first_step_differs(config)
         self._counting = config.exact or ENGINES[config.engine].own_gradients
         self._task = subject.at(layers)
-        model = self._model = model_of(config, self._task, world, RunState(), lambda line: None, planned=True)
+        model = self._model = build_model(config, self._task, world, RunState(), lambda line: None, sizes_only=True)
         declared = self._task.blocks(model)
         self._blocks = find_blocks(model).modules if declared is None else list(declared)
         self._optimizer: Optimizer | None = None
@@ -172,7 +172,7 @@ class _Stage:
 
     def _build_engine(self, config: Config, world: Any) -> Engine:
         def make(model: nn.Module) -> Optimizer:
-            self._optimizer = optimizer_of(config, self._task, model)
+            self._optimizer = build_optimizer(config, self._task, model)
             return self._optimizer
 
         options = config.engine_options
