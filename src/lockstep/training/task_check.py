@@ -303,7 +303,8 @@ def _compute_outputs(trial: Trial, batch: MicroBatch) -> Any:
     samples = _count_samples(task, batch)
     if samples is not None and len(tensors[0]) != samples:
         raise ConfigError(
-            f"the task's `outputs` returned {describe_value(tensors[0])} for a batch of {samples} samples: {_OUTPUTS_FORM}"
+            f"the task's `outputs` returned {describe_value(tensors[0])} for a batch of {samples} samples: "
+            f"{_OUTPUTS_FORM}"
         )
     if not any(tensor.requires_grad for tensor in tensors):
         raise ConfigError(
