@@ -7,14 +7,11 @@ import atexit
 import difflib
 import gc
 import importlib
-import os
 import sys
 
-from lockstep.config.secrets import mask
 from lockstep.distributed import failures
 from lockstep.distributed.launcher import end_with_launcher
-from lockstep.distributed.progress import FOLDER_VARIABLE
-from lockstep.errors import LockstepError, UsageError, user_traceback
+from lockstep.errors import LockstepError, UsageError
 
 __all__ = ["main"]
 
@@ -100,22 +97,16 @@ def main(argv: list[str] | None = None) -> None:
     end_with_launcher()
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
-    except LockstepError as error:
-        is_reported = failures.note(error) or error.relayed  # by the launcher, or by the rank that raised it
-        if not is_reported:
-            print(f"lockstep: error: {error}", file=sys.stderr)
-        code = error.exit_code
     except KeyboardInterrupt:
-        print("lockstep: interrupted", file=sys.stderr)
+        failures.report_interrupt()
         code = 130
     except BrokenPipeError:  # `lockstep ... | head`
         code = 141
-    except Exception as error:  # a bug in the user's code or in lockstep
-        failures.note(error)
-        print(mask(user_traceback(error)), file=sys.stderr)
-        if FOLDER_VARIABLE not in os.environ:  # otherwise the launcher prints it
-            print(f"lockstep: error: {mask(failures.describe_error(error))}", file=sys.stderr)
-        code = 1
+    except SystemExit:
+        raise
+    except BaseException as error:  # lockstep's own, or a bug in the user's code or in lockstep
+        failures.report(error)
+        code = error.exit_code if isinstance(error, LockstepError) else 1
     sys.exit(code)
 
 

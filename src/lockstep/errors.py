@@ -91,6 +91,7 @@ def error_line(error: BaseException) -> str:
 
     The line of code is the user's, if there is one.
     """
+    error = _own(error)
     frames = traceback.extract_tb(error.__traceback__)
     last = ([frame for frame in frames if not _is_library(frame.filename)] or frames)[-1:]
     location = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
@@ -105,13 +106,18 @@ def error_line(error: BaseException) -> str:
 
 def user_traceback(error: BaseException) -> str:
     """Format the traceback of `error` from the user's first frame on; all of it without one."""
-    formatted = traceback.TracebackException.from_exception(error)
+    formatted = traceback.TracebackException.from_exception(_own(error))
     for each in _chain(formatted):
         files = [frame.filename for frame in each.stack]
         entry = next((k for k, name in enumerate(files) if name.startswith(_PACKAGE)), 0)
         first = next((k for k, name in enumerate(files) if k >= entry and not _is_library(name)), 0)
         each.stack[:] = each.stack[first:]
     return "".join(formatted.format()).rstrip()
+
+
+def _own(error: BaseException) -> BaseException:
+    """Return the user's StopIteration in place of the RuntimeError that Python makes of it in a generator of ours."""
+    return error.__cause__ if type(error) is RuntimeError and isinstance(error.__cause__, StopIteration) else error
 
 
 def _chain(first: traceback.TracebackException) -> Iterator[traceback.TracebackException]:

@@ -1,6 +1,7 @@
 """What a user holds, as users use it: the loop's body, the end of a run, and what they bring of their own."""
 
 import dataclasses
+import json
 import math
 import os
 import signal
@@ -159,6 +160,26 @@ def test_ctrl_c_in_a_loop_saves_and_is_a_keyboard_interrupt(tmp_path, capsys):
     assert saved in (2, 3)
     assert f"interrupted: saved after step {saved} of 6;" in capsys.readouterr().out
     assert taken(config(tmp_path), task())[0] == list(range(saved, 6))
+
+
+class Impatient(Ragged):
+    armed = False  # not in the trial
+
+    def loss(self, model, batch):
+        if self.armed:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+        return super().loss(model, batch)
+
+
+def test_a_second_ctrl_c_is_recorded_as_one_and_not_as_a_failure(tmp_path):
+    own = Impatient()
+    with lockstep.Run(config(tmp_path), own) as run:
+        own.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    ended = json.loads((tmp_path / "r" / "ended.json").read_text())
+    assert (ended["status"], ended["code"]) == ("interrupted", 130)
 
 
 class Mistaken(Ragged):

@@ -51,7 +51,7 @@ from lockstep.training.components import (
 )
 from lockstep.training.open_run import count_restarts, load_state, lock_folder, open_sinks
 from lockstep.training.profiler import check_range
-from lockstep.training.recorder import RunRecorder
+from lockstep.training.recorder import EXIT_INTERRUPTED, RunRecorder
 from lockstep.training.recovery import (
     Rebuild,
     build_joiner,
@@ -189,7 +189,8 @@ def run_training(session: Session) -> Training:
         raise
     except BaseException as error:
         session.status = "failed"
-        failures.note(error)
+        if not isinstance(error, KeyboardInterrupt):  # an interrupted process has no error to explain
+            failures.note(error)
         if session.caller_world is None:
             session.world.abandon()
         raise
@@ -339,9 +340,10 @@ def _close_at_end(session: Session, built: Built) -> Iterator[None]:
         else:
             _write_exit(session, built, error)
         if isinstance(error, Exception) and not isinstance(error, Rollback | Rebuild):
-            is_one_line = isinstance(error, LockstepError)  # the command prints it, so the log keeps it from the screen
-            extra = {"only_file": is_one_line}
-            _LOG.error("%s", failures.describe_error(error), exc_info=not is_one_line, extra=extra)
+            is_one_line = isinstance(error, LockstepError) and error.__cause__ is None
+            # whoever catches the error prints it
+            _LOG.error("%s", failures.describe_error(error), exc_info=not is_one_line, extra={"only_file": True})
+            failures.add_place(error)
             failures.note_log(built.folder.path / "logs" / f"rank-{built.world.rank:05d}.log")
         raise
     finally:
@@ -357,7 +359,7 @@ def _train_steps(session: Session, built: Built) -> Training:
     first, world = built.start, built.world  # read now: a save moves `built.start`
     ongoing = build_components(session, built)
     timeline, exchange, recorder = session.timeline, ongoing.exchange, ongoing.recorder
-    watchdog = HangWatchdog(world, exchange, built.folder.path, failures.note, session.member)
+    watchdog = HangWatchdog(world, exchange, built.folder.path, failures.report, session.member)
     signals = Preemption(exchange)
     handover, loading, auditing = prepare_recovery(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
     profiler, garbage = ongoing.profiling, CollectorFreeze()
@@ -475,13 +477,19 @@ def _end_status(session: Session, reason: BaseException | None) -> str:
     """
     if isinstance(reason, Rollback | Rebuild):
         return "rolled back" if isinstance(reason, Rollback) else "built anew"
+    if isinstance(reason, KeyboardInterrupt):
+        return "interrupted"
     return session.status if reason is None or isinstance(reason, GeneratorExit) else "failed"
 
 
 def _write_exit(session: Session, built: Built, error: BaseException) -> None:
     """Record the end of a run that failed, or that its caller left early."""
-    if built.world.is_main:
-        is_exit = isinstance(error, GeneratorExit) and session.status != "failed"
-        status = "failed" if not is_exit else session.early_status if session.status == "running" else session.status
-        with suppress(OSError, StorageError):  # the disk may be full, which may be the error itself
-            built.folder.write_end(0 if is_exit else 1, built.state.global_step, status)
+    if not built.world.is_main:
+        return
+    code, status = 1, "failed"
+    if isinstance(error, KeyboardInterrupt):  # the second Ctrl-C, or one before the steps
+        code, status = EXIT_INTERRUPTED, "interrupted"
+    elif isinstance(error, GeneratorExit) and session.status != "failed":
+        code, status = 0, session.early_status if session.status == "running" else session.status
+    with suppress(OSError, StorageError):  # the disk may be full, which may be the error itself
+        built.folder.write_end(code, built.state.global_step, status)
