@@ -95,7 +95,7 @@ def dress(action, parser):
         for owner, prefix in config.sections(config.Config())
         for spec in dataclasses.fields(owner)
     }
-    if "--help-all" in action.option_strings and getattr(parser, "first", ()):
+    if "--help-all" in action.option_strings and getattr(parser, "common", ()):
         action.help = "every flag"
     if action.dest in PATHS | FOLDERS:
         action.complete = shtab.FILE if action.dest in PATHS else shtab.DIRECTORY

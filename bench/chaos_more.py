@@ -125,7 +125,7 @@ def r14(bench):
     taken.close()
     mounts = {
         "read-only": (("-t", "tmpfs", "-o", "ro", "tmpfs"), "--save-dir: cannot write to"),
-        "space": (("-t", "tmpfs", "-o", "size=2m", "tmpfs"), "MB free and a checkpoint of this run takes"),
+        "space": (("-t", "tmpfs", "-o", "size=2m", "tmpfs"), "MB free, and a checkpoint of this run needs"),
     }
     for name, (options, words) in mounts.items():
         out = bench.out()

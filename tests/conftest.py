@@ -20,8 +20,7 @@ settings.load_profile("lockstep")
 
 @pytest.fixture(autouse=True)
 def by_flags(monkeypatch):
-    """Messages are read as they are written, with flags, whichever tests came before; tests/config/test_said.py has
-    those for Python."""
+    """Name settings by flag in messages, whichever tests ran before; tests/config/test_setting_names.py has fields."""
     monkeypatch.setattr(SETTINGS, "flags", True)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from lockstep.files import created, replacing, sync, write_whole
+from lockstep.files import create_file, replace_file, sync, write_whole
 
 
 def test_the_new_content_or_the_old_and_nothing_beside_it(tmp_path):
@@ -16,7 +16,7 @@ def test_the_new_content_or_the_old_and_nothing_beside_it(tmp_path):
     write_whole(path, "gr\u00fcn\n")
     assert path.read_bytes() == "grün\n".encode()
     write_whole(path, b"two")
-    with pytest.raises(TypeError), replacing(path) as file:
+    with pytest.raises(TypeError), replace_file(path) as file:
         file.writelines([b"half", None])
     assert path.read_bytes() == b"two"
     assert os.listdir(tmp_path) == ["state.json"]
@@ -25,8 +25,8 @@ def test_the_new_content_or_the_old_and_nothing_beside_it(tmp_path):
 def test_a_kill_leaves_the_old_content(tmp_path):
     path = tmp_path / "state.json"
     path.write_text("old")
-    code = "import os, sys; from pathlib import Path; from lockstep.files import replacing\n"
-    code += "with replacing(Path(sys.argv[1])) as file: file.write(b'new'); file.flush(); os._exit(9)"
+    code = "import os, sys; from pathlib import Path; from lockstep.files import replace_file\n"
+    code += "with replace_file(Path(sys.argv[1])) as file: file.write(b'new'); file.flush(); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == 9
     assert path.read_text() == "old"
     assert next(name for name in os.listdir(tmp_path) if name != "state.json").startswith(".state.json.tmp-")
@@ -56,7 +56,7 @@ def test_permissions_stay_and_links_are_not_followed(tmp_path):
     precious.write_text("mine")
     (tmp_path / "link").symlink_to(precious)
     with pytest.raises(FileExistsError):
-        created(tmp_path / "link")
+        create_file(tmp_path / "link")
     write_whole(tmp_path / "link", "z")
     assert not (tmp_path / "link").is_symlink()
     assert precious.read_text() == "mine"

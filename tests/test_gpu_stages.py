@@ -3,11 +3,11 @@
 import json
 import os
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
-import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = ROOT / "bench" / "device" / "run.py"
@@ -24,7 +24,7 @@ def stages(monkeypatch):
 
 def started(*flags, compiled=False, **variables):
     environment = os.environ | {"TORCH_COMPILE_DISABLE": str(int(not compiled))} | variables
-    command = [warm.python(), str(RUN), *flags]
+    command = [sys.executable, str(RUN), *flags]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
 
 

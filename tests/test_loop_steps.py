@@ -14,7 +14,7 @@ from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
 from lockstep.errors import ConfigError
-from lockstep.loop import StepControl, loss_of, scalar, steps
+from lockstep.loop import StepControl, check_scalar, loss_of, steps
 
 
 class Told:
@@ -116,7 +116,7 @@ def test_a_loss_is_one_number_whatever_its_shape():
         assert (loss.shape, loss.item(), loss.requires_grad) == ((), wanted, True)
     for value in (torch.tensor(3), torch.tensor([3.0, 4.0]), torch.tensor(3j)):  # an evaluation's, without a graph
         with torch.no_grad(), pytest.raises(ConfigError, match="must return one number, a 0-dim float tensor"):
-            scalar(value)
+            check_scalar(value)
 
 
 def test_a_devices_clock_waits_for_nothing_and_tells_what_has_come_to_pass():

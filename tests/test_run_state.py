@@ -74,7 +74,7 @@ def test_a_new_run_has_written_nothing_but_its_sums_and_no_best():
 
 def test_the_best_of_an_earlier_version_has_the_loss_as_its_metric():
     best = RunState.from_json({"best": {"step": 3, "loss": 2.0}}).selection.best
-    assert (best.metric, best.judged_value) == ("loss", 2.0)
+    assert (best.metric, best.metric_value) == ("loss", 2.0)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from lockstep.config.schema import Config
 def settings(name, shape, **changed):
     """A Config of the run `name`; an option that does not exist is refused by name."""
     return cli.build(
-        cli.flat(Config(experiment_name=name, save_dir="unused"))
+        cli.flatten(Config(experiment_name=name, save_dir="unused"))
         | {
             "batch_size": shape.batch,
             "micro_batch_size": shape.micro,

@@ -1,20 +1,17 @@
 """Dispatch `lockstep COMMAND ...` and turn errors into one line and an exit code.
 
-Importing this loads neither torch nor any of lockstep except its errors: `lockstep --help` answers at once.
+Importing this loads no torch, so `lockstep --help` answers at once.
 """
 
 import atexit
 import difflib
 import gc
 import importlib
-import os
 import sys
 
-from lockstep.config.secrets import mask
 from lockstep.distributed import failures
 from lockstep.distributed.launcher import end_with_launcher
-from lockstep.distributed.progress import FOLDER_VARIABLE
-from lockstep.errors import LockstepError, UsageError, user_traceback
+from lockstep.errors import LockstepError, UsageError
 
 __all__ = ["main"]
 
@@ -23,36 +20,36 @@ COMMANDS = {
     "init": (
         "lockstep.commands.setup",
         "init_command",
-        "make a folder with a task, a config and a test that run at once",
+        "create a folder with a working task, config and test",
     ),
     "train": ("lockstep.commands.train", "command", "train a model; the same --experiment-name resumes"),
-    "launch": ("lockstep.launch.command", "command", "train on several processes, and start again after a failure"),
+    "launch": ("lockstep.launch.command", "command", "run train on several processes, and restart it after a failure"),
     "evaluate": ("lockstep.commands.use", "evaluate_command", "evaluate a checkpoint of a run, as the run itself does"),
-    "generate": ("lockstep.commands.use", "generate_command", "text from a run that trained a language model"),
+    "generate": ("lockstep.commands.use", "generate_command", "generate text with the language model of a run"),
     "runs": (
         "lockstep.commands.reports",
         "runs_command",
-        "a table of the runs in a folder: how far, how good, how they ended",
+        "list the runs in a folder: progress, best metric, status",
     ),
     "report": (
         "lockstep.commands.reports",
         "report_command",
-        "one page about a run, or about several beside each other",
+        "write an HTML page about a run, or a comparison of several",
     ),
     "goodput": (
         "lockstep.commands.reports",
         "goodput_command",
-        "where the wall time of a run went, over all its starts",
+        "report where the wall time of a run went, over all restarts",
     ),
     "checkpoint": (
         "lockstep.commands.checkpoint",
         "command",
         "list, inspect, verify or prune the checkpoints of a run",
     ),
-    "export": ("lockstep.commands.use", "export_command", "write the weights of a checkpoint for other programs"),
+    "export": ("lockstep.commands.use", "export_command", "write the weights of a checkpoint in a common format"),
     "verify": ("lockstep.commands.verify", "command", "prove that all engines and world sizes train the same"),
-    "trace": ("lockstep.commands.trace", "trace_command", "record what any training script does, step by step"),
-    "compare": ("lockstep.commands.trace", "compare_command", "say where two recorded trainings part, and why"),
+    "trace": ("lockstep.commands.trace", "trace_command", "record the steps of any training script"),
+    "compare": ("lockstep.commands.trace", "compare_command", "report where two traces diverge, and why"),
     "scale": (
         "lockstep.commands.diagnose",
         "scale_command",
@@ -61,19 +58,19 @@ COMMANDS = {
     "plan": (
         "lockstep.commands.diagnose",
         "plan_command",
-        "memory and time of a training per device, without the devices",
+        "estimate memory per device and time, without the devices",
     ),
     "profile": (
         "lockstep.commands.diagnose",
         "profile_command",
-        "where the time of a step goes, and what to change first",
+        "report where the time of a step goes, and what to change first",
     ),
     "doctor": (
         "lockstep.commands.diagnose",
         "doctor_command",
-        "find what is wrong with machine, network, devices and task",
+        "check the machine, network, devices and task",
     ),
-    "completion": ("lockstep.commands.setup", "completion_command", "print the completion file of bash or zsh"),
+    "completion": ("lockstep.commands.setup", "completion_command", "print the completion script of bash or zsh"),
     "lint": (
         "lockstep.commands.setup",
         "lint_command",
@@ -100,22 +97,16 @@ def main(argv: list[str] | None = None) -> None:
     end_with_launcher()
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
-    except LockstepError as error:
-        told = failures.note(error) or error.relayed  # the launcher prints it, or the rank that had it
-        if not told:
-            print(f"lockstep: error: {error}", file=sys.stderr)
-        code = error.exit_code
     except KeyboardInterrupt:
-        print("lockstep: interrupted", file=sys.stderr)
+        failures.report_interrupt()
         code = 130
     except BrokenPipeError:  # `lockstep ... | head`
         code = 141
-    except Exception as error:  # a bug in the user's code or in lockstep
-        failures.note(error)
-        print(mask(user_traceback(error)), file=sys.stderr)
-        if FOLDER_VARIABLE not in os.environ:  # otherwise the launcher prints it
-            print(f"lockstep: error: {mask(failures.describe_error(error))}", file=sys.stderr)
-        code = 1
+    except SystemExit:
+        raise
+    except BaseException as error:  # lockstep's own, or a bug in the user's code or in lockstep
+        failures.report(error)
+        code = error.exit_code if isinstance(error, LockstepError) else 1
     sys.exit(code)
 
 

@@ -2,7 +2,7 @@
 
 clock.start(); ...; clock.lap("data"); ...; clock.lap("forward")
 clock.read()        # {"data": 1.9, "forward": 20.4, ...}: milliseconds per step since the last reading
-with marked("save"): ...                        # a mark in a trace, where a profiler runs
+with trace_mark("save"): ...                    # a mark in a trace, if a profiler runs
 """
 
 import os
@@ -20,8 +20,8 @@ __all__ = [
     "HostClock",
     "MarkingClock",
     "make_clock",
-    "marked",
-    "queued",
+    "queue_seconds",
+    "trace_mark",
 ]
 
 _ALONE = "backward/alone"
@@ -31,9 +31,9 @@ _Marks = list[tuple[str, torch.cuda.Event]]
 class Clock(Protocol):
     """Stopwatch of a step: adds up the time of each named lap.
 
-    Laps whose names are equal up to a "/" are one in `read`, and separate in `spent`. With several ranks, `read` splits
-    the last backward of a step: what it takes longer than those before it ("backward/alone") is "exchange". That needs
-    no synchronisation.
+    `read` merges laps whose names are equal up to a "/"; `spent` does not. With several ranks, `read` splits the last
+    backward of a step: what it takes longer than the others ("backward/alone") is "exchange". That needs no
+    synchronisation.
 
     Attributes:
         steps: number of steps in `spent`, including the current one if that is in it.
@@ -43,13 +43,13 @@ class Clock(Protocol):
     def steps(self) -> int: ...
 
     def start(self) -> None:
-        """Begin a step; time since the last lap is not counted."""
+        """Start a step; the time since the last lap is not counted."""
 
     def lap(self, name: str) -> None:
         """Add the time since `start` or the last lap to `name`."""
 
     def spent(self) -> dict[str, float]:
-        """Return total seconds by name, as far as known, without waiting for a device."""
+        """Return total seconds by name, as far as known, without waiting for the device."""
 
     def read(self) -> dict[str, float]:
         """Return milliseconds per step by name since the last reading, and reset.
@@ -59,7 +59,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The host's clock, for a CPU: work is done when the call returns.
+    """Clock of the host, for a CPU, whose work is done when a call returns.
 
     Args:
         ranks: number of ranks that share the steps.
@@ -83,19 +83,19 @@ class HostClock:
         self._alone += name == _ALONE
 
     def spent(self) -> dict[str, float]:
-        return _added(self._before, self._sums)
+        return _add_sums(self._before, self._sums)
 
     def read(self) -> dict[str, float]:
         self._before = self.spent()
-        found = _by_step(self._sums, self.steps - self._read, self._alone if self._ranks > 1 else 0)
+        times = _by_step(self._sums, self.steps - self._read, self._alone if self._ranks > 1 else 0)
         self._sums, self._read, self._alone = {}, self.steps, 0
-        return found
+        return times
 
 
 class DeviceClock:
-    """CUDA events on the current stream, read once the device has passed them.
+    """Clock of CUDA events on the current stream, which never waits for the device.
 
-    Nothing here waits for the device. A step's times are known once its last event has completed, usually during the
+    A step's times are known once its last event has completed, usually during the
     next step.
 
     Args:
@@ -104,47 +104,47 @@ class DeviceClock:
 
     def __init__(self, ranks: int = 1) -> None:
         self._alone, self._ranks = 0, ranks  # as in HostClock
-        self._flying: deque[_Marks] = deque()  # one list per step, its start first; the last is the current step's
+        self._pending: deque[_Marks] = deque()  # one list per step, its start first; the last is the current step's
         self._free: list[torch.cuda.Event] = []
         self._before: dict[str, float] = {}  # until the last reading
         self._sums: dict[str, float] = {}
-        self._found: dict[str, float] = {}
+        self._times: dict[str, float] = {}
         self.steps = self._read = 0
 
     def start(self) -> None:
-        self._land(len(self._flying))
-        if self._flying and len(self._flying[-1]) == 1:  # a start without laps, after the last step
-            self._free.append(self._flying.pop()[0][1])
-        self._flying.append([])
+        self._collect(len(self._pending))
+        if self._pending and len(self._pending[-1]) == 1:  # a start without laps, after the last step
+            self._free.append(self._pending.pop()[0][1])
+        self._pending.append([])
         self.lap("")
 
     def lap(self, name: str) -> None:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
-        self._flying[-1].append((name, event))
+        self._pending[-1].append((name, event))
 
     def spent(self) -> dict[str, float]:
-        self._land(len(self._flying) - 1)
-        return _added(self._before, self._sums)
+        self._collect(len(self._pending) - 1)
+        return _add_sums(self._before, self._sums)
 
     def read(self) -> dict[str, float]:
         """Return as `Clock.read`, over the steps that completed on the device.
 
         If none did, it returns the last result again.
         """
-        self._land(len(self._flying))
+        self._collect(len(self._pending))
         if self.steps > self._read:
-            self._before = _added(self._before, self._sums)
-            self._found = _by_step(self._sums, self.steps - self._read, self._alone if self._ranks > 1 else 0)
+            self._before = _add_sums(self._before, self._sums)
+            self._times = _by_step(self._sums, self.steps - self._read, self._alone if self._ranks > 1 else 0)
             self._sums, self._read, self._alone = {}, self.steps, 0
-        return dict(self._found)
+        return dict(self._times)
 
-    def _land(self, whole: int) -> None:
-        """Add up the first `whole` pending steps, as far as the device has completed them."""
-        while whole > 0 and len(self._flying[0]) > 1:
-            if not self._flying[0][-1][1].query():  # type: ignore[no-untyped-call]
+    def _collect(self, count: int) -> None:
+        """Add up the first `count` pending steps, as far as the device has completed them."""
+        while count > 0 and len(self._pending[0]) > 1:
+            if not self._pending[0][-1][1].query():  # type: ignore[no-untyped-call]
                 return
-            marks, whole = self._flying.popleft(), whole - 1
+            marks, count = self._pending.popleft(), count - 1
             for (_, before), (name, after) in pairwise(marks):
                 self._sums[name] = self._sums.get(name, 0.0) + 1e-3 * before.elapsed_time(after)
                 self._alone += name == _ALONE
@@ -152,7 +152,8 @@ class DeviceClock:
             self.steps += 1
 
 
-# The part of a step that follows a lap of this name; after any other name the part goes on.
+# lap -> the part of a step that follows it; after any other lap the part continues. "told" is receiving from the other
+# ranks; it is a key of the files of `lockstep profile`.
 _AFTER = {
     "data": "forward",
     "forward": "backward",
@@ -160,21 +161,21 @@ _AFTER = {
     "backward": "exchange",
     "update": "told",
 }
-_PLAIN = 10  # untraced steps whose durations are kept
+_UNTRACED = 10  # durations of untraced steps to keep
 
 
 @final
 class MarkingClock:
-    """A clock whose laps also mark the parts of `lockstep.loop` in a trace.
+    """A clock that also marks the parts of `lockstep.loop` in a trace.
 
         clock = MarkingClock(make_clock(device))
         clock.trace(101)    # the next step is the 101st, and marked
         clock.end()
 
     Attributes:
-        computed: CPU seconds of this thread by part, over the marked steps; the rest it waited.
-        queued: seconds by part that it waited for a core. Linux only.
-        plain: seconds of each of the last unmarked steps, including what follows a step.
+        cpu_seconds: CPU time of this thread by part, over the marked steps; the rest it waited.
+        queue_seconds: time by part that it waited for a core. Linux only.
+        untraced: seconds of each of the last unmarked steps, including what follows a step.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -182,10 +183,10 @@ class MarkingClock:
         self._number = 0  # the step to mark next; 0: none
         self._part, self._mark, self._whole = "", _Mark(), _Mark()
         self._ran, self._waited, self._began = 0.0, 0.0, 0.0
-        self.computed: dict[str, float] = {}
-        self.queued: dict[str, float] = {}
-        self._told: int | None = None  # schedstat, if the system has it
-        self.plain: deque[float] = deque(maxlen=_PLAIN)
+        self.cpu_seconds: dict[str, float] = {}
+        self.queue_seconds: dict[str, float] = {}
+        self._schedstat: int | None = None  # file descriptor, if the system has it
+        self.untraced: deque[float] = deque(maxlen=_UNTRACED)
 
     @property
     def steps(self) -> int:
@@ -197,17 +198,17 @@ class MarkingClock:
         Args:
             number: of the next step, counted from 1.
         """
-        self._told = self._told if self._told is not None else _open_queue()
-        self._number, self._began, self.computed, self.queued = number, 0.0, {}, {}
+        self._schedstat = self._schedstat if self._schedstat is not None else _open_queue()
+        self._number, self._began, self.cpu_seconds, self.queue_seconds = number, 0.0, {}, {}
 
     def end(self) -> None:
         """End the marked step, and mark no further ones."""
         self._leave()
         self._whole.end()
         self._number = 0
-        if self._told is not None:
-            os.close(self._told)
-            self._told = None
+        if self._schedstat is not None:
+            os.close(self._schedstat)
+            self._schedstat = None
 
     def start(self) -> None:
         self._clock.start()
@@ -219,7 +220,7 @@ class MarkingClock:
             self._number += 1
             self._enter("data")
         elif self._began:
-            self.plain.append(now - self._began)
+            self.untraced.append(now - self._began)
         self._began = now
 
     def lap(self, name: str) -> None:
@@ -241,29 +242,28 @@ class MarkingClock:
         return self._clock.read()
 
     def _enter(self, part: str) -> None:
-        self._part, self._ran, self._waited = part, time.thread_time(), _queued(self._told)
+        self._part, self._ran, self._waited = part, time.thread_time(), _read_queue(self._schedstat)
         self._mark.begin("exchange" if part == "told" else part)
 
     def _leave(self) -> None:
         if self._part:
-            self.computed[self._part] = self.computed.get(self._part, 0.0) + time.thread_time() - self._ran
-            self.queued[self._part] = self.queued.get(self._part, 0.0) + _queued(self._told) - self._waited
+            self.cpu_seconds[self._part] = self.cpu_seconds.get(self._part, 0.0) + time.thread_time() - self._ran
+            self.queue_seconds[self._part] = (
+                self.queue_seconds.get(self._part, 0.0) + _read_queue(self._schedstat) - self._waited
+            )
         self._part = ""
         self._mark.end()
 
 
-def queued() -> float:
-    """Return the seconds that this thread has waited for a core.
-
-    0 if the system does not report them.
-    """
-    told = _open_queue()
-    if told is None:
+def queue_seconds() -> float:
+    """Return the seconds that this thread has waited for a core; 0 if unknown."""
+    schedstat = _open_queue()
+    if schedstat is None:
         return 0.0
     try:
-        return _queued(told)
+        return _read_queue(schedstat)
     finally:
-        os.close(told)
+        os.close(schedstat)
 
 
 def _open_queue() -> int | None:
@@ -273,9 +273,9 @@ def _open_queue() -> int | None:
         return None
 
 
-def _queued(told: int | None) -> float:
+def _read_queue(schedstat: int | None) -> float:
     try:
-        return 1e-9 * int(os.pread(told, 100, 0).split()[1]) if told is not None else 0.0
+        return 1e-9 * int(os.pread(schedstat, 100, 0).split()[1]) if schedstat is not None else 0.0
     except (OSError, IndexError, ValueError):
         return 0.0
 
@@ -296,18 +296,15 @@ class _Mark:
             self._open = None
 
 
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+_NO_MARK: AbstractContextManager[Any] = nullcontext()
 
 
-def marked(part: str) -> AbstractContextManager[Any]:
-    """Return a context that marks a part of lockstep in a trace.
-
-    It does nothing without a profiler.
-    """
-    return record_function(f"lockstep:{part}") if torch._C._autograd._profiler_enabled() else _NOTHING
+def trace_mark(part: str) -> AbstractContextManager[Any]:
+    """Return a context that marks a part in the trace of a running profiler."""
+    return record_function(f"lockstep:{part}") if torch._C._autograd._profiler_enabled() else _NO_MARK
 
 
-def _added(before: dict[str, float], sums: dict[str, float]) -> dict[str, float]:
+def _add_sums(before: dict[str, float], sums: dict[str, float]) -> dict[str, float]:
     return before | {name: before.get(name, 0.0) + spent for name, spent in sums.items()}
 
 
@@ -315,16 +312,16 @@ def _by_step(seconds: dict[str, float], steps: int, alone: int) -> dict[str, flo
     """Return milliseconds per step by the first part of the names.
 
     Args:
-        alone: number of backwards without an exchange, which show what one takes by itself.
+        alone: number of backwards without an exchange.
     """
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     for name, spent in seconds.items():
         first = name.partition("/")[0]
-        found[first] = found.get(first, 0.0) + 1e3 * spent / max(1, steps)
+        times[first] = times.get(first, 0.0) + 1e3 * spent / max(1, steps)
     if alone and "backward" in seconds:
         exchange = 1e3 * max(0.0, seconds["backward"] / max(1, steps) - seconds[_ALONE] / alone)
-        found |= {"backward": found["backward"] - exchange, "exchange": exchange}
-    return found
+        times |= {"backward": times["backward"] - exchange, "exchange": exchange}
+    return times
 
 
 def make_clock(device: torch.device, ranks: int = 1) -> Clock:

@@ -1,12 +1,12 @@
 """Check the item counts of batches, and add them up without rounding.
 
-    items = checked(task.count(batch))              # None: it is no count
+    items = check_count(task.count(batch))          # None: not a count
     own = total(items of this rank)                 # exact: an int or a Fraction
-    row = parts(own)                                # three float64 numbers that travel
-    step = number(math.fsum(parts of all ranks))    # the same bits however the ranks share the items out
+    row = parts(own)                                # three float64 numbers to send
+    step = number(math.fsum(parts of all ranks))    # the same bits, whichever rank has which items
 
-A count may be any finite number of 0 or more, such as a sum of class weights. Sums of float64 depend on their grouping,
-which differs between world sizes; so only the step's total is rounded, once.
+A count is any finite number, 0 or more, such as a sum of class weights. Sums of float64 depend on their grouping, which
+differs between world sizes; so only the total of a step is rounded.
 """
 
 import math
@@ -23,45 +23,42 @@ from lockstep.errors import DataError
 
 __all__ = [
     "Exact",
-    "checked",
+    "check_count",
+    "describe_count",
     "first_length",
     "number",
     "parts",
     "samples_in",
-    "shown",
     "total",
 ]
 
 Exact = int | float | Fraction
 
-PARTS = 3  # float64 numbers per exact sum that is sent: 159 bits; counts of one step differ by 20 to 30
-_MOST = 2.0**53  # above it float64 skips whole numbers
-_DEEP = 6  # levels of nesting of a batch that are searched
+PARTS = 3  # float64 numbers per exact sum: 159 bits; counts of one step differ by 20 to 30
+_MAX_COUNT = 2.0**53  # above it float64 skips whole numbers
+_MAX_DEPTH = 6  # levels of a nested batch to search
 
 
-def checked(value: Any) -> int | float | None:
+def check_count(value: Any) -> int | float | None:
     """Check what `count` returned.
 
     Returns:
         The number, an int if it is whole; None if it is not a finite number from 0 to 2**53.
     """
     if type(value) is int:  # the fast path: each micro-batch is counted
-        return value if 0 <= value <= _MOST else None
+        return value if 0 <= value <= _MAX_COUNT else None
     if isinstance(value, Tensor | np.ndarray | np.generic):
         if math.prod(value.shape) != 1:
             return None
         value = value.item()  # in host memory, as the batch is
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
-    found = float(value)
-    return number(found) if 0 <= found <= _MOST else None
+    count = float(value)
+    return number(count) if 0 <= count <= _MAX_COUNT else None
 
 
 def number(value: Exact) -> int | float:
-    """Round an exact sum once.
-
-    The result is an int if it is whole, so that records show 123 and not 123.0.
-    """
+    """Round an exact sum to a float, or to an int if it is whole: 123, not 123.0."""
     if isinstance(value, int):
         return value
     rounded = float(value)
@@ -79,19 +76,19 @@ def parts(exact: Exact) -> list[float]:
     Raises:
         DataError: they cannot hold it.
     """
-    found = []
+    numbers = []
     for _ in range(PARTS):
-        found.append(float(exact))
-        exact = Fraction(exact) - Fraction(found[-1]) if exact != found[-1] else 0
+        numbers.append(float(exact))
+        exact = Fraction(exact) - Fraction(numbers[-1]) if exact != numbers[-1] else 0
     if exact:
         raise DataError(
-            f"the counts of a step cannot be added up exactly: beside {found[0]:.3g} there is one that is 2**100 times "
-            "smaller; scale what the task's `count` returns, or leave such items out"
+            f"the counts of a step cannot be added exactly: the largest is {numbers[0]:.3g}, another 2**100 times "
+            "smaller; scale what the task's `count` returns, or drop such items"
         )
-    return found
+    return numbers
 
 
-def shown(value: Any) -> str:
+def describe_count(value: Any) -> str:
     """Describe what `count` returned: `-1`, `nan`, `a tensor of shape [8]`."""
     if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) != 1:
         return f"a tensor of shape {list(value.shape)}"
@@ -105,26 +102,27 @@ def first_length(batch: Any) -> int | None:
     return next(_lengths(batch, frozenset()), None)
 
 
-def samples_in(batch: Any, samples: Sequence[Any], given: int | None = None) -> int | None:
+def samples_in(batch: Any, samples: Sequence[Any], expected: int | None = None) -> int | None:
     """Count the samples in a batch that a `collate` may have shortened.
 
-    Tensors have samples first. If not all of them do (time first, packed sequences, graphs), but one has as many rows
-    as there are samples, no sample was dropped.
+    The first dimension of tensors is the samples. If not of all (time first, packed sequences, graphs), but of one, no
+    sample was dropped.
 
     Args:
-        samples: what the batch was made from.
-        given: number of samples requested; None: the length of `samples`, which may be a batch already.
+        batch: what `collate` returned.
+        samples: its argument.
+        expected: number of samples requested; None: the length of `samples`, which may be a batch already.
 
     Returns:
         The number; None if nothing in the batch has a length, or lengths differ and none is that of `samples`.
     """
-    given = len(samples) if given is None else given
-    if first_length(batch) == given:
-        return given
-    found = set(_lengths(batch, frozenset(_inside(samples))))
-    if len(found) == 1:
-        return found.pop()
-    return given if given in found else None
+    expected = len(samples) if expected is None else expected
+    if first_length(batch) == expected:
+        return expected
+    lengths = set(_lengths(batch, frozenset(_ids_inside(samples))))
+    if len(lengths) == 1:
+        return lengths.pop()
+    return expected if expected in lengths else None
 
 
 def _lengths(value: Any, own: frozenset[int], deep: int = 0) -> Iterator[int]:
@@ -137,7 +135,7 @@ def _lengths(value: Any, own: frozenset[int], deep: int = 0) -> Iterator[int]:
     if shape is not None:
         yield from (int(size) for size in tuple(shape)[:1])
         return
-    if deep > _DEEP:
+    if deep > _MAX_DEPTH:
         return
     if isinstance(value, list | tuple) and value and id(value[0]) in own:
         yield len(value)  # a list of samples, or of one part of each
@@ -154,10 +152,10 @@ def _fields(value: Any) -> Iterable[Any]:
     return () if isinstance(value, type) else getattr(value, "__dict__", {}).values()
 
 
-def _inside(value: Any, deep: int = 0) -> Iterator[int]:
-    """Yield the ids of everything in samples: each tensor, string, dict, list and tuple."""
+def _ids_inside(value: Any, deep: int = 0) -> Iterator[int]:
+    """Yield the id of each tensor, string, dict, list and tuple in samples."""
     if getattr(value, "shape", None) or isinstance(value, str | Mapping | list | tuple):
         yield id(value)
-    if isinstance(value, Mapping | list | tuple) and deep < _DEEP:
+    if isinstance(value, Mapping | list | tuple) and deep < _MAX_DEPTH:
         for each in _fields(value):
-            yield from _inside(each, deep + 1)
+            yield from _ids_inside(each, deep + 1)

@@ -13,9 +13,9 @@ LockstepError                   exit 1   a failed run
 └── PeerError                   exit 1   another rank failed or did not answer in time
     └── RankLost                         the same, in a run that goes on with the other ranks
 
-Messages are written with flags, as the command has them. A user who makes the configuration in Python reads fields:
+Messages name settings by flag. If the configuration was made in Python, `name_settings` replaces them by fields:
 
-    said("--engine.prefetch 2 is no option of --engine ddp")      # engine_options.prefetch 2 is no option of engine ddp
+    name_settings("--engine.prefetch is not an option")      # engine_options.prefetch is not an option
 """
 
 import importlib.util
@@ -38,24 +38,24 @@ __all__ = [
     "StorageError",
     "UsageError",
     "error_line",
-    "raised_in",
-    "said",
+    "error_origin",
+    "name_settings",
     "user_traceback",
 ]
 
 
 _PACKAGE = str(Path(__file__).parent) + "/"
 _STANDARD = sysconfig.get_paths()["stdlib"] + "/"
-_found = importlib.util.find_spec("torch")  # does not import it
-_TORCH = tuple(f"{path}/" for path in (_found.submodule_search_locations or ())) if _found else ()
+_torch_spec = importlib.util.find_spec("torch")  # does not import it
+_TORCH = tuple(f"{path}/" for path in (_torch_spec.submodule_search_locations or ())) if _torch_spec else ()
 
 
 class _SettingNames:
-    """How this process names settings in every message.
+    """The names of settings in the messages of this process.
 
     Attributes:
-        flags: as flags: once the process parses some, under a command or with `Config.from_args`.
-        fields: each setting's flag -> its name in Python. Modules with settings add theirs.
+        flags: name them by flag; set once the process parses flags, in a command or `Config.from_args`.
+        fields: each flag -> the field in Python; modules with settings add theirs.
     """
 
     def __init__(self) -> None:
@@ -67,56 +67,57 @@ SETTINGS = _SettingNames()
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
 
 
-def said(line: str) -> str:
-    """Rewrite the flags in `line` as this process names settings.
+def name_settings(line: str) -> str:
+    """Replace flags of settings by fields if the configuration was made in Python.
 
-    Flags that belong to no setting stay.
+    Other flags stay.
     """
     if SETTINGS.flags:
         return line
-    return _FLAG.sub(lambda found: SETTINGS.fields.get(found[0], found[0]), line)
+    return _FLAG.sub(lambda match: SETTINGS.fields.get(match[0], match[0]), line)
 
 
-def raised_in(error: BaseException) -> str:
-    """Return the module and function that raised `error`: "torch.utils.checkpoint:backward"; "" for none.
+def error_origin(error: BaseException) -> str:
+    """Return the module and function that raised `error`: "torch.utils.checkpoint:backward", or "".
 
-    Libraries raise a plain RuntimeError or ValueError for many things; the place tells them apart, whatever their
-    wording.
+    Libraries raise a plain RuntimeError for many things; its origin distinguishes them, whatever the wording.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return f"{frames[-1].f_globals.get('__name__', '')}:{frames[-1].f_code.co_name}" if frames else ""
 
 
 def error_line(error: BaseException) -> str:
-    """Describe an error in one line: class, message, and the user's line of code.
+    """Describe an error in one line: "ValueError: bad sample 17 (cnn.py:20)".
 
-    Returns:
-        "ValueError: bad sample 17 (cnn.py:20)".
+    The line of code is the user's, if there is one.
     """
+    error = _own(error)
     frames = traceback.extract_tb(error.__traceback__)
     last = ([frame for frame in frames if not _is_library(frame.filename)] or frames)[-1:]
-    where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
+    location = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
     try:
         text = (str(error).strip().splitlines() or [""])[0]
     except Exception as failed:  # the user's own __str__
-        text = f"its message cannot be made, {type(failed).__name__}"
+        text = f"its message cannot be formatted ({type(failed).__name__})"
     if isinstance(error, BaseExceptionGroup):
         text += ": " + "; ".join(error_line(each) for each in error.exceptions)
-    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+    return f"{type(error).__name__}{': ' if text else ''}{text}{location}"
 
 
 def user_traceback(error: BaseException) -> str:
-    """Format the traceback of `error` from the user's first frame on.
-
-    It is complete if no frame is the user's.
-    """
-    found = traceback.TracebackException.from_exception(error)
-    for each in _chain(found):
+    """Format the traceback of `error` from the user's first frame on; all of it without one."""
+    formatted = traceback.TracebackException.from_exception(_own(error))
+    for each in _chain(formatted):
         files = [frame.filename for frame in each.stack]
-        ours = next((k for k, name in enumerate(files) if name.startswith(_PACKAGE)), 0)
-        users = next((k for k, name in enumerate(files) if k >= ours and not _is_library(name)), 0)
-        each.stack[:] = each.stack[users:]
-    return "".join(found.format()).rstrip()
+        entry = next((k for k, name in enumerate(files) if name.startswith(_PACKAGE)), 0)
+        first = next((k for k, name in enumerate(files) if k >= entry and not _is_library(name)), 0)
+        each.stack[:] = each.stack[first:]
+    return "".join(formatted.format()).rstrip()
+
+
+def _own(error: BaseException) -> BaseException:
+    """Return the user's StopIteration in place of the RuntimeError that Python makes of it in a generator of ours."""
+    return error.__cause__ if type(error) is RuntimeError and isinstance(error.__cause__, StopIteration) else error
 
 
 def _chain(first: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
@@ -137,18 +138,18 @@ class LockstepError(Exception):
 
     Attributes:
         exit_code: of the command.
-        relayed: another rank had the error and reports it; this one only ends.
+        relayed: another rank raised the error and reports it; this one exits silently.
     """
 
     exit_code = 1
     relayed = False
 
     def __str__(self) -> str:
-        return said(super().__str__())
+        return name_settings(super().__str__())
 
 
 class UsageError(LockstepError):
-    """The request cannot be carried out. Raised before anything is written."""
+    """A request that cannot be carried out; raised before anything is written."""
 
     exit_code = 2
 
@@ -170,22 +171,19 @@ class CheckpointError(UsageError):
 
 
 class DifferenceError(LockstepError):
-    """A check found a difference."""
+    """A difference that a check found."""
 
     exit_code = 3
 
 
 class StorageError(LockstepError):
-    """A disk or a network file system that does not answer.
-
-    As far as is known no file is damaged: start again later.
-    """
+    """A disk or a network file system does not answer; no file is known to be damaged."""
 
     exit_code = 75
 
 
 class PeerError(LockstepError):
-    """Another rank failed, or did not answer within the timeout.
+    """A failure of another rank, or its silence for longer than the timeout.
 
     Attributes:
         names_nobody: the message does not name that rank.
@@ -195,4 +193,4 @@ class PeerError(LockstepError):
 
 
 class RankLost(PeerError):
-    """A rank was lost or is joining: the survivors rebuild the process group and continue."""
+    """A rank that was lost, or is joining; the others rebuild the process group and continue."""

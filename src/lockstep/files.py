@@ -1,12 +1,12 @@
 """Write files atomically, follow no planted links, and retry failing storage.
 
-    write_whole(folder / "state.json", "{}\n")              # a reader finds the old content or the new one
-    with replacing(folder / "metrics.jsonl") as file:       # the same, for what is written piece by piece
+    write_whole(folder / "state.json", "{}\n")              # a reader gets the old content or the new
+    with replace_file(folder / "metrics.jsonl") as file:    # the same, written in pieces
         file.write(b"...")
-    sync(folder)                                            # the names in it outlive a power cut
-    text = retry_io(lambda: path.read_text())               # again, where the storage fails for a moment
+    sync(folder)                                            # its entries survive a power cut
+    text = retry_io(lambda: path.read_text())               # retries if the storage fails for a moment
 
-A kill leaves a file whose name begins with a dot and contains `.tmp-`: `clean` removes it.
+A killed write leaves a file named `.NAME.tmp-...`; `clean` removes it.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from lockstep.errors import StorageError
 __all__ = [
     "bytes_text",
     "clean",
-    "created",
-    "replacing",
+    "create_file",
+    "replace_file",
     "retry_io",
     "storage_error",
     "sync",
@@ -46,54 +46,51 @@ def bytes_text(count: float) -> str:
 T = TypeVar("T")
 
 _PAUSES = (0.5, 2.0, 5.0)  # seconds before each retry
-_TRANSIENT = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT})  # errors of the storage, not of a file's content
+_TRANSIENT = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT})  # of the storage, not of a file
 _LEFTOVER = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 
 
 def storage_error(error: OSError) -> StorageError | None:
-    """Make the error for storage that does not answer; None if `error` is any other.
-
-    The errno decides.
-    """
+    """Convert an error of storage that does not answer, by its errno; None for others."""
     if error.errno not in _TRANSIENT:
         return None
-    where = f"{error.filename}: " if error.filename else ""
-    return StorageError(f"{where}{error.strerror}: the storage does not answer; start again when it does")
+    prefix = f"{error.filename}: " if error.filename else ""
+    return StorageError(f"{prefix}{error.strerror}: the storage does not answer; start again when it does")
 
 
 def retry_io(action: Callable[[], T]) -> T:
     """Read or write, and retry after a pause if the storage does not answer.
 
     Args:
-        action: can be repeated after an error.
+        action: safe to repeat after an error.
 
     Raises:
-        StorageError: it did not answer any try.
+        StorageError: it did not answer in any attempt.
         OSError: any other error, at once.
     """
     for pause in (*_PAUSES, None):
         try:
             return action()
         except OSError as error:
-            silent = storage_error(error)
-            if silent is None:
+            failure = storage_error(error)
+            if failure is None:
                 raise
             if pause is None:
-                raise silent from error
+                raise failure from error
         time.sleep(pause)
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the last attempt returns or raises")
 
 
 def clean(folder: Path) -> None:
-    """Remove what killed writes left in `folder`. Not while one is running."""
+    """Remove files of killed writes from `folder`. Do not call it during a write."""
     with contextlib.suppress(OSError):  # a leftover is harmless
         for path in [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)]:
             if path.is_symlink() or not path.is_dir():
                 path.unlink()
 
 
-def created(path: Path, buffering: int = -1) -> BinaryIO:
-    """Create a file and open it for writing, never through an existing file or link.
+def create_file(path: Path, buffering: int = -1) -> BinaryIO:
+    """Create a file and open it for writing; never open an existing file or link.
 
     Raises:
         FileExistsError: the path exists.
@@ -104,7 +101,7 @@ def created(path: Path, buffering: int = -1) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, lasting: bool = True) -> Iterator[BinaryIO]:
+def replace_file(path: Path, lasting: bool = True) -> Iterator[BinaryIO]:
     """Yield a file to write, which replaces `path` if the block succeeds.
 
     Otherwise `path` stays as it was. An existing file's permissions are kept.
@@ -118,13 +115,13 @@ def replacing(path: Path, lasting: bool = True) -> Iterator[BinaryIO]:
     """
     part = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     try:
-        with created(part) as file:
+        with create_file(part) as file:
             yield file
             file.flush()
             with contextlib.suppress(FileNotFoundError):
-                found = path.lstat().st_mode
-                if stat.S_ISREG(found):
-                    os.fchmod(file.fileno(), stat.S_IMODE(found))
+                mode = path.lstat().st_mode
+                if stat.S_ISREG(mode):
+                    os.fchmod(file.fileno(), stat.S_IMODE(mode))
             if lasting:
                 os.fsync(file.fileno())
         os.replace(part, path)
@@ -136,8 +133,8 @@ def replacing(path: Path, lasting: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, content: str | bytes, lasting: bool = True) -> None:
-    """Write a file atomically; text as UTF-8. See `replacing`."""
-    with replacing(path, lasting) as file:
+    """Write a file atomically; text as UTF-8. See `replace_file`."""
+    with replace_file(path, lasting) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 

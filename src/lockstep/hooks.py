@@ -1,23 +1,22 @@
-"""Interfaces for tasks with hooks at named moments, or with manual optimization.
+"""Define the interfaces of tasks with hooks or manual optimization.
 
     class Mine(lockstep.Task):
         hooks = Watching()              # a subclass of Hooks
 
-What fits as a line into the loop of `lockstep.Run` is better written there: hooks are for tasks that adapt another
-library.
+Prefer a line in the loop of `lockstep.Run`: hooks are for tasks that adapt another library.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Clip", "Course", "Hooks", "OwnSteps"]
+__all__ = ["Clip", "Hooks", "OwnSteps", "RunContext"]
 
 
-class Course(Protocol):
-    """What a task's hooks may do with the run that calls them.
+class RunContext(Protocol):
+    """The run, as its task's hooks may use it.
 
     Attributes:
-        state: of the hooks, stored in every checkpoint: plain JSON values, under the hooks' own names.
+        state: the hooks' own state, plain JSON values that every checkpoint stores.
         log_freq: steps between records.
     """
 
@@ -25,7 +24,7 @@ class Course(Protocol):
     log_freq: int
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Log numbers at the current step to every sink. Only rank 0's are used."""
+        """Log numbers of the current step to every sink. Only those of rank 0 are used."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's plain value, by rank. Collective."""
@@ -55,19 +54,19 @@ class Hooks:
     def after_update(self) -> None:
         """Called after the engine's update, or after it was skipped."""
 
-    def begins(self, course: Course, done: int) -> None:
-        """Called when the run has loaded its checkpoint and goes on after `done` steps."""
+    def before_run(self, context: RunContext, done: int) -> None:
+        """Called before the first step, once the checkpoint is loaded; `done` steps are trained."""
 
-    def after_step(self, course: Course, done: int) -> None:
-        """Called when `done` steps are trained, recorded and, if due, evaluated."""
+    def after_step(self, context: RunContext, done: int) -> None:
+        """Called after each step, once it is recorded and, if due, evaluated."""
 
-    def evaluated(self, course: Course, done: int, metrics: Mapping[str, float]) -> None:
-        """Called after an evaluation, once its numbers are recorded."""
+    def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> None:
+        """Called after an evaluation, once its metrics are recorded."""
 
-    def saves(self, state: dict[str, Any], done: int) -> None:
-        """Called before a checkpoint: put what it must store into `state` (`Course.state`)."""
+    def before_save(self, state: dict[str, Any], done: int) -> None:
+        """Called before a checkpoint: put what it must store into `state` (`RunContext.state`)."""
 
-    def ends(self, course: Course, done: int) -> None:
+    def after_run(self, context: RunContext, done: int) -> None:
         """Called at the end of the run, before its last save is complete."""
 
 
@@ -92,7 +91,7 @@ class OwnSteps(Protocol):
         """
 
     def forget(self) -> None:
-        """Drop the recorded micro-batches: the step is skipped."""
+        """Drop the recorded micro-batches of a skipped step."""
 
     def buffers(self) -> list[Any]:
         """Return, by micro-batch, what the engine's `kept` returned after its last forward."""

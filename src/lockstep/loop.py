@@ -1,4 +1,4 @@
-"""Train: the loop itself.
+"""Define the training loop.
 
 for record in steps(engine, task, step_loader, exchange, control):
     ...                                             # log, evaluate, save: plain ifs, in the caller's body
@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from lockstep.data.batches import StepLoader
 from lockstep.distributed.exchange import StepExchange
 from lockstep.engines.base import Engine
-from lockstep.passes import UNAUDITED, Audits, Passes, StepControl, described, loss_of, scalar, seeder
+from lockstep.passes import NO_AUDIT, Audits, Passes, StepControl, check_scalar, describe_value, loss_of, seeder
 from lockstep.records import StepRecord
-from lockstep.task import Task, looks_at_whole_step
+from lockstep.task import Task, has_step_loss
 from lockstep.whole_step import WholeStepPasses
 
 __all__ = [
-    "UNAUDITED",
+    "NO_AUDIT",
     "Audits",
     "StepControl",
-    "described",
+    "check_scalar",
+    "describe_value",
     "loss_of",
-    "scalar",
     "seeder",
     "steps",
 ]
@@ -29,12 +29,12 @@ __all__ = [
 def steps(
     engine: Engine, task: Task, step_loader: StepLoader, exchange: StepExchange, control: StepControl
 ) -> Iterator[StepRecord]:
-    """Train step by step, and yield the record of each.
+    """Train, and yield the record of each step.
 
-    The loss of a step is the sum over its items divided by their number. `items` is counted over all ranks and
-    micro-batches, so the gradient does not depend on who computed what.
+    The loss of a step is the sum over its items divided by their number. Items are counted over all ranks and
+    micro-batches, so the gradient does not depend on which rank computes what.
     """
-    passes = (WholeStepPasses if looks_at_whole_step(task) else Passes)(engine, task, control)
+    passes = (WholeStepPasses if has_step_loss(task) else Passes)(engine, task, control)
     clock = control.clock
     clock.start()
     for step, micro in step_loader:
@@ -56,6 +56,6 @@ def steps(
         clock.lap("update")
         stop_agreed = exchange.receive()
         clock.lap("data")
-        told = (stop_agreed, result.applied, limit, numbers, control.gradients.found)
-        yield StepRecord(step, items, losses, result.norm, factor, *told)
+        outcome = (stop_agreed, result.applied, limit, numbers, control.gradients.found)
+        yield StepRecord(step, items, losses, result.norm, factor, *outcome)
         clock.start()

@@ -1,4 +1,4 @@
-"""Data, checkpoints and gradients for your own training loop, besides an engine.
+"""Load data, write checkpoints and compute gradients in your own training loop.
 
 world = lockstep.World.join()
 engine = lockstep.engine("auto", model, optimizer, world, clip=1.0)
@@ -39,7 +39,7 @@ from lockstep.data.sampler import Sequential, order_from
 from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
-from lockstep.errors import CheckpointError, ConfigError, UsageError, said
+from lockstep.errors import CheckpointError, ConfigError, UsageError, name_settings
 from lockstep.loop import seeder
 from lockstep.passes import StepControl
 from lockstep.task import Task, items_of_a_sample
@@ -74,46 +74,45 @@ def loader(  # noqa: PLR0913
     reduction: Literal["mean", "sum"] = "mean",
     workers: int = 0,
 ) -> "OwnLoopLoader":
-    """Make an iterator over a training's steps, each with this rank's micro-batches.
+    """Make an iterator over the steps of a training, each with this rank's micro-batches.
 
-    What a micro-batch holds, and the random numbers that loading, collation and forward draw, depend only on (seed,
-    step, micro-batch), as in `lockstep.train`: not on the world size, nor on where a run was resumed. It serves an
-    evaluation too.
+    The samples of a micro-batch and its random numbers depend only on (seed, step, micro-batch), as in
+    `lockstep.train`, and not on the world size or a resume. It serves an evaluation too.
 
     Args:
         dataset: has `len(dataset)` and `dataset[i]`; the same on every rank.
         world: see `World.join`.
-        batch_size: samples in a step, over all ranks.
-        micro_batch_size: samples in one forward.
-        epochs: passes over the data; counted in samples, so that a step may span two.
-        steps: number of steps, in place of `epochs`; all are full.
+        batch_size: samples per step, over all ranks.
+        micro_batch_size: samples per forward.
+        epochs: passes over the data; a step may span two.
+        steps: number of steps, all full, instead of `epochs`.
         shuffle: a new permutation in each epoch; False: the order of the dataset.
-        order: in place of a shuffle: a torch Sampler, whose length is that of an epoch, or an object with `at(start,
-            stop)`, as a task's `order` returns it.
+        order: instead of a shuffle: a torch Sampler, whose length is an epoch's, or an object with `at(start, stop)`,
+            as from a task's `order`.
         seed: of the order and of all random numbers.
         drop_last: drop a last step that would be short.
         collate: a list of samples -> a batch in host memory; None: torch's `default_collate`.
-        count: a batch in host memory -> its items, over which the loss is a mean or a sum: labelled tokens, or the sum
-            of their weights; a finite number, 0 or more. None: its samples.
-        reduction: how the loss combines a micro-batch's items. A "mean" is weighted by their number, so that each item
-            of a step counts the same, however items are spread over micro-batches and ranks.
+        count: a batch in host memory -> its items, over which the loss is a mean or a sum, such as labelled tokens; a
+            finite number, 0 or more. None: its samples.
+        reduction: whether the loss is a sum or a mean over items. A mean is weighted by their number, so that each
+            item of a step counts the same.
         workers: loader processes.
 
     Raises:
-        ConfigError: a size that is not positive, a step that is not a whole number of micro-batches, or one with fewer
-            than there are ranks.
-        DataError: the dataset cannot be indexed, or is empty, or `order` fails or leads out of it.
+        ConfigError: a size is not positive, a step is not a whole number of micro-batches, or has fewer than there are
+            ranks.
+        DataError: the dataset cannot be indexed or is empty, or `order` fails or has other indices.
     """
     for name, value in {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "epochs": epochs}.items():
         if value < 1:
-            raise ConfigError(f"lockstep.loader: {name} is {value}: give at least 1")
+            raise ConfigError(f"lockstep.loader: {name} is {value}: it must be at least 1")
     if steps < 0 or workers < 0:
         raise ConfigError(f"lockstep.loader: steps ({steps}) and workers ({workers}) cannot be negative")
     if reduction not in ("mean", "sum"):
-        raise ConfigError(f"lockstep.loader: reduction is '{reduction}': give 'mean' or 'sum'")
+        raise ConfigError(f"lockstep.loader: reduction is '{reduction}': it must be 'mean' or 'sum'")
     if batch_size % micro_batch_size:
         raise ConfigError(
-            f"lockstep.loader: batch_size {batch_size} is no multiple of micro_batch_size {micro_batch_size}"
+            f"lockstep.loader: batch_size {batch_size} is not a multiple of micro_batch_size {micro_batch_size}"
         )
     check_dataset(dataset, "train")
     stream = Sequential(len(dataset)) if order is None and not shuffle else order_from(order, len(dataset), seed)
@@ -124,7 +123,7 @@ def loader(  # noqa: PLR0913
     if plan.micro_batches < world.size:
         raise ConfigError(
             f"lockstep.loader: a step of {batch_size} is {plan.micro_batches} micro-batches of {micro_batch_size}, "
-            f"fewer than the {world.size} ranks: a smaller micro_batch_size gives each one"
+            f"fewer than the {world.size} ranks; use a smaller micro_batch_size"
         )
     task = _LoaderTask(collate, count, reduction)
     batches = Batches(task, dataset, stream, plan, world, seed=seed, loading=Loading(workers))
@@ -136,10 +135,10 @@ class LoaderBatch:
     """A micro-batch: the samples of one forward.
 
     Attributes:
-        data: what `collate` returned, on the device.
-        weight: for `engine.backward(loss, weight)`: the micro-batch's share of the step's loss, which is the mean over
-            all items of the step. 0 for an empty slot, of a short last step or if the ranks do not divide a step's
-            micro-batches: it repeats another one, only to keep collectives aligned.
+        data: the result of `collate`, on the device.
+        weight: for `engine.backward(loss, weight)`: the micro-batch's share of the step's loss, the mean over all items
+            of the step. 0 for an empty slot (in a short last step, or if ranks have unequal numbers), which repeats
+            another micro-batch to keep collectives aligned.
         items: number of items; 0 in an empty slot.
         last: whether it is this rank's last of the step, for `engine.accumulate(last)`.
     """
@@ -152,18 +151,16 @@ class LoaderBatch:
 
 @dataclass(frozen=True, slots=True)
 class LoaderStep:
-    """A step: an iterator over this rank's micro-batches.
-
-    It seeds torch's generators before each.
+    """An iterator over this rank's micro-batches of a step, which seeds torch before each.
 
     Attributes:
         number: from 0.
         items: over all ranks.
         world: the ranks.
-        counted: for each of this rank's micro-batches, whether it counts, so is not an empty slot.
+        counted: for each of this rank's micro-batches, False if it is an empty slot.
         micro_batches: M, over all ranks.
         micro: this rank's micro-batches.
-        seed: `seed(number, index)` seeds torch's generators for one of them.
+        seed: (step, micro-batch) -> None; seeds torch's generators.
     """
 
     number: int
@@ -213,16 +210,13 @@ class OwnLoopLoader:
         return self.steps - self._done
 
     def __iter__(self) -> Iterator[LoaderStep]:
-        """Yield the remaining steps. Collective: every rank must take the same ones.
-
-        One small exchange per step, or less often, adds up the items.
-        """
-        plan, found = self._batches.step_plan, self._batches.from_step(self._done)
+        """Yield the remaining steps. Collective: at most one small exchange per step adds up the items."""
+        plan, steps = self._batches.step_plan, self._batches.from_step(self._done)
         each = self._each
         constant = (lambda step: each * plan.samples(step)) if each else None
-        exchange = StepExchange(self._world, found.items, constant, plan.steps)  # collective
-        with closing(exchange), closing(found):
-            for number, micro in found:
+        exchange = StepExchange(self._world, steps.items, constant, plan.steps)  # collective
+        with closing(exchange), closing(steps):
+            for number, micro in steps:
                 items = exchange.global_items(number)
                 self._done = number + 1
                 counted = tuple(bool(batch.weight) for batch in micro)
@@ -231,7 +225,7 @@ class OwnLoopLoader:
                 exchange.receive()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, after the step whose body runs."""
+        """Return the position after the current step."""
         return {"done": self._done, **self._plan}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -242,7 +236,7 @@ class OwnLoopLoader:
         ]
         if differing:
             raise ConfigError(
-                f"lockstep.loader: another {', '.join(differing)}: samples would repeat; make it as before"
+                f"lockstep.loader: different {', '.join(differing)}, so samples would repeat; use the same values"
             )
         self._done = min(int(state["done"]), self.steps)
 
@@ -272,57 +266,60 @@ class _LoaderTask(Task):
         raise NotImplementedError
 
 
-def gather_for_metrics(step: LoaderStep, found: Sequence[Any]) -> Any:
+def gather_for_metrics(step: LoaderStep, values: Sequence[Any]) -> Any:
     """Gather the rows of all micro-batches of a step on every rank. Collective.
 
-    Each sample comes once: the repetitions that fill up a step are dropped. Rows are in the order of the data in the
-    step, at any world size.
+    Each sample is included once, without the repetitions that fill up a step. Rows are in the order of the step's data,
+    at any world size.
 
     Args:
         step: of a `lockstep.loader`.
-        found: for each micro-batch of `step`, in order: a tensor of shape [rows, ...], or a tuple, list or dict of
-            such. The number of rows may differ; all other sizes and the dtypes are the same everywhere.
+        values: for each micro-batch of `step`, in order: a tensor of shape [rows, ...], or a tuple, list or dict of
+            them. Only the number of rows may differ.
 
     Returns:
         The same structure, with tensors of shape [rows of the step, ...] on the device of the input.
 
     Raises:
-        UsageError: not one for each micro-batch, or structures that differ.
+        UsageError: not one value per micro-batch, or different structures.
     """
-    if len(found) != len(step):
-        raise UsageError(f"gather_for_metrics: {len(found)} were given for the {len(step)} micro-batches of the step")
-    leaves, forms = zip(*(pytree.tree_flatten(each) for each in found), strict=True)
+    if len(values) != len(step):
+        raise UsageError(f"gather_for_metrics: {len(values)} values for the {len(step)} micro-batches of the step")
+    leaves, forms = zip(*(pytree.tree_flatten(each) for each in values), strict=True)
     if any(form != forms[0] for form in forms):
-        raise UsageError("gather_for_metrics: the micro-batches gave values of different forms; give the same of each")
+        raise UsageError(
+            "gather_for_metrics: the values of the micro-batches differ in structure; use one structure for all"
+        )
     if not all(isinstance(leaf, Tensor) and leaf.ndim for each in leaves for leaf in each):
         raise UsageError("gather_for_metrics: give tensors of shape [rows, ...]; numbers have no rows")
     columns = []
     for rows in zip(*leaves, strict=True):
-        kept = [each.detach() for each, counts in zip(rows, step.counted, strict=True) if counts]
-        columns.append(_gathered(torch.cat(kept) if kept else rows[0].detach()[:0], step.world))
+        parts = [each.detach() for each, counts in zip(rows, step.counted, strict=True) if counts]
+        columns.append(_gather_rows(torch.cat(parts) if parts else rows[0].detach()[:0], step.world))
     return pytree.tree_unflatten(columns, forms[0])
 
 
-def _gathered(mine: Tensor, world: World) -> Tensor:
+def _gather_rows(own: Tensor, world: World) -> Tensor:
     if world.size == 1:
-        return mine
-    lengths = [int(length) for length in world.gather(len(mine))]  # collective
-    sent = mine.new_zeros((max(lengths), *mine.shape[1:]))
-    sent[: len(mine)] = mine
-    as_bytes = sent.resolve_conj().contiguous().reshape(-1).view(torch.uint8)  # gloo does not support every dtype
+        return own
+    lengths = [int(length) for length in world.gather(len(own))]  # collective
+    send = own.new_zeros((max(lengths), *own.shape[1:]))
+    send[: len(own)] = own
+    as_bytes = send.resolve_conj().contiguous().reshape(-1).view(torch.uint8)  # gloo does not support every dtype
     received = [torch.empty_like(as_bytes) for _ in lengths]
     dist.all_gather(received, as_bytes)  # collective
-    parts = [each.view(mine.dtype).view(sent.shape)[:length] for each, length in zip(received, lengths, strict=True)]
+    parts = [each.view(own.dtype).view(send.shape)[:length] for each, length in zip(received, lengths, strict=True)]
     return torch.cat(parts)
 
 
 def autocast(world: World, precision: str) -> AbstractContextManager[Any]:
     """Return an autocast context for a forward.
 
-    Under fp16 make the engine with `loss_scaling=True`, which scales the loss and skips steps that overflow.
+    With fp16, create the engine with `loss_scaling=True`.
 
     Args:
-        precision: "bf16" or "fp16" for matrix products; "float32" changes nothing.
+        world: the ranks.
+        precision: "bf16" or "fp16"; "float32": no autocast.
 
     Raises:
         UsageError: another precision.
@@ -330,7 +327,9 @@ def autocast(world: World, precision: str) -> AbstractContextManager[Any]:
     if precision == "float32":
         return nullcontext()
     if precision not in AUTOCAST:
-        raise UsageError(f"lockstep.autocast: precision is '{precision}': give one of float32, {', '.join(AUTOCAST)}")
+        raise UsageError(
+            f"lockstep.autocast: precision is '{precision}': it must be one of float32, {', '.join(AUTOCAST)}"
+        )
     return torch.autocast(world.device.type, AUTOCAST[precision])
 
 
@@ -349,24 +348,23 @@ class Stateful(Protocol):
 
 
 def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2, **what: Stateful) -> Path:
-    """Write a checkpoint of all named objects to `folder`/checkpoints. Collective.
-
-    It is written under a temporary name and renamed once everything is on the disk, so a kill leaves the previous one.
+    """Write a checkpoint of all named objects to `folder`/checkpoints, atomically. Collective.
 
     Args:
         folder: on a file system that all ranks share.
-        step: number of steps done.
+        world: the ranks.
+        step: number of completed steps.
         keep: number of newest checkpoints to keep.
-        what: objects by names of your own; `engine` is the one whose tensors keep their plain names, which `lockstep
-            checkpoint` and `lockstep export` know. Everything except engines must be the same on every rank.
+        what: objects by any names; tensors of `engine` get the names that `lockstep checkpoint` and `lockstep export`
+            expect. Everything except engines must be the same on every rank.
 
     Returns:
         The checkpoint's path.
 
     Raises:
         UsageError: a state that is not made of tensors, numbers, strings, lists and dicts.
-        CheckpointError: the file system refused; or a state of the optimizer, or a parameter that has one, is not
-            finite: `load_state` skips such a checkpoint. On every rank; the older ones are unchanged.
+        CheckpointError: the file system refused; or an optimizer state, or a parameter that has one, is not finite, and
+            `load_state` will skip this checkpoint. On every rank; older checkpoints are unchanged.
     """
     if step < 0 or keep < 1:
         raise UsageError(f"lockstep.save_state: step ({step}) must be at least 0 and keep ({keep}) at least 1")
@@ -376,7 +374,7 @@ def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2,
         if name == _ENGINE:
             tensors |= state
         else:
-            plain[name] = _plain(state, f"{name}/", tensors)
+            plain[name] = _to_json(state, f"{name}/", tensors)
     path = checkpoint.save(
         Path(folder),
         step,
@@ -384,7 +382,7 @@ def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2,
         {"global_step": step, "own_loop": plain},
         world,
         engine="own loop",
-        exempt=tensors.keys() - _updated(tensors),
+        exempt=tensors.keys() - _names_with_states(tensors),
     )  # collective
     if world.is_main:
         checkpoint.retain(Path(folder), last=keep, best=None, every=0)
@@ -395,44 +393,41 @@ def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
     """Load the newest complete checkpoint into all named objects. Collective.
 
     Returns:
-        The number of steps done; 0 if there is no checkpoint, and then nothing was changed.
+        The number of completed steps; 0 without a checkpoint, and nothing is changed.
 
     Raises:
-        CheckpointError: none is complete, or the newest holds other objects.
+        CheckpointError: none is complete, or the newest has other objects.
     """
-    found = checkpoint.find_resume(Path(folder), world, lambda line: _LOG.warning(said(line)))  # collective
-    if found is None:
+    newest = checkpoint.find_resume(Path(folder), world, lambda line: _LOG.warning(name_settings(line)))  # collective
+    if newest is None:
         return 0
-    path, state = found
+    path, state = newest
     plain = state.get("own_loop")
     if not isinstance(plain, dict):
-        raise CheckpointError(f"{path} is of a run of lockstep.train; give another folder")
-    here, there = {*what} - {_ENGINE}, {*plain}
-    if here != there:
-        theirs, ours = ", ".join(sorted(there)) or "nothing", ", ".join(sorted(here)) or "nothing"
-        raise CheckpointError(f"{path} holds {theirs} besides an engine, not {ours}; name the same things")
-    tensors = on_all_ranks(world, lambda: _empty(path, tuple(f"{name}/" for name in plain)))  # collective
+        raise CheckpointError(f"{path} was written by lockstep.train; use another folder")
+    objects, stored = {*what} - {_ENGINE}, {*plain}
+    if objects != stored:
+        expected, actual = (", ".join(sorted(names)) or "nothing" for names in (objects, stored))
+        raise CheckpointError(f"{path} has {actual} besides an engine, not {expected}; pass the same objects")
+    tensors = on_all_ranks(world, lambda: _allocate(path, tuple(f"{name}/" for name in plain)))  # collective
     engine = what[_ENGINE].state_dict() if _ENGINE in what else {}
     checkpoint.load(path, engine | tensors, world, verified=True)  # collective
     if _ENGINE in what:
         what[_ENGINE].load_state_dict(engine)
-    for name, kept in plain.items():
-        what[name].load_state_dict(_whole(kept, tensors))
+    for name, value in plain.items():
+        what[name].load_state_dict(_from_json(value, tensors))
         _set_rates(what[name])
     return int(state["global_step"])
 
 
-def _updated(names: Iterable[str]) -> set[str]:
-    """Return the engine's optimizer states and the parameters that have one."""
+def _names_with_states(names: Iterable[str]) -> set[str]:
+    """Return the names of the engine's optimizer states, and of the parameters that have one."""
     states = {name for name in names if name.startswith("optimizer/")}
     return states | {f"model/{name.removeprefix('optimizer/').rpartition('/')[0]}" for name in states}
 
 
 def _set_rates(each: Stateful) -> None:
-    """Set the optimizer's rates from a scheduler's, which most schedulers continue from.
-
-    An engine's state does not store them.
-    """
+    """Set the optimizer's rates to those of a scheduler; an engine's state does not store them."""
     if isinstance(each, LRScheduler):
         for group, rate in zip(each.optimizer.param_groups, each.get_last_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
@@ -441,8 +436,8 @@ def _set_rates(each: Stateful) -> None:
                 group["lr"] = rate
 
 
-def _empty(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """Allocate tensors as the checkpoint has them under these names."""
+def _allocate(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """Allocate the tensors of the checkpoint whose names have these prefixes."""
     stored = read_contents(path, read_manifest(path))
     return {
         name: torch.empty(each.shape, dtype=getattr(torch, each.dtype))
@@ -451,38 +446,38 @@ def _empty(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
     }
 
 
-def _plain(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """Convert `value` to JSON, and collect its tensors under names that begin with `where`."""
+def _to_json(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
+    """Convert `value` to JSON, and collect its tensors under names with this prefix."""
     if isinstance(value, Tensor):
-        tensors[where.rstrip("/")] = value
-        return {"tensor": where.rstrip("/")}
+        tensors[prefix.rstrip("/")] = value
+        return {"tensor": prefix.rstrip("/")}
     if isinstance(value, dict):
-        return {"dict": [[_plain(k, where, {}), _plain(v, f"{where}{k}/", tensors)] for k, v in value.items()]}
+        return {"dict": [[_to_json(k, prefix, {}), _to_json(v, f"{prefix}{k}/", tensors)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
         kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_plain(each, f"{where}{index}/", tensors) for index, each in enumerate(value)]}
+        return {kind: [_to_json(each, f"{prefix}{index}/", tensors) for index, each in enumerate(value)]}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UsageError(
-        f"lockstep.save_state: {where.rstrip('/')} is a {type(value).__name__}, which cannot be kept without pickles; "
-        "leave it out of that state_dict()"
+        f"lockstep.save_state: {prefix.rstrip('/')} is a {type(value).__name__}, which needs pickle; "
+        "remove it from that state_dict()"
     )
 
 
-def _whole(kept: Any, tensors: dict[str, Tensor]) -> Any:
-    if not isinstance(kept, dict):
-        return kept
-    ((kind, held),) = kept.items()
+def _from_json(stored: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(stored, dict):
+        return stored
+    ((kind, content),) = stored.items()
     if kind == "tensor":
-        return tensors[held]
+        return tensors[content]
     if kind == "float":
-        return float(held)
+        return float(content)
     if kind == "dict":
-        return {_whole(key, tensors): _whole(value, tensors) for key, value in held}
-    found = [_whole(each, tensors) for each in held]
-    return tuple(found) if kind == "tuple" else found
+        return {_from_json(key, tensors): _from_json(value, tensors) for key, value in content}
+    values = [_from_json(each, tensors) for each in content]
+    return tuple(values) if kind == "tuple" else values
 
 
 def step_backward(
@@ -495,16 +490,16 @@ def step_backward(
 ) -> Tensor:
     """Compute the gradient of a loss over all samples of a step. Collective.
 
-    `engine.step()` follows. Each micro-batch takes two forwards, or one if this rank has only one micro-batch. The
-    gradient is that of one forward over the whole step, on any number of ranks.
+    Call `engine.step()` next. Each micro-batch takes two forwards, or one if it is this rank's only one. The gradient
+    is that of one forward over the whole step, on any number of ranks.
 
     Args:
-        step: of a `lockstep.loader`; do not compute its micro-batches yourself.
-        engine: holds the gradient afterwards.
-        outputs: (engine.model, a micro-batch's data) -> a tensor of shape [samples, ...], or a tuple or dict of such.
-        step_loss: these outputs of all samples of the step, in order -> the loss, 0-dim. It uses no parameter.
-        step_loss_rows: in its place, (own, whole, first) -> the part of the micro-batch whose outputs are `own`, which
-            begin at row `first` of `whole`. The loss is the sum of the parts.
+        step: of a `lockstep.loader`; do not iterate over it yourself.
+        engine: has the gradient afterwards.
+        outputs: (engine.model, a micro-batch's data) -> a tensor of shape [samples, ...], or a tuple or dict of them.
+        step_loss: outputs of all samples of the step, in order -> the loss, 0-dim. It must not use parameters.
+        step_loss_rows: instead of it, (own, whole, first) -> the part of the micro-batch whose outputs `own` start at
+            row `first` of `whole`. The loss is the sum of the parts.
 
     Returns:
         The step's loss, 0-dim, the same on every rank.
@@ -513,10 +508,10 @@ def step_backward(
         UsageError: neither `step_loss` nor `step_loss_rows` was given, or both.
     """
     if (step_loss is None) == (step_loss_rows is None):
-        raise UsageError("lockstep.step_backward: give step_loss or step_loss_rows, and not both")
+        raise UsageError("lockstep.step_backward: pass step_loss or step_loss_rows, not both")
     passes = WholeStepPasses(engine, _PassTask(outputs, step_loss, step_loss_rows), _control(step))
-    found = passes.first(step.number, step.micro, 1.0)
-    total = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=step.world.device)
+    losses = passes.first(step.number, step.micro, 1.0)
+    total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=step.world.device)
     if step.world.size > 1:
         dist.all_reduce(total)  # collective
     return total

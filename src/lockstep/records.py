@@ -1,7 +1,6 @@
-"""Records of steps and evaluations, and the exact sums behind their numbers.
+"""Define the records of steps and evaluations, and average the task's own numbers exactly.
 
-`StepRecord` is what the loop yields, `Step` what the user's loop gets, `EvaluationRecord` the result of an evaluation.
-A task's own numbers are checked, collected and averaged here.
+The loop yields a `StepRecord`; the user's loop gets a `Step`. An evaluation returns an `EvaluationRecord`.
 """
 
 import math
@@ -20,20 +19,20 @@ __all__ = [
     "TRAIN",
     "Best",
     "EvaluationRecord",
-    "Gathered",
     "Number",
+    "NumberCollector",
     "Step",
     "StepRecord",
-    "checked_log",
-    "checked_numbers",
-    "described",
-    "expanded",
-    "filled",
-    "flat",
+    "check_log",
+    "check_numbers",
+    "describe_value",
+    "exact_sums",
+    "fill_numbers",
+    "flatten_numbers",
     "mean_numbers",
-    "merged_sums",
+    "merge_sums",
     "number_of",
-    "summed",
+    "sum_and_count",
 ]
 
 
@@ -41,11 +40,7 @@ __all__ = [
 class Number:
     """One micro-batch's part of a number that the task's `loss` returns.
 
-    Tensors are detached and unread, 0-dim.
-
-    Attributes:
-        value: multiplied by `factor` it is a sum.
-        count: what that sum is over.
+    Tensors are detached, unread and 0-dim. `value` * `factor` is a sum, over `count`.
     """
 
     value: Tensor | float
@@ -55,22 +50,22 @@ class Number:
 
 @dataclass(slots=True)
 class StepRecord:
-    """Record of one optimizer update, as this rank saw it.
+    """Record of one optimizer step on this rank.
 
     Tensors are detached and unread: reading one waits for the device.
 
     Attributes:
         step: 0-based.
         items: divisor of the loss: the items of the whole step, over all ranks; an int if it is whole.
-        losses: this rank's summed losses, 0-dim float32, one per slot that has weight; they add up over the ranks. If
-            the task has a penalty, the rank of micro-batch 0 appends it, times the items.
-        norm: 0-dim; the gradient's 2-norm before clipping, over the whole model.
+        losses: this rank's summed losses, 0-dim float32, one per slot with weight; to be added over the ranks. If the
+            task has a penalty, the rank of micro-batch 0 appends it, times the items.
+        norm: the gradient's 2-norm before clipping, over the whole model; 0-dim.
         factor: of the base learning rate.
-        stop_agreed: what the ranks agreed to do after this step: step_exchange.CONTINUE, or a request to stop.
+        stop_agreed: the ranks' agreement: `exchange.CONTINUE`, or a request to stop after this step.
         applied: whether the update was applied, the same on all ranks; None if only the device knows yet.
         limit: the update is applied if the norm is below it.
-        numbers: the task's own, by name, each with its parts in this rank's micro-batches, which add up over the ranks;
-            every rank has all names, in the same order.
+        numbers: the task's own, by name: the parts of this rank's micro-batches, to be added over the ranks. Every rank
+            has all names, in the same order.
         gradients: norms of the gradient by block, 0-dim, in steps that measure them.
     """
 
@@ -93,11 +88,11 @@ class EvaluationRecord:
     Attributes:
         step: number of steps trained before it.
         loss: mean over the items.
-        items: each counted once.
-        metrics: the task's own, each a sum over a count, or what a torchmetrics.Metric computed.
+        items: number of items, each counted once.
+        metrics: the task's own, each a sum over a count, or the result of a torchmetrics.Metric.
 
-    With several sets, `loss` and `items` are those of the first, and `metrics` has the numbers of each under its name:
-    NAME/loss, NAME/items, NAME/METRIC.
+    With several sets, `loss` and `items` are those of the first, and `metrics` has those of each set: NAME/loss,
+    NAME/items, NAME/METRIC.
     """
 
     step: int
@@ -115,10 +110,10 @@ class Step:
         lr: learning rate of the first parameter group in this step.
         items: divisor of the loss: the items of the whole step, over all ranks; an int if it is whole.
         evaluation: the evaluation that followed this step, or None.
-        record: the step as this rank saw it, with tensors that are not read yet.
+        record: the record of this rank, with unread tensors.
     """
 
-    __slots__ = ("_read", "_told", "epoch", "evaluation", "global_step", "items", "lr", "record")
+    __slots__ = ("_read", "_values", "epoch", "evaluation", "global_step", "items", "lr", "record")
 
     def __init__(
         self, record: StepRecord, epoch: float, lr: float, read: "Callable[[Step], tuple[float, dict[str, float]]]"
@@ -127,14 +122,13 @@ class Step:
         self.global_step, self.items = record.step + 1, record.items
         self.evaluation: EvaluationRecord | None = None
         self._read = read
-        self._told: tuple[float, dict[str, float]] | None = None
+        self._values: tuple[float, dict[str, float]] | None = None
 
     @property
     def loss(self) -> float:
         """Mean loss over the items of the whole step.
 
-        Read it on every rank, in the body of its own step. Waits for the device. Collective the first time, with
-        several ranks.
+        Read it on every rank, before the next step. Waits for the device; collective the first time.
 
         Raises:
             LockstepError: the next step has begun.
@@ -143,16 +137,13 @@ class Step:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The task's own numbers that `loss` returns, each averaged over the step.
-
-        Read them as `loss`.
-        """
+        """The task's own numbers, averaged over the step; read them as `loss`."""
         return dict(self._numbers()[1])
 
     def _numbers(self) -> tuple[float, dict[str, float]]:
-        if self._told is None:
-            self._told = self._read(self)
-        return self._told
+        if self._values is None:
+            self._values = self._read(self)
+        return self._values
 
     @property
     def norm(self) -> float:
@@ -162,12 +153,9 @@ class Step:
 
     @property
     def applied(self) -> bool:
-        """Whether the update was applied, and not skipped by a guard or the loss scale.
-
-        Waits for the device.
-        """
-        known = self.record.applied
-        return self.norm < self.record.limit if known is None else known
+        """Whether the update was applied, not skipped by a guard or the loss scale. Waits for the device."""
+        applied = self.record.applied
+        return self.norm < self.record.limit if applied is None else applied
 
     def __repr__(self) -> str:
         return f"Step(global_step={self.global_step}, epoch={self.epoch:.2f}, lr={self.lr:.3g})"
@@ -181,7 +169,7 @@ class Best:
         step: number of steps trained before it.
         loss: its loss.
         path: its checkpoint; "" without one (`--checkpoint.mode none`).
-        metric, value: the metric that judged it, and its value.
+        metric, value: the metric of the comparison, and its value.
     """
 
     step: int
@@ -192,20 +180,20 @@ class Best:
 
 
 TRAIN = "train/"  # prefix of the numbers of `loss` in a record
-_OWN = frozenset(
+_RECORD_NAMES = frozenset(
     (
         *("global_step", "epoch", "epoch_progress", "num_batches_remaining", "lr", "loss", "items", "running_loss"),
         *("grad_norm", "items_per_second", "memory", "skipped_steps", "steps_left_out", "shares"),
     )
 )
-_OWN_PREFIXES = ("evaluation/", "gradients/", "loading/", "time/")
+_RECORD_PREFIXES = ("evaluation/", "gradients/", "loading/", "time/")
 _ZERO = (0.0, 0.0, 0.0)
 
 Sums = tuple[float, float, float]
 
 
-def described(value: Any) -> str:
-    """Describe what a method returned: `a float`, `a float32 tensor of shape [8, 2]`."""
+def describe_value(value: Any) -> str:
+    """Describe a returned value: `a float`, `a float32 tensor of shape [8, 2]`."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
@@ -220,58 +208,57 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating | np.bool_)
 
 
-def checked_numbers(given: Mapping[Any, Any], method: str = "loss") -> Mapping[str, Any]:
-    """Check the numbers that a task's method returned with its loss.
+def check_numbers(numbers: Mapping[Any, Any], method: str = "loss") -> Mapping[str, Any]:
+    """Check and return the numbers that a task's method returned with its loss.
 
-    Returns:
-        `given`: name -> a number, or (sum, count).
+    Args:
+        numbers: name -> a number, or (sum, count).
+        method: of the task, for errors.
 
     Raises:
         ConfigError: a name is not a string or belongs to the record; or a value is neither a number nor a pair of
             numbers.
     """
-    for name, value in given.items():
+    for name, value in numbers.items():
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"the task's `{method}` names a number {name!r}: a name is a text")
-        if name in _OWN:
+            raise ConfigError(f"the task's `{method}` returned a number with the name {name!r}; use a string")
+        if name in _RECORD_NAMES:
             raise ConfigError(
-                f"the task's `{method}` names a number '{name}', which is the record's own name: choose another"
+                f"the task's `{method}` returned a number '{name}', a name of the run's own records; choose another"
             )
         pair = isinstance(value, tuple | list)
         if not (len(value) == 2 and all(map(_is_number, value)) if pair else _is_number(value)):
-            told = f"({', '.join(map(described, value))})" if pair else described(value)
+            kind = f"({', '.join(map(describe_value, value))})" if pair else describe_value(value)
             raise ConfigError(
-                f"the task's `{method}` returned {told} as the number '{name}': it must be one number, reduced as the "
-                "loss is, or (sum, count)"
+                f"the task's `{method}` returned {kind} as the number '{name}': it must be one number, reduced like "
+                "the loss, or (sum, count)"
             )
-    return given
+    return numbers
 
 
 def number_of(value: Any, items: float, factor: float) -> Number:
-    """Convert a checked value to one micro-batch's part of a number.
-
-    It is copied on its device, and not read.
+    """Convert a checked value to one micro-batch's part, copied on its device and not read.
 
     Args:
         value: a number, or (sum, count).
-        items: what a number without its own count is averaged over: the micro-batch's items.
-        factor: turns such a number into a sum over them: 1, or their number if the loss is a mean.
+        items: the micro-batch's items; the count of a number without its own.
+        factor: converts such a number to a sum over the items: 1, or their number if the loss is a mean.
     """
     if isinstance(value, tuple | list):
-        return Number(_kept(value[0]), _kept(value[1]))
-    return Number(_kept(value), float(items), float(factor))
+        return Number(_copy_number(value[0]), _copy_number(value[1]))
+    return Number(_copy_number(value), float(items), float(factor))
 
 
-def _kept(value: Any) -> Tensor | float:
-    """Copy: the tensor may be overwritten, or its memory reused, before it is read."""
+def _copy_number(value: Any) -> Tensor | float:
+    """Copy a number: its tensor may be overwritten before it is read."""
     if not isinstance(value, Tensor):
         return float(value)
-    held = value.detach().reshape(())
-    return held.clone() if held.is_floating_point() else held.double()  # float32 would round an integer
+    number = value.detach().reshape(())
+    return number.clone() if number.is_floating_point() else number.double()  # float32 would round an integer
 
 
-class Gathered:
-    """The task's numbers in a step, under names that all ranks agree on."""
+class NumberCollector:
+    """Collector of a step's numbers, whose names must be equal on all ranks."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -283,11 +270,13 @@ class Gathered:
         """Add the numbers of a micro-batch.
 
         Args:
-            micro: its index; below 0: the numbers are of the whole step.
-            counts: False: only compare the names.
+            step: 0-based.
+            micro: index of the micro-batch; below 0: the numbers are of the whole step.
+            parts: by name.
+            counts: False: compare the names only.
 
         Raises:
-            LockstepError: it has other names than those before it.
+            LockstepError: the names differ from those of earlier micro-batches.
         """
         if not parts and not self._names:  # the common case, fast
             self._names = {}
@@ -295,16 +284,18 @@ class Gathered:
         if self._names is None:
             self._names = dict.fromkeys(parts)
         if parts.keys() != self._names.keys():
-            where = f"{rank_label(self._world.rank)}, step {step}" + (f", micro-batch {micro}" if micro >= 0 else "")
-            raise LockstepError(_differ(where, parts.keys(), "the micro-batches before it", self._names.keys()))
+            place = f"{rank_label(self._world.rank)}, step {step}" + (f", micro-batch {micro}" if micro >= 0 else "")
+            raise LockstepError(
+                _different_names(place, parts.keys(), "the micro-batches before it", self._names.keys())
+            )
         if counts:
             for name, part in parts.items():
                 self._parts.setdefault(name, []).append(part)
 
     def end(self, step: int) -> dict[str, list[Number]]:
-        """Return the step's numbers: every name, with this rank's parts.
+        """Return this rank's parts of the step by name, and start the next step.
 
-        Collective in a start's first step.
+        Collective in the first step.
 
         Raises:
             LockstepError: ranks have different names, in the first step.
@@ -318,49 +309,49 @@ class Gathered:
 
     def _agree(self, step: int) -> None:
         own = None if self._names is None else list(self._names)
-        found = [(rank, names) for rank, names in enumerate(self._world.gather(own)) if names is not None]  # collective
-        for rank, names in found:
-            if set(names) != set(found[0][1]):
-                where = f"{rank_label(rank)}, step {step}"
-                raise LockstepError(_differ(where, names, rank_label(found[0][0]), found[0][1]))
-        self._names, self._agreed = dict.fromkeys(found[0][1]) if found else {}, True
+        named = [(rank, names) for rank, names in enumerate(self._world.gather(own)) if names is not None]  # collective
+        for rank, names in named:
+            if set(names) != set(named[0][1]):
+                place = f"{rank_label(rank)}, step {step}"
+                raise LockstepError(_different_names(place, names, rank_label(named[0][0]), named[0][1]))
+        self._names, self._agreed = dict.fromkeys(named[0][1]) if named else {}, True
 
 
-def _differ(where: str, names: Iterable[str], other: str, others: Iterable[str]) -> str:
-    here, there = dict.fromkeys(names), dict.fromkeys(others)
-    more = next((name for name in here if name not in there), None)
-    name = more if more is not None else next(name for name in there if name not in here)
-    said = "returned a number" if more is not None else "returned no number"
+def _different_names(place: str, names: Iterable[str], other: str, other_names: Iterable[str]) -> str:
+    first, second = dict.fromkeys(names), dict.fromkeys(other_names)
+    extra = next((name for name in first if name not in second), None)
+    name = extra if extra is not None else next(name for name in second if name not in first)
+    verb = "returned a number" if extra is not None else "returned no number"
     return (
-        f"{where}: the task's loss {said} '{name}', other than {other}: return the same names each time, with (0, 0) "
-        "where there is nothing to count"
+        f"{place}: the task's loss {verb} '{name}', unlike {other}; return the same names each time, with (0, 0) if "
+        "there is nothing to count"
     )
 
 
 def exact_sum(values: Iterable[float]) -> Sums:
-    """Return the sum as three floats that add up to it without rounding.
+    """Return three floats that add up to the exact sum.
 
-    The first is the sum, correctly rounded. What cannot be summed (inf - inf, or beyond a float) is NaN.
+    The first is the rounded sum. A sum that does not exist (inf - inf, or beyond a float) is NaN.
     """
-    rest, found = list(values), []
+    remaining, parts = list(values), []
     try:
         for _ in _ZERO:
-            found.append(math.fsum(rest))
-            if not math.isfinite(found[0]):
-                return found[0], 0.0, 0.0
-            rest.append(-found[-1])
+            parts.append(math.fsum(remaining))
+            if not math.isfinite(parts[0]):
+                return parts[0], 0.0, 0.0
+            remaining.append(-parts[-1])
     except (OverflowError, ValueError):
         return math.nan, 0.0, 0.0
-    return found[0], found[1], found[2]
+    return parts[0], parts[1], parts[2]
 
 
-def expanded(parts: Sequence[tuple[float, float]]) -> list[float]:
-    """Return six floats: the exact sums of the sums, and of the counts, of micro-batches."""
+def exact_sums(parts: Sequence[tuple[float, float]]) -> list[float]:
+    """Return six floats: the exact sum of the parts' sums, and that of their counts."""
     return [*exact_sum(part[0] for part in parts), *exact_sum(part[1] for part in parts)]
 
 
-def merged_sums(sums: Sequence[Sequence[float]]) -> list[float]:
-    """Add up results of `expanded`: six floats again."""
+def merge_sums(sums: Sequence[Sequence[float]]) -> list[float]:
+    """Add up results of `exact_sums`: six floats again."""
     sum_of, count_of = (exact_sum(x for six in sums for x in six[at : at + 3]) for at in (0, 3))
     return [*sum_of, *count_of]
 
@@ -370,45 +361,50 @@ def mean_numbers(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: six[0] / six[3] if six[3] else math.nan for name, six in sums.items()}
 
 
-def checked_log(values: Any, numbers: Iterable[str] = ()) -> Mapping[str, Any]:
+def check_log(values: Any, numbers: Iterable[str] = ()) -> Mapping[str, Any]:
     """Check the arguments of `run.log`; reads no tensor.
 
     Args:
         values: name -> a number.
-        numbers: names of the current step's numbers of `loss`, which the run itself records.
+        numbers: names of the current step's own numbers, which the run records itself.
 
     Raises:
         UsageError: a name is not a string or belongs to the record, or a value is not a number.
     """
     if not isinstance(values, Mapping):
-        raise UsageError(f"run.log takes a dict of name -> number, not {described(values)}")
-    taken = {f"{TRAIN}{name}" for name in numbers}
+        raise UsageError(f"run.log takes a dict of name -> number, not {describe_value(values)}")
+    recorded = {f"{TRAIN}{name}" for name in numbers}
     for name, value in values.items():
         if not isinstance(name, str) or not name:
-            raise UsageError(f"run.log: the name {name!r} is no text; nothing was logged")
-        if name in _OWN or name in taken or name.startswith(_OWN_PREFIXES):
-            raise UsageError(f"run.log: '{name}' is a name of the run's own records; choose another: 'own/{name}'")
+            raise UsageError(f"run.log: the name {name!r} is not a string; nothing was logged")
+        if name in _RECORD_NAMES or name in recorded or name.startswith(_RECORD_PREFIXES):
+            raise UsageError(
+                f"run.log: '{name}' is a name of the run's own records; choose another, such as 'own/{name}'"
+            )
         if not _is_number(value):
-            raise UsageError(f"run.log: '{name}' is {described(value)}: it must be one number; nothing was logged")
+            raise UsageError(f"run.log: '{name}' is {describe_value(value)}: it must be one number; nothing was logged")
     return values
 
 
-def flat(numbers: Mapping[str, Sequence[Number]]) -> list[Tensor | float]:
+def flatten_numbers(numbers: Mapping[str, Sequence[Number]]) -> list[Tensor | float]:
     """Return value and count of each part, in the order of names and micro-batches."""
     return [each for parts in numbers.values() for part in parts for each in (part.value, part.count)]
 
 
-def filled(numbers: Mapping[str, Sequence[Number]], read: Iterable[float]) -> dict[str, list[tuple[float, float]]]:
-    """Return (sum, count) of each part by name, from the values that were read.
+def fill_numbers(
+    numbers: Mapping[str, Sequence[Number]], read: Iterable[float]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return (sum, count) of each part by name.
 
     Args:
-        read: what `flat` returned, as floats.
+        numbers: the parts.
+        read: the result of `flatten_numbers`, as floats.
     """
-    told = iter(read)
-    return {name: [(next(told) * part.factor, next(told)) for part in parts] for name, parts in numbers.items()}
+    values = iter(read)
+    return {name: [(next(values) * part.factor, next(values)) for part in parts] for name, parts in numbers.items()}
 
 
-def summed(value: Any, items: float, *, mean: bool) -> tuple[Any, Any]:
+def sum_and_count(value: Any, items: float, *, mean: bool) -> tuple[Any, Any]:
     """Return (sum, count) of a checked value of one micro-batch in an evaluation.
 
     A mean of no items is 0 of 0.

@@ -1,11 +1,11 @@
-"""Define the state of a run: everything that a checkpoint stores except tensors.
+"""Define the state of a run: all that a checkpoint stores except tensors.
 
-    state = RunState.from_json(found, "step-00000500/state.json")
+    state = RunState.from_json(json.loads(text), "step-00000500/state.json")
     state.global_step                   # typed fields, not keys
-    json.dumps(state.to_json())         # what a checkpoint's and the run folder's state.json contain
+    json.dumps(state.to_json())         # the content of state.json in a checkpoint and in the run's folder
 
-The types of the fields define the format. A field at its `absent` value is not written, None by default. The parts of
-`place`, `running` and `selection` are keys of the outermost object.
+The fields and their types define the format. A field with its `absent` value, None by default, is not written. The
+fields of `place`, `running` and `selection` are keys of the outermost object.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ __all__ = [
     "TrainedSet",
 ]
 
-_ALWAYS = object()  # no value of a field: it is always written
+_ALWAYS = object()  # as `absent`: the field is always written
 _WRITTEN: dict[str, Any] = {"absent": _ALWAYS}
 _FLAT: dict[str, Any] = {"flat": True}
-_LARGEST = 1 << 53  # of an integer that a float holds exactly; sizes and counts are below
+_LARGEST = 1 << 53  # a float holds integers below it exactly; sizes and counts are below
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,9 @@ class BestEvaluation:
     """The best evaluation by one metric.
 
     Attributes:
-        step: after which it was made.
+        step: number of steps trained before it.
         loss: its loss.
-        metric: that judged it; before metrics could be chosen, the loss.
+        metric: the metric of the comparison; in the oldest files always the loss.
         value: of that metric; None: the loss.
     """
 
@@ -94,17 +94,17 @@ class BestEvaluation:
     value: float | None = None
 
     @property
-    def judged_value(self) -> float:
+    def metric_value(self) -> float:
         """The value of `metric`."""
         return self.loss if self.value is None else self.value
 
 
 @dataclass(frozen=True, slots=True)
 class PatienceCount:
-    """The evaluations that `--patience-metric` judges.
+    """The state of `--patience`.
 
     Attributes:
-        best: the best of them.
+        best: the best evaluation by --patience-metric.
         since: evaluations since then.
     """
 
@@ -114,12 +114,12 @@ class PatienceCount:
 
 @dataclass(frozen=True, slots=True)
 class PlateauCount:
-    """The counts of `--optim.schedule plateau`.
+    """The state of `--optim.schedule plateau`.
 
     Attributes:
-        bad: evaluations in a row that were no better than the best.
-        fallen: how often the rate was lowered.
-        cooling: evaluations that do not count yet, after the rate was lowered.
+        bad: evaluations in a row without improvement.
+        fallen: drops of the rate.
+        cooling: evaluations that remain until they count again, after a drop.
     """
 
     bad: int = 0
@@ -129,13 +129,13 @@ class PlateauCount:
 
 @dataclass(slots=True)
 class Selection:
-    """What the evaluations so far decided.
+    """The best evaluation so far, and the counts of patience and plateau.
 
     Attributes:
         best: the best evaluation by `--best-metric`.
         since_best: evaluations since then; None before the first one.
-        patience: the counts of `--patience-metric`; None without one.
-        plateau: the counts of the plateau schedule; None without one.
+        patience: of `--patience-metric`; None without one.
+        plateau: of the plateau schedule; None without one.
     """
 
     best: BestEvaluation | None = field(default=None, metadata=_WRITTEN)
@@ -148,9 +148,9 @@ class Selection:
         return _encode_fields(self)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """Read what `to_json` returned; values of another type are left at their defaults."""
-        return _read(cls, found, "", lenient=True)
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read the result of `to_json`; a value of a wrong type becomes its default."""
+        return _read(cls, data, "", lenient=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +158,9 @@ class TrainedSet:
     """The parameters that a run trains, by their names in checkpoints.
 
     Attributes:
-        made: names of those trained when the engine was last built, or earlier; the engine's state covers them.
+        made: names of those that the engine's state covers: trained when it was last built, or earlier.
         now: names of those that require gradients now.
-        since: name -> the first step that trained it, for those unfrozen during the run.
+        since: name -> the first step that trained it, if it was unfrozen during the run.
     """
 
     made: list[str]
@@ -172,9 +172,9 @@ class TrainedSet:
         return _encode_fields(self)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
-        """Read what `to_json` returned, from the file `where`. Raises CheckpointError if it is something else."""
-        return _read(cls, found, where)
+    def from_json(cls, data: Mapping[str, Any], file: str) -> Self:
+        """Read the result of `to_json`, from `file`. Raises CheckpointError for a value of a wrong type."""
+        return _read(cls, data, file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +183,9 @@ class AdapterState:
 
     Attributes:
         base: fingerprint of the base's weights; "" before they were read.
-        base_from: checkpoint that holds the base's weights; "": the task's model has them.
-        modules_to_save: modules that are trained whole.
-        rank, alpha, dropout: of the flags of `--lora`, with `alpha` resolved.
+        base_from: checkpoint that has the base's weights; "": the task's model has them.
+        modules_to_save: modules that are trained in full.
+        rank, alpha, dropout: of `--lora`, with `alpha` resolved.
         targets, turned: see `models.lora.Adapters`.
         dtype: of the adapters' parameters.
     """
@@ -221,14 +221,14 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class SpikeState:
-    """What the spike guard learnt; see `guards.spike.Spike`.
+    """The state of the spike guard; see `guards.spike.Spike`.
 
     Attributes:
         norms: the last gradient norms.
-        count: norms learnt so far.
+        count: norms so far.
         limits: (first step, limit) of the current limit and the next.
         usual: limit by `norms`, as last estimated; None: infinite, or the last limit's.
-        trained: hash of the trained set that the norms belong to.
+        trained: hash of the trained set of the norms.
     """
 
     norms: list[float] = field(default_factory=list)
@@ -240,11 +240,11 @@ class SpikeState:
 
 @dataclass(frozen=True, slots=True)
 class SharesState:
-    """What the balancer of `--shares auto` measured.
+    """The measurements of `--shares auto`.
 
     Attributes:
-        costs: by rank, its time for a unit of work.
-        most: by rank, its largest number of micro-batches; []: no limit.
+        costs: time for a unit of work, by rank.
+        most: maximum number of micro-batches, by rank; []: no limit.
     """
 
     costs: list[float] = field(default_factory=list)
@@ -271,27 +271,27 @@ class RunState:
     Attributes:
         place: position in the plan; None: nothing was trained.
         running: sums over the steps since the last training record.
-        selection: what the evaluations so far decided.
+        selection: the best evaluation so far, and counts since.
         evaluation_due: the checkpoint was written before its step's evaluation.
-        plan: option -> value; what a resume must find unchanged. {}: nothing was saved.
-        origin: step and sample position from which on steps have their current size.
+        plan: option -> value, which must be unchanged in a resume. {}: nothing was saved.
+        origin: step and sample position since which steps have their current size.
         extended: the last extension of the plan.
         world_size: ranks that wrote the checkpoint.
         compile: the model is compiled.
-        reduction: the loss is a "sum" or a "mean" over items, or of a whole "micro-batch", as the trial detected.
+        reduction: "sum", "mean" or "micro-batch", as the trial detected; see `Task.reduction`.
         evaluation_graph: an evaluation needs gradients, as the trial detected.
         gpt: settings of a built-in GPT, as `models.gpt.GPTConfig` has them.
         lora: adapters and their base; None: a whole model.
         trained: the trained parameters; None: they never changed.
-        not_finite_at_start: names of the tensors that were not finite when the run began; None: not looked at yet.
-        spike: what the spike guard learnt.
-        shares: what the balancer measured.
-        steps_left_out: steps that a guard left out.
-        losses: ranks lost while the others went on.
+        not_finite_at_start: names of the tensors that were not finite when the run started; None: not checked yet.
+        spike: of the spike guard.
+        shares: of `--shares auto`.
+        steps_left_out: steps that a guard skipped.
+        losses: ranks that were lost while the others continued.
         restarts: restarts by a launcher after a failure.
         job: the launcher's job that counts restarts.
-        hooks: state of the task's hooks, which own it.
-        others: keys of an older or newer lockstep; stored again as they are.
+        hooks: state of the task's hooks.
+        others: keys of other versions of lockstep, stored unchanged.
     """
 
     place: Position | None = field(default=None, metadata=_FLAT)
@@ -324,25 +324,25 @@ class RunState:
         return self.place.global_step if self.place else 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as JSON values. The hooks' state is not copied."""
+        """Return the state as JSON values; the hooks' state is not copied."""
         return _encode_fields(self)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any], where: str = "state.json", *, lenient: bool = False) -> Self:
-        """Read what `to_json` returned.
+    def from_json(cls, data: Mapping[str, Any], file: str = "state.json", *, lenient: bool = False) -> Self:
+        """Read the result of `to_json`.
 
         Args:
-            found: the JSON object.
-            where: its file, for the error.
-            lenient: leave out values of another type, as a report does with a damaged folder.
+            data: the JSON object.
+            file: its file, for errors.
+            lenient: ignore values of a wrong type, as a report of a damaged folder does.
 
         Raises:
-            CheckpointError: a value is of another type.
+            CheckpointError: a value has a wrong type.
         """
-        return _read(cls, found, where, lenient=lenient)
+        return _read(cls, data, file, lenient=lenient)
 
     def copy(self) -> "RunState":
-        """Return a copy that shares nothing. Raises TypeError if the hooks stored something that JSON has not."""
+        """Return a deep copy. Raises TypeError if the hooks' state is not JSON."""
         return RunState.from_json(json.loads(json.dumps(self.to_json())))
 
 
@@ -353,16 +353,16 @@ _OTHERS = "others"  # the field of a part that keeps unknown keys
 
 
 def _encode_fields(part: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    data: dict[str, Any] = {}
     for name, each in _format_of(part.__class__).items():
         value = getattr(part, name)
         if name == _OTHERS:
-            found |= value
+            data |= value
         elif each.flat:
-            found |= _encode_fields(value) if value is not None else {}
+            data |= _encode_fields(value) if value is not None else {}
         elif each.absent is _ALWAYS or value != each.absent:
-            found[each.key] = _encode(value)
-    return found
+            data[each.key] = _encode(value)
+    return data
 
 
 def _encode(value: Any) -> Any:
@@ -393,63 +393,62 @@ class _Key(NamedTuple):
 @functools.cache
 def _format_of(part: Hashable) -> dict[str, _Key]:
     """Return the JSON form of each field of a part."""
-    kinds, found = get_type_hints(part), dict[str, _Key]()
+    kinds, keys = get_type_hints(part), dict[str, _Key]()
     for each in dataclasses.fields(part):  # type: ignore[arg-type]
         kind, metadata = kinds[each.name], each.metadata
         flat = (get_args(kind) or (kind,))[0] if metadata.get("flat") else None  # `Position | None`: Position
         required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
-        found[each.name] = _Key(metadata.get("key", each.name), kind, flat, metadata.get("absent"), required)
-    return found
+        keys[each.name] = _Key(metadata.get("key", each.name), kind, flat, metadata.get("absent"), required)
+    return keys
 
 
 class _MismatchError(Exception):
-    """A JSON value is not of its field's type."""
+    """A JSON value whose type is not its field's."""
 
     def __init__(self, key: str, value: Any) -> None:
         super().__init__(key)
         self.key, self.value = key, value
 
 
-def _read(part: type[_T], found: Mapping[str, Any], where: str, *, lenient: bool = False) -> _T:
-    rest = dict(found)
+def _read(part: type[_T], data: Mapping[str, Any], file: str, *, lenient: bool = False) -> _T:
     try:
-        values: _T = part(**_decode_fields(part, rest, lenient=lenient))
+        values: _T = part(**_decode_fields(part, dict(data), lenient=lenient))
     except _MismatchError as error:
         raise CheckpointError(
-            f"{where}: '{error.key}' has a value that this lockstep does not read ({type(error.value).__name__}); "
+            f"{file}: '{error.key}' has a value of type {type(error.value).__name__}, which this version cannot read; "
             "update lockstep, or resume from an older checkpoint"
         ) from None
     return values
 
 
-def _decode_fields(part: Any, rest: dict[str, Any], *, lenient: bool = False) -> dict[str, Any]:
-    """Remove a part's keys from `rest`, and return its values by field.
+def _decode_fields(part: Any, data: dict[str, Any], *, lenient: bool = False) -> dict[str, Any]:
+    """Remove a part's keys from `data`, and return its values by field.
 
     Raises:
-        _MismatchError: a value is of another type, or missing.
+        _MismatchError: a value is missing or has a wrong type.
     """
     values: dict[str, Any] = {}
     for name, each in _format_of(part).items():
         if name == _OTHERS:
             continue
         if each.flat:
-            inner = _decode_fields(each.flat, rest, lenient=lenient)
+            inner = _decode_fields(each.flat, data, lenient=lenient)
             values |= {name: each.flat(**inner)} if inner else {}
-        elif each.key in rest:
+        elif each.key in data:
             try:
-                values[name] = _decode(each.kind, rest.pop(each.key), each.key)
+                values[name] = _decode(each.kind, data.pop(each.key), each.key)
             except _MismatchError:
                 if not lenient:
                     raise
         elif each.required:
             raise _MismatchError(each.key, None)
     if _OTHERS in _format_of(part):
-        values[_OTHERS] = rest
+        values[_OTHERS] = data
     return values
 
 
 def _decode(kind: Any, value: Any, key: str) -> Any:
-    """Return the value as a field of this type has it. Raises _MismatchError if it is of another type."""
+    """Convert a JSON value to this type. Raises _MismatchError if it has another."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any or (value is None and kind is types.NoneType):
         return value
@@ -462,7 +461,7 @@ def _decode(kind: Any, value: Any, key: str) -> Any:
     if origin is list and isinstance(value, list):
         return [_decode(arguments[0], each, key) for each in value]
     if origin is tuple and isinstance(value, list) and len(value) == len(arguments):
-        return tuple(_decode(each, one, key) for each, one in zip(arguments, value, strict=True))
+        return tuple(_decode(kind, each, key) for kind, each in zip(arguments, value, strict=True))
     if _is_plain(kind, value):
         return value
     raise _MismatchError(key, value)
@@ -476,7 +475,7 @@ def _decode_union(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
 
 
 def _is_plain(kind: Any, value: Any) -> bool:
-    """Whether a string, a bool or a number is of this type; an integer counts as a float if one can hold it."""
+    """Whether a string, bool or number has this type; an integer is a float too, if exact."""
     if isinstance(value, int) and not isinstance(value, bool):
         return kind in (int, float) and abs(value) < _LARGEST
     return kind in (str, bool, float) and type(value) is kind

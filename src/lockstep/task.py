@@ -12,7 +12,7 @@
             return F.cross_entropy(model(images), labels)
 
 Model, dataset and loss must be written (or `outputs` and `step_loss` in place of the loss); everything else has a
-default. An object of another class with these methods works too: `adapted` gives it the defaults.
+default. An object of another class with these methods works too: `as_task` adds the defaults.
 """
 
 import difflib
@@ -39,14 +39,14 @@ __all__ = [
     "VALUES",
     "Order",
     "Task",
-    "adapted",
-    "averages",
+    "as_task",
+    "has_mean_loss",
     "has_own",
+    "has_step_loss",
     "items_of_a_sample",
-    "looks_at_whole_step",
-    "set_found",
-    "takes_gradients",
-    "written",
+    "needs_graph",
+    "set_detected",
+    "user_task",
 ]
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -54,32 +54,32 @@ _REDUCTIONS = ("auto", "sum", "mean", "micro-batch")
 
 
 class Order(Protocol):
-    """The order of samples in the run's endless stream. Its length, if any, is an epoch's."""
+    """The order of samples in the run's endless stream; its length, if any, is an epoch's."""
 
     def at(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the epochs and the sample indices of positions start .. stop - 1. int64 [stop - start] each"""
 
 
 class Task(ABC):
-    """Base class of what is trained.
+    """Base class for a model, its data and its loss.
 
-    Every rank makes its own object, and all must be equal.
+    Every rank makes its own object; all must be equal.
 
     Attributes:
-        reduction: whether `loss` is the "sum" over the items of a batch, or their "mean"; "auto": detected before step
-            1. "micro-batch": it is neither, and the losses of the micro-batches, each by itself, are averaged by their
-            items, as DistributedDataParallel averages those of its ranks.
-        items_per_sample: items of every sample, if all have the same number; None: `count` decides. The ranks then need
-            not exchange counts. For a task without its own `collate` and `count` it is 1: an item is a sample.
-        item_name: name of an item where a rate is shown.
-        defaults: the kind of work, for which the configuration's "auto" values are chosen.
-        fingerprint: of the data; a resume with another one is refused.
-        sources: external sources, name -> revision; they are recorded, and must be the same on every rank.
+        reduction: `loss` is the "sum" or the "mean" over the items of a batch; "auto": detected before step 1.
+            "micro-batch": it is neither; the losses of the micro-batches are averaged, weighted by their items, as
+            DistributedDataParallel averages over its ranks.
+        items_per_sample: items of every sample, if all have the same number; the ranks then exchange no counts. None:
+            `count` decides. For a task without its own `collate` and `count` it is 1: an item is a sample.
+        item_name: name of an item in rates, such as "tokens".
+        defaults: the kind of training, which decides the configuration's "auto" values.
+        fingerprint: of the data; a resume with different data is refused.
+        sources: external sources, name -> revision; recorded, and the same on every rank.
         hooks: called at named moments of a run; None: no hooks.
         own_steps: steps several optimizers itself (manual optimization); None: the engine steps one.
-        divisible: whether the loss of half a micro-batch may be tried before the run, to check that losses add up.
-        attention_mask: whether the model passes a mask to `scaled_dot_product_attention`; None: unknown. Some kernels
-            are faster without one, and wrong with one, see `lockstep.transforms.attention`.
+        divisible: the loss of half a micro-batch can be computed before the run, to check that losses add up.
+        attention_mask: the model passes a mask to `scaled_dot_product_attention`; None: unknown. Some kernels are
+            faster without a mask, and wrong with one, see `lockstep.transforms.attention`.
     """
 
     reduction: Literal["auto", "sum", "mean", "micro-batch"] = "auto"
@@ -94,7 +94,7 @@ class Task(ABC):
     attention_mask: bool | None = None
     # For adapters and wrappers around a task; users do not set these.
     framework = ""  # the adapted library, whose batches are micro-batches
-    gathers = False  # `loss` has collectives, for what it logs
+    gathers = False  # `loss` calls collectives, to log
     is_compared = False  # its training is compared between world sizes
 
     @abstractmethod
@@ -106,8 +106,8 @@ class Task(ABC):
         """Return the samples of "train" or "evaluation".
 
         Returns:
-            An object with `len(dataset)` and `dataset[i]`. For "evaluation" also a dict, name -> such an object, for
-            several sets; or None without an evaluation.
+            An object with `len(dataset)` and `dataset[i]`. For "evaluation" also a dict of several sets, by name; or
+            None for no evaluation.
         """
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
@@ -117,7 +117,7 @@ class Task(ABC):
         samples of a step together, write `outputs` and `step_loss` instead.
 
         Returns:
-            A 0-dim tensor; or (that, name -> number) with numbers of your own, see "Numbers of your own" in the
+            A 0-dim tensor; or (loss, name -> number) to record further numbers, see "Numbers of your own" in the
             documentation.
         """
         outputs = self.outputs(model, batch)
@@ -128,7 +128,7 @@ class Task(ABC):
         """Compute what `step_loss` needs of each sample of a batch.
 
         Returns:
-            A tensor of shape [samples, ...], or a tuple or dict of such. A learned number that the loss needs is an
+            A tensor of shape [samples, ...], or a tuple or dict of them. A trained scalar that the loss needs is an
             output too: `scale.repeat(samples)`.
         """
         raise NotImplementedError
@@ -136,29 +136,29 @@ class Task(ABC):
     def step_loss(self, outputs: Any) -> Tensor:
         """Compute the loss of a whole step from the outputs of all its samples: 0-dim.
 
-        Called on every rank with the same values, in the run's order; half precision comes as float32. It uses no
-        parameter of the model.
+        Called on every rank with the same values, in the run's order; half precision is converted to float32. It must
+        not use parameters of the model.
         """
         return self.step_loss_rows(outputs, outputs, 0)
 
     def step_loss_rows(self, own: Any, whole: Any, first: int) -> Tensor:
         """Compute one micro-batch's part of the step's loss: 0-dim.
 
-        The loss is the SUM of these parts. Write it in place of `step_loss` if that is too much work for one device:
+        The loss is the SUM of these parts. Write it instead of `step_loss` if that is too slow or large for one device:
         each rank then computes the parts of its own micro-batches.
 
         Args:
             own: the outputs of the micro-batch.
-            whole: those of all samples of the step, in the run's order.
-            first: the row of `whole` that is the first of `own`.
+            whole: the outputs of all samples of the step, in the run's order.
+            first: the row of `whole` at which `own` starts.
         """
         raise NotImplementedError
 
     def penalty(self, model: nn.Module) -> Tensor | None:
         """Compute a term that is added to the loss once per step: 0-dim.
 
-        It does not depend on the number of micro-batches and ranks, and uses only the parameters, by
-        `model.parameters()`. Unless it is overridden nothing is added.
+        It must use only the parameters, by `model.parameters()`, so it does not depend on micro-batches and ranks.
+        None: no term.
         """
         return None
 
@@ -169,23 +169,23 @@ class Task(ABC):
     def count(self, batch: Any) -> Any:
         """Count the items of a batch in host memory: labelled tokens, images.
 
-        Called for every micro-batch. Default: its samples (the length of the first tensor).
+        Called for every micro-batch. The default counts samples: the length of the first tensor.
 
         Returns:
-            A finite number, 0 or more, or a tensor of one; also a sum of weights.
+            A finite number, 0 or more, or a tensor of one; a sum of weights is allowed.
         """
-        found = first_length(batch)
-        if found is None:
+        count = first_length(batch)
+        if count is None:
             raise ConfigError(
-                f"the task's `collate` returned {type(batch).__name__}, whose samples cannot be counted: write "
+                f"the task's `collate` returned {type(batch).__name__}, whose samples cannot be counted; define "
                 "`count(batch)`"
             )
-        return found
+        return count
 
     def work(self, dataset: Any, samples: Sequence[int]) -> float | None:
         """Estimate the cost of a micro-batch without loading it, such as its padded tokens.
 
-        With --shares auto each step is divided by it. Write it if samples differ in length.
+        --shares auto divides each step by it. Override it if samples differ in length.
 
         Args:
             dataset: what `dataset("train")` returned.
@@ -207,66 +207,56 @@ class Task(ABC):
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
         """Return (loss, metrics) of a batch of the evaluation set.
 
-        Override it if one forward can serve both.
+        Override it to compute both with one forward.
         """
         return self.loss(model, batch), self.metrics(model, batch)
 
     def optimizer(self, model: nn.Module, config: Config) -> Optimizer | None:
         """Return a torch optimizer over the parameters of `model`; None: the one of --optim.
 
-        `model` is the engine's, perhaps sharded. Groups are free; their `lr` are the base rates.
+        `model` is the engine's and may be sharded. Any parameter groups are allowed; their `lr` are the base rates.
         """
         return None
 
     def schedule(self, step: int, steps: int) -> float | None:
-        """Return the factor of the base rates in `step` (0-based) of `steps`.
-
-        None: the factor of --optim.schedule.
-        """
+        """Return the factor of the base rates in `step` (0-based) of `steps`; None: of --optim.schedule."""
         return None
 
     def order(self, samples: int, seed: int) -> Order | Iterable[int] | None:
         """Return a sampler or other order of samples; None: shuffle in each epoch.
 
-        A torch Sampler is iterated again for each epoch, under a seed of that epoch, and its length is that of an
-        epoch. For an object with `at` see `Order`.
+        A torch Sampler is iterated once per epoch, with a seed of that epoch; its length is an epoch's. For an object
+        with `at` see `Order`.
         """
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
-        """Return the repeated blocks of a model that `model` built, in order.
-
-        None: they are searched for.
-        """
+        """Return the repeated blocks of a model from `model()`, in order; None: search for them."""
         return None
 
     def untrained(self) -> Sequence[str]:
-        """Return the new modules of a pretrained model, such as a head.
+        """Return names or patterns of a pretrained model's new modules, such as a head.
 
-        They are named by name or pattern, in the model that `model` built last. With --lora.rank they are trained in
-        full, in addition to the adapters.
+        With --lora.rank they are trained in full, besides the adapters.
         """
         return ()
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
-        """Return a text that shows what was learnt, at the end of a run.
+        """Return a text that shows what the model learned, at the end of a run; "": nothing.
 
-        Called on every rank. "" shows nothing.
+        Called on every rank.
         """
         return ""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the task's own tensors to store in checkpoints. Not copies.
-
-        For example an average of the weights, or a queue.
-        """
+        """Return the task's own tensors, not copies, to store in checkpoints: a queue, an average."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027  nothing to do for most
-        """Called on a resume, once the tensors of `state_dict()` are filled in place."""
+        """Called on a resume, after the tensors of `state_dict()` were filled in place."""
 
 
-_MUST = {
+_REQUIRED = {
     "model": "model() returns the nn.Module",
     "dataset": "dataset(split) returns the samples of 'train' or 'evaluation'",
     "loss": "loss(model, batch) returns the loss of a batch as a 0-dim tensor",
@@ -274,8 +264,8 @@ _MUST = {
 METHODS = tuple(name for name, value in vars(Task).items() if callable(value) and not name.startswith("_"))
 VALUES = tuple(Task.__annotations__)
 
-# Names of other trainers -> the method here.
-_ELSEWHERE = {
+# Names in other libraries -> the method here.
+_FOREIGN_NAMES = {
     "training_step": "loss",
     "compute_loss": "loss",
     "criterion": "loss",
@@ -298,14 +288,14 @@ _ELSEWHERE = {
 }
 
 
-class _Adapted(Task):
+class _WrappedTask(Task):
     """A Task around an object of another class, with defaults for what it lacks."""
 
-    def __init__(self, given: Any) -> None:
-        self.given = given
+    def __init__(self, original: Any) -> None:
+        self.original = original
         for name in (*METHODS, *VALUES):
-            if hasattr(given, name):
-                setattr(self, name, getattr(given, name))
+            if hasattr(original, name):
+                setattr(self, name, getattr(original, name))
 
     def model(self) -> nn.Module:
         raise NotImplementedError
@@ -314,82 +304,81 @@ class _Adapted(Task):
         raise NotImplementedError
 
 
-def adapted(task: Any) -> Task:
-    """Check `task`, and return it as a Task.
-
-    Only an object of another class with the same methods is wrapped.
+def as_task(task: Any) -> Task:
+    """Check a task, and wrap it if it is an object of another class.
 
     Raises:
         ConfigError: it lacks a method, has a misspelt one, or an invalid value.
     """
     if isinstance(task, type):
-        raise ConfigError(f"the task is the class {task.__name__} itself; give an object of it: {task.__name__}()")
+        raise ConfigError(f"the task is the class {task.__name__}; give an object: {task.__name__}()")
     name = type(task).__name__
     _check_names(task)
-    for method, what in _MUST.items():
+    for method, purpose in _REQUIRED.items():
         if method != "loss" and not callable(getattr(task, method, None)):
-            raise ConfigError(f"the task {name} has no method `{method}`: {what}")
-    made = task if isinstance(task, Task) else _Adapted(task)
-    if "_reduction_before" in vars(made):  # an earlier run detected it, perhaps with another micro-batch size
-        made.reduction = vars(made).pop("_reduction_before")
-    _check_loss(made, name)
-    if made.reduction not in _REDUCTIONS:
+            raise ConfigError(f"the task {name} has no method `{method}`: {purpose}")
+    result = task if isinstance(task, Task) else _WrappedTask(task)
+    if "_reduction_before" in vars(result):  # an earlier run detected it, perhaps with another micro-batch size
+        result.reduction = vars(result).pop("_reduction_before")
+    _check_loss(result, name)
+    if result.reduction not in _REDUCTIONS:
         raise ConfigError(
-            f"the task's reduction is {made.reduction!r}: it must be one of {', '.join(map(repr, _REDUCTIONS))}"
+            f"the task's reduction is {result.reduction!r}: it must be one of {', '.join(map(repr, _REDUCTIONS))}"
         )
-    mask = made.attention_mask
+    mask = result.attention_mask
     if mask is not None and not isinstance(mask, bool):
         raise ConfigError(
-            f"the task's attention_mask is of type {type(mask).__name__}: it must be True or False, whether the model "
-            "gives attention a mask, or None, the default"
+            f"the task's attention_mask is of type {type(mask).__name__}: it must be True or False (the model "
+            "passes a mask to attention or not), or None"
         )
-    return made
+    return result
 
 
 def _check_loss(task: Task, name: str) -> None:
-    """Raise ConfigError unless the task has exactly one kind of loss."""
+    """Check that the task has exactly one kind of loss. Raises ConfigError."""
     forms = [method for method in ("step_loss", "step_loss_rows") if has_own(task, method)]
     if has_own(task, "outputs") and not forms:
         raise ConfigError(
-            f"the task {name} has `outputs` and no `step_loss`: step_loss(outputs) returns the loss of a whole step; "
-            "or write `loss` alone"
+            f"the task {name} has `outputs` but no `step_loss`; define step_loss(outputs), the loss of a whole step, "
+            "or only `loss`"
         )
     if forms and not has_own(task, "outputs"):
         raise ConfigError(
-            f"the task {name} has `{forms[0]}` and no `outputs`: outputs(model, batch) returns what it needs of each "
-            "sample, tensors of shape [samples, ...]"
+            f"the task {name} has `{forms[0]}` but no `outputs`; define outputs(model, batch), what it needs of each "
+            "sample: tensors of shape [samples, ...]"
         )
     if len(forms) == 2:
-        raise ConfigError(f"the task {name} has both `step_loss` and `step_loss_rows`: write one of them")
+        raise ConfigError(f"the task {name} has both `step_loss` and `step_loss_rows`; remove one")
     if not forms and not has_own(task, "loss"):
-        raise ConfigError(f"the task {name} has no method `loss`: {_MUST['loss']}")
+        raise ConfigError(f"the task {name} has no method `loss`: {_REQUIRED['loss']}")
     if forms and has_own(task, "evaluate"):
         raise ConfigError(
-            f"the task {name} has both `{forms[0]}` and `evaluate`: an evaluation computes the loss by the same cut "
-            "as the training; write `metrics` in place of `evaluate`"
+            f"the task {name} has both `{forms[0]}` and `evaluate`, but an evaluation computes the loss as training "
+            "does; define `metrics` instead of `evaluate`"
         )
     if forms and has_own(task, "loss"):
-        raise ConfigError(f"the task {name} has both `loss` and `{forms[0]}`: leave `loss` out, or `outputs` and that")
+        raise ConfigError(
+            f"the task {name} has both `loss` and `{forms[0]}`; remove `loss`, or `{forms[0]}` and `outputs`"
+        )
 
 
-def averages(task: Task) -> bool:
-    """Whether the losses of micro-batches are averaged by their items, not added up."""
+def has_mean_loss(task: Task) -> bool:
+    """Whether the losses of micro-batches are averaged, weighted by items, and not added."""
     return task.reduction in ("mean", "micro-batch")
 
 
-def takes_gradients(task: Task) -> bool:
-    """Whether the task's loss computes gradients itself, so that an evaluation needs a graph."""
+def needs_graph(task: Task) -> bool:
+    """Whether the loss itself computes gradients, so that an evaluation needs a graph."""
     return bool(getattr(task, "_takes_gradients", False))
 
 
-def set_found(task: Task, reduction: str, gradients: bool) -> None:
-    """Set what was detected of a task that does not declare it.
-
-    The next run detects it again.
+def set_detected(task: Task, reduction: str, gradients: bool) -> None:
+    """Store what the trial before step 1 detected; the next run detects it again.
 
     Args:
-        reduction: "" if it is declared.
-        gradients: see `takes_gradients`.
+        task: the task.
+        reduction: the detected one; "" if the task declares it.
+        gradients: see `needs_graph`.
     """
     if reduction:
         vars(task).setdefault("_reduction_before", task.reduction)
@@ -397,40 +386,37 @@ def set_found(task: Task, reduction: str, gradients: bool) -> None:
     vars(task)["_takes_gradients"] = gradients
 
 
-def looks_at_whole_step(task: Task) -> bool:
+def has_step_loss(task: Task) -> bool:
     """Whether the loss covers all samples of a step (`outputs` and `step_loss`)."""
     return has_own(task, "outputs")
 
 
-def written(task: Task) -> Any:
-    """Return the object that the user wrote."""
-    return task.given if isinstance(task, _Adapted) else task
+def user_task(task: Task) -> Any:
+    """Return the user's own object."""
+    return task.original if isinstance(task, _WrappedTask) else task
 
 
 def has_own(task: Task, method: str) -> bool:
-    """Whether `method` is more than the base class's default."""
+    """Whether the task overrides `method`."""
     return getattr(getattr(task, method), "__func__", None) is not getattr(Task, method)
 
 
 def items_of_a_sample(task: Task) -> int | None:
-    """Return the items of every sample, if known.
-
-    None if each batch must be counted: it may lack samples.
-    """
+    """Return the items of every sample; None if each batch must be counted."""
     return task.items_per_sample or (None if has_own(task, "count") or has_own(task, "collate") else 1)
 
 
 def _check_names(task: Any) -> None:
-    """Raise ConfigError for a method that resembles one of a Task's and is never called."""
+    """Check for methods that resemble one of Task and are never called. Raises ConfigError."""
     own = [name for kind in type(task).__mro__ if kind is not Task for name in vars(kind) if callable(vars(kind)[name])]
     missing = [name for name in METHODS if getattr(type(task), name, None) in (None, getattr(Task, name))]
     for name in own:
         if name.startswith("_") or name in METHODS:
             continue
         close = difflib.get_close_matches(name, missing, n=1, cutoff=0.8)
-        meant = close[0] if close else _ELSEWHERE.get(name, "")
-        if meant in missing:
+        similar = close[0] if close else _FOREIGN_NAMES.get(name, "")
+        if similar in missing:
             raise ConfigError(
-                f"the task {type(task).__name__} has a method `{name}`, which is never called: call it `{meant}`, or "
-                f"`_{name}` if it is only a helper"
+                f"the task {type(task).__name__} has a method `{name}`, which is never called; rename it `{similar}`, "
+                f"or `_{name}` if it is a helper"
             )

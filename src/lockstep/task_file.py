@@ -11,46 +11,47 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 
-__all__ = ["imported_class"]
+__all__ = ["import_class"]
 
-_MUST = ("model", "dataset")
+_METHODS = ("model", "dataset")
 
 
-def imported_class(named: str, flag: str, must: Iterable[str] = _MUST) -> Callable[[], Any]:
+def import_class(name: str, flag: str, methods: Iterable[str] = _METHODS) -> Callable[[], Any]:
     """Import the class that `FILE.py:CLASS` names.
 
     Args:
+        name: FILE.py:CLASS.
         flag: the flag to name in errors.
-        must: methods of the classes that an error suggests.
+        methods: methods of the classes that an error suggests.
 
     Raises:
-        ConfigError: there is none; the message lists classes of the file with these methods.
+        ConfigError: there is none; the message suggests a class of the file.
     """
-    file, _, name = named.rpartition(":")
-    if not file and Path(named).is_file():
-        file, name = named, ""
+    file, _, class_name = name.rpartition(":")
+    if not file and Path(name).is_file():
+        file, class_name = name, ""
     path = Path(file)
     if not file or not path.is_file():
-        raise ConfigError(f"{flag} '{named}': there is no such file; give FILE.py:Class")
-    module = _imported(named, path, flag)
-    kind: Callable[[], Any] | None = getattr(module, name, None) if name else None
+        raise ConfigError(f"{flag} '{name}': no such file; give FILE.py:Class")
+    module = _import_file(name, path, flag)
+    kind: Callable[[], Any] | None = getattr(module, class_name, None) if class_name else None
     if kind is None:
-        said = f"the file has no class {name}" if name else "it names no class"
-        own = [key for key, value in vars(module).items() if _has_all(value, module, must)]
-        close = difflib.get_close_matches(name, own, n=1)
-        meant = f"did you mean {file}:{close[0]}?" if close else f"give {' or '.join(f'{file}:{key}' for key in own)}"
-        wanted = "a subclass of lockstep.Task that the file defines" if flag == "--task" else "a class of the file"
-        meant = meant if own else f"give {file}:CLASS, {wanted}"
-        raise ConfigError(f"{flag} '{named}': {said}; {meant}")
+        problem = f"the file has no class {class_name}" if class_name else "no class is named"
+        own = [key for key, value in vars(module).items() if _has_all(value, module, methods)]
+        close = difflib.get_close_matches(class_name, own, n=1)
+        hint = f"did you mean {file}:{close[0]}?" if close else f"give {' or '.join(f'{file}:{key}' for key in own)}"
+        example = "a subclass of lockstep.Task that the file defines" if flag == "--task" else "a class of the file"
+        hint = hint if own else f"give {file}:CLASS, {example}"
+        raise ConfigError(f"{flag} '{name}': {problem}; {hint}")
     return kind
 
 
-def _imported(named: str, path: Path, flag: str) -> ModuleType:
+def _import_file(name: str, path: Path, flag: str) -> ModuleType:
     """Import the file as a module. Raises ConfigError if that fails."""
     module_name = f"lockstep_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{flag} '{named}' is no Python file; give FILE.py:Class")
+        raise ConfigError(f"{flag} '{name}' is not a Python file; give FILE.py:Class")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # so that its classes can be pickled for loader processes
     folder = str(path.resolve().parent)
@@ -60,11 +61,11 @@ def _imported(named: str, path: Path, flag: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(f"{flag} '{named}': {reason}; the file must import without an error") from error
+        raise ConfigError(f"{flag} '{name}': {reason}; the file must import without an error") from error
     return module
 
 
-def _has_all(value: Any, module: ModuleType, must: Iterable[str]) -> bool:
+def _has_all(value: Any, module: ModuleType, methods: Iterable[str]) -> bool:
     """Whether `value` is a class defined in the file, with these methods."""
     own = isinstance(value, type) and value.__module__ == module.__name__ and not inspect.isabstract(value)
-    return own and all(callable(getattr(value, method, None)) for method in must)
+    return own and all(callable(getattr(value, method, None)) for method in methods)

@@ -8,7 +8,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["is_dtensor", "local_of", "not_finite", "sent"]
+__all__ = ["copy_to_device", "is_dtensor", "local_of", "not_finite"]
 
 
 def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
@@ -26,7 +26,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach() if local.requires_grad else local  # called for each gradient in each step
 
 
-def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+def copy_to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a host tensor to a device through pinned memory, without waiting for it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 

@@ -4,14 +4,14 @@
     losses = whole([(0, 1.0, outputs), (1, 1.0, outputs)])     # of this rank's micro-batches, detached; collective
     engine.backward(whole.surrogate(0, task.outputs(model, batch)), 1.0)
 
-This serves `Task.outputs` and `Task.step_loss`. Pass 1 is each micro-batch's forward; its outputs are gathered in the
-order of the micro-batches. Every rank computes the loss on the same whole, and its gradient with respect to the
-outputs. Pass 2 is the same forward under the same seeds, and the backward of sum(outputs * gradient), whose gradient is
-the step's ("GradCache", Gao et al., arXiv 2101.06983). A rank with one micro-batch keeps the graph of pass 1. This
-takes memory for the outputs of all samples, twice.
+This serves `Task.outputs` and `Task.step_loss`. Pass 1 runs the forwards and gathers their outputs in the order of the
+micro-batches. Every rank computes the loss of all outputs, and its gradient with respect to them. Pass 2 repeats the
+forwards with the same seeds, and runs the backward of sum(outputs * gradient), whose gradient is the step's
+("GradCache", Gao et al., arXiv 2101.06983). A rank with one micro-batch keeps the graph of pass 1. The outputs of all
+samples take memory twice.
 
-Pass 1 makes a graph too, and drops it: kernels that depend on whether a gradient is needed could otherwise give a rank
-that keeps its graph other bits than one that does not.
+Pass 1 makes a graph too, and drops it: kernels that depend on whether a gradient is needed could otherwise compute
+other bits on a rank that keeps its graph.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,15 +30,15 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.exact import Subtotals, Subtrees, TreeSpan, piece_of_sum
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.passes import UNAUDITED, Passes, StepControl, described, unpacked
+from lockstep.passes import NO_AUDIT, Passes, StepControl, describe_value, split_loss
 from lockstep.records import Number, number_of
 from lockstep.task import HALVES, Task, has_own
 
 __all__ = [
     "WHOLE_LOSS",
     "WholeStepPasses",
-    "checked_outputs",
-    "whole_step_of",
+    "check_outputs",
+    "make_whole_step",
     "zero_of",
 ]
 
@@ -46,7 +46,7 @@ WHOLE_LOSS = -1  # micro-batch index of the loss itself, for its seed
 
 
 class _OutputForm(NamedTuple):
-    """The common form of all outputs: their tree, and each tensor's row shape and dtype."""
+    """The tree of the outputs, and each tensor's row shape and dtype."""
 
     tree: Any
     rows: tuple[tuple[torch.Size, torch.dtype], ...]
@@ -57,15 +57,15 @@ class WholeStep:
 
     Args:
         step_loss: outputs of all samples -> the loss.
-        rows: in its place, (own, whole, first) -> the part of one micro-batch; see `Task.step_loss_rows`.
+        rows: instead of it, (own, whole, first) -> the part of one micro-batch; see `Task.step_loss_rows`.
         world: the ranks.
         micro_batches: M.
         sharing: which micro-batches each rank computes; None: the same number each.
 
     Attributes:
         samples: of the last step, over all ranks.
-        numbers: what the loss of the last step returned with it: the micro-batch (or WHOLE_LOSS), the numbers by name,
-            and whether this rank counts them.
+        numbers: the task's own numbers of the last step: micro-batch (or WHOLE_LOSS), numbers by name, and whether
+            this rank counts them.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class WholeStep:
         self._form: _OutputForm | None = None
         self._gradients: dict[int, list[Tensor | None]] = {}
 
-    def __call__(self, found: Sequence[tuple[int, float, Any]], *, gradient: bool = True) -> list[Tensor]:
+    def __call__(self, batches: Sequence[tuple[int, float, Any]], *, gradient: bool = True) -> list[Tensor]:
         """Compute the loss of the step. Collective.
 
         Args:
-            found: (index, weight, outputs) of each of this rank's micro-batches, in order; an empty slot, of weight 0,
-                only shows the form.
-            gradient: compute the gradient with respect to the outputs too, for `surrogate`.
+            batches: (index, weight, outputs) of each of this rank's micro-batches, in order; an empty slot, of weight
+                0, only has the form.
+            gradient: also compute the gradient with respect to the outputs, for `surrogate`.
 
         Returns:
             0-dim tensors whose sum over all ranks is the step's loss.
@@ -99,10 +99,10 @@ class WholeStep:
             LockstepError: the outputs differ in form between the micro-batches.
             PeerError: a rank was lost.
         """
-        leaves = [(index, weight, self._leaves(index, outputs)) for index, weight, outputs in found]
+        leaves = [(index, weight, self._leaves(index, outputs)) for index, weight, outputs in batches]
         own = [(index, tensors) for index, weight, tensors in leaves if weight]
         columns = [torch.cat([tensors[k] for _, tensors in own] or [leaves[0][2][k][:0]]) for k in range(self._width)]
-        whole, first = self._gathered(columns)
+        whole, first = self._gather(columns)
         self.samples, self.numbers = len(whole[0]), []
         with torch.set_grad_enabled(gradient):
             inputs = [_leaf(column, gradient) for column in whole]
@@ -126,32 +126,32 @@ class WholeStep:
         gradients = self._gradients.get(index)
         if gradients is None:  # an empty slot: its backward runs, and counts nothing
             gradients = [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in tensors]
-        found = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None and t.requires_grad]
-        if not found:
+        pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None and t.requires_grad]
+        if not pairs:
             raise ConfigError(
-                "the task's `step_loss` does not depend on what the model computed: compute it from the outputs, "
-                "without detach() and no_grad()"
+                "the task's `step_loss` does not depend on the model; compute it from the outputs, without "
+                "detach() and no_grad()"
             )
-        return torch.stack([(t.to(g.dtype) * g).sum() for t, g in found]).sum()
+        return torch.stack([(t.to(g.dtype) * g).sum() for t, g in pairs]).sum()
 
     @property
     def _width(self) -> int:
         return len(self._form.rows) if self._form else 0
 
     def _leaves(self, index: int, outputs: Any) -> list[Tensor]:
-        """List the outputs' tensors, and check that they have the first ones' form."""
-        tensors, tree = pytree.tree_flatten(checked_outputs(outputs))
+        """List the outputs' tensors, and check that their form is that of the first outputs."""
+        tensors, tree = pytree.tree_flatten(check_outputs(outputs))
         form = _OutputForm(tree, tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors))
         self._form = self._form or form
         if form != self._form:
+            own, other = _describe_form(form), _describe_form(self._form)
             raise LockstepError(
-                f"{rank_label(self._world.rank)}: the task's `outputs` of micro-batch {index} are {_shown(form)}, and "
-                f"those of another one {_shown(self._form)}: only the number of samples may differ; pad them to "
-                "one size"
+                f"{rank_label(self._world.rank)}: the task's `outputs` of micro-batch {index} are {own}, but those of "
+                f"another are {other}: only the number of samples may differ; pad them to one size"
             )
         return tensors
 
-    def _gathered(self, columns: list[Tensor]) -> tuple[list[Tensor], int]:
+    def _gather(self, columns: list[Tensor]) -> tuple[list[Tensor], int]:
         """Gather the rows of all ranks in the micro-batches' order. Collective.
 
         Returns:
@@ -163,21 +163,23 @@ class WholeStep:
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world.size)]
         # As bytes: one collective for all dtypes, also those that a backend does not support.
         rows = [column.detach().resolve_conj().contiguous() for column in columns]
-        widths = [shape.numel() * dtype.itemsize for shape, dtype in self._known().rows]
+        widths = [shape.numel() * dtype.itemsize for shape, dtype in self._first_form().rows]
         with translate_errors():
             dist.all_gather(counts, torch.tensor([size]), group=self._world.control)  # collective
             sizes = [int(count) for count in counts]
-            sent = torch.zeros(max(sizes), sum(widths), dtype=torch.uint8, device=columns[0].device)
+            send = torch.zeros(max(sizes), sum(widths), dtype=torch.uint8, device=columns[0].device)
             if size:
-                flat = (row.view(size, shape.numel()) for row, (shape, _) in zip(rows, self._known().rows, strict=True))
-                sent[:size] = torch.cat([row.view(torch.uint8) for row in flat], dim=1)
-            received = [torch.empty_like(sent) for _ in sizes]
-            dist.all_gather(received, sent)  # collective
+                flat = (
+                    row.view(size, shape.numel()) for row, (shape, _) in zip(rows, self._first_form().rows, strict=True)
+                )
+                send[:size] = torch.cat([row.view(torch.uint8) for row in flat], dim=1)
+            received = [torch.empty_like(send) for _ in sizes]
+            dist.all_gather(received, send)  # collective
         packed = torch.cat([part[:count] for part, count in zip(received, sizes, strict=True)])
         parts = packed.split_with_sizes(widths, dim=1)
         whole = [
             part.contiguous().view(dtype).view(len(packed), *shape)
-            for part, (shape, dtype) in zip(parts, self._known().rows, strict=True)
+            for part, (shape, dtype) in zip(parts, self._first_form().rows, strict=True)
         ]
         return whole, sum(sizes[:rank])
 
@@ -186,65 +188,59 @@ class WholeStep:
     ) -> tuple[list[Tensor], list[list[Tensor | None]]]:
         """Compute the loss on every rank; the rank that has the first sample reports it."""
         assert self._step_loss is not None
-        loss, beside = unpacked(self._step_loss(self._tree(inputs)), "step_loss")
+        loss, numbers = split_loss(self._step_loss(self._tree(inputs)), "step_loss")
         gradients = _gradients(loss, inputs)
         losses = [loss.detach()] if own and first == 0 else []
-        self._keep_numbers(WHOLE_LOSS, beside, self.samples, counts=bool(losses))
+        self._keep_numbers(WHOLE_LOSS, numbers, self.samples, counts=bool(losses))
         return losses, [
-            _rows_of(gradients, begin, len(t[0])) for (_, t), begin in zip(own, _begins(own, first), strict=True)
+            _rows_of(gradients, begin, len(t[0])) for (_, t), begin in zip(own, _first_rows(own, first), strict=True)
         ]
 
     def _in_parts(
         self, inputs: list[Tensor], own: list[tuple[int, list[Tensor]]], first: int
     ) -> tuple[list[Tensor], list[list[Tensor | None]]]:
-        """Compute the parts of this rank's micro-batches. Collective.
-
-        Gradients of the whole are summed in the tree.
-        """
+        """Compute the parts of this rank's micro-batches; sum gradients in the tree. Collective."""
         assert self._rows is not None
         gradient = torch.is_grad_enabled()
-        losses, mine, sums = list[Tensor](), list[list[Tensor | None]](), list[Tensor]()
-        for (index, tensors), begin in zip(own, _begins(own, first), strict=True):
+        losses, row_gradients, sums = list[Tensor](), list[list[Tensor | None]](), list[Tensor]()
+        for (index, tensors), begin in zip(own, _first_rows(own, first), strict=True):
             rows = [_leaf(column.detach()[begin : begin + len(tensors[0])], gradient) for column in inputs]
-            loss, beside = unpacked(self._rows(self._tree(rows), self._tree(inputs), begin), "step_loss_rows")
-            self._keep_numbers(index, beside, len(tensors[0]), counts=True)
-            found = _gradients(loss, [*rows, *inputs])
+            loss, numbers = split_loss(self._rows(self._tree(rows), self._tree(inputs), begin), "step_loss_rows")
+            self._keep_numbers(index, numbers, len(tensors[0]), counts=True)
+            gradients = _gradients(loss, [*rows, *inputs])
             losses.append(loss.detach())
-            mine.append(found[: len(rows)])
+            row_gradients.append(gradients[: len(rows)])
             if gradient:
-                sums.append(_flat(found[len(rows) :], inputs))
+                sums.append(_flatten(gradients[len(rows) :], inputs))
         if not gradient:
-            return losses, mine
-        total = self._summed(sums, inputs)
-        shared = _unflat(total, inputs)
+            return losses, row_gradients
+        total = self._sum(sums, inputs)
+        shared = _unflatten(total, inputs)
         both = []
-        for (_, tensors), begin, found in zip(own, _begins(own, first), mine, strict=True):
-            rest = _rows_of(shared, begin, len(tensors[0]))
-            both.append([b if a is None else a if b is None else a + b for a, b in zip(found, rest, strict=True)])
+        for (_, tensors), begin, direct in zip(own, _first_rows(own, first), row_gradients, strict=True):
+            others = _rows_of(shared, begin, len(tensors[0]))
+            both.append([b if a is None else a if b is None else a + b for a, b in zip(direct, others, strict=True)])
         return losses, both
 
-    def _keep_numbers(self, index: int, beside: Mapping[str, Any], samples: int, *, counts: bool) -> None:
-        """Keep the numbers of the loss, or of a part of it, weighted by samples."""
-        parts = {name: number_of(value, samples, self.samples) for name, value in beside.items()}
+    def _keep_numbers(self, index: int, numbers: Mapping[str, Any], samples: int, *, counts: bool) -> None:
+        """Store the numbers of the loss, or of a part of it, weighted by samples."""
+        parts = {name: number_of(value, samples, self.samples) for name, value in numbers.items()}
         self.numbers.append((index, parts, counts))
 
-    def _summed(self, vectors: list[Tensor], inputs: list[Tensor]) -> Tensor:
-        """Sum over all micro-batches in the fixed tree. Collective.
-
-        The bits are the same on any number of ranks.
-        """
+    def _sum(self, vectors: list[Tensor], inputs: list[Tensor]) -> Tensor:
+        """Sum over all micro-batches in the fixed tree, with the same bits on any ranks. Collective."""
         shares = self._sharing.now if self._sharing else equal_shares(self._micro_batches, self._world.size)
         parts, ranks = Subtrees(self._micro_batches, self._world, shares), self._world.size
         length = sum(tensor.numel() for tensor in inputs if tensor.requires_grad)
         padded = length + -length % ranks
         like = next((vector for vector in vectors), None)
-        like = _flat([None] * len(inputs), inputs) if like is None else like
+        like = _flatten([None] * len(inputs), inputs) if like is None else like
         sums: Subtotals[Tensor] = Subtotals(self._micro_batches, Tensor.add_)
         for place in range(parts.mine.start, parts.mine.stop):
-            held = like.new_zeros(padded)
+            vector = like.new_zeros(padded)
             if vectors:
-                held[:length] = vectors.pop(0)
-            sums.push(TreeSpan(place, place + 1), held)
+                vector[:length] = vectors.pop(0)
+            sums.push(TreeSpan(place, place + 1), vector)
         if ranks == 1:
             (total,) = sums.taken()
             return total[:length]
@@ -255,9 +251,9 @@ class WholeStep:
         return total[:length]
 
     def _tree(self, tensors: list[Tensor]) -> Any:
-        return pytree.tree_unflatten(tensors, self._known().tree)
+        return pytree.tree_unflatten(tensors, self._first_form().tree)
 
-    def _known(self) -> _OutputForm:
+    def _first_form(self) -> _OutputForm:
         assert self._form is not None
         return self._form
 
@@ -268,16 +264,16 @@ class WholeStepPasses(Passes):
     def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
         super().__init__(engine, task, control)
         self._task = task
-        self._whole = whole_step_of(task, control.world, control.micro_batches, control.sharing)
+        self._whole = make_whole_step(task, control.world, control.micro_batches, control.sharing)
 
     def _pass(self, step: int, micro: list[MicroBatch], items: float, *, counts: bool) -> list[Tensor]:
         if len(micro) == 1:
-            losses = self._one(step, micro[0], counts)
-            self._take_numbers(step, counts)
+            losses = self._single_pass(step, micro[0], counts)
+            self._collect_numbers(step, counts)
         else:
-            found = [(batch.index, batch.weight, self._forward(step, batch)) for batch in micro]
-            losses = self._losses(step, found)
-            self._take_numbers(step, counts)
+            batches = [(batch.index, batch.weight, self._forward(step, batch)) for batch in micro]
+            losses = self._losses(step, batches)
+            self._collect_numbers(step, counts)
 
             def surrogate(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, None]:
                 return self._whole.surrogate(batch.index, self._task.outputs(model, batch.data)), None
@@ -285,12 +281,12 @@ class WholeStepPasses(Passes):
             self._backwards(step, micro, surrogate, 1.0, counts=counts)
         return [loss.double() * items for loss in losses]  # since the record divides by the items
 
-    def _take_numbers(self, step: int, counts: bool) -> None:
+    def _collect_numbers(self, step: int, counts: bool) -> None:
         for index, parts, counted in self._whole.numbers if counts else ():
-            self._gathered.add(step, index, parts, counts=counted)
+            self._numbers.add(step, index, parts, counts=counted)
 
     def _forward(self, step: int, batch: MicroBatch) -> Any:
-        """Compute the outputs of a micro-batch without changing buffers: its forward runs again."""
+        """Compute the outputs of a micro-batch without changing buffers; pass 2 changes them."""
         control, engine = self._control, self._engine
         control.seed(step, batch.index)
         with engine.accumulate(False, False), control.kernels(step, batch.index):
@@ -298,36 +294,36 @@ class WholeStepPasses(Passes):
         control.clock.lap("forward")
         return outputs
 
-    def _one(self, step: int, batch: MicroBatch, counts: bool) -> list[Tensor]:
-        """Run the pass of a rank with one micro-batch, whose graph is kept."""
+    def _single_pass(self, step: int, batch: MicroBatch, counts: bool) -> list[Tensor]:
+        """Run the pass of a rank with one micro-batch, keeping its graph."""
         control, engine = self._control, self._engine
         if self._hooks:
             self._hooks.before_batch(step, batch.index, 0, 1, counts=bool(batch.weight))
         control.seed(step, batch.index)
-        audit = control.audit if counts else UNAUDITED
-        with engine.accumulate(True, counts), audit.watch(step, batch) as seen:
+        audit = control.audit if counts else NO_AUDIT
+        with engine.accumulate(True, counts), audit.watch(step, batch) as observe:
             with control.kernels(step, batch.index):
                 outputs = self._task.outputs(engine.model, batch.data)
             control.clock.lap("forward")
             losses = self._losses(step, [(batch.index, batch.weight, outputs)])
-            engine.backward(seen(self._whole.surrogate(batch.index, outputs)), batch.weight)
+            engine.backward(observe(self._whole.surrogate(batch.index, outputs)), batch.weight)
             control.clock.lap("backward")
         return losses
 
-    def _losses(self, step: int, found: Sequence[tuple[int, float, Any]]) -> list[Tensor]:
+    def _losses(self, step: int, batches: Sequence[tuple[int, float, Any]]) -> list[Tensor]:
         self._control.seed(step, WHOLE_LOSS)  # the same on every rank, whatever it drew before
-        return self._whole(found)
+        return self._whole(batches)
 
 
-def whole_step_of(task: Task, world: World, micro_batches: int, sharing: ShareSchedule | None = None) -> WholeStep:
+def make_whole_step(task: Task, world: World, micro_batches: int, sharing: ShareSchedule | None = None) -> WholeStep:
     """Make the WholeStep of a task, with `step_loss` or `step_loss_rows`."""
     rows = task.step_loss_rows if has_own(task, "step_loss_rows") else None
     step_loss = None if rows else task.step_loss
     return WholeStep(step_loss=step_loss, rows=rows, world=world, micro_batches=micro_batches, sharing=sharing)
 
 
-def checked_outputs(outputs: Any) -> Any:
-    """Check what a task's `outputs` returned: tensors with the same number of rows.
+def check_outputs(outputs: Any) -> Any:
+    """Check that a task's `outputs` returned tensors with the same number of rows.
 
     Raises:
         ConfigError: they are not.
@@ -335,15 +331,15 @@ def checked_outputs(outputs: Any) -> Any:
     tensors = pytree.tree_leaves(outputs)
     odd = [each for each in tensors if not isinstance(each, Tensor) or not each.ndim]
     if odd or not tensors:
-        what = described(odd[0]) if odd else "no tensor"
+        problem = describe_value(odd[0]) if odd else "no tensor"
         raise ConfigError(
-            f"the task's `outputs` returned {what}: it must return a tensor of shape [samples, ...], or a tuple or "
-            "dict of such; a number that `step_loss` needs is an output too, as scale.repeat(samples)"
+            f"the task's `outputs` returned {problem}: it must return a tensor of shape [samples, ...], or a tuple "
+            "or dict of them; a number that `step_loss` needs is an output too, as scale.repeat(samples)"
         )
     rows = sorted({len(tensor) for tensor in tensors})
     if len(rows) > 1:
         raise ConfigError(
-            f"the task's `outputs` returned tensors of {rows[0]} and of {rows[-1]} rows: each needs one row a sample"
+            f"the task's `outputs` returned tensors of {rows[0]} and of {rows[-1]} rows: each needs one row per sample"
         )
     return outputs
 
@@ -354,9 +350,9 @@ def zero_of(outputs: Any) -> Tensor:
 
 
 def _leaf(column: Tensor, gradient: bool) -> Tensor:
-    """Turn an output into an input of the loss.
+    """Make an input of the loss from an output; half precision becomes float32.
 
-    Half precision becomes float32, so that its gradient is not rounded.
+    Otherwise its gradient would be rounded.
     """
     column = column.detach()
     if not (column.is_floating_point() or column.is_complex()):
@@ -365,36 +361,36 @@ def _leaf(column: Tensor, gradient: bool) -> Tensor:
 
 
 def _gradients(loss: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ())
-    return [next(found) if tensor.requires_grad else None for tensor in inputs]
+    leaves = [tensor for tensor in inputs if tensor.requires_grad]
+    gradients = iter(torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ())
+    return [next(gradients) if tensor.requires_grad else None for tensor in inputs]
 
 
-def _begins(own: list[tuple[int, list[Tensor]]], first: int) -> list[int]:
+def _first_rows(own: list[tuple[int, list[Tensor]]], first: int) -> list[int]:
     """Return the first row of each micro-batch."""
-    found = []
+    rows = []
     for _, tensors in own:
-        found.append(first)
+        rows.append(first)
         first += len(tensors[0])
-    return found
+    return rows
 
 
 def _rows_of(columns: list[Tensor | None], begin: int, count: int) -> list[Tensor | None]:
     return [None if column is None else column[begin : begin + count] for column in columns]
 
 
-def _flat(gradients: Sequence[Tensor | None], inputs: list[Tensor]) -> Tensor:
+def _flatten(gradients: Sequence[Tensor | None], inputs: list[Tensor]) -> Tensor:
     """Concatenate the gradients of inputs that need one into a vector; missing ones are zeros."""
     pairs = [(g, t) for g, t in zip(gradients, inputs, strict=True) if t.requires_grad]
     return torch.cat([(torch.zeros_like(t) if g is None else g).detach().reshape(-1) for g, t in pairs])
 
 
-def _unflat(vector: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
+def _unflatten(vector: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
     sizes = [tensor.numel() for tensor in inputs if tensor.requires_grad]
     parts = iter(vector.split_with_sizes(sizes))
     return [next(parts).view_as(tensor) if tensor.requires_grad else None for tensor in inputs]
 
 
-def _shown(form: _OutputForm) -> str:
+def _describe_form(form: _OutputForm) -> str:
     rows = ", ".join(f"{str(dtype).removeprefix('torch.')} {['samples', *shape]}" for shape, dtype in form.rows)
     return rows.replace("'", "")

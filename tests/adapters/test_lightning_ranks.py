@@ -246,11 +246,11 @@ def test_the_command_takes_a_file(tmp_path, monkeypatch, capsys):
     assert ended.value.code == 2
     assert "the run's model, of --task lightning:mine.py:Module,mine.py:Data, is neither" in capsys.readouterr().err
     for wrong, told in (
-        (["--datamodule", "mine.py:Data"], "give --lightning FILE.py:Module too"),
-        (["--lightning", "mine.py:Module", "--task", "mine.py:Module"], "leave one out"),
+        (["--datamodule", "mine.py:Data"], "add --lightning FILE.py:Module"),
+        (["--lightning", "mine.py:Module", "--task", "mine.py:Module"], "remove one"),
         (["--lightning", "mine.py:Modul"], "the file has no class Modul; did you mean mine.py:Module?"),
         (["--lightning", "mine.py:Net"], "the file has no class Net; give mine.py:Module"),
-        (["--lightning", "mine.py:Module", "--datamodule", "mine.py"], "it names no class; give mine.py:Data"),
+        (["--lightning", "mine.py:Module", "--datamodule", "mine.py"], "no class is named; give mine.py:Data"),
     ):
         with pytest.raises(SystemExit) as ended:
             cli.main(["train", *wrong])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 
 import lockstep
 from lockstep.adapters.hf_trainer.data import Batching, EpochShuffled, labelled
@@ -309,7 +310,7 @@ def test_a_run_resumes_with_the_same_bits_and_with_loader_processes(tmp_path):
 
 def test_a_resume_with_another_schedule_is_refused(tmp_path):
     trained(causal(tmp_path / "a", save_strategy="steps", save_steps=2), stop_at=2)
-    with pytest.raises(lockstep.errors.ResumeError, match="training data of other content"):
+    with refuses(lockstep.errors.ResumeError, "training data"):
         trained(causal(tmp_path / "a", lr_scheduler_type="cosine"))
 
 

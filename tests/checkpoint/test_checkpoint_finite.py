@@ -23,7 +23,7 @@ from lockstep.errors import CheckpointError, LockstepError
 from lockstep.guards.nonfinite import DeferredReader
 from lockstep.logging.jsonl import read
 from lockstep.tensors import local_of, not_finite
-from lockstep.training.resume import chosen
+from lockstep.training.resume import select_checkpoint
 
 BAD = [math.nan, math.inf, -math.inf]
 
@@ -72,7 +72,9 @@ def test_what_one_rank_sees_in_its_part_is_said_on_all(tmp_path, how):
     lines = []
     assert checkpoint.find_newest(tmp_path, World(), lines.append) == checkpoint.path_of(tmp_path, 1)
     assert [name for line, name in zip(lines, reversed(NAMES), strict=True) if name not in line] == []
-    assert checkpoint.newest(tmp_path, say=str) == chosen(tmp_path, "last") == checkpoint.path_of(tmp_path, 1)
+    assert (
+        checkpoint.newest(tmp_path, say=str) == select_checkpoint(tmp_path, "last") == checkpoint.path_of(tmp_path, 1)
+    )
     assert [len(checkpoint.verify(checkpoint.path_of(tmp_path, step))) for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
 
 

@@ -20,7 +20,7 @@ from lockstep.cli import dispatch
 from lockstep.errors import ConfigError
 from lockstep.logging.jsonl import read
 from lockstep.training.run_dir import RunFolder, RunLock
-from lockstep.training.runs import listed
+from lockstep.training.runs import list_runs
 
 SLOW = """
 import sys, time
@@ -36,7 +36,7 @@ for step in lockstep.Run(config({folder!r}, experiment_name="slow", log_freq=1),
 
 
 def rows(folder):
-    return {row.name: row for row in listed(folder)}
+    return {row.name: row for row in list_runs(folder)}
 
 
 def test_runs_say_how_far_how_good_and_how_they_ended(tmp_path, capsys):
@@ -141,7 +141,7 @@ def test_a_run_that_goes_on_and_one_that_a_signal_ended(tmp_path, number, state)
         process.communicate()
     row = rows(tmp_path)["slow"]
     assert row.state == state
-    assert ("ended without a word" in row.note) == (not quick)
+    assert (f"process {process.pid} on" in row.note) == (not quick)
 
 
 def test_damaged_and_foreign_folders_are_rows(tmp_path, capsys):
@@ -170,7 +170,7 @@ def test_damaged_and_foreign_folders_are_rows(tmp_path, capsys):
     (tmp_path / "evil\x1b[31m").mkdir()
     found = rows(tmp_path)
     assert {row.state for row in found.values()} == {"unknown"}
-    assert found["foreign"].note == "no run's folder"
+    assert "run's folder" in found["foreign"].note
     for name in ("torn", "list", "bytes", "deep", "folders"):
         assert found[name].note == "state.json is damaged"
     assert dispatch(["runs", str(tmp_path)]) == 0
@@ -208,7 +208,7 @@ def test_looking_does_not_stand_in_the_way_of_a_start(tmp_path):
     (folder.path / "run.lock").write_text(f"process 999999999 on {socket.gethostname()}, started x\n")
     assert folder.owner == (f"process 999999999 on {socket.gethostname()}, started x", False)
     lock = RunLock(folder.path / "run.lock")
-    assert lock.take(make=True).startswith("process 999999999")
+    assert lock.acquire(make=True).startswith("process 999999999")
     lock.release()
 
 

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.cli import parse, to_toml
-from lockstep.config.schema import _PLACES, BOUNDS, Config, flag, lookup
+from lockstep.config.schema import _AUTO_VALUES, BOUNDS, Config, flag, lookup
 from lockstep.errors import ConfigError
 
 PLAIN = Config()
@@ -28,7 +28,7 @@ def outside(draw):
         below = st.floats(max_value=math.nextafter(least, -math.inf))
         above = st.floats(min_value=math.nextafter(most, math.inf)) | st.just(math.nan)
     value = draw(below | above)
-    assume(value != _PLACES.get(name))
+    assume(value != _AUTO_VALUES.get(name))
     return name, value, what
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 
 from lockstep import cli
-from lockstep.config.cli import FIRST, flat, option_list, parse, read, to_toml
+from lockstep.config.cli import COMMON_FLAGS, flatten, option_list, parse, read_toml, to_toml
 from lockstep.config.hints import FOREIGN
 from lockstep.config.schema import Config, default_micro_batch_size, flag, sections
 from lockstep.config.sections import Data, Optim
-from lockstep.config.task_options import TASKS, belongs, kind_of
+from lockstep.config.task_options import TASKS, is_option_of, kind_of
 from lockstep.errors import ConfigError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -54,7 +55,7 @@ def test_the_file_written_is_the_config_read(config):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
         path.write_text(to_toml(config), encoding="utf-8")
-        assert read(path) == flat(config)
+        assert read_toml(path) == flatten(config)
         assert parse(["--config", str(path)]) == config
 
 
@@ -71,7 +72,7 @@ def test_the_file_written_is_the_config_read(config):
         (["--bf16"], "unknown flag --bf16: here it is --precision bf16"),
         (["--fp16"], "unknown flag --fp16: here it is --precision fp16"),
         (["--output-dir", "a"], "unknown flag --output-dir: here it is --save-dir"),
-        (["--resume"], "unknown flag --resume: the same --experiment-name resumes by itself"),
+        (["--resume"], ("unknown flag --resume", "--experiment-name")),
         (["--name", "a"], "unknown flag --name: here it is --experiment-name"),
         (["--epochs", "3"], "unknown flag --epochs: here it is --num-epochs"),
         (["--steps", "3"], "unknown flag --steps: here it is --max-steps"),
@@ -90,7 +91,7 @@ def test_the_file_written_is_the_config_read(config):
         (["--batch-size", "0"], "--batch-size is 0: it must be at least 1"),
         (
             ["--batch-size", "30", "--micro-batch-size", "7"],
-            "--batch-size 30 is not a multiple of --micro-batch-size 7: use --micro-batch-size 6",
+            ("--batch-size 30", "--micro-batch-size 7", "--micro-batch-size 6"),
         ),
         (["--engine", "warp"], "--engine is 'warp': choose one of"),
         (["--precision", "fp8"], "--precision is 'fp8': choose one of"),
@@ -99,26 +100,26 @@ def test_the_file_written_is_the_config_read(config):
         (["--experiment-name", "a/b"], "--experiment-name 'a/b' would lead out of --save-dir"),
         (["--experiment-name", "../../x"], "would lead out of --save-dir"),
         (["--experiment-name", ".."], "would lead out of --save-dir"),
-        (["--experiment-name", "a\nb"], r"--experiment-name 'a\\nb' has characters that cannot be printed"),
+        (["--experiment-name", "a\nb"], ("--experiment-name", r"'a\nb'")),
         (["--experiment-name", "\x1b[31m"], "has characters that cannot be printed"),
         (["--experiment-name", "x" * 201], "has 201 characters, more than 200"),
         (["--experiment-name", " "], "is empty"),
         (["--config", "nowhere.toml"], "--config nowhere.toml: No such file or directory"),
         (["stray"], "unknown flag stray"),
-        (["--task", "imags"], "--task is 'imags': did you mean images? or give FILE.py:CLASS for a task of your own"),
+        (["--task", "imags"], ("--task is 'imags'", "images", "FILE.py:CLASS")),
         (["--task", "zzz"], "--task is 'zzz': choose one of causal-lm, images"),
-        (["--images.size", "3"], "--images.size is no option of --task causal-lm, but of images: leave it out"),
-        (["--task", "images", "--seq-len", "3"], "--seq-len is no option of --task images, but of causal-lm"),
-        (["--optim.cooldown", "0.3"], "--optim.cooldown is no option of --optim.schedule cosine, but of wsd: leave it"),
+        (["--images.size", "3"], ("--images.size", "--task causal-lm", "images")),
+        (["--task", "images", "--seq-len", "3"], ("--seq-len", "--task images", "causal-lm")),
+        (["--optim.cooldown", "0.3"], ("--optim.cooldown", "--optim.schedule cosine", "wsd")),
         (
             ["--optim.schedule", "wsd", "--optim.period", "5"],
-            "--optim.period is no option of --optim.schedule wsd, but of cosine-periodic or step: leave it out",
+            ("--optim.period", "--optim.schedule wsd", "cosine-periodic", "step"),
         ),
         (["--images.flip", "maybe"], "--images.flip is 'maybe': choose one of auto, true, false"),
     ],
 )
 def test_bad_flags(arguments, line):
-    with pytest.raises(ConfigError, match=line if "\\" in line else re.escape(line)) as caught:
+    with refuses(ConfigError, *((line,) if isinstance(line, str) else line)) as caught:
         parse(arguments)
     assert "\n" not in str(caught.value)
 
@@ -186,13 +187,13 @@ def test_a_section_is_a_dict_of_its_fields():
         ({"warmup_steps": 3}, "Config has no 'warmup_steps': did you mean optim.warmup_steps?"),
         ({"optim": {"warmup": 3}}, "Optim has no 'warmup': did you mean warmup_steps?"),
         ({"data": {"zzz": 3}}, "Data has no 'zzz'; it has workers, prefetch"),
-        ({"optim": 3}, "optim is 3: give Optim(...) or a dict of its fields"),
+        ({"optim": 3}, "optim is 3: it must be Optim(...)"),
         ({"optim": {"clip": -1}}, "optim.clip is -1.0: it must be"),
         ({"batch_size": 0}, "batch_size is 0: it must be at least 1"),
         ({"batch_size": "8"}, "batch_size is '8': it must be a whole number"),
         ({"engine": "warp"}, "engine is 'warp': choose one of"),
-        ({"batch_size": 30, "micro_batch_size": 7}, "batch_size 30 is not a multiple of micro_batch_size 7: use micro"),
-        ({"experiment_name": "../x"}, "experiment_name '../x' would lead out of save_dir: use letters"),
+        ({"batch_size": 30, "micro_batch_size": 7}, "batch_size 30 is not a multiple of micro_batch_size 7; use micro"),
+        ({"experiment_name": "../x"}, "experiment_name '../x' would lead out of save_dir; use letters"),
         ({"experiment_name": "{lr}"}, None),
         *[({"save_dir": at}, f"save_dir is '{at}'") for at in ("s3://bucket/runs", "gs:/a", "hdfs:", "file:///x")],
     ],
@@ -243,7 +244,7 @@ PARTS = "--micro-batch-size, which divides --batch-size, the samples of a step o
         ("--bf16", ": here it is --precision bf16"),
         ("--fp16", ": here it is --precision fp16"),
         ("--output-dir", ": here it is --save-dir"),
-        ("--resume", ": the same --experiment-name resumes by itself"),
+        ("--resume", ": the same --experiment-name resumes automatically"),
         ("--name", ": here it is --experiment-name"),
         ("--run-name", ": here it is --experiment-name"),
         ("--eval-every", ": here it is --eval-freq"),
@@ -251,7 +252,7 @@ PARTS = "--micro-batch-size, which divides --batch-size, the samples of a step o
         ("--epochs", ": here it is --num-epochs"),
         ("--warmup", ": did you mean --optim.warmup-steps?"),
         ("--warmup-ratio", ": here it is --optim.warmup-steps, which takes a share of the plan too: 5%"),
-        ("--resume-from-checkpoint", ": the same --experiment-name resumes by itself"),
+        ("--resume-from-checkpoint", ": the same --experiment-name resumes automatically"),
         ("--per-device-train-batch-size", ": here it is --micro-batch-size"),
         ("--num-train-epochs", ": here it is --num-epochs"),
         ("--max-epochs", ": here it is --num-epochs"),
@@ -263,14 +264,14 @@ PARTS = "--micro-batch-size, which divides --batch-size, the samples of a step o
         ("--max-grad-norm", ": here it is --optim.clip"),
         ("--optimizer", ": here it is --optim.name"),
         ("--eval-strategy", ": here it is --eval-freq, which takes 1epoch too"),
-        ("--load-best-model-at-end", ": the best is kept by itself, judged by --best-metric; lockstep.load takes it"),
+        ("--load-best-model-at-end", ": the best checkpoint by --best-metric is always kept; lockstep.load loads it"),
         ("--limit-val-batches", ": here it is --limit-eval-batches"),
         ("--per-device-eval-batch-size", ": here it is --eval-micro-batch-size"),
         ("--ema-decay", ": here it is --optim.ema"),
-        ("--auto-lr-find", ": `lockstep train --find-lr` tries rates and proposes one for --lr"),
+        ("--auto-lr-find", ": `lockstep train --find-lr` tries rates and suggests one for --lr"),
         ("--lora-r", ": here it is --lora.rank"),
         ("--target-modules", ": here it is --lora.targets"),
-        ("--overwrite-output-dir", ": nothing is overwritten: give another --experiment-name"),
+        ("--overwrite-output-dir", ": a run is never overwritten; use another --experiment-name"),
     ],
 )
 def test_what_people_type_first_leads_to_the_flag(flag, meant):
@@ -344,15 +345,15 @@ def flags_of(text):
 def test_the_help_opens_with_the_first_flags_and_two_examples(argv, capsys):
     text = shown(argv, capsys)
     assert text.splitlines()[:2] == ["usage: lockstep train [flags]", ""]
-    assert flags_of(text) == [flag(name) for name in FIRST]
-    assert len(FIRST) == 10
+    assert flags_of(text) == [flag(name) for name in COMMON_FLAGS]
+    assert len(COMMON_FLAGS) == 10
     assert len(text.splitlines()) < 40
     examples = re.findall(r"^  (lockstep .*)", text, re.MULTILINE)
     assert len(examples) == 2
     for line in examples:
         assert parse(line.rpartition("train ")[2].split())  # each flag of it exists
     rest = text.splitlines()[-1]
-    assert rest == f"`lockstep train --help-all` shows all {len(flags_of(shown(['--help-all'], capsys)))} flags."
+    assert rest == f"`lockstep train --help-all` lists all {len(flags_of(shown(['--help-all'], capsys)))} flags."
 
 
 def test_a_scripts_help_has_its_own_name_in_its_examples(capsys):
@@ -365,7 +366,7 @@ def test_the_whole_help_begins_with_one_line_of_usage_and_is_in_groups(capsys):
     lines = shown(["--help-all"], capsys).splitlines()
     assert lines[:2] == ["usage: lockstep train [flags]", ""]
     groups = [line.rstrip(":") for line in lines if line.endswith(":") and line[0] != " "]
-    assert {"the run", "model and data", "the plan", "how it is computed", "what is written"} <= set(groups)
+    assert {"the run", "model and data", "the plan", "computation", "output"} <= set(groups)
     names = [prefix.rstrip(".") for _, prefix in sections(Config()) if prefix and prefix != "images."]
     assert names == groups[-len(names) :]
 
@@ -377,7 +378,7 @@ def test_the_help_of_a_task_names_its_options_and_no_others(task, capsys):
     for owner, prefix in sections(Config()):
         for spec in dataclasses.fields(owner):
             if not dataclasses.is_dataclass(spec.type):
-                assert (flag(prefix + spec.name) in whole) == belongs(spec, kind_of(task)), spec.name
+                assert (flag(prefix + spec.name) in whole) == is_option_of(spec, kind_of(task)), spec.name
     first = flags_of(shown([*named, "--help"], capsys))
     assert ("--images.flip" in first) == (task == "images")
     assert ("--data.target-column" in first) == (task == "regression")
@@ -397,7 +398,7 @@ def test_a_task_has_defaults_of_its_own_which_whatever_is_given_wins_over(tmp_pa
     file = tmp_path / "run.toml"
     file.write_text(to_toml(Config(task="images", batch_size=16)), encoding="utf-8")
     assert parse(["--config", str(file)]) == Config(task="images", batch_size=16)
-    assert "seq_len" not in read(file)
+    assert "seq_len" not in read_toml(file)
     assert parse(["--task", "images", "--model-name", "a/b", "--dataset-name", "a/b"]).preset == "auto"
     with pytest.raises(TypeError, match="multiple values"):
         Config("a", experiment_name="b")
@@ -433,7 +434,7 @@ def test_with_a_task_of_ones_own_the_help_leaves_out_what_only_the_built_in_ones
         Config.from_args(["--help-all"], task="f.py:C")
     assert capsys.readouterr().out == own
     first = flags_of(shown([word.replace("--help-all", "--help") for word in argv], capsys))
-    assert first == [flag(name) for name in FIRST if name not in ("model_name", "dataset_name")]
+    assert first == [flag(name) for name in COMMON_FLAGS if name not in ("model_name", "dataset_name")]
     explained = {name for name in option_list() if flag(name) in flags_of(own)}
     left_out = set(option_list()) - explained
     assert {"model_name", "dataset_name", "seq_len", "tokenizer", "data.vocab_size", "model.dropout"} <= left_out

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from refusals import refuses
 
-from lockstep.config.cli import PRESETS, described, flat, parse, read, to_toml
+from lockstep.config.cli import PRESETS, describe_preset, flatten, parse, read_toml, to_toml
 from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
@@ -20,7 +21,7 @@ def test_the_preset_is_taken_where_model_and_data_are_on_the_hub():
     assert parse(HUB[:2]).preset == parse([]).preset == "auto"
     assert parse([*HUB, "--preset", "none"]).lr == Config().lr
     assert parse(["--preset", "source"]).lr == 3e-5
-    assert flat(parse([])) == flat(Config())
+    assert flatten(parse([])) == flatten(Config())
 
 
 def test_flags_and_files_win_over_it(tmp_path):
@@ -28,28 +29,28 @@ def test_flags_and_files_win_over_it(tmp_path):
     file.write_text("lr = 0.5\nbatch_size = 4\n[optim]\nperiod = 7\n")
     config = parse([*HUB, "--config", str(file), "--batch-size", "6"])
     assert (config.lr, config.batch_size, config.optim.period, config.num_epochs) == (0.5, 6, 7, 100)
-    assert "batch 6" in described(config)
-    assert "over 7 steps" in described(config)
+    assert "batch 6" in describe_preset(config)
+    assert "over 7 steps" in describe_preset(config)
 
 
 def test_what_has_no_effect_beside_a_flag_is_left_out_of_it():
     linear = parse([*HUB, "--optim.schedule", "linear"])
     assert (linear.optim.period, linear.optim.floor, linear.optim.beta2) == (0, 0.01, 0.999)
-    assert "(linear to 1%)" in described(linear)
+    assert "(linear to 1%)" in describe_preset(linear)
     assert parse([*HUB, "--optim.name", "sgd"]).optim == dataclasses.replace(
         parse(HUB).optim, name="sgd", beta2=Config().optim.beta2
     )
-    with pytest.raises(ConfigError, match="--optim.period is no option of --optim.schedule linear"):
+    with refuses(ConfigError, "--optim.period", "--optim.schedule linear"):
         parse([*HUB, "--optim.schedule", "linear", "--optim.period", "1000"])
 
 
 def test_every_option_of_a_preset_exists_and_the_written_file_gives_it_back(tmp_path):
     for name, values in PRESETS.items():
         config = parse(["--preset", name])
-        assert values.items() <= flat(config).items()
+        assert values.items() <= flatten(config).items()
         (tmp_path / "config.toml").write_text(to_toml(config))
         assert parse(["--config", str(tmp_path / "config.toml")]) == config
-        assert read(tmp_path / "config.toml")["preset"] == name
+        assert read_toml(tmp_path / "config.toml")["preset"] == name
 
 
 def test_a_hub_name_is_owner_and_name_and_no_path(tmp_path, monkeypatch):

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from refusals import refuses
 from small_runs import config
 from toys import Network, Ragged, taken
 
-from lockstep.config.cli import parse, read, to_toml
+from lockstep.config.cli import parse, read_toml, to_toml
 from lockstep.config.fields import in_steps, is_span
 from lockstep.config.schema import SPANS, Config
 from lockstep.errors import ConfigError
@@ -41,7 +42,7 @@ def test_they_may_be_said_wherever_a_number_of_steps_may(tmp_path):
     assert given == Config(eval_freq="1epoch", optim={"warmup_steps": "5%"}, ckpt_freq=100, max_steps=40)
     (tmp_path / "c.toml").write_text(to_toml(given))
     assert parse(["--config", str(tmp_path / "c.toml")]) == given
-    assert read(tmp_path / "c.toml")["eval_freq"] == "1epoch"
+    assert read_toml(tmp_path / "c.toml")["eval_freq"] == "1epoch"
     known = resolve(given, Facts.of(Ragged(), Network(), samples=96)).config
     assert (known.eval_freq, known.optim.warmup_steps, known.ckpt_freq) == (6, 2, 100)
 
@@ -74,14 +75,13 @@ def test_a_length_in_any_unit_is_the_same_schedule_as_in_steps_and_a_resume_has_
 @pytest.mark.parametrize("text", ["5 %%", "epoch", "-5%", "1epochs2", "five", "1e2%", "nan%"])
 def test_what_is_no_length_is_refused(text):
     assert not is_span(text)
-    with pytest.raises(
-        ConfigError, match=r"--eval-freq: '.*' is not a whole number, nor a length such as 5% or 2epochs"
-    ):
+    with refuses(ConfigError, "--eval-freq", "5%", "2epochs"):
         parse([f"--eval-freq={text}"])
-    with pytest.raises(ConfigError, match=r"eval_freq is '.*': it must be a whole number, or a length such as 5%"):
+    with refuses(ConfigError, "eval_freq", "5%", "2epochs"):
         Config(eval_freq=text)
-    with pytest.raises(ConfigError, match="batch_size is '5%': it must be a whole number$"):
+    with refuses(ConfigError, "batch_size is '5%'") as caught:
         Config(batch_size="5%")
+    assert "2epochs" not in str(caught.value)
 
 
 def test_an_evaluation_after_each_epoch_also_where_the_run_was_left(tmp_path):

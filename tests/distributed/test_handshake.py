@@ -74,9 +74,30 @@ def test_another_service_is_refused_with_its_port(service, monkeypatch):
     assert "\n" not in str(refused.value)
 
 
+def late():
+    """A service that closes its first connection and is a store from then on; it counts its connections in `asked`."""
+
+    def answer(connection):
+        answer.asked += 1
+        (closing if answer.asked == 1 else in_pieces)(connection)
+
+    answer.asked = 0
+    return answer
+
+
 @pytest.mark.parametrize("service", [in_pieces], indirect=True)
 def test_an_answer_in_pieces_is_read_whole_and_no_further(service):
     check_store("127.0.0.1", service, 5.0, "MASTER_PORT 7")
+
+
+LATE = late()
+
+
+@pytest.mark.parametrize("service", [LATE], indirect=True)
+def test_a_store_that_is_just_starting_is_asked_again_until_it_answers(service, monkeypatch):
+    monkeypatch.setattr(membership, "_PAUSE", 0.01)
+    check_store("127.0.0.1", service, 5.0, "MASTER_PORT 7")
+    assert LATE.asked == 2
 
 
 @pytest.mark.parametrize("service", [banner], indirect=True)

@@ -37,7 +37,7 @@ def _counted(world, folder, port, exact):
             setattr(dist, call, counting(call))
         if name == "member":
             os.environ["LOCKSTEP_MEETING"] = f"127.0.0.1:{port}"
-        recovery._BEGUN.clear()
+        recovery._STARTED.clear()
         task = Ragged(dtype=torch.float64)
         settings = config(folder, experiment_name=name, eval_freq=4, exact=exact, device="cpu", engine="ddp")
         session = lockstep.Run(settings, task)

@@ -8,7 +8,7 @@ import torch
 
 from lockstep import cli
 from lockstep.config import cli as options
-from lockstep.config.deepspeed import hold, taken
+from lockstep.config.deepspeed import check_settings, merge_settings
 from lockstep.config.schema import Config, lookup
 from lockstep.config.sections import Fp16
 from lockstep.distributed.world import World
@@ -78,7 +78,7 @@ def test_what_agrees_or_is_auto_is_taken(tmp_path):
 @pytest.mark.parametrize("kind", ["Adam", "adam", "ADAM", "adamw", "AdamW"])
 def test_an_optimizer_is_named_in_any_case(tmp_path, kind):
     content = {"optimizer": {"type": kind, "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
-    made = options.build(taken({}, content, 1)).optim
+    made = options.build(merge_settings({}, content, 1)).optim
     assert (made.name, made.beta1, made.beta2) == ("adamw", 0.9, 0.95)
     assert merged(content, wanted())
     with pytest.raises(ConfigError, match=rf'optimizer\.type is "{kind}".* "SGD"'):
@@ -87,7 +87,7 @@ def test_an_optimizer_is_named_in_any_case(tmp_path, kind):
 
 def test_settings_of_an_optimizer_that_say_what_is_done_anyhow_are_taken():
     params = {"torch_adam": True, "bias_correction": True, "amsgrad": False, "lr": 0.01}
-    assert options.build(taken({}, {"optimizer": {"type": "Adam", "params": params}}, 1)).lr == 0.01
+    assert options.build(merge_settings({}, {"optimizer": {"type": "Adam", "params": params}}, 1)).lr == 0.01
 
 
 def test_groups_with_rates_and_decays_of_their_own_are_no_contradiction():
@@ -126,7 +126,7 @@ def test_offload():
         ({"sparse_attention": {}}, "'sparse_attention' is unknown to this engine"),
         ("{", "is not a JSON file"),
         ("[" * 100_000, "is not a JSON file"),
-        ("[]", "holds no object"),
+        ("[]", "is not a JSON object"),
     ],
 )
 def test_files_that_do_not_hold(tmp_path, content, message):
@@ -191,7 +191,7 @@ def test_batch_sizes_are_the_flags(tmp_path, given, message):
         (
             {"fp16": {"enabled": True, "loss_scale": 128}},
             {"scaled": Fp16()},
-            r"take out fp16\.loss_scale 128: a fixed scale of the loss is not served",
+            r"fp16\.loss_scale 128: ",
         ),
         ({"fp16": True}, {}, "fp16 .*object"),
         ({"optimizer": {"type": "SGD"}}, {}, r'optimizer\.type is "SGD".* "AdamW"'),
@@ -200,8 +200,8 @@ def test_batch_sizes_are_the_flags(tmp_path, given, message):
             {},
             r'optimizer\.type is "Adam".* "AdamW"',
         ),
-        ({"fp16": {"enabled": True, "scale": 1}}, {"scaled": Fp16()}, r"'fp16\.scale' 1 is unknown"),
-        ({"fp16": {"auto_cast": True}}, {"scaled": Fp16()}, r"'fp16\.auto_cast' true is not served: take it out"),
+        ({"fp16": {"enabled": True, "scale": 1}}, {"scaled": Fp16()}, r"fp16\.scale 1 is unknown"),
+        ({"fp16": {"auto_cast": True}}, {"scaled": Fp16()}, r"fp16\.auto_cast true "),
         (
             {"fp16": {"hysteresis": 2}},
             {"scaled": Fp16()},
@@ -304,33 +304,33 @@ def test_schedulers(tmp_path, scheduler, found):
 @pytest.mark.parametrize(
     ("content", "argv", "message"),
     [
-        (SOURCE, ["--lr", "0.1"], r"optimizer\.params\.lr is 0\.00015, which makes --lr 0\.00015, and it is 0\.1"),
-        (SOURCE, ["--precision", "bf16"], r"fp16\.enabled is true, which makes --precision fp16, and it is bf16"),
-        (SOURCE, ["--batch-size", "16"], "train_batch_size is 8, which makes --batch-size 8, and it is 16"),
-        ({"optimizer": {"type": "Lamb"}}, [], r"optimizer\.type Lamb is not served: Adam, AdamW or SGD"),
-        ({"scheduler": {"type": "OneCycle"}}, [], r"scheduler\.type OneCycle is not served: WarmupLR"),
+        (SOURCE, ["--lr", "0.1"], r"optimizer\.params\.lr 0\.00015 sets --lr 0\.00015, .*0\.1;"),
+        (SOURCE, ["--precision", "bf16"], r"fp16\.enabled true sets --precision fp16, .*bf16;"),
+        (SOURCE, ["--batch-size", "16"], "train_batch_size 8 sets --batch-size 8, .*16;"),
+        ({"optimizer": {"type": "Lamb"}}, [], r"optimizer\.type Lamb .* Adam, AdamW or SGD"),
+        ({"scheduler": {"type": "OneCycle"}}, [], r"scheduler\.type OneCycle .* WarmupLR"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1}}},
             [],
-            "warmup_type is log, DeepSpeed's default, and here it is linear",
+            r"scheduler\.params\.warmup_type is log, .*\"linear\"",
         ),
         *(
             (
                 {"optimizer": {"type": "Adam", "params": {key: value}}},
                 [],
-                rf"optimizer\.params\.{key} {json.dumps(value)} is not served",
+                rf"optimizer\.params\.{key} {json.dumps(value)} ",
             )
             for key, value in (("torch_adam", False), ("bias_correction", False), ("amsgrad", True))
         ),
-        ({"scheduler": {"type": "WarmupLR"}}, [], "warmup_type is log, DeepSpeed's default, and here it is linear"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, [], r"'scheduler\.params\.warmup' is unknown"),
+        ({"scheduler": {"type": "WarmupLR"}}, [], r"scheduler\.params\.warmup_type is log, .*\"linear\""),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, [], r"scheduler\.params\.warmup is unknown"),
         (
             {
                 "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
                 "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2, "warmup_type": "linear"}},
             },
             [],
-            r"scheduler\.params\.warmup_max_lr is 0\.2, and optimizer\.params\.lr 0\.1; make them the same",
+            r"scheduler\.params\.warmup_max_lr is 0\.2, but optimizer\.params\.lr is 0\.1",
         ),
     ],
 )
@@ -356,19 +356,19 @@ def test_the_scale_of_the_loss_is_the_files(tmp_path):
         (
             asked,
             ["--precision", "fp16", "--fp16.hysteresis", "1"],
-            "fp16.hysteresis is 4, which makes --fp16.hysteresis",
+            "fp16.hysteresis 4 sets --fp16.hysteresis",
         ),
         ({"fp16": {"enabled": True, "min_loss_scale": 3}}, [], "--fp16.min-loss-scale is 3: it must be a power of two"),
-        ({"fp16": {"enabled": True, "loss_scale": 128}}, [], "take out fp16.loss_scale 128"),
-        ({}, ["--fp16.hysteresis", "2"], "--fp16.hysteresis is of --precision fp16, and it is auto: leave it out"),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, [], "fp16.loss_scale 128"),
+        ({}, ["--fp16.hysteresis", "2"], "--fp16.hysteresis needs --precision fp16, not auto"),
     ):
         with pytest.raises(ConfigError, match=re.escape(line)):
             parsed(tmp_path, content, *argv)
 
 
 def test_a_configuration_made_in_python_is_held_too():
-    with pytest.raises(ConfigError, match=r"optimizer\.params\.lr is 0\.00015, which makes --lr 0\.00015, and it is 1"):
-        hold(SOURCE, {"lr": 1.0, "optim.name": "adamw", "batch_size": 8, "precision": "fp16"}.__getitem__, 1)
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.lr 0\.00015 sets --lr 0\.00015, .* 1"):
+        check_settings(SOURCE, {"lr": 1.0, "optim.name": "adamw", "batch_size": 8, "precision": "fp16"}.__getitem__, 1)
 
 
 # what needs the package, or finds it missing

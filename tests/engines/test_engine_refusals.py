@@ -14,7 +14,7 @@ from refusals import names
 from support import build
 from toys import Network, Ragged
 
-from lockstep.config.cli import parse, read, to_toml
+from lockstep.config.cli import parse, read_toml, to_toml
 from lockstep.config.engine_options import ENGINES, EngineOptions, own_options
 from lockstep.config.schema import Config
 from lockstep.distributed.world import World
@@ -251,7 +251,7 @@ def test_engine_options_are_flags_and_a_table_of_the_file(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(to_toml(config))
     assert "[engine_options]" in path.read_text()
-    assert read(path)["engine_options.prefetch"] == 2
+    assert read_toml(path)["engine_options.prefetch"] == 2
     wanted = "engine_options.sharding is 'half': choose one of full, grad-op, hybrid, none"
     with pytest.raises(ConfigError, match=wanted):
         Config(engine_options=EngineOptions(sharding="half"))

@@ -20,7 +20,7 @@ from lockstep.config import cli
 from lockstep.config.secrets import printable
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.logging.log import close_log, open_log
-from lockstep.training.named_task import named_task
+from lockstep.training.named_task import make_task
 
 
 class Payload:
@@ -55,8 +55,8 @@ def test_a_zip_in_the_place_of_tensors_is_not_opened(tmp_path):
 def test_a_task_in_a_config_is_a_class_in_a_file_and_no_function_of_a_module(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('task = "os:system"')
-    with pytest.raises(ConfigError, match="--task 'os:system': there is no such file"):
-        named_task(cli.parse(["--config", str(path)]), print)
+    with pytest.raises(ConfigError, match="--task 'os:system': no such file"):
+        make_task(cli.parse(["--config", str(path)]), print)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ class Watch:
         self.now, self.failed, store = 100.0, False, Store(at_0="step 3 (a)", at_1="step 3 (a)")
         self.held = store.held
         progress = SimpleNamespace(phase=phase, since=100.0, step=3)
-        exchange = SimpleNamespace(progress=progress, broken=lambda: self.failed)
+        exchange = SimpleNamespace(progress=progress, has_failed=lambda: self.failed)
         self.watch = HangWatchdog(World(size=size, timeout=8.0), exchange, folder)
         self.watch._inquiry.heartbeats = Heartbeats(store, "k", 2) if size > 1 else None
         clock = SimpleNamespace(monotonic=lambda: self.now)

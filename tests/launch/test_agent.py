@@ -189,6 +189,7 @@ def test_bad_input_is_not_tried_again_whoever_says_it(watched):
         (-9, "", 8, "rank 1 was the first to end, killed by SIGKILL, before step 0: out of memory, by the kernel"),
         (-9, "", 7, "by SIGKILL, before step 0: something outside the run killed it"),
         (-15, "", 8, "by SIGTERM, before step 0: somebody or something ended it before its steps began"),
+        (-2, "", 7, "by SIGINT, before step 0: somebody or something ended it before its steps began"),
         (-1, "", 7, "by SIGHUP, before step 0: somebody or something ended it before its steps began"),
         (-11, "", 8, "by SIGSEGV, before step 0: it crashed; its stack is above"),
         (-9, "no", 8, "rank 1 failed first before step 0: no"),
@@ -203,7 +204,7 @@ def test_the_last_line_says_what_a_code_means(watched, monkeypatch, code, messag
     error = mine.error()
     assert words in str(error)
     assert str(error).endswith("the newest checkpoint, if there is one") == (not message)
-    assert error.exit_code == max(code, 1)
+    assert error.exit_code == {-15: 143, -2: 130, -1: 129}.get(code if not message else 0, max(code, 1))
 
 
 def test_a_failure_on_another_node_is_told_as_one(watched):
@@ -269,9 +270,11 @@ def test_who_was_stopped_is_known_from_who_runs_or_is_gone():
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (RendezvousError("no answer\nand more"), "the nodes did not meet at 127.0.0.1:0: no answer; check --nnodes"),
-        (RendezvousError(""), "the nodes did not meet at 127.0.0.1:0: RendezvousError; check"),
-        (DistError("timed out"), "the nodes did not meet at 127.0.0.1:0: timed out; check"),
+        (
+            RendezvousError("no answer\nand more"),
+            "the nodes did not meet at 127.0.0.1:0 (RendezvousError); check --nnodes",
+        ),
+        (DistError("timed out"), "the nodes did not meet at 127.0.0.1:0 (DistError); check --nnodes"),
         (SignalException("died", signal.SIGTERM), "ended by SIGTERM, and the processes with it"),
     ],
 )

@@ -1,14 +1,20 @@
 """How a failure is told at a run's end: lost ranks, the user's line of code, the user's part of a traceback."""
 
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from shell import environment
 
-from lockstep.errors import LockstepError, error_line, user_traceback
+from lockstep.distributed import failures, progress
+from lockstep.errors import LockstepError, PeerError, error_line, user_traceback
 from lockstep.files import retry_io
 from lockstep.guards.preemption import Preemption
-from lockstep.training.recorder import losses_text
-from lockstep.training.session import Wishes
+from lockstep.training.recorder import describe_lost_ranks
+from lockstep.training.session import PendingStop
 
 
 class _Mute(Exception):
@@ -54,6 +60,69 @@ def test_a_traceback_begins_with_the_users_first_frame_behind_lockstep() -> None
     assert lines[-1] == "ValueError: bad"
 
 
+def test_a_stop_iteration_of_the_users_is_no_error_of_the_generator_around_it() -> None:
+    def steps() -> Iterator[int]:
+        yield next(iter(list[int]()))
+
+    with pytest.raises(RuntimeError) as caught:
+        next(steps())
+    assert error_line(caught.value).startswith("StopIteration (test_ends.py:")
+    assert user_traceback(caught.value).splitlines()[-1] == "StopIteration"
+    assert error_line(_raised(RuntimeError("no"))).startswith("RuntimeError: no (")
+
+
+def _attempt(folder: Path, rank: int) -> dict[str, str]:
+    """The variables that torchrun gives a rank of two, and the folder of its error file."""
+    note = folder / str(rank) / "error.json"
+    note.parent.mkdir(exist_ok=True)
+    return {"TORCHELASTIC_ERROR_FILE": str(note), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(("sizes", "lines"), [(("none", "none"), 1), (("none", "many"), 2)])
+def test_ranks_print_a_refusal_of_all_once_and_one_of_their_own_each(
+    tmp_path: Path, sizes: tuple[str, str], lines: int
+) -> None:
+    command = [sys.executable, "-m", "lockstep", "train", "--dataset-name", "none", "--batch-size"]
+    ranks = [
+        subprocess.Popen([*command, size], env=environment(**_attempt(tmp_path, rank)), stderr=-1, text=True)
+        for rank, size in enumerate(sizes)
+    ]
+    said = "".join(rank.communicate(timeout=60)[1] for rank in ranks)
+    assert {rank.returncode for rank in ranks} == {2}
+    assert said.count("lockstep: error: ") == said.count("\n") == lines, said
+
+
+def test_ranks_print_a_traceback_of_all_once_and_none_follows_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def report(rank: int, error: BaseException, at: Path = tmp_path) -> str:
+        for name, value in _attempt(at, rank).items():
+            monkeypatch.setenv(name, value)
+        failures.report(error)
+        return capsys.readouterr().err
+
+    monkeypatch.delenv(failures.FOLDER_VARIABLE, raising=False)
+    monkeypatch.setattr(progress, "_CURRENT", [])
+    boom = _raised(ValueError("boom"))
+    assert isinstance(boom, ValueError)
+    failures.add_place(boom)  # for a traceback that Python prints
+    said = report(1, boom)
+    assert said.count("Traceback (") == 1
+    assert said.count("at the start") == 1  # in the last line
+    assert said.splitlines()[-1].startswith("lockstep: error: rank 1 at the start: ValueError: boom (test_ends.py:")
+    assert report(0, boom) == ""
+    assert report(0, _raised(KeyError("other"))).count("Traceback (") == 1
+    later = tmp_path / "attempt_1"
+    later.mkdir()
+    assert report(0, PeerError("rank 1 did not arrive"), later).count("\n") == 1  # rank 1 was killed: no note
+    report(1, boom, later)
+    (later / "0" / "error.json").unlink()
+    assert report(0, PeerError("rank 0 lost the other ranks"), later) == ""
+    monkeypatch.setenv(failures.FOLDER_VARIABLE, str(tmp_path))
+    (later / "0" / "error.json").unlink()
+    assert report(0, LockstepError("the launcher prints it"), later) == ""
+
+
 @pytest.mark.parametrize(
     ("losses", "size", "begins"),
     [
@@ -63,13 +132,13 @@ def test_a_traceback_begins_with_the_users_first_frame_behind_lockstep() -> None
     ],
 )
 def test_the_last_line_names_the_ranks_that_were_lost(losses: list[str], size: int, begins: str) -> None:
-    found = losses_text(losses, size, began_on=2)
+    found = describe_lost_ranks(losses, size, began_on=2)
     assert found.startswith(begins)
     assert bool(found) == bool(losses)
 
 
 def test_a_keyboard_interrupt_without_a_signal_is_an_error_of_the_code() -> None:
-    with pytest.raises(LockstepError) as caught, Preemption(Wishes()):
+    with pytest.raises(LockstepError) as caught, Preemption(PendingStop()):
         raise KeyboardInterrupt
     assert "test_ends.py:" in str(caught.value)
 
@@ -79,5 +148,5 @@ def test_a_second_ctrl_c_stays_a_keyboard_interrupt() -> None:
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt), Preemption(Wishes()), Preemption(Wishes()):
+    with pytest.raises(KeyboardInterrupt), Preemption(PendingStop()), Preemption(PendingStop()):
         interrupt_twice()

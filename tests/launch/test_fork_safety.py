@@ -43,7 +43,7 @@ if not native:
 {program}
 print(json.dumps([calls, len(os.listdir("/proc/self/task")), torch.cuda._initialized]))
 """
-LOADED = "importlib.import_module('lockstep.commands.train').loaded()\n"
+LOADED = "importlib.import_module('lockstep.commands.train').import_training()\n"
 
 
 def imports(*modules):

@@ -403,7 +403,7 @@ def test_a_run_leaves_word_of_its_end_for_its_own_launcher(tmp_path, monkeypatch
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     folder.write_end(75, 8, "preempted")
     assert json.loads((folder.path / "ended.json").read_text())["code"] == 75
-    folder.forget_end()
+    folder.remove_end()
     assert not (folder.path / "ended.json").exists()
     folder.release()
 
@@ -414,7 +414,7 @@ def test_a_dead_owners_lock_is_cleared_and_told(tmp_path):
     line = f"process 999999 on {socket.gethostname()}, started 2026-01-01T00:00:00+0000"
     (tmp_path / "r" / "run.lock").write_text(line + "\n")
     folder.claim()
-    assert folder.cleared == line
+    assert folder.dead_owner == line
     other = RunFolder(str(tmp_path), "r")
     with pytest.raises(ConfigError, match="is in use by process"):
         other.claim()
@@ -512,7 +512,7 @@ def test_loader_processes_end_with_a_rank_that_is_killed_and_hold_neither_its_lo
         assert time.monotonic() - began < 20
     folder = RunFolder(str(tmp_path), "r")
     folder.claim()
-    assert f"process {rank.pid} on" in folder.cleared
+    assert f"process {rank.pid} on" in folder.dead_owner
     folder.release()
 
 
@@ -533,7 +533,7 @@ def test_the_lock_is_not_kept_by_what_its_owner_forked(tmp_path, monkeypatch):
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as owner:
         child = int(owner.stdout.readline())
         owner.kill()
-    monkeypatch.setattr("lockstep.training.run_dir._LINGER", 0.0)
+    monkeypatch.setattr("lockstep.training.run_dir._EXIT_GRACE", 0.0)
     folder = RunFolder(str(tmp_path), "r")
     try:
         folder.claim()
@@ -548,11 +548,11 @@ def test_what_a_dead_owner_left_with_its_lock_is_waited_for(tmp_path, monkeypatc
     dead = f"process 999999 on {socket.gethostname()}, started 2026-01-01T00:00:00+0000\n"
     (tmp_path / "r" / "run.lock").write_text(dead)  # as if something held it that no fork of ours made
     other = RunFolder(str(tmp_path), "r")
-    monkeypatch.setattr("lockstep.training.run_dir._LINGER", 0.1)
-    with pytest.raises(ConfigError, match="is in use by what is left of process 999999 on"):
+    monkeypatch.setattr("lockstep.training.run_dir._EXIT_GRACE", 0.1)
+    with pytest.raises(ConfigError, match="is in use by children of process 999999 on"):
         other.claim()
-    monkeypatch.setattr("lockstep.training.run_dir._LINGER", 60.0)
-    ending = threading.Timer(0.2, folder._lock.forget)
+    monkeypatch.setattr("lockstep.training.run_dir._EXIT_GRACE", 60.0)
+    ending = threading.Timer(0.2, folder._lock.close)
     ending.start()
     other.claim()
     ending.join()

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from refusals import refuses
 
 from lockstep.distributed.failures import ProcessFailure
 from lockstep.distributed.membership import Generation, LeaveReport, Member, lost_peers
@@ -302,7 +303,7 @@ def test_who_is_not_among_those_who_go_on_ends_and_so_does_all_when_the_launcher
     store.set(f"{KEYS}/members/1", "the launcher ends the run")
     with pytest.raises(PeerError, match="the launcher ends the run"):
         member.regroup(report, 1.0)
-    with pytest.raises(PeerError, match=r"did not say within 0\.01 s who goes on: wait timeout"):
+    with refuses(PeerError, "0.01 s"):
         Member("0", 1, KEYS, ("", 0), store).regroup(report, 0.01)
 
 
@@ -315,7 +316,7 @@ def test_messages_name_a_rank_by_both_of_its_numbers_once_ranks_were_renumbered(
         "rank 1 (rank 2 at the start)",
         "rank 2 (rank 0 at the start)",
     ]
-    assert rank_label(0) in str(lost_peers(0, RuntimeError("gone")))
+    assert rank_label(0) in str(lost_peers(0))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     World.join("cpu")  # other ranks now

@@ -326,7 +326,7 @@ def test_planted_secrets_reach_no_file_and_no_line(tmp_path, monkeypatch, capsys
         raise OSError(f"no access with {PLANTED} to {url}")
     except OSError:
         logger.exception("failed")
-    run_dir.write(tmp_path / "environment.json", run_dir.describe())
+    run_dir.write_description(tmp_path / "environment.json", run_dir.describe_process())
     sinks = Sinks([Console(10), JsonLines(tmp_path / "metrics.jsonl")])
     sinks.start({"url": url})
     sinks.log({"global_step": 1, "running_loss": 1.0, "note": PLANTED})

@@ -385,15 +385,15 @@ class Watching(Hooks):
             if parameter.requires_grad:
                 local_of(parameter).clamp_(-BOUND, BOUND)
 
-    def begins(self, course, done):
-        assert course.state.get("steps", 0) == done, (course.state, done)
+    def before_run(self, context, done):
+        assert context.state.get("steps", 0) == done, (context.state, done)
         self.computed, self.slots = [], 0
 
-    def after_step(self, course, done):
-        computed = sorted(tuple(pair) for each in course.gather(self.computed) for pair in each)
+    def after_step(self, context, done):
+        computed = sorted(tuple(pair) for each in context.gather(self.computed) for pair in each)
         micro = min(BATCH, SAMPLES - (done - 1) * BATCH) // MICRO
         assert computed == [(done - 1, index) for index in range(micro)], computed
-        course.state["steps"] = course.state.get("steps", 0) + 1
+        context.state["steps"] = context.state.get("steps", 0) + 1
         self.computed, self.slots = [], 0
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from refusals import refuses
 from test_groups import Deep
 from torch import nn
 from toys import Ragged
@@ -165,9 +166,9 @@ def test_the_configurations_muon():
     assert describe_optimizer(run_plan).endswith("betas 0.8 and 0.999; matrices: lr 0.02, momentum 0.9")
     plain = resolve(Config(lr=0.5, optim=Optim(name="muon")), Facts.of(Ragged(), Deep(), 100)).config
     assert {group["lr"] for group in make_optimizer(Deep(), plain).param_groups} == {0.5}
-    with pytest.raises(ConfigError, match=r"optim.muon_lr is no option of optim.name adamw, but of muon"):
+    with refuses(ConfigError, "optim.muon_lr", "optim.name adamw", "muon"):
         Config(optim=Optim(muon_lr=0.1))
-    with pytest.raises(ConfigError, match=r"optim.muon_scale original needs a rate of its own, as optim.muon_lr 0.02"):
+    with refuses(ConfigError, "optim.muon_scale original", "optim.muon_lr 0.02"):
         Config(optim=Optim(name="muon", muon_scale="original"))
     with pytest.raises(ConfigError, match="--engine deepspeed .*MuonAdamW"):
         check_optimizer("deepspeed", made, exact=False)

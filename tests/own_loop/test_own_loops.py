@@ -18,7 +18,7 @@ from lockstep.config.sections import Guards, Optim
 from lockstep.data.sampler import Shuffled
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, ConfigError, UsageError
-from lockstep.own_loop import _plain, _whole
+from lockstep.own_loop import _from_json, _to_json
 
 SIZE, BATCH, MICRO = 61, 12, 3
 
@@ -275,7 +275,7 @@ def test_bad_input_is_one_line():
         (
             "batch_size is 0",
             "fewer than the 2 ranks",
-            "no multiple",
+            "not a multiple",
             "'mean' or 'sum'",
             "cannot be negative",
             "has no __len__",
@@ -290,16 +290,16 @@ def test_what_does_not_fit_is_refused(tmp_path):
     world = World()
     make = lambda **more: lockstep.loader(samples(), world, **{"batch_size": 12, "micro_batch_size": 3, **more})  # noqa: E731
     lockstep.save_state(tmp_path, world, 1, loader=make())
-    with pytest.raises(ConfigError, match=r"another batch_size \(12 before, 6 now\)"):
+    with pytest.raises(ConfigError, match=r"batch_size \(12 before, 6 now\)"):
         lockstep.load_state(tmp_path, world, loader=make(batch_size=6))
-    with pytest.raises(CheckpointError, match="holds loader besides an engine, not loader, metric"):
+    with refuses(CheckpointError, "loader, metric"):
         lockstep.load_state(tmp_path, world, loader=make(), metric=net())
-    with pytest.raises(UsageError, match="loader/what is a object, which cannot be kept without pickles"):
+    with pytest.raises(UsageError, match="loader/what is a object"):
         lockstep.save_state(tmp_path, world, 2, loader=_Odd())
     for step in make():
-        with pytest.raises(UsageError, match="1 were given for the 4 micro-batches"):
+        with refuses(UsageError, "1", "4 micro-batches"):
             lockstep.gather_for_metrics(step, [torch.zeros(1)])
-        with pytest.raises(UsageError, match="different forms"):
+        with refuses(UsageError, "gather_for_metrics", "structure"):
             lockstep.gather_for_metrics(step, [torch.zeros(1), (torch.zeros(1),)] * 2)
         with pytest.raises(UsageError, match="no rows"):
             lockstep.gather_for_metrics(step, [torch.zeros(())] * 4)
@@ -327,8 +327,8 @@ PLAIN = st.recursive(
 @settings(deadline=None)
 def test_any_plain_state_comes_back_as_it_was(value):
     tensors = {}
-    kept = _plain([value, torch.arange(3), math.inf], "name/", tensors)
-    back, tensor, most = _whole(kept, tensors)
+    kept = _to_json([value, torch.arange(3), math.inf], "name/", tensors)
+    back, tensor, most = _from_json(kept, tensors)
     assert (back, type(back), most) == (value, type(value), math.inf)
     assert tensor is tensors["name/1"]
 

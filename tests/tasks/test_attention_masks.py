@@ -6,7 +6,7 @@ import torch
 from small_runs import config
 
 from lockstep.config.sections import Data
-from lockstep.training.named_task import named_task
+from lockstep.training.named_task import make_task
 from lockstep.transforms import compiled, precision
 
 pytestmark = [
@@ -81,7 +81,7 @@ def test_a_language_model_says_whether_its_attention_gets_a_mask(tmp_path, model
         data=Data(packing=packing, labels="all", evaluation=0.3),
         **chosen,
     )
-    task = named_task(settings, lambda line: None)
+    task = make_task(settings, lambda line: None)
     assert task.attention_mask is said
     found = masks_of(task, scope)
     assert found

@@ -23,7 +23,7 @@ from lockstep.tasks.language_model import corpus_for, hub_task
 from lockstep.text import hub
 from lockstep.text.hub import DataRequest, open_rows, reader, table_files
 from lockstep.text.token_store import TokenizerToTrain, _progress
-from lockstep.training.named_task import named_task
+from lockstep.training.named_task import make_task
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -192,7 +192,7 @@ def test_no_rank_has_a_part_of_its_own_that_could_be_shorter(tmp_path):
     samples = corpus(path, seq_len=32, labels="all").train
     config = Config(dataset_name=str(path), seq_len=32, batch_size=6, micro_batch_size=1)
     config = replace(config, data=Data(vocab_size=300, labels="all"))
-    task = named_task(config, lambda line: None)
+    task = make_task(config, lambda line: None)
     for size in (2, 3, 5):
         worlds = [World(rank=rank, size=size) for rank in range(size)]
         step_plan = StepPlan(6, 1, len(samples))  # an epoch, whose last step is short
@@ -281,7 +281,7 @@ def test_plain_text_needs_no_package_for_tables(tmp_path, model_folder, monkeypa
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "notes.md").write_text("\n".join(hub_files.texts(60)))
     config = Config(dataset_name=str(tmp_path / "notes.md"), model_name=str(model_folder), seq_len=16)
-    assert len(named_task(config, lambda line: None).dataset("train")) > 10
+    assert len(make_task(config, lambda line: None).dataset("train")) > 10
     path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(40))
     with pytest.raises(DataError, match=r"pip install 'torch-lockstep\[hf\]'"):
         corpus(path)
@@ -290,13 +290,13 @@ def test_plain_text_needs_no_package_for_tables(tmp_path, model_folder, monkeypa
 def test_tokenizers_by_name(tmp_path, model_folder):
     path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(60))
     config = Config(dataset_name=str(path), seq_len=16, model_name=str(model_folder), tokenizer="train:280")
-    task = named_task(config, print)
+    task = make_task(config, print)
     assert task.corpus.vocab_size <= 280
     torch.manual_seed(0)
     assert task.model().config.vocab_size == task.corpus.vocab_size
     assert corpus(path, tokenizer=model_folder).vocab_size == 300
     (tmp_path / "t.txt").write_text("\n".join(hub_files.texts(60)))
-    plain = named_task(Config(dataset_name=str(tmp_path / "t.txt"), seq_len=16, tokenizer="train:290"), lambda _: None)
+    plain = make_task(Config(dataset_name=str(tmp_path / "t.txt"), seq_len=16, tokenizer="train:290"), lambda _: None)
     assert plain.corpus.vocab_size == 290
     for tokenizer, problem in (
         ("train:12", "at least 257"),

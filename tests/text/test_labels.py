@@ -19,7 +19,7 @@ from lockstep.tasks.language_model import corpus_for
 from lockstep.text.documents import packed
 from lockstep.text.hub import reader
 from lockstep.text.token_store import TokenizerToTrain
-from lockstep.training.named_task import named_task
+from lockstep.training.named_task import make_task
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -275,7 +275,7 @@ def test_the_sample_of_text_begins_as_the_data_does_or_as_asked(tmp_path, model_
     for prompt in ("", "name the"):
         data = Data(packing=packing, vocab_size=300, prompt=prompt, evaluation=0.3)
         named = {"model_name": str(model_folder)} if hub else {}
-        task = named_task(Config(dataset_name=str(path), seq_len=12, data=data, **named), print)
+        task = make_task(Config(dataset_name=str(path), seq_len=12, data=data, **named), print)
         torch.manual_seed(0)
         text = task.sample(task.model(), torch.device("cpu"))
         assert text.startswith(prompt or "add three")

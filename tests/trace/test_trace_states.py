@@ -1,11 +1,13 @@
 """A generator's digest says whether its state is another one, however little of it moved."""
 
 import random
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
+from lockstep.trace.record.journal import quiet
 from lockstep.trace.record.states import PassRecorder, seed_digests, state_digests
 
 
@@ -91,3 +93,29 @@ def test_a_backward_is_followed_to_an_output_that_was_converted(used):
     loss, output = Sink.apply(source.float().sum(), output)
     (loss * (used != "output") + output.sum() * 2 if used != "source" else loss).backward()
     assert lengths == pytest.approx([12**0.5 * (1 if used == "source" else 2)])
+
+
+class Owner:
+    """An object with a journal, whose method is reached again while it records."""
+
+    def __init__(self):
+        self.failed, self.reached = [], 0
+        self.journal = SimpleNamespace(on=True, busy=False, fail=self.failed.append)
+
+    @quiet
+    def look(self):
+        self.reached += 1
+        self.look()
+        raise ValueError
+
+
+def test_what_the_recorder_itself_runs_is_not_recorded_and_its_error_ends_only_the_recording():
+    owner = Owner()
+    owner.look()
+    assert owner.reached == 1
+    assert [type(error) for error in owner.failed] == [ValueError]
+    owner.look()
+    assert owner.reached == 2  # it is no longer busy
+    owner.journal.on = False
+    owner.look()
+    assert owner.reached == 2

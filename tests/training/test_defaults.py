@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run
-from refusals import names
+from refusals import names, refuses
 from torch import nn
 from torch.nn import functional as F
 from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config.cli import flat, parse, read, to_toml
+from lockstep.config.cli import flatten, parse, read_toml, to_toml
 from lockstep.config.schema import Config, default_micro_batch_size, is_auto
 from lockstep.config.sections import Data, Optim
 from lockstep.data.batches import Origin
@@ -36,7 +36,7 @@ from lockstep.training.defaults import (
 )
 from lockstep.training.resolve import CheckpointFacts, Facts, StartFacts, resolve
 from lockstep.training.resume import RunPlan
-from lockstep.training.sharing import check_cut
+from lockstep.training.sharing import check_division
 
 PLAIN = nn.Linear(2, 2)
 RAGGED = Ragged()
@@ -59,7 +59,7 @@ def chosen(config, task=RAGGED, model=PLAIN, samples=1000):
     ("task", "kind"), [(Language(), "language-model"), (Tuned(), "fine-tuning"), (Ragged(), "general")]
 )
 def test_the_values_are_those_of_the_tasks_kind(task, kind):
-    values = flat(chosen(Config(max_steps=700), task).config)
+    values = flatten(chosen(Config(max_steps=700), task).config)
     assert TASK_DEFAULTS[kind].items() <= values.items()
     assert (values["optim.warmup_steps"], values["micro_batch_size"]) == (35, 2)
     assert [name for name in TASK_DEFAULTS[kind] if not is_auto(Config(), name)] == []
@@ -105,10 +105,11 @@ def test_the_help_names_the_values(capsys):
     with pytest.raises(SystemExit):
         parse(["--help-all"])
     shown = " ".join(capsys.readouterr().out.split())
-    rates = "2e-3 for a language model, 5e-5 for a pretrained one, 2e-4 for adapters, else 1e-3; sgd 1e-2"
+    rates = "2e-3 for a language model, 5e-5 if pretrained, 2e-4 for adapters, else 1e-3; sgd 1e-2"
     assert f"{rates} (default: auto)" in shown
     assert [TASK_DEFAULTS[kind]["lr"] for kind in ("language-model", "fine-tuning", "general")] == [2e-3, 5e-5, 1e-3]
-    assert "auto: 0.1 from scratch, 0 pretrained, 0.01 other work; sgd 1e-4, adam 0 (default: auto)" in shown
+    decay = "0.1 for a language model from scratch, 0 if pretrained, else 0.01; sgd 1e-4, adam 0"
+    assert f"{decay} (default: auto)" in shown
     decays = [TASK_DEFAULTS[kind]["optim.weight_decay"] for kind in ("language-model", "fine-tuning", "general")]
     assert ([*decays, SGD_DEFAULTS["optim.weight_decay"]], SGD_DEFAULTS["lr"]) == ([0.1, 0.0, 0.01, 1e-4], 1e-2)
 
@@ -116,10 +117,10 @@ def test_the_help_names_the_values(capsys):
 def test_sgd_has_its_own_rate_and_decay_and_refuses_the_others_numbers():
     config = chosen(Config(optim=Optim(name="sgd"), max_steps=100), Language()).config
     assert (config.lr, config.optim.weight_decay, config.optim.momentum) == (1e-2, 1e-4, 0.9)
-    assert flat(config)["optim.beta2"] == "auto"  # sgd has none
-    with pytest.raises(ConfigError, match=r"optim.momentum is no option of optim.name adamw, but of sgd: leave it out"):
+    assert flatten(config)["optim.beta2"] == "auto"  # sgd has none
+    with refuses(ConfigError, "optim.momentum", "optim.name adamw", "sgd"):
         Config(optim=Optim(momentum=0.5))
-    with pytest.raises(ConfigError, match=r"optim.beta2 is no option of optim.name sgd"):
+    with refuses(ConfigError, "optim.beta2", "optim.name sgd"):
         Config(optim=Optim(name="sgd", beta2=0.9))
 
 
@@ -127,9 +128,7 @@ def test_an_unknown_kind_is_refused():
     class Wrong(Ragged):
         defaults = "vision"
 
-    with pytest.raises(
-        ConfigError, match="the task's defaults are 'vision': choose one of language-model, fine-tuning"
-    ):
+    with pytest.raises(ConfigError, match="defaults = 'vision' .*language-model, fine-tuning"):
         chosen(Config(), Wrong())
 
 
@@ -155,7 +154,7 @@ def test_each_schedule_has_a_warm_up_and_an_end_that_suit_it():
         ({"plateau_patience": 2}, "plateau"),
         ({"plateau_cooldown": 2}, "plateau"),
     ):
-        with pytest.raises(ConfigError, match=rf"is no option of optim.schedule cosine, but of {meant}: leave it out"):
+        with refuses(ConfigError, "optim.schedule cosine", meant):
             Config(optim=optim)
 
 
@@ -172,7 +171,7 @@ def test_with_batchnorm_a_forward_takes_16_or_the_batch_and_no_fewer_than_withou
 def test_batchnorm_that_is_not_trained_does_not_count():
     frozen = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
     horizon = chosen(Config(batch_size=64), Ragged(), frozen, samples=65)
-    assert (horizon.config.micro_batch_size, horizon.least, horizon.step_plan.total) == (8, 1, 65)
+    assert (horizon.config.micro_batch_size, horizon.min_samples, horizon.step_plan.total) == (8, 1, 65)
     assert plan_warnings(horizon, frozen) == []
 
 
@@ -358,7 +357,7 @@ def test_the_folder_and_the_log_show_what_was_chosen(tmp_path):
     found = tomllib.loads((tmp_path / "r" / "config.toml").read_text())
     assert (found["lr"], found["micro_batch_size"]) == (1e-3, 20)
     assert (found["optim"]["beta2"], found["optim"]["weight_decay"], found["optim"]["warmup_steps"]) == (0.999, 0.01, 2)
-    assert flat(resolve(config, Facts.of(task, task.model(), 400)).config, own_task=True) == read(
+    assert flatten(resolve(config, Facts.of(task, task.model(), 400)).config, own_task=True) == read_toml(
         tmp_path / "r" / "config.toml"
     )
     log = log_of(tmp_path, "r")
@@ -386,7 +385,7 @@ def test_sgd_has_the_same_bits_on_two_ranks_and_after_a_resume(tmp_path):
 
 @pytest.mark.parametrize(("ranks", "idle"), [(3, 0), (4, 0), (5, 1), (7, 3)])
 def test_ranks_without_work_are_told_of_and_no_others(ranks, idle, capsys):
-    check_cut(Config(batch_size=8, micro_batch_size=2), World(size=ranks), notify(World(size=ranks)))
+    check_division(Config(batch_size=8, micro_batch_size=2), World(size=ranks), notify(World(size=ranks)))
     line = capsys.readouterr().err
     assert bool(line) == bool(idle)
     if idle:

@@ -155,7 +155,7 @@ def test_variables_are_kept_by_name_and_masked():
         "HOME": "/home/me",
         "NCCL": "x",
     }
-    kept, others = run_dir.kept_variables(environ)
+    kept, others = run_dir.split_environment(environ)
     assert kept == {
         "CUDA_LICENSE_KEY": "***",
         "NCCL_DEBUG": "INFO",
@@ -176,7 +176,7 @@ def test_the_file_holds_the_machine_and_no_secret(tmp_path):
     argv = ["lockstep", "train", "--token", "tok3n", f"--x={PLANTED}", "https://u:passw@h/"]
     path = tmp_path / "environment.json"
     path.write_text("old")
-    run_dir.write(path, run_dir.describe(argv, environ))
+    run_dir.write_description(path, run_dir.describe_process(argv, environ))
     text = path.read_text()
     for secret in (PLANTED, "tok3n", "passw@", "elsewhere-only", "ghp_abc"):
         assert secret not in text
@@ -194,33 +194,33 @@ def test_the_file_holds_the_machine_and_no_secret(tmp_path):
 def test_git_commit_and_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.chdir(tmp_path)
-    assert run_dir.describe([], {})["git"] is None
+    assert run_dir.describe_process([], {})["git"] is None
 
     def git(*arguments):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
         subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
 
     git("init")
-    assert run_dir.describe([], {})["git"] == {"commit": None, "changed": False}
+    assert run_dir.describe_process([], {})["git"] == {"commit": None, "changed": False}
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-m", "a")
-    found = run_dir.describe([], {})["git"]
+    found = run_dir.describe_process([], {})["git"]
     assert len(found["commit"]) == 40
     assert not found["changed"]
     (tmp_path / "a").write_text("2")
-    assert run_dir.describe([], {})["git"] == {"commit": found["commit"], "changed": True}
+    assert run_dir.describe_process([], {})["git"] == {"commit": found["commit"], "changed": True}
 
 
 def test_no_git_is_no_error(monkeypatch):
     monkeypatch.setattr(run_dir.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError("git")))
-    assert run_dir.describe([], {})["git"] is None
+    assert run_dir.describe_process([], {})["git"] is None
 
 
 def test_describing_is_quick():
-    run_dir.describe([], {})  # torch is loaded once
+    run_dir.describe_process([], {})  # torch is loaded once
     began = time.perf_counter()
-    run_dir._versions(), run_dir._machine(), run_dir.kept_variables({f"X{i}": "y" for i in range(200)})
+    run_dir._versions(), run_dir._machine(), run_dir.split_environment({f"X{i}": "y" for i in range(200)})
     assert time.perf_counter() - began < 0.5  # aim: 0.1 s; the rest is for busy machines
 
 

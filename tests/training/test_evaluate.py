@@ -128,9 +128,9 @@ def test_what_is_kept_of_a_step_holds_no_tensor():
         del losses
     gc.collect()
     assert not any(ref() is not None for ref in held)
-    assert meter.settle()["grad_norm"] == 7.0
+    assert meter.flush()["grad_norm"] == 7.0
     assert meter.running_loss == sum((step + 1) / 2 for step in range(5))
-    assert math.isnan(meter.settle()["grad_norm"])
+    assert math.isnan(meter.flush()["grad_norm"])
 
 
 def test_a_step_without_a_finite_loss_is_not_in_the_windows_mean():

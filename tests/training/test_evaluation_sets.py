@@ -20,7 +20,7 @@ from lockstep.data.sampler import Begun, Sequential, Shuffled
 from lockstep.errors import ConfigError, DataError, ResumeError
 from lockstep.logging.jsonl import read
 from lockstep.training.evaluation import sets_by_name
-from lockstep.training.resume import in_epoch
+from lockstep.training.resume import samples_in_epoch
 from lockstep.verify.wrappers import PreparedTask
 
 
@@ -158,7 +158,7 @@ def test_the_first_samples_of_each_epoch_as_one_stream(size, data, seed):
     ("limit", "samples"), [(0, 40), (2, 16), (5, 40), (99, 40), ("50%", 16), ("1%", 8), ("100%", 40), ("30%", 16)]
 )
 def test_the_samples_of_an_epoch(limit, samples):
-    assert in_epoch(Config(batch_size=8, limit_train_batches=limit), 40) == samples
+    assert samples_in_epoch(Config(batch_size=8, limit_train_batches=limit), 40) == samples
 
 
 class Drawn(Ragged):

@@ -15,7 +15,7 @@ import lockstep
 from lockstep.data.sampler import Shuffled
 from lockstep.errors import ConfigError
 from lockstep.seeds import derive
-from lockstep.training.tuning import STEPS, find_lr, judged, rate_of
+from lockstep.training.tuning import STEPS, find_lr, rate_at, suggest_rate
 
 PLAIN = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0, "clip": 0.0}
 
@@ -65,7 +65,7 @@ def found_on(world, folder):
 
 
 def test_the_rates_grow_by_the_same_factor():
-    rates = [rate_of(step) for step in range(STEPS)]
+    rates = [rate_at(step) for step in range(STEPS)]
     assert (rates[0], rates[-1]) == (1e-7, pytest.approx(10.0, rel=1e-12))
     assert np.diff(np.log(rates)) == pytest.approx(math.log(1e8) / (STEPS - 1))
 
@@ -119,7 +119,7 @@ def test_the_same_bits_on_two_ranks_and_nothing_is_left_of_it(tmp_path):
 def test_a_loss_that_never_falls_gets_no_rate(tmp_path):
     found = find_lr(settings(tmp_path, guards={"nonfinite": "skip"}), Line(labels=math.nan))
     assert (len(found.losses), found.lr) == (1, None)
-    assert str(found).endswith("so none is suggested: look at the data, the labels and the loss")
+    assert str(found).endswith("so none is suggested: check the data, the labels and the loss")
 
     class Still(Ragged):
         def loss(self, model, batch):
@@ -134,19 +134,19 @@ def test_a_loss_that_never_falls_gets_no_rate(tmp_path):
 def test_a_scattered_curve_is_read_by_its_shape(seed):
     """Flat, falling around the 60th step, then rising: the place is found whatever the scatter; noise has none."""
     random, steps = np.random.default_rng(seed), np.arange(STEPS)
-    rates = [rate_of(step) for step in range(STEPS)]
+    rates = [rate_at(step) for step in range(STEPS)]
     shape = 2.0 - 1.5 / (1 + np.exp(-(steps - 60) / 3)) + 4.0 / (1 + np.exp(-(steps - 92) / 2))
-    lr = judged(rates, (shape + 0.1 * random.standard_normal(STEPS)).tolist())[1]
+    lr = suggest_rate(rates, (shape + 0.1 * random.standard_normal(STEPS)).tolist())[1]
     assert rates[54] <= lr <= rates[66]
-    lr = judged(rates, (shape + 0.5 * random.standard_normal(STEPS)).tolist())[1]
+    lr = suggest_rate(rates, (shape + 0.5 * random.standard_normal(STEPS)).tolist())[1]
     assert rates[50] <= lr <= rates[75]  # three times less than the fall
     rising = 2.0 + 4.0 / (1 + np.exp(-(steps - 92) / 2))
-    assert judged(rates, (rising + 0.001 * random.standard_normal(STEPS)).tolist())[1] is None
-    assert judged(rates, [math.nan] * STEPS) == ([], None)
+    assert suggest_rate(rates, (rising + 0.001 * random.standard_normal(STEPS)).tolist())[1] is None
+    assert suggest_rate(rates, [math.nan] * STEPS) == ([], None)
 
 
 def test_a_rate_of_zero_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="lr is 0, and so is every multiple of it"):
+    with pytest.raises(ConfigError, match="--lr is 0, .*above 0"):
         find_lr(settings(tmp_path, lr=0.0), Line())
 
 

@@ -7,8 +7,8 @@ from small_runs import config, mark
 from toys import Ragged
 
 import lockstep
-from lockstep.errors import ConfigError, said
-from lockstep.training.tuning import Took, chosen, find_micro_batch
+from lockstep.errors import ConfigError, name_settings
+from lockstep.training.tuning import SizeCost, choose_size, find_micro_batch
 
 
 class Counted(Ragged):
@@ -43,16 +43,16 @@ def device(task, limit):
 def tried(world, folder, limits):
     task = Counted()
     found = find_micro_batch(config(folder, batch_size=24), task, world, device(task, limits[world.rank]), 1000)
-    return [each.size for each in found.took], [each.peak for each in found.took], found.size, float(task.counted)
+    return [each.size for each in found.costs], [each.peak for each in found.costs], found.size, float(task.counted)
 
 
 def test_the_largest_that_fits_is_proposed_and_nothing_is_kept(tmp_path):
     task = Counted()
     found = find_micro_batch(config(tmp_path, batch_size=24), task, None, device(task, 400), 1000)
-    assert [each.size for each in found.took] == [1, 2, 4, 8]
-    assert [each.peak for each in found.took] == [100, 200, 400, 0]
+    assert [each.size for each in found.costs] == [1, 2, 4, 8]
+    assert [each.peak for each in found.costs] == [100, 200, 400, 0]
     assert (found.size, float(task.counted)) == (4, 0.0)
-    assert str(found).endswith(said("train with --micro-batch-size 4"))
+    assert str(found).endswith(name_settings("train with --micro-batch-size 4"))
     assert not list(tmp_path.iterdir())
 
 
@@ -70,9 +70,15 @@ def test_training_after_it_is_training_without_it(tmp_path):
 
 
 def test_a_tenth_stays_free_and_what_is_slower_is_not_taken():
-    took = [Took(1, 100, 1.0), Took(2, 200, 0.5), Took(4, 400, 0.505), Took(8, 800, 0.6), Took(16, 0, 0.0)]
-    assert [chosen(took, total) for total in (10**6, 440, 300, 100)] == [4, 2, 2, 0]
-    assert chosen(took, 10**6, 10**6) == 0
+    took = [
+        SizeCost(1, 100, 1.0),
+        SizeCost(2, 200, 0.5),
+        SizeCost(4, 400, 0.505),
+        SizeCost(8, 800, 0.6),
+        SizeCost(16, 0, 0.0),
+    ]
+    assert [choose_size(took, total) for total in (10**6, 440, 300, 100)] == [4, 2, 2, 0]
+    assert choose_size(took, 10**6, 10**6) == 0
 
 
 def test_what_cannot_be_is_refused(tmp_path):

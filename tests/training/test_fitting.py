@@ -21,7 +21,7 @@ def never(config, ranks, room):
 def test_the_largest_that_fits_is_taken_and_said():
     lines = []
     size = find_largest_micro_batch(Config(batch_size=64), on_device(), lines.append, lambda *given: 4)
-    assert draft_of(Config(batch_size=64), StartFacts(largest=size)).config.micro_batch_size == 4
+    assert draft_of(Config(batch_size=64), StartFacts(max_micro_batch=size)).config.micro_batch_size == 4
     asking, answer = lines
     assert "lockstep plan" in asking
     assert "auto: 4" in answer
@@ -46,7 +46,7 @@ def test_where_a_bound_shows_that_the_default_fits_nobody_is_asked(monkeypatch, 
 
 def test_a_resume_has_what_the_run_was_begun_with():
     before = CheckpointFacts(plan={"batch_size": 64, "micro_batch_size": 2})
-    start = StartFacts(largest=4, checkpoint=before)
+    start = StartFacts(max_micro_batch=4, checkpoint=before)
     assert draft_of(Config(batch_size=64), start).config.micro_batch_size == 2
     assert draft_of(Config(batch_size=32), start).config.micro_batch_size == 0
 

@@ -66,7 +66,7 @@ def test_the_source_documents_command(tmp_path, home, places):
     folder = tmp_path / "E"
     sources = json.loads((folder / "environment.json").read_text())["sources"]
     assert sources == {"openai-community/gpt2": COMMIT, "tatsu-lab/alpaca": COMMIT}
-    kept = cli.read(folder / "config.toml")
+    kept = cli.read_toml(folder / "config.toml")
     assert (kept["precision"], kept["data.packing"], kept["batch_size"]) == ("bf16-true", "blocks", 1)
     logged = [record for record in records(folder / "metrics.jsonl") if "lr" in record]
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=3e-5)

@@ -17,7 +17,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.guards.nonfinite import DeferredReader
 from lockstep.logging import jsonl
-from lockstep.records import exact_sum, expanded, mean_numbers, merged_sums
+from lockstep.records import exact_sum, exact_sums, mean_numbers, merge_sums
 
 SAMPLES = 37  # with batches of 8 the fifth step is short
 WEIGHTS = [1e-7, 3.0, 1e9]
@@ -289,7 +289,7 @@ def test_sums_are_exact_however_they_are_cut(parts):
     generator = np.random.default_rng(1)
     values = [float(v) for v in generator.standard_normal(300) * 10.0 ** generator.integers(-25, 25, 300)]
     cut = [list(zip(part, part, strict=True)) for part in np.array_split(values, parts)]
-    merged = merged_sums([expanded(part) for part in cut])
+    merged = merge_sums([exact_sums(part) for part in cut])
     assert merged[0] == float(sum(map(Fraction, values)))
     assert mean_numbers({"a": merged, "b": [0.0] * 6})["a"] == 1.0
     assert math.isnan(mean_numbers({"b": [0.0] * 6})["b"])

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run
+from refusals import refuses
 from small_runs import config, mark
 from test_best import Silent
 from toys import Ragged, taken
@@ -18,7 +19,7 @@ from lockstep.errors import ConfigError, ResumeError
 from lockstep.optim.schedule import factor
 from lockstep.records import EvaluationRecord
 from lockstep.run_state import Selection
-from lockstep.training.selection import fallen, judged, looked_at
+from lockstep.training.selection import plateau_drops, select_best, update_plateau
 
 VALUES = st.lists(st.integers(0, 6) | st.just(math.nan), min_size=1, max_size=40)
 
@@ -39,10 +40,10 @@ def test_it_decides_as_torch_does(values, patience, delta, way, least, cooldown)
     )
     state = Selection()
     for step, value in enumerate(values):
-        better = judged(settings, state, EvaluationRecord(step, 1.0, 1, {"a": float(value)}))
-        looked_at(settings, state, better=better)
+        better = select_best(settings, state, EvaluationRecord(step, 1.0, 1, {"a": float(value)}))
+        update_plateau(settings, state, better=better)
         reference.step(value)
-        rate = 0.25 * factor(step, 100, 0, floor, "plateau", gamma=0.5, drops=fallen(state))
+        rate = 0.25 * factor(step, 100, 0, floor, "plateau", gamma=0.5, drops=plateau_drops(state))
         assert rate == held.param_groups[0]["lr"]
 
 
@@ -158,11 +159,11 @@ def test_a_rollback_goes_back_to_the_rate_of_its_step(tmp_path):
 
 
 def test_what_cannot_be_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="optim.schedule plateau needs eval_freq: else the only evaluation"):
+    with pytest.raises(ConfigError, match="optim.schedule plateau needs eval_freq"):
         Config(optim={"schedule": "plateau"})
     with pytest.raises(ConfigError, match="plateau_patience is -1"):
         Config(eval_freq=1, optim={"schedule": "plateau", "plateau_patience": -1})
-    with pytest.raises(ConfigError, match=r"optim.schedule plateau needs an evaluation, and the task's dataset"):
+    with refuses(ConfigError, "--optim.schedule plateau", "dataset('evaluation')"):
         taken(settings(tmp_path, best_metric="loss"), Silent())
     assert not list(tmp_path.iterdir())
 

@@ -13,7 +13,7 @@ from small_runs import config
 from toys import Ragged
 
 import lockstep
-from lockstep.clock import HostClock, MarkingClock, make_clock, marked
+from lockstep.clock import HostClock, MarkingClock, make_clock, trace_mark
 from lockstep.config.schema import Config
 from lockstep.diagnose.profile.reading import read, read_all, understood
 from lockstep.errors import ConfigError
@@ -22,7 +22,7 @@ from lockstep.training.profiler import (
     ThreadUsage,
     cold_ms,
     fused_ns,
-    handed_ms,
+    handover_ms,
     operations_us,
     page_us,
     positions,
@@ -163,19 +163,19 @@ def test_probes_leave_threads_and_random_numbers_alone():
 
 def test_what_a_loader_process_would_hand_over_is_tried_without_one():
     row = torch.zeros(4)
-    assert 0.0 < handed_ms({"x": row, "y": [row.expand(2, 4), torch.zeros(2)]}) < 1e6
-    assert handed_ms("no tensor") < 1.0
+    assert 0.0 < handover_ms({"x": row, "y": [row.expand(2, 4), torch.zeros(2)]}) < 1e6
+    assert handover_ms("no tensor") < 1.0
     assert not [each for each in threading.enumerate() if "_serve" in each.name]  # what hands out has ended
     assert not row.is_shared()  # the batch is left as it is
 
 
 def test_what_a_step_had_of_the_system_is_its_usual():
     noted = [ThreadUsage(0.0, minor, 0.0) for minor in (0, 900, 910, 920)]
-    assert ThreadUsage.usual(noted).minor == 10
-    assert ThreadUsage.usual(noted[:2]) == ThreadUsage()  # one step says nothing
+    assert ThreadUsage.median_step(noted).minor == 10
+    assert ThreadUsage.median_step(noted[:2]) == ThreadUsage()  # one step says nothing
     ran = [ThreadUsage(busy=busy) for busy in (0.0, 9.0, 14.0, 22.0)]
-    assert ThreadUsage.least_busy(ran) == 5.0
-    assert ThreadUsage.least_busy(ran[:2]) == 0.0
+    assert ThreadUsage.min_busy(ran) == 5.0
+    assert ThreadUsage.min_busy(ran[:2]) == 0.0
 
 
 class Fails(Ragged):
@@ -286,9 +286,9 @@ def test_the_clock_marks_the_parts_in_their_order_and_measures_as_before():
 
 
 def test_a_part_is_marked_where_a_profiler_runs_alone():
-    with marked("save") as nothing:
+    with trace_mark("save") as nothing:
         assert nothing is None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, marked("save"):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, trace_mark("save"):
         pass
     assert "lockstep:save" in {event.name for event in profiler.events()}
 

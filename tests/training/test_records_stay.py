@@ -11,7 +11,7 @@ from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config.cli import read
+from lockstep.config.cli import read_toml
 from lockstep.config.sections import Checkpoint
 from lockstep.errors import ConfigError
 from lockstep.training.run_dir import RunFolder, RunLock
@@ -37,17 +37,17 @@ def test_a_lock_without_flock_says_how_to_clear_it_where_its_owner_cannot_be_ask
     path = tmp_path / "run.lock"
     path.write_text(OWNER.format(*owner))
     if not words:
-        RunLock(path).take(make=True)
+        RunLock(path).acquire(make=True)
         return
     with pytest.raises(ConfigError, match=words) as found:
-        RunLock(path).take(make=True)
+        RunLock(path).acquire(make=True)
     assert (str(path) in str(found.value)) == (words == "remove ")
 
 
 def test_a_byte_order_mark_in_a_configuration_is_no_part_of_it(tmp_path):
     path = tmp_path / "c.toml"
     path.write_bytes(b"\xef\xbb\xbflr = 0.5\n")
-    assert read(path) == {"lr": 0.5}
+    assert read_toml(path) == {"lr": 0.5}
 
 
 def test_what_a_kill_left_of_a_write_goes_with_the_next_start(tmp_path):

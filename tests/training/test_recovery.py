@@ -33,11 +33,11 @@ def relayed():
     [
         (PeerError("rank 0 lost the other ranks"), True),
         (relayed(), False),
-        (recovery.Anew("another rank was lost"), False),
+        (recovery.Rebuild("another rank was lost"), False),
     ],
 )
 def test_which_errors_only_say_that_a_rank_is_gone(error, lost):
-    assert recovery.is_lost(error) == lost
+    assert recovery.is_rank_loss(error) == lost
 
 
 def called(**taken):
@@ -56,7 +56,7 @@ def called(**taken):
     ],
 )
 def test_whose_state_all_take_over(taken, best):
-    assert recovery._furthest(called(**taken)) == best
+    assert recovery._most_advanced(called(**taken)) == best
 
 
 def state_of(rank):
@@ -77,9 +77,9 @@ def state_of(rank):
 
 
 def handed_out(world, together):
-    recovery._TOGETHER = together
+    recovery._BUCKET_BYTES = together
     mine = state_of(world.rank)
-    found = recovery._handed_out(mine, 1, world)
+    found = recovery._broadcast_state(mine, 1, world)
     wanted = state_of(1)
     assert list(found) == list(wanted)
     for name, tensor in wanted.items():

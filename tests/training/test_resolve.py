@@ -45,16 +45,16 @@ CHECKPOINTS = st.builds(
 STARTS = st.builds(
     StartFacts,
     fast=st.booleans(),
-    largest=st.sampled_from([0, 2, 4]),
+    max_micro_batch=st.sampled_from([0, 2, 4]),
     checkpoint=st.none() | CHECKPOINTS,
     steps=st.sampled_from([0, 0, 25]),
-    least=st.sampled_from([0, 60]),
+    min_steps=st.sampled_from([0, 60]),
 )
 FACTS = st.builds(
     Facts,
     start=STARTS,
     kind=st.sampled_from(sorted(TASK_DEFAULTS)),
-    undivided=st.booleans(),
+    per_micro_batch=st.booleans(),
     batchnorm=st.booleans(),
     samples=st.integers(500, 600),
     epoch=st.integers(500, 900),
@@ -68,10 +68,10 @@ def test_it_is_pure_and_idempotent_and_leaves_nothing_open(config, facts):
     assert resolve(config, facts) == found
     assert (config, facts) == before
     assert resolve(found.config, facts) == found
-    assert not [name for name in cli.flat(found.config) if is_auto(found.config, name)]
+    assert not [name for name in cli.flatten(found.config) if is_auto(found.config, name)]
     assert found.config.precision != "auto"
     assert not [name for name in SPANS - {"extend_to"} if is_span(lookup(found.config, name))]
-    assert found.run_plan.step_plan.steps >= facts.start.least
+    assert found.run_plan.step_plan.steps >= facts.start.min_steps
 
 
 @given(CONFIGS, FACTS)

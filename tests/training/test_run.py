@@ -8,13 +8,14 @@ import tomllib
 import pytest
 import torch
 from ranks import run
+from refusals import names, refuses
 from small_runs import config, mark
 from toys import HolesMean, Ragged, taken
 
 import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint.export import export
-from lockstep.config.cli import flat, parse, read
+from lockstep.config.cli import flatten, parse, read_toml
 from lockstep.config.schema import Config
 from lockstep.config.sections import Checkpoint
 from lockstep.data.sampler import Sequential
@@ -24,7 +25,7 @@ from lockstep.files import bytes_text
 from lockstep.logging.jsonl import read as records
 from lockstep.training.build import build
 from lockstep.training.resolve import Facts, resolve
-from lockstep.training.resume import differences
+from lockstep.training.resume import compare_plans
 from lockstep.training.run_dir import RunFolder
 
 
@@ -37,7 +38,7 @@ def test_the_folder_of_a_run(tmp_path):
     settings = config(tmp_path)
     assert go(None, settings) == (list(range(12)), 0)
     path = tmp_path / "r"
-    written, given = flat(Config(**read_config(path / "config.toml"))), flat(settings)
+    written, given = flatten(Config(**read_config(path / "config.toml"))), flatten(settings)
     assert {name: value for name, value in written.items() if value != given[name]} == {
         "optim.beta2": 0.999,
         "optim.weight_decay": 0.01,
@@ -79,7 +80,7 @@ def test_the_written_config_is_one_that_config_reads(tmp_path):
     settings = config(tmp_path, experiment_name='a "quoted" näme')
     go(None, settings)
     chosen = resolve(settings, Facts.of(Ragged(), Ragged().model(), 40)).config
-    assert read(tmp_path / settings.experiment_name / "config.toml") == flat(chosen, own_task=True)
+    assert read_toml(tmp_path / settings.experiment_name / "config.toml") == flatten(chosen, own_task=True)
     assert parse(["--config", str(tmp_path / settings.experiment_name / "config.toml")]) == chosen
 
 
@@ -92,13 +93,13 @@ def test_with_a_task_of_ones_own_the_built_in_tasks_fields_are_not_written(tmp_p
     common = {"model": model, "ckpt_freq": 2, "max_steps": 4}
     go(None, config(tmp_path, stop_at=2, **common))
     path = tmp_path / "r"
-    written = read(path / "config.toml")
+    written = read_toml(path / "config.toml")
     assert not written.keys() & (BUILTIN - {"model.dropout"})
     assert written["model.dropout"] == 0.25
     assert "data.workers" in written
     (tmp_path / "mine.py").write_text("from toys import Ragged\n")
     lockstep.train(config(tmp_path, experiment_name="named", task=f"{tmp_path}/mine.py:Ragged", max_steps=2))
-    assert not read(tmp_path / "named" / "config.toml").keys() & BUILTIN
+    assert not read_toml(tmp_path / "named" / "config.toml").keys() & BUILTIN
     log = (path / "logs" / "rank-00000.log").read_text()
     assert '"model.dropout": 0.25' in log
     assert "seq_len" not in log
@@ -108,12 +109,12 @@ def test_with_a_task_of_ones_own_the_built_in_tasks_fields_are_not_written(tmp_p
     assert plan.keys() & BUILTIN == {"model.dropout"}
     with pytest.raises(ResumeError, match=r"model.dropout 0.25 \(now 0.0\)"):
         go(None, config(tmp_path, ckpt_freq=2, max_steps=4))
-    assert differences(plan | {"seq_len": 128}, plan) == differences(plan, plan | {"seq_len": 128}) == []
-    assert differences(plan | {"seq_len": 64}, plan) == [("seq_len", 64, 128)]
+    assert compare_plans(plan | {"seq_len": 128}, plan) == compare_plans(plan, plan | {"seq_len": 128}) == []
+    assert compare_plans(plan | {"seq_len": 64}, plan) == [("seq_len", 64, 128)]
     older = {name: value for name, value in plan.items() if name not in ("optim.power", "dataset_samples")}
-    assert differences(older, plan) == []
+    assert compare_plans(older, plan) == []
     changed = plan | {"optim.power": 9.0, "dataset_samples": 41}
-    assert differences(older, changed) == [("dataset_samples", 40, 41), ("optim.power", 1.0, 9.0)]
+    assert compare_plans(older, changed) == [("dataset_samples", 40, 41), ("optim.power", 1.0, 9.0)]
     assert go(None, parse(["--config", str(path / "config.toml"), "--stop-at", "0"]))[0] == [2, 3]
     go(None, config(tmp_path, experiment_name="whole", **common))
     assert mark(tmp_path) == mark(tmp_path, "whole")
@@ -128,7 +129,7 @@ def test_a_task_that_is_named_keeps_all_fields(tmp_path):
     common = {"save_dir": str(tmp_path), "max_steps": 1, "batch_size": 2, "device": "cpu"}
     data = {"cache": str(tmp_path / "cache"), "vocab_size": 300}
     lockstep.train(Config(dataset_name=str(tmp_path / "text.txt"), seq_len=16, data=data, **common))
-    assert read(tmp_path / "default" / "config.toml").keys() == flat(Config()).keys()
+    assert read_toml(tmp_path / "default" / "config.toml").keys() == flatten(Config()).keys()
 
 
 @pytest.mark.parametrize("leave_at", [4, 7, 11])
@@ -164,9 +165,9 @@ def test_it_resumes_on_another_number_of_ranks(tmp_path):
 def test_stop_at_changes_neither_plan_nor_result(tmp_path, capsys):
     go(None, config(tmp_path, experiment_name="whole"))
     assert go(None, config(tmp_path, stop_at=5)) == ([0, 1, 2, 3, 4], 0)
-    assert "saved after step 5 of 12; the same command goes on" in capsys.readouterr().out
+    assert "stopped: saved after step 5 of 12;" in capsys.readouterr().out
     assert go(None, config(tmp_path, stop_at=5)) == ([], 0)
-    assert "--stop-at 5 ends it there" in capsys.readouterr().err
+    assert names(capsys.readouterr().err, "step 5 of 12", "--stop-at 5")
     assert go(None, config(tmp_path))[0] == list(range(5, 12))
     assert mark(tmp_path) == mark(tmp_path, "whole")
 
@@ -175,7 +176,7 @@ def test_a_finished_run_says_so_and_is_left_alone(tmp_path, capsys):
     go(None, config(tmp_path))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "r").rglob("*")}
     assert go(None, config(tmp_path)) == ([], 0)
-    assert "is finished after 12 steps" in capsys.readouterr().err
+    assert names(capsys.readouterr().err, "finished", "12 steps", "--extend-to")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "r").rglob("*")} == before
 
 
@@ -269,7 +270,7 @@ def test_a_new_run_from_the_weights_of_another(tmp_path):
     settings = config(tmp_path, init_from=str(tmp_path / "first"), lr=0.0)
     assert go(None, settings) == (list(range(12)), 0)
     assert mark(tmp_path)[0] == mark(tmp_path, "first")[0]  # at rate 0 nothing moves
-    with pytest.raises(CheckpointError, match="--init-from .*nowhere: no whole checkpoint there"):
+    with refuses(CheckpointError, f"--init-from {tmp_path / 'nowhere'}"):
         go(None, config(tmp_path, experiment_name="n", init_from=str(tmp_path / "nowhere")))
 
 
@@ -399,8 +400,7 @@ def test_too_little_room_is_said_before_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
     numbers = sum(parameter.numel() for parameter in Ragged().model().parameters())  # of eight bytes, and two moments
-    takes = f"--save-dir: .* has 0 B free and a checkpoint of this run takes {bytes_text(3 * 8 * numbers)}; make room"
-    with pytest.raises(ConfigError, match=takes):
+    with refuses(ConfigError, "--save-dir", "0 B free", bytes_text(3 * 8 * numbers)):
         go(None, config(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
@@ -460,13 +460,13 @@ def test_a_task_that_says_its_items_is_trained_like_one_that_counts_them(tmp_pat
     assert mark(tmp_path, "said") == mark(tmp_path, "counted")
 
 
-def names(world, folder):
+def shared_name(world, folder):
     settings = config(folder, experiment_name=f"at-{world.rank}", max_steps=2)
     return go(world, settings)
 
 
 def test_all_ranks_use_the_name_of_rank_0(tmp_path):
-    run(names, 2, tmp_path)
+    run(shared_name, 2, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["at-0"]
     assert len(list((tmp_path / "at-0" / "logs").iterdir())) == 2
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import run
+from refusals import names
 from torch import nn
 from toys import taken
 
@@ -29,7 +30,7 @@ from lockstep.logging.jsonl import read
 from lockstep.optim.schedule import factor
 from lockstep.records import StepRecord
 from lockstep.run_state import Position, RunState
-from lockstep.training.recorder import Meter, RunRecorder, memory
+from lockstep.training.recorder import Meter, RunRecorder, peak_memory
 from lockstep.training.run_dir import RunFolder
 
 SAMPLES, BATCH, MICRO = 20, 6, 2  # a step may lie across two epochs
@@ -160,7 +161,7 @@ def test_what_is_paused_is_not_counted_to_the_rate(monkeypatch):
     meter.add(ReadStep(StepRecord(3, 20, [], None, 1.0), [], 1.0, []))
     assert meter.read(1)["skipped_steps"] == 1  # of this start
     meter.pause(0.5, "saves")
-    assert meter.spent == {"steps": 0.014, "data": 0.004, "exchange": 0.0, "saves": 0.5}  # but for the first window
+    assert meter.seconds == {"steps": 0.014, "data": 0.004, "exchange": 0.0, "saves": 0.5}  # but for the first window
 
 
 def test_evaluations_come_after_the_right_steps_with_the_right_numbers(tmp_path):
@@ -179,13 +180,13 @@ def test_who_ends_gives_a_save_its_time_but_for_a_lost_rank_which_it_cannot_end_
     recorder = SimpleNamespace(
         saver=SimpleNamespace(abandon=lambda seconds, leave: given.append((seconds, leave))),
         _built=SimpleNamespace(world=SimpleNamespace(timeout=600.0)),
-        _outlives=False,
+        _survives_loss=False,
     )
     lost = PeerError("rank 0 lost the other ranks")
     for error in (None, LockstepError("a"), RuntimeError("Connection closed by peer"), lost):
         RunRecorder.__exit__(recorder, None, error, None)
     assert given == [(600.0, True)] * 3 + [(1.0, True)]
-    recorder._outlives = True
+    recorder._survives_loss = True
     for error in (LockstepError("a"), lost):
         RunRecorder.__exit__(recorder, None, error, None)
     assert given[4:] == [(600.0, True), (0.2, False)]  # the groups are handed out
@@ -271,9 +272,9 @@ def test_restarts_add_up(tmp_path, monkeypatch):
 
 def test_the_summary_says_what_to_do_now(tmp_path, capsys):
     go(None, settings(tmp_path, stop_at=4), Task())
-    assert "stopped: saved after step 4 of 11; the same command goes on from there" in capsys.readouterr().out
+    assert "stopped: saved after step 4 of 11;" in capsys.readouterr().out
     go(None, settings(tmp_path), Task())
-    assert "finished; see what was saved with: lockstep checkpoint inspect" in capsys.readouterr().out
+    assert names(capsys.readouterr().out, "finished", f"lockstep checkpoint inspect {tmp_path / 'r'}")
 
 
 class Sampled(Task):
@@ -355,20 +356,20 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
     )
     recorder = SimpleNamespace(
         _built=built,
-        saved=saved,
+        saved_step=saved,
         _saves=True,
         is_best=bool(is_best),
-        _began=0.0,
+        _start=0.0,
         _engine_name="ddp",
         saver=SimpleNamespace(settle=lambda last: order.append(("settled", last))),
         _exchange=SimpleNamespace(progress=Progress()),
         _sinks=SimpleNamespace(close=summary.update),
-        _meter=SimpleNamespace(spent={"steps": 100.0, "data": 40.0}),
-        _tidy=lambda state: wrote.append("state, and old checkpoints"),
+        _meter=SimpleNamespace(seconds={"steps": 100.0, "data": 40.0}),
+        _write_state_and_prune=lambda state: wrote.append("state, and old checkpoints"),
         _next=str,
         _sample=lambda: task.sample(model, "cpu"),
     )
-    RunRecorder.settle(recorder)
+    RunRecorder.finish(recorder)
     RunRecorder.close(recorder, code)
     assert wrote == ([] if not is_main or not saved else ["state, and old checkpoints"] if is_best else ["state"])
     assert order == [("settled", True), *([] if code else ["sample"]), "at rest"]
@@ -491,7 +492,7 @@ def test_the_memory_of_this_process_is_counted_in_bytes(monkeypatch, tmp_path, p
     if platform == "darwin":
         monkeypatch.setattr("lockstep.training.recorder.sys", SimpleNamespace(platform=platform))
         peak //= 1024
-    assert peak / 2 < memory(torch.device("cpu")) < peak * 2
+    assert peak / 2 < peak_memory(torch.device("cpu")) < peak * 2
 
 
 @pytest.mark.parametrize(
@@ -508,6 +509,6 @@ def test_a_run_that_a_signal_ends_saves_the_present_step_and_says_so(tmp_path, c
     assert run.result.exit_code == code
     assert steps in (4, 5)  # the wish is agreed on in this step or the next
     assert state_of(tmp_path)["global_step"] == steps
-    assert f"{word}: saved after step {steps} of 11; the same command goes on" in capsys.readouterr().out
+    assert f"{word}: saved after step {steps} of 11;" in capsys.readouterr().out
     go(None, settings(tmp_path), Task())
     assert state_of(tmp_path)["global_step"] == 11

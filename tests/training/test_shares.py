@@ -71,7 +71,7 @@ def refused(world, folder, changes):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"shares": "4,4,0"}, "shares is '4,4,0': it must be equal, auto, or a number from 1 for each process: 5,3"),
+        ({"shares": "4,4,0"}, "shares is '4,4,0': it must be equal, auto, or"),
         ({"shares": "fast"}, "shares is 'fast': it must be equal, auto, or"),
         ({"shares": "4,2,2"}, "--shares 4,2,2 has 3 numbers for 2 processes"),
         ({"shares": "4,2"}, "--shares 4,2 adds up to 6 micro-batches, but a step has 8"),

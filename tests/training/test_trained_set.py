@@ -255,7 +255,7 @@ class Unfreezing(Hooks):
     def __init__(self, task):
         self.task = task
 
-    def after_step(self, course, done):
+    def after_step(self, context, done):
         change(self.task.built, done)
 
 

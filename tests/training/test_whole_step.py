@@ -12,7 +12,7 @@ from small_runs import config
 import lockstep
 from lockstep import checkpoint
 from lockstep.errors import ConfigError, LockstepError, UsageError
-from lockstep.task import adapted
+from lockstep.task import as_task
 
 RATE = 0.5
 PLAIN = {"name": "sgd", "schedule": "constant", "warmup_steps": 0, "clip": 0.0, "weight_decay": 0.0, "momentum": 0.0}
@@ -173,7 +173,7 @@ def made(**methods):
 )
 def test_a_task_has_one_form_of_a_loss(names, named):
     with pytest.raises(ConfigError, match=f"`{named}`"):
-        adapted(made(**{name: lambda self, *given: None for name in names}))
+        as_task(made(**{name: lambda self, *given: None for name in names}))
 
 
 def test_what_cannot_go_with_it_is_refused(tmp_path):

@@ -18,7 +18,7 @@ from lockstep.engines.memory import footprint
 from lockstep.errors import ConfigError, ResumeError
 from lockstep.hooks import Hooks
 from lockstep.models.gpt import GPT, GPTConfig
-from lockstep.training.resume import differences
+from lockstep.training.resume import compare_plans
 from lockstep.transforms import autocast, checkpointed
 from lockstep.transforms.weight_copies import CopiedLinear, WeightCopies, copies_of
 
@@ -192,8 +192,8 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not_stopped(tmp_path
 
 def test_a_run_from_before_these_options_goes_on():
     now = {"seed": 0, "weight_copies": "forward", "grad_dtype": "float32"}
-    assert differences({"seed": 0}, now) == []
-    assert len(differences({"seed": 0}, now | {"grad_dtype": "bf16"})) == 1
+    assert compare_plans({"seed": 0}, now) == []
+    assert len(compare_plans({"seed": 0}, now | {"grad_dtype": "bf16"})) == 1
 
 
 def test_a_loaded_run_has_no_copies(tmp_path):

@@ -292,7 +292,7 @@ def test_what_is_no_whole_certificate_and_flags_beside_one_are_refused(tmp_path)
         "format": 1,
         "steps": 2,
         "trace": steps,
-        "config": options.flat(config()),
+        "config": options.flatten(config()),
     }
     damaged = [
         ({key: value for key, value in whole.items() if key != "versions"}, "is an incomplete certificate"),
@@ -321,7 +321,7 @@ def test_what_is_no_whole_certificate_and_flags_beside_one_are_refused(tmp_path)
         (["--resume-at", "9"], "--resume-at 9 must be below --steps 8"),
         (["--plant", "nothing"], "--plant 'nothing'"),
         (["--plant", "bit-flip", "--world-sizes", "1"], "--world-sizes 2"),
-        (["--task", "nowhere.py:Task"], "there is no such file"),
+        (["--task", "nowhere.py:Task"], "no such file"),
         (["--against", "nowhere.json"], "--against nowhere.json: No such file"),
         (["--out", "nowhere/certificate.json"], "--out nowhere/certificate.json"),
         (["--out", "."], "--out ."),

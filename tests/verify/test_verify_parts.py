@@ -346,7 +346,7 @@ def test_another_machine_is_known_by_versions_processor_and_first_device(monkeyp
         "machine": {"cpu": "c", "hostname": "h"},
         "devices": [{"name": "d"}, {"name": "e"}],
     }
-    monkeypatch.setattr(run_dir, "describe", lambda: here)
+    monkeypatch.setattr(run_dir, "describe_process", lambda: here)
     assert certificate.same_machine({**here, "machine": {"cpu": "c", "hostname": "other"}}) == []
     assert certificate.same_machine({**here, "devices": [{"name": "d"}]}) == []
     assert certificate.same_machine({**here, "versions": {"torch": "1"}}) == ["torch 1 there, 2 here"]

@@ -158,7 +158,7 @@ def read_contents(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
         for entry in entries:
             problem = f"{printable(path.name)}/{index} is damaged: {printable(entry.name, 120)!r}"
             if headers[entry.file].get(entry.key) != stored_as(entry.dtype, entry.local):
-                raise CheckpointError(f"{problem} has another dtype or shape in {entry.file}")
+                raise CheckpointError(f"{problem} does not match {entry.file}")
             tensor = tensors.setdefault(entry.name, StoredTensor(entry.dtype, entry.shape, []))
             if (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(f"{problem} has another dtype or shape than in another index")

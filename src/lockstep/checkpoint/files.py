@@ -21,7 +21,7 @@ import xxhash
 
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.files import created, retry_io, storage_error
+from lockstep.files import create_file, retry_io, storage_error
 
 __all__ = [
     "OnRead",
@@ -79,7 +79,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
     digest = xxhash.xxh3_64()
     size, exists = 0, False
     try:
-        with created(path, buffering=1 << 20) as file:
+        with create_file(path, buffering=1 << 20) as file:
             exists = True
             for chunk in chunks:
                 view = memoryview(chunk)

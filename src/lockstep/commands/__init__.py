@@ -1,1 +1,1 @@
-"""Parse the flags of each command before torch is imported, so that a wrong flag fails at once."""
+"""Parse the flags of each command before torch is imported."""

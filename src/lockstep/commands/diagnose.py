@@ -54,7 +54,7 @@ def _doctor_parser() -> Parser:
     add("--json", action="store_true", help="print one JSON object")
     text = "seconds to wait for all ranks to connect (default: %(default)s)"
     add("--wait", type=float, default=20.0, metavar="SECONDS", help=text)
-    parser.first = ("json", "wait", "task", "save_dir", "batch_size", "engine", "device")
+    parser.common = ("json", "wait", "task", "save_dir", "batch_size", "engine", "device")
     parser.examples = (
         "lockstep doctor --task digits.py:Digits",
         "lockstep launch --nproc-per-node 4 -- doctor --task digits.py:Digits",
@@ -97,8 +97,8 @@ def _plan_parser() -> Parser:
     add("--memory", default="", metavar="80GB", help="memory per device; overrides that of --device")
     add("--fast", action="store_true", help="estimate only this configuration; do not search for others that fit")
     add("--json", action="store_true", help="print one JSON object, with numbers as numbers")
-    parser.first = ("world_size", "device", "memory", "json", "task", "model_name", "batch_size", "micro_batch_size")
-    parser.first = (*parser.first, "engine", "precision", "activation_checkpointing", "exact")
+    parser.common = ("world_size", "device", "memory", "json", "task", "model_name", "batch_size", "micro_batch_size")
+    parser.common = (*parser.common, "engine", "precision", "activation_checkpointing", "exact")
     parser.examples = (
         "lockstep plan --model-name builtin:gpt2-xl --world-size 8 --device a100-80",
         "lockstep plan --task mine.py:Mine --device l4-24 --batch-size 64",
@@ -125,8 +125,8 @@ def profile_command(argv: list[str]) -> int:
     for name, least in (("steps", 1), ("warmup", 0)):
         if not least <= args[name] <= 900:
             raise ConfigError(f"--{name} is {args[name]}: it must be from {least} to 900")
-    config, task = train.asked(cli.told(args))
-    train.loaded()
+    config, task = train.config_and_task(cli.collect_options(args))
+    train.import_training()
     profiled = importlib.import_module("lockstep.training.run")
     code: int = profiled.profile(config, args["steps"], args["warmup"], task)
     return code
@@ -149,7 +149,7 @@ def _profile_parser() -> Parser:
         metavar="DIR",
         help="do not train; analyse the traces in this folder, RUN/profile/FIRST-LAST",
     )
-    parser.first = ("steps", "warmup", "read", "task", "batch_size", "engine")
+    parser.common = ("steps", "warmup", "read", "task", "batch_size", "engine")
     parser.examples = (
         "lockstep profile --task digits.py:Digits --batch-size 32",
         "lockstep launch --nproc-per-node 2 -- profile --task digits.py:Digits",
@@ -208,7 +208,7 @@ def _of_runs(args: argparse.Namespace, flags: list[str], extrapolate: tuple[int,
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split the flags of scale from those of train after `--`, with or without the word `train`."""
+    """Split the flags of scale from those of train, which follow `--` or `-- train`."""
     if "--" not in argv:
         if "train" in argv:
             raise ConfigError("`--` is missing before `train`: lockstep scale --world-sizes 1,2 -- [flags of train]")

@@ -87,7 +87,7 @@ def runs_command(argv: list[str]) -> int:
         args = _runs_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    importlib.import_module("lockstep.training.runs").show(Path(args.folder), as_json=args.json)
+    importlib.import_module("lockstep.training.runs").print_runs(Path(args.folder), as_json=args.json)
     return 0
 
 

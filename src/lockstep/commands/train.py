@@ -17,7 +17,7 @@ from lockstep.distributed.progress import MEMBER_VARIABLE
 from lockstep.errors import ConfigError
 from lockstep.training.run_dir import RunFolder
 
-__all__ = ["asked", "command", "loaded"]
+__all__ = ["command", "config_and_task", "import_training"]
 
 
 def command(argv: list[str]) -> int:
@@ -30,27 +30,27 @@ def command(argv: list[str]) -> int:
     if "torch" not in sys.modules:  # not later: once torch is imported, CUDA may be initialised
         os.environ.update(allocator_variables(os.environ))
     args = vars(_parser(argv).read(argv))
-    options = cli.told(args)
-    cli.build(cli.applied(options))  # fail on a wrong value before torch is imported
+    options = cli.collect_options(args)
+    cli.build(cli.apply_preset(options))  # fail on a wrong value before torch is imported
     check_launched(os.environ)
     script = flags.asked(args, options)
     if script:
         _check_alone(args)
-        loaded()
+        import_training()
         return _code(int(importlib.import_module("lockstep.training.hf_script").run_script(script, options)))
-    config, task = asked(options)
+    config, task = config_and_task(options)
     if args["show_groups"]:
         importlib.import_module("lockstep.training.build").show_groups(config)
         return 0
     if args["find_lr"]:
-        importlib.import_module("lockstep.training.tuning").show_rates(config)
+        importlib.import_module("lockstep.training.tuning").print_rates(config)
         return 0
     if args["find_micro_batch"]:
-        importlib.import_module("lockstep.training.tuning").show_sizes(config)
+        importlib.import_module("lockstep.training.tuning").print_sizes(config)
         return 0
     if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):  # the rank that will lock the folder
         RunFolder(config.save_dir, config.experiment_name).check_free()
-    run = loaded().Run(config, task)
+    run = import_training().Run(config, task)
     try:
         return _code(run().exit_code)
     except KeyboardInterrupt:
@@ -59,7 +59,7 @@ def command(argv: list[str]) -> int:
         return _code(run.result.exit_code)
 
 
-def asked(options: Mapping[str, Any]) -> tuple[Config, Any]:
+def config_and_task(options: Mapping[str, Any]) -> tuple[Config, Any]:
     """Build the Config of the options, and the task of a LightningModule.
 
     The module's loaders set what the options leave out.
@@ -67,7 +67,7 @@ def asked(options: Mapping[str, Any]) -> tuple[Config, Any]:
     Raises:
         ConfigError: an invalid option, or a module that is not supported.
     """
-    config = cli.build(cli.applied(dict(options)))
+    config = cli.build(cli.apply_preset(dict(options)))
     if not config.task.startswith(LIGHTNING):
         return config, None
     result: tuple[Config, Any] = importlib.import_module("lockstep.adapters.lightning.convert").configured(
@@ -77,7 +77,7 @@ def asked(options: Mapping[str, Any]) -> tuple[Config, Any]:
 
 
 def _parser(argv: Sequence[str] = ()) -> Parser:
-    parser = cli.parser_of(list(argv), "lockstep train")
+    parser = cli.make_parser(list(argv), "lockstep train")
     add = parser.add_argument
     add("--show-groups", action="store_true", help="print the optimizer's parameter groups and exit")
     add(
@@ -99,7 +99,7 @@ def _check_alone(args: Mapping[str, Any]) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} cannot be used with --hf-script; remove one")
 
 
-def loaded() -> Any:
+def import_training() -> Any:
     """Import lockstep.training.run, and the modules that the first optimizer imports.
 
     Garbage collection is off meanwhile: it finds nothing among half a million live objects and takes a sixth of the
@@ -115,7 +115,7 @@ def loaded() -> Any:
 
 
 def _code(code: int) -> int:
-    """Return 0 under torchrun, which would restart a run that saved and exited, or report it as failed.
+    """Return 0 under torchrun, which would restart the run or report a failure.
 
     The run's folder has the real exit code; `lockstep launch` receives and returns it.
     """

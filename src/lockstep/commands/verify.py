@@ -51,7 +51,7 @@ def _sizes(text: str) -> list[int]:
         raise ConfigError(f"--world-sizes '{text}' must be numbers such as 1,2,4") from None
 
 
-class _Noted(argparse.Action):
+class _NotingAction(argparse.Action):
     """Store the value, and add the flag to the list `named`."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, value: object, flag: str | None = None) -> None:
@@ -72,11 +72,11 @@ def _parser() -> Parser:
     parser.set_defaults(named=[])
     add = parser.add_argument
     text = "engines to compare (default: all that need no extra package and no GPU)"
-    add("--engines", action=_Noted, default="", help=text)
-    add("--world-sizes", action=_Noted, default="1,2", help="numbers of processes (default: %(default)s)")
-    add("--steps", action=_Noted, type=int, default=8, help="steps of each run (default: %(default)s)")
+    add("--engines", action=_NotingAction, default="", help=text)
+    add("--world-sizes", action=_NotingAction, default="1,2", help="numbers of processes (default: %(default)s)")
+    add("--steps", action=_NotingAction, type=int, default=8, help="steps of each run (default: %(default)s)")
     text = "save, exit and resume before this step (default: half-way; 0: never)"
-    add("--resume-at", action=_Noted, type=int, help=text)
+    add("--resume-at", action=_NotingAction, type=int, help=text)
     add(
         "--plant", default="", metavar="NAME", help=f"inject a fault and check that it is detected: {', '.join(FAULTS)}"
     )
@@ -88,7 +88,7 @@ def _parser() -> Parser:
     add(
         "--scratch", default="", help="folder for tensors, about 4 copies of the model per step (default: the system's)"
     )
-    parser.first = (*_OWN, "task", "batch_size", "exact")
+    parser.common = (*_OWN, "task", "batch_size", "exact")
     parser.examples = (
         "lockstep verify --task digits.py:Digits --batch-size 32",
         "lockstep verify --exact --engines ddp,fsdp --world-sizes 2,4",

@@ -1,13 +1,13 @@
-"""Flags and config files -> Config, and Config -> the file in the run's folder.
+"""Parse flags and config files into a Config, and write a Config as a file.
 
     config = parse(["--config", "run.toml", "--lr", "3e-4"])       # defaults < preset < file < flags
 
-A command with flags of its own has them in one parser with these:
+A command with further flags adds these to its own parser:
 
     parser = Parser(prog="lockstep verify", foreign=FOREIGN)
     add_flags(parser)
-    given = parser.read(argv)
-    config = build(presets.applied(told(vars(given))))
+    args = parser.read(argv)
+    config = build(apply_preset(collect_options(vars(args))))
 """
 
 import argparse
@@ -18,31 +18,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from lockstep.config.deepspeed import read_json, taken
-from lockstep.config.engine_options import LAUNCHER_FLAGS, from_launcher
+from lockstep.config.deepspeed import merge_settings, read_json
+from lockstep.config.engine_options import LAUNCHER_FLAGS, translate_launcher_flags
 from lockstep.config.fields import SPAN, FieldError, is_hub_name, is_span
 from lockstep.config.hints import FOREIGN, hint
 from lockstep.config.schema import Config, flag, is_auto, register_parser, sections
-from lockstep.config.sections import without_idle
-from lockstep.config.task_options import LANGUAGE, LIGHTNING, OWN, TASKS, TaskSpec, belongs, kind_of
+from lockstep.config.sections import effective
+from lockstep.config.task_options import LANGUAGE, LIGHTNING, OWN, TASKS, TaskSpec, is_option_of, kind_of
 from lockstep.errors import SETTINGS, ConfigError
 
 __all__ = [
-    "FIRST",
+    "COMMON_FLAGS",
     "PRESETS",
     "Config",
     "Parser",
     "add_flags",
-    "applied",
+    "apply_preset",
     "build",
-    "described",
-    "flat",
+    "collect_options",
+    "describe_preset",
+    "flatten",
+    "make_parser",
     "option_list",
     "parse",
-    "parser_of",
-    "read",
+    "read_toml",
     "to_toml",
-    "told",
 ]
 
 
@@ -50,76 +50,76 @@ _UNKNOWN = "unrecognized arguments: "
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are ours.
+    """An argparse parser that raises ConfigError, with a hint for unknown flags.
 
     Args:
-        prog: the command, as it is typed.
-        foreign: flags that others have and this command has not -> what to say; see `hints.FOREIGN`.
-        kwargs: argparse's own.
+        prog: the command, as typed.
+        foreign: flags of other programs -> the hint for each; see `hints.FOREIGN`.
+        kwargs: of argparse.
 
     Attributes:
-        first: the destinations of the flags that `--help` shows, in this order; empty: of all.
-        examples: commands that `--help` shows behind these, one a line.
+        common: destinations of the flags that `--help` lists, in this order; empty: all flags.
+        examples: commands that `--help` lists after them, one per line.
     """
 
     def __init__(self, *, foreign: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
         self._foreign = foreign or {}
-        self.first: Sequence[str] = ()
+        self.common: Sequence[str] = ()
         self.examples: Sequence[str] = ()
         self.add_argument("--help-all", action=_HelpAll, help=argparse.SUPPRESS)
-        self.register("type", int, _whole)
+        self.register("type", int, _whole_number)
         self.register("type", float, _number)
-        self.register("type", (int, "auto"), lambda text: text if text == "auto" else _whole(text))
+        self.register("type", (int, "auto"), lambda text: text if text == "auto" else _whole_number(text))
         self.register("type", (float, "auto"), lambda text: text if text == "auto" else _number(text))
-        self.register("type", (int, "span"), _steps)
-        self.register("type", (int, "auto", "span"), lambda text: text if text == "auto" else _steps(text))
+        self.register("type", (int, "span"), _step_count)
+        self.register("type", (int, "auto", "span"), lambda text: text if text == "auto" else _step_count(text))
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """What `argv` says. Prints the help and raises SystemExit(0) for `--help`.
+        """Parse `argv`. `--help` prints the help and raises SystemExit(0).
 
         Raises:
-            ConfigError: an unknown flag, with the nearest known one, or a value of the wrong kind.
+            ConfigError: an unknown flag, with the nearest known one, or a value of the wrong type.
         """
-        SETTINGS.flags = True  # which the person writes, and so reads from here on
-        return self.parse_args([_dashed(word) for word in argv])
+        SETTINGS.flags = True  # the user writes flags, so messages name settings by flag from here on
+        return self.parse_args([_with_dashes(word) for word in argv])
 
     def format_help(self) -> str:
-        """The text of `--help`: the first flags and the examples, where there are first ones."""
-        if not self.first:
+        """Format the text of `--help`: the common flags and the examples, or all flags."""
+        if not self.common:
             return super().format_help()
-        found = {action.dest: action for action in self._actions if action.help != argparse.SUPPRESS}
-        flags = [found[name] for name in self.first if name in found]
+        actions = {action.dest: action for action in self._actions if action.help != argparse.SUPPRESS}
+        flags = [actions[name] for name in self.common if name in actions]
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, flags, [])
         formatter.add_text(self.description)
-        formatter.start_section("the first flags")
+        formatter.start_section("common flags")
         formatter.add_arguments(flags)
         formatter.end_section()
-        shown = "".join(f"  {line}\n" for line in self.examples)
-        examples = f"examples:\n{shown}\n" if shown else ""
-        return f"{formatter.format_help()}\n{examples}`{self.prog} --help-all` shows all {len(found)} flags.\n"
+        lines = "".join(f"  {line}\n" for line in self.examples)
+        examples = f"examples:\n{lines}\n" if lines else ""
+        return f"{formatter.format_help()}\n{examples}`{self.prog} --help-all` lists all {len(actions)} flags.\n"
 
     def format_all(self) -> str:
-        """The text of `--help-all`: every flag, in its group."""
+        """Format the text of `--help-all`: every flag, by group."""
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Raises ConfigError in one line: the flag, what is wrong with it, the way out."""
+        """Raise ConfigError with argparse's message and the way out."""
         words = message.removeprefix(_UNKNOWN).split()
         if message.startswith(_UNKNOWN) and words:
-            known = [_plain(text) for text in self._flags()]
-            meant = hint(_plain(words[0]), known, _flag, self._foreign) or f"; {self._list()} lists them"
-            raise ConfigError(f"unknown flag {words[0].partition('=')[0]}{meant}")
+            known = [_field_name(text) for text in self._flags()]
+            advice = hint(_field_name(words[0]), known, _flag, self._foreign) or f"; {self._help()} lists them"
+            raise ConfigError(f"unknown flag {words[0].partition('=')[0]}{advice}")
         if message.startswith("argument --"):
             raise ConfigError(message.removeprefix("argument "))
-        raise ConfigError(f"{message}; {self._list()} lists the flags")
+        raise ConfigError(f"{message}; {self._help()} lists the flags")
 
-    def _list(self) -> str:
-        return f"`{self.prog} {'--help-all' if self.first else '--help'}`"
+    def _help(self) -> str:
+        return f"`{self.prog} {'--help-all' if self.common else '--help'}`"
 
     def _flags(self) -> Iterator[str]:
-        """The flags of this parser and of its sub-commands."""
+        """Yield the flags of this parser and its sub-commands."""
         for action in self._actions:
             yield from action.option_strings
             if isinstance(action.choices, dict):  # sub-commands
@@ -128,7 +128,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpAll(argparse.Action):
-    """`--help-all`: as `--help`, with every flag."""
+    """The action of `--help-all`: print every flag, and exit."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS, "nargs": 0})
@@ -139,13 +139,13 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-def _dashed(word: str) -> str:
+def _with_dashes(word: str) -> str:
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def _plain(text: str) -> str:
-    """`--optim.weight-decay=1` -> `optim.weight_decay`."""
+def _field_name(text: str) -> str:
+    """Convert a flag to a dotted name: `--optim.weight-decay=1` -> `optim.weight_decay`."""
     return text.partition("=")[0].lstrip("-").replace("-", "_")
 
 
@@ -153,32 +153,32 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _steps(text: str) -> int | str:
+def _step_count(text: str) -> int | str:
     try:
-        return text if is_span(text) else _whole(text)
+        return text if is_span(text) else _whole_number(text)
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, nor {SPAN}") from None
+        raise argparse.ArgumentTypeError(f"{error} or {SPAN}") from None
 
 
-def _whole(text: str) -> int:
+def _whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
         value = _number(text, "a whole number")
-    if not value.is_integer() or abs(value) >= 2**53:  # from there on floats skip whole numbers
+    if not value.is_integer() or abs(value) >= 2**53:  # larger floats skip whole numbers
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number")
     return int(value)
 
 
-def _number(text: str, what: str = "a number") -> float:
+def _number(text: str, kind: str = "a number") -> float:
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not {what}") from None
+        raise argparse.ArgumentTypeError(f"'{text}' is not {kind}") from None
 
 
-# The options of the script in chapter 1 of the "distributed training guide": AdamW with torch's own defaults, the
-# rate of CosineAnnealingLR(T_max=1000, eta_min=lr / 100), bf16 parameters, blocks of text without separators.
+# The options of the script in chapter 1 of the "distributed training guide": AdamW with torch's defaults, the schedule
+# CosineAnnealingLR(T_max=1000, eta_min=lr / 100), bf16 parameters, blocks of text without separators.
 _SOURCE: dict[str, Any] = {
     "seed": 0,
     "num_epochs": 100,
@@ -201,53 +201,59 @@ _SOURCE: dict[str, Any] = {
 PRESETS: dict[str, dict[str, Any]] = {"none": {}, "source": _SOURCE}
 
 
-def applied(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` (dotted names, from file and flags) over the defaults of the preset that they name or bring about."""
-    chosen = values.get("preset", "auto")
-    both = all(is_hub_name(str(values.get(key, ""))) for key in ("model_name", "dataset_name"))
-    if chosen == "auto" and both and kind_of(str(values.get("task", ""))) == LANGUAGE:
-        chosen = "source"
-    return {**without_idle(PRESETS.get(chosen, {}), values), **values, "preset": chosen}
+def apply_preset(values: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of the preset that `values` select.
+
+    Args:
+        values: options by dotted name, from the file and the flags; they override the preset.
+    """
+    preset = values.get("preset", "auto")
+    from_hub = all(is_hub_name(str(values.get(key, ""))) for key in ("model_name", "dataset_name"))
+    if preset == "auto" and from_hub and kind_of(str(values.get("task", ""))) == LANGUAGE:
+        preset = "source"
+    return {**effective(PRESETS.get(preset, {}), values), **values, "preset": preset}
 
 
-def described(config: Config) -> str:
-    """The one line that says what the preset "source" chose, as it stands after the file and the flags."""
+def describe_preset(config: Config) -> str:
+    """Describe in one line what the preset "source" set, after file and flags."""
     optim = config.optim
     period = f" over {optim.period} steps" if optim.period else ""
     return (
         f"preset source: seed {config.seed}, {config.num_epochs} epochs, lr {config.lr:g} ({optim.schedule}"
         f"{period} to {optim.floor:.0%}), batch {config.batch_size}, {config.precision}, blocks of "
-        f"{config.seq_len} tokens; flags win over it, --preset none leaves it out"
+        f"{config.seq_len} tokens; flags override it, --preset none switches it off"
     )
 
 
 def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, Any] | None = None) -> Config:
-    """The Config that `argv` asks for. Prints the help and raises SystemExit(0) for `--help`.
+    """Parse flags into a Config. `--help` prints the help and raises SystemExit(0).
 
     Args:
         argv: the flags.
-        prog: the command as it is typed, for the help and for errors.
-        defaults: fields of Config, sections as dicts, which flags and the file win over.
+        prog: the command as typed, for the help and for errors.
+        defaults: fields of Config, sections as dicts; the file and the flags override them.
 
     Raises:
-        ConfigError: an unknown flag or key (with the nearest known one), a value of the wrong kind or out of bounds.
+        ConfigError: an unknown flag or key (with the nearest known one), or a value of the wrong type or out of bounds.
     """
-    given = vars(parser_of(argv, prog, defaults).read(argv))
-    return build(applied({**_dotted(defaults or {}), **told(given)}))
+    args = vars(make_parser(argv, prog, defaults).read(argv))
+    return build(apply_preset({**_by_dotted_name(defaults or {}), **collect_options(args)}))
 
 
-def parser_of(argv: list[str], prog: str, defaults: Mapping[str, Any] | None = None) -> Parser:
-    """The parser of `lockstep train` and of scripts with its flags; see `parse`."""
+def make_parser(argv: list[str], prog: str, defaults: Mapping[str, Any] | None = None) -> Parser:
+    """Make the parser of `lockstep train`, or of a script with its flags; see `parse`."""
     kind = kind_of(_task_in(argv) or str((defaults or {}).get("task", "")))
     parser = Parser(
         prog=prog,
         usage=f"{prog} [flags]",
-        description="Trains a model. The same --experiment-name resumes, on any number of processes.",
-        epilog=f"--task {' or '.join(TASKS)}: the help has what belongs to that task too." if kind == OWN else None,
+        description="Train a model. The same --experiment-name resumes it, on any number of processes.",
+        epilog=f"With --task {' or '.join(TASKS)} the help lists the options of that task too."
+        if kind == OWN
+        else None,
         foreign=FOREIGN,
     )
     add_flags(parser, kind=kind)
-    parser.first = (*FIRST, *_of_alone(kind))
+    parser.common = (*COMMON_FLAGS, *_options_only_of(kind))
     script = prog.removeprefix("lockstep ")
     task = " --task digits.py:Digits" if script == "train" else ""
     parser.examples = (
@@ -257,8 +263,8 @@ def parser_of(argv: list[str], prog: str, defaults: Mapping[str, Any] | None = N
     return parser
 
 
-def _of_alone(kind: str) -> list[str]:
-    """The options that no other built-in task has; none for the language model, which has too many."""
+def _options_only_of(kind: str) -> list[str]:
+    """List the options of one built-in task alone; none for the language model, which has too many."""
     return [
         prefix + spec.name
         for owner, prefix in sections(Config())
@@ -268,52 +274,61 @@ def _of_alone(kind: str) -> list[str]:
 
 
 def _task_in(argv: list[str]) -> str:
-    """What the last --task of `argv` says."""
-    found = ""
+    """Return the value of the last --task in `argv`."""
+    task = ""
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, value = word.partition("=")
-        found = (value if equals else following) if name == "--task" else found
-    return found
+        task = (value if equals else following) if name == "--task" else task
+    return task
 
 
-def _dotted(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of Config by dotted name. Raises UnknownField for one that it has not."""
-    Config(**fields)
-    found: dict[str, Any] = {}
+def _by_dotted_name(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert fields of Config, sections as dicts or objects, to dotted names. Raises UnknownField."""
+    Config(**fields)  # checks the names
+    result: dict[str, Any] = {}
     for name, value in fields.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)
-        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-    return found
+        result |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return result
 
 
-def told(given: dict[str, Any]) -> dict[str, Any]:
-    """What the file and the flags say, by dotted name; the flags win. `given`: what a parser read, see `add_flags`."""
-    values = {name: value for name, value in given.items() if name in _DESTINATIONS}
-    _take_lightning(values)
-    from_launcher(values)
+def collect_options(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that flags, config file and DeepSpeed file set, by dotted name.
+
+    Flags override the config file.
+
+    Args:
+        args: values of a parser with these flags, see `add_flags`; others are ignored.
+
+    Raises:
+        ConfigError: a file that cannot be read or has an unknown key, or settings that contradict each other.
+    """
+    values = {name: value for name, value in args.items() if name in _DESTINATIONS}
+    _set_lightning_task(values)
+    translate_launcher_flags(values)
     path = values.pop("config", None)
-    values = {**(read(Path(path)) if path else {}), **values}
+    values = {**(read_toml(Path(path)) if path else {}), **values}
     file = read_json(str(values.get("engine_options.config", "")))
-    return taken(values, file, int(os.environ.get("WORLD_SIZE", "1"))) if file else values
+    return merge_settings(values, file, int(os.environ.get("WORLD_SIZE", "1"))) if file else values
 
 
-def _take_lightning(values: dict[str, Any]) -> None:
-    """`--lightning` and `--datamodule` as the task that they name. Raises ConfigError where they do not go together."""
+def _set_lightning_task(values: dict[str, Any]) -> None:
+    """Replace `--lightning` and `--datamodule` in `values` by the task that they name. Raises ConfigError."""
     module, data = str(values.pop("lightning", "")), str(values.pop("datamodule", ""))
     if data and not module:
-        raise ConfigError(f"--datamodule {data} is the data of a LightningModule: give --lightning FILE.py:Module too")
+        raise ConfigError(f"--datamodule {data} needs the LightningModule: add --lightning FILE.py:Module")
     if module and values.get("task"):
-        raise ConfigError(f"--lightning {module} and --task {values['task']} both say what is trained: leave one out")
+        raise ConfigError(f"--lightning {module} and --task {values['task']} both name the task; remove one")
     if module:
         values["task"] = f"{LIGHTNING}{module}{',' * bool(data)}{data}"
 
 
 def build(values: dict[str, Any]) -> Config:
-    """A Config from dotted names and values; what is left out keeps its default.
+    """Make a Config of options by dotted name; the others keep their defaults.
 
     Raises:
-        ConfigError: a value that cannot hold, by its flag.
+        ConfigError: an invalid value, by its flag.
     """
     top: dict[str, Any] = {}
     nested: dict[str, Any] = {}
@@ -323,13 +338,17 @@ def build(values: dict[str, Any]) -> Config:
     try:
         return Config(**top, **nested)
     except FieldError as error:
-        raise ConfigError(error.spelt(flag)) from None
+        raise ConfigError(error.message(flag)) from None
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The dotted names and values of a TOML file. Raises ConfigError for what cannot be read or is not known."""
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read the options of a TOML file, by dotted name.
+
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or has an unknown key.
+    """
     try:
-        loaded = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors begin with a BOM
+        loaded = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows write a BOM
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -341,19 +360,19 @@ def read(path: Path) -> dict[str, Any]:
             values.update({f"{key}.{name}": item for name, item in value.items()})
         else:
             values[key] = value
-    return {_known(name, path): value for name, value in values.items()}
+    return {_check_key(name, path): value for name, value in values.items()}
 
 
-def _known(name: str, path: Path) -> str:
-    wanted, known = name.replace("-", "_"), option_list()
-    if wanted not in known:
-        meant = hint(wanted, known) or "; `lockstep train --help-all` lists them"
-        raise ConfigError(f"--config {path}: unknown key '{name}'{meant}")
-    return wanted
+def _check_key(name: str, path: Path) -> str:
+    key, known = name.replace("-", "_"), option_list()
+    if key not in known:
+        advice = hint(key, known) or "; `lockstep train --help-all` lists them"
+        raise ConfigError(f"--config {path}: unknown key '{name}'{advice}")
+    return key
 
 
 def option_list() -> list[str]:
-    """The dotted name of every option, in order. A test holds this list fixed."""
+    """List every option by dotted name, in order. A test fixes this list."""
     return [
         prefix + spec.name
         for owner, prefix in sections(Config())
@@ -362,12 +381,13 @@ def option_list() -> list[str]:
     ]
 
 
-def flat(config: Config, *, own_task: bool = False) -> dict[str, Any]:
-    """Every option and its value by dotted name; "auto" where it is still to be chosen.
+def flatten(config: Config, *, own_task: bool = False) -> dict[str, Any]:
+    """Return every option by dotted name, "auto" if its value is still to be chosen.
+
+    Options of other tasks than the configuration's are omitted if they have their default.
 
     Args:
-        own_task: the task is the user's: without what the built-in ones alone have, where it stands at its default. So
-            is what other built-in tasks than the configuration's have.
+        own_task: the task is the user's: omit the options of all built-in tasks.
     """
     kind = OWN if own_task else kind_of(config.task)
     return {
@@ -375,18 +395,18 @@ def flat(config: Config, *, own_task: bool = False) -> dict[str, Any]:
         for owner, prefix in sections(config)
         for spec in dataclasses.fields(owner)
         if not dataclasses.is_dataclass(spec.type)
-        and not (not belongs(spec, kind) and getattr(owner, spec.name) == spec.default)
+        and not (not is_option_of(spec, kind) and getattr(owner, spec.name) == spec.default)
     }
 
 
 def to_toml(config: Config, *, own_task: bool = False) -> str:
-    """The merged configuration as a file that `--config` reads back to an equal one; `own_task` as for `flat`."""
-    lines, seen = [], ""
-    for name, value in flat(config, own_task=own_task).items():
+    """Format the configuration as a file that `--config` reads back; `own_task` as for `flatten`."""
+    lines, last = [], ""
+    for name, value in flatten(config, own_task=own_task).items():
         section, _, key = name.rpartition(".")
-        if section != seen:
+        if section != last:
             lines += ["", f"[{section}]"]
-            seen = section
+            last = section
         lines.append(f"{key} = {_toml(value)}")
     return "\n".join(lines) + "\n"
 
@@ -400,20 +420,20 @@ def _toml(value: Any) -> str:
     return repr(value)
 
 
-# What `--help` shows. All else is behind `--help-all`.
-FIRST = (
+# The flags that `--help` lists; `--help-all` lists all.
+COMMON_FLAGS = (
     *("task", "model_name", "dataset_name", "experiment_name", "num_epochs", "max_steps"),
     *("batch_size", "lr", "exact", "config"),
 )
 
-# The flags outside the sections, as `--help-all` shows them.
+# The groups of `--help-all` for the flags outside the sections.
 _GROUPS = {
     "model and data": ("task", "model_name", "dataset_name", "tokenizer", "seq_len"),
     "the plan": (
         *("num_epochs", "max_steps", "extend_to", "limit_train_batches", "batch_size", "micro_batch_size"),
         *("lr", "seed", "preset"),
     ),
-    "how it is computed": (
+    "computation": (
         *("engine", "device", "precision", "matmul_precision", "residual_dtype", "weight_copies", "grad_dtype"),
         *("fused_kernels", "exact", "batchnorm", "attention", "compile", "compile_scope"),
         *("activation_checkpointing", "timeout"),
@@ -422,7 +442,7 @@ _GROUPS = {
         *("eval_freq", "limit_eval_batches", "eval_micro_batch_size", "eval_workers"),
         *("best_metric", "patience", "patience_metric", "min_delta"),
     ),
-    "what is written": (
+    "output": (
         "log_freq",
         "log_gradients",
         "ckpt_freq",
@@ -436,16 +456,16 @@ _GROUPS = {
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: str = LANGUAGE) -> None:
-    """Gives `parser` the flag of every option, and --config; what it reads then goes to `told`.
+    """Add the flag of every option and --config; pass the parsed values to `collect_options`.
 
     Args:
         parser: of a command that takes the options.
-        kind: of the task, see `kind_of`: the help is without what others alone have; "": it has all.
+        kind: the kind of the task, see `kind_of`; the help omits options of other tasks. "": it lists all.
     """
     add = parser.add_argument
     for name, settings in LAUNCHER_FLAGS.items():
         add(flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **settings)
-    text = "a LightningModule as it stands, made without arguments; its loaders say the batch size"
+    text = "an unchanged LightningModule, constructed without arguments; its loaders set the batch size"
     add("--lightning", metavar="FILE.py:CLASS", default=argparse.SUPPRESS, help=text)
     text = "the LightningDataModule of --lightning (default: the module's own loaders)"
     add("--datamodule", metavar="FILE.py:CLASS", default=argparse.SUPPRESS, help=text)
@@ -457,20 +477,22 @@ def add_flags(parser: argparse.ArgumentParser, kind: str = LANGUAGE) -> None:
         for spec in dataclasses.fields(owner):
             if dataclasses.is_dataclass(spec.type):
                 continue
-            if not belongs(spec, kind):
-                _add(parser, prefix + spec.name, spec, None)  # in no group: an empty one would have its title
+            if not is_option_of(spec, kind):
+                _add_flag(
+                    parser, prefix + spec.name, spec, None
+                )  # in no group, because the help prints the title of an empty one
                 continue
             title = prefix.rstrip(".") or titles.get(spec.name, "the run")
             if title not in groups:
                 groups[title] = parser.add_argument_group(title, (type(owner).__doc__ or "").splitlines()[0])
-            _add(groups[title], prefix + spec.name, spec, TASKS.get(kind, TaskSpec("")))
+            _add_flag(groups[title], prefix + spec.name, spec, TASKS.get(kind, TaskSpec("")))
 
 
-def _add(group: Any, name: str, spec: "dataclasses.Field[Any]", shown: TaskSpec | None) -> None:
-    """One option's flag; its help as the task `shown` has it, None: none."""
+def _add_flag(group: Any, name: str, spec: "dataclasses.Field[Any]", task: TaskSpec | None) -> None:
+    """Add one option's flag, with the help of `task`; None hides it."""
     text, default = spec.metadata["help"], spec.default
-    if shown:
-        text, default = shown.helps.get(name, text), shown.defaults.get(name, default)
+    if task:
+        text, default = task.helps.get(name, text), task.defaults.get(name, default)
     auto = bool(spec.metadata.get("auto"))
     if auto or default != "":
         text += f" (default: {'auto' if auto else default})"
@@ -482,28 +504,28 @@ def _add(group: Any, name: str, spec: "dataclasses.Field[Any]", shown: TaskSpec 
             "type": (kind, *["auto"] * auto, *["span"] * span) if auto or span else kind,
             "metavar": _metavar(spec, kind),
         }
-    settings["help"] = text.replace("%", "%%") if shown else argparse.SUPPRESS
+    settings["help"] = text.replace("%", "%%") if task else argparse.SUPPRESS
     group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **settings)
 
 
 def _metavar(spec: "dataclasses.Field[Any]", kind: type) -> str:
-    said = spec.metadata
-    if said["choices"]:
-        return "|".join(said["choices"])
-    if said.get("share"):
+    metadata = spec.metadata
+    if metadata["choices"]:
+        return "|".join(metadata["choices"])
+    if metadata.get("share"):
         return "BATCHES|10%"
-    return "STEPS|5%|1epoch" if said.get("span") else kind.__name__.upper()
+    return "STEPS|5%|1epoch" if metadata.get("span") else kind.__name__.upper()
 
 
 class _BooleanFlag(argparse.BooleanOptionalAction):
-    """`--exact`, `--no-exact`; the help shows the first alone."""
+    """The action of `--exact` and `--no-exact`; the usage lists the first only."""
 
     def format_usage(self) -> str:
         return self.option_strings[0]
 
 
 class _AutoSwitch(_BooleanFlag):
-    """`--compile`, `--no-compile`, `--compile auto`."""
+    """The action of `--compile`, `--no-compile` and `--compile auto`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -515,7 +537,7 @@ class _AutoSwitch(_BooleanFlag):
         name = str(option_string)
         if values not in (None, []) and (values != "auto" or name.startswith("--no-")):
             parser.error(
-                f"argument {name}: '{values}' does not go with it: {name} alone, or {self.option_strings[0]} auto"
+                f"argument {name}: invalid value '{values}'; use {name} alone, or {self.option_strings[0]} auto"
             )
         setattr(namespace, self.dest, "auto" if values == "auto" else not name.startswith("--no-"))
 

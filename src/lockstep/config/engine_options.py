@@ -1,12 +1,12 @@
-"""The engines' names and options: what the configuration, the help and a wrong flag need, without torch.
+"""Define the engines' names, abilities and options, without torch.
 
-The ground floor of `engines/`: the configuration stands on it, and it stands on `config/fields` alone.
+The configuration, the help and the errors need them. `engines/registry.py` has the class of each engine.
 """
 
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from lockstep.config.fields import named
+from lockstep.config.fields import suggest_fields
 from lockstep.errors import ConfigError
 
 __all__ = [
@@ -15,30 +15,29 @@ __all__ = [
     "LAUNCHER_FLAGS",
     "PLAIN",
     "EngineOptions",
-    "from_launcher",
     "own_options",
+    "translate_launcher_flags",
 ]
 
 
 class EngineSpec(NamedTuple):
-    """What is to be known of an engine before it is imported.
+    """What an engine can do.
 
     Attributes:
-        one_process: whether it is a single process, whatever the world.
-        everywhere: whether it needs no further package and no GPU.
-        float64: whether it can update in float64.
-        plain: whether it takes models that are neither compiled nor under autocast alone, or is at its best with them:
-            what is automatic on a new GPU is off there.
-        own_gradients: whether an update takes gradients that its backward kept, and none that were put in their place.
-        shares: whether a forward and a backward take no other rank, so that ranks may have unequal shares of a step,
-            and one can compute another's micro-batch.
-        survives_loss: whether every rank holds all of the states, so that the others go on where one is lost.
-        own_steps: whether a task may step its optimizers itself.
-        block_norms: whether it takes the norm of each gradient.
-        penalty: whether a term of the parameters alone can be added once a step.
-        weight_copies: whether low-precision copies of the weights can stand in for them.
-        remade: whether it can be made again around its model, when what is trained has changed.
-        places_model: whether it puts the model on the device itself.
+        one_process: it runs in one process at any world size.
+        everywhere: it needs no further package and no GPU.
+        float64: it can update in float64.
+        plain: it needs, or is fastest with, models that are neither compiled nor under autocast: "auto" is off.
+        own_gradients: its update uses the gradients that its backward stored, and ignores replaced ones.
+        shares: a forward and backward involve no other rank, so ranks may have unequal shares of a step, and one can
+            compute another's micro-batch.
+        survives_loss: every rank has all states, so the others can go on if one is lost.
+        own_steps: a task may step its optimizers itself.
+        block_norms: it can measure the norm of each gradient.
+        penalty: a term of the parameters alone can be added once a step.
+        weight_copies: low-precision copies can replace the weights in a forward.
+        remade: it can be built again around its model, when the trained parameters have changed.
+        places_model: it moves the model to the device itself.
     """
 
     one_process: bool = False
@@ -56,7 +55,6 @@ class EngineSpec(NamedTuple):
     places_model: bool = False
 
 
-# `engines/registry.py` has the class of each.
 ENGINES = {
     "single": EngineSpec(one_process=True, shares=True, own_steps=True, block_norms=True, weight_copies=True),
     "ddp": EngineSpec(shares=True, survives_loss=True, own_steps=True, block_norms=True),
@@ -67,60 +65,68 @@ ENGINES = {
     ),
     "data-parallel": EngineSpec(one_process=True, everywhere=False, plain=True),
 }
-PLAIN = "single"  # the one that splits nothing: what all others have to agree with
+PLAIN = "single"  # splits nothing: the reference for all others
 
 
-def _of(engines: str, default: Any, text: str, *choices: str) -> Any:
-    """An option that these engines have, "ddp, zero"."""
-    own = tuple(engines.split(", "))
-    return field(default=default, metadata={"help": f"{engines}: {text}", "choices": choices, "engines": own})
+def _engine_option(engines: str, default: Any, text: str, *choices: str) -> Any:
+    """Define an option of these engines, "ddp, zero"."""
+    names = tuple(engines.split(", "))
+    return field(default=default, metadata={"help": f"{engines}: {text}", "choices": choices, "engines": names})
 
 
 _HALVES = ("bf16", "fp16")
 _DTYPES = ("same", *_HALVES, "float32")
 
 
-@named()
+@suggest_fields()
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How the engine splits the model. Its flags begin with `--engine.`; in a file the table is [engine_options].
+    """Options of the engines, with flags `--engine.` and the table [engine_options].
 
-    An engine refuses the options that it does not have, where they are set away from their default.
+    An engine refuses an option that it does not have, unless it has its default.
     """
 
-    find_unused_parameters: str = _of(
+    find_unused_parameters: str = _engine_option(
         "single, ddp, zero, fsdp, data-parallel",
         "auto",
-        "parameters that a backward may leave out; auto: the first step finds out",
+        "a backward pass may leave parameters without a gradient; auto: the first step finds out",
         *("auto", "true", "false"),
     )
-    static_graph: bool = _of("ddp, zero", False, "every step has the same graph")
-    gradient_as_bucket_view: bool = _of("ddp, zero", True, "gradients lie in the buffers that are exchanged")
-    bucket_cap_mb: float = _of("ddp, zero", 25.0, "size of these buffers, MiB")
-    broadcast_buffers: bool = _of(
+    static_graph: bool = _engine_option("ddp, zero", False, "the graph is the same in every step")
+    gradient_as_bucket_view: bool = _engine_option(
+        "ddp, zero", True, "gradients are views of the communication buckets"
+    )
+    bucket_cap_mb: float = _engine_option("ddp, zero", 25.0, "size of these buckets, MiB")
+    broadcast_buffers: bool = _engine_option(
         "ddp, zero, fsdp, deepspeed",
         True,
-        "rank 0's values of buffers that a forward writes go to all after each step",
+        "broadcast rank 0's buffers that a forward pass changes, after each step",
     )
-    compression: str = _of("ddp, zero", "none", "dtype in which gradients are exchanged", "none", *_HALVES)
-    sharding: str = _of("fsdp", "full", "what is split, and among whom", "full", "grad-op", "hybrid", "none")
-    shard_size: int = _of("fsdp", 0, "hybrid: processes that share one copy of the model; 0: those of a node")
-    accumulate: str = _of(
+    compression: str = _engine_option("ddp, zero", "none", "dtype in which gradients are exchanged", "none", *_HALVES)
+    sharding: str = _engine_option(
+        "fsdp", "full", "what is sharded, and over which ranks", "full", "grad-op", "hybrid", "none"
+    )
+    shard_size: int = _engine_option(
+        "fsdp", 0, "hybrid: processes that share one copy of the model; 0: those of a node"
+    )
+    accumulate: str = _engine_option(
         "fsdp",
         "nosync",
-        "keep full gradients until the last micro-batch, or scatter each one's",
+        "nosync: keep full gradients until the last micro-batch; shard: scatter those of each micro-batch",
         *("nosync", "shard"),
     )
-    cpu_offload: bool = _of(
-        "fsdp, deepspeed", False, "optimizer states lie in host memory; fsdp: parameters and gradients too"
+    cpu_offload: bool = _engine_option(
+        "fsdp, deepspeed", False, "keep optimizer states in host memory; fsdp: parameters and gradients too"
     )
-    param_dtype: str = _of("fsdp", "same", "dtype of gathered parameters", *_DTYPES)
-    reduce_dtype: str = _of("fsdp", "same", "dtype in which gradients are summed", *_DTYPES)
-    output_dtype: str = _of("fsdp", "same", "dtype of the model's output", *_DTYPES)
-    prefetch: int = _of("fsdp", 0, "blocks gathered ahead; 0: the next one, by itself")
-    meta_init: bool = _of("fsdp", False, "rank 0 alone draws the weights, the others receive their shards")
-    config: str = _of("deepspeed", "", "a DeepSpeed JSON file; what contradicts a flag is refused")
-    zero_stage: int = _of("deepspeed", -1, "ZeRO stage, 0 to 3; -1: the file's, else 2")
+    param_dtype: str = _engine_option("fsdp", "same", "dtype of gathered parameters", *_DTYPES)
+    reduce_dtype: str = _engine_option("fsdp", "same", "dtype in which gradients are summed", *_DTYPES)
+    output_dtype: str = _engine_option("fsdp", "same", "dtype of the model's output", *_DTYPES)
+    prefetch: int = _engine_option("fsdp", 0, "blocks to gather ahead; 0: the next one, as FSDP does by itself")
+    meta_init: bool = _engine_option(
+        "fsdp", False, "initialize weights on rank 0 only and send the other ranks their shards"
+    )
+    config: str = _engine_option("deepspeed", "", "a DeepSpeed JSON file; it must not contradict a flag")
+    zero_stage: int = _engine_option("deepspeed", -1, "ZeRO stage, 0 to 3; -1: that of the file, else 2")
 
 
 # option -> (least, most, what it must be)
@@ -128,16 +134,16 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "bucket_cap_mb": (0.001, 10**6, "a number of MiB above 0"),
     "shard_size": (0, 10**6, "a number of processes, or 0 for those of a node"),
     "prefetch": (0, 1000, "a number of blocks, or 0"),
-    "zero_stage": (-1, 3, "a stage from 0 to 3, or -1 for the configuration's"),
+    "zero_stage": (-1, 3, "a stage from 0 to 3, or -1 for that of the file"),
 }
 
 
 def own_options(name: str) -> list[str]:
-    """The options that the engine has."""
+    """Return the names of the engine's options."""
     return [spec.name for spec in fields(EngineOptions) if name in spec.metadata["engines"]]
 
 
-# What the `deepspeed` launcher and scripts written for it bring -> what argparse is to do with it.
+# Flags of the `deepspeed` launcher and of scripts written for it -> arguments of `add_argument`.
 LAUNCHER_FLAGS: dict[str, dict[str, Any]] = {
     "local_rank": {"type": int},
     "deepspeed": {"action": "store_true"},
@@ -145,15 +151,15 @@ LAUNCHER_FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def from_launcher(given: dict[str, Any]) -> None:
-    """Turns LAUNCHER_FLAGS into ours, in `given`.
+def translate_launcher_flags(values: dict[str, Any]) -> None:
+    """Replace LAUNCHER_FLAGS in `values` by options of lockstep.
 
     Raises:
         ConfigError: they contradict each other.
     """
-    given.pop("local_rank", None)  # the environment says the same
-    wanted, file = given.pop("deepspeed", False), given.pop("deepspeed_config", None)
-    if (wanted or file) and given.setdefault("engine", "deepspeed") != "deepspeed":
-        raise ConfigError(f"--deepspeed and --engine {given['engine']} contradict each other; leave one out")
-    if file and given.setdefault("engine_options.config", file) != file:
-        raise ConfigError("--deepspeed_config and --engine.config name two files; leave one out")
+    values.pop("local_rank", None)  # the environment has it too
+    deepspeed, file = values.pop("deepspeed", False), values.pop("deepspeed_config", None)
+    if (deepspeed or file) and values.setdefault("engine", "deepspeed") != "deepspeed":
+        raise ConfigError(f"--deepspeed and --engine {values['engine']} contradict each other; remove one")
+    if file and values.setdefault("engine_options.config", file) != file:
+        raise ConfigError("--deepspeed_config and --engine.config name two files; remove one")

@@ -1,9 +1,9 @@
-"""What the configuration's dataclasses are made of: fields with a help text, and errors that know whose they are.
+"""Define fields with help texts, errors that name fields, and parsers of values.
 
-@named()
+@suggest_fields()
 @dataclass(frozen=True)
 class Optim:
-    clip: float = option(1.0, "largest norm of the gradient")
+    clip: float = option(1.0, "maximum gradient norm")
 
 Optim(clipp=1.0)                    # UnknownField: Optim has no 'clipp': did you mean clip?
 """
@@ -27,20 +27,20 @@ __all__ = [
     "FieldName",
     "check_folder",
     "check_name",
-    "counts_of",
     "in_batches",
     "in_steps",
     "is_hub_name",
     "is_share",
     "is_span",
-    "named",
     "option",
-    "range_of",
+    "parse_profile",
+    "parse_shares",
+    "suggest_fields",
 ]
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` has the form OWNER/NAME and is no path that exists here."""
+    """Whether `name` has the form OWNER/NAME and is not an existing path."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not Path(name).exists()
 
 
@@ -56,17 +56,20 @@ def option(
     span: bool = False,
     share: bool = False,
 ) -> Any:
-    """A field with its help text, and the values it may take where these are few.
+    """Define a field with a help text.
 
     Args:
-        builtin: the built-in tasks alone have it: who trains a task of their own need not see it.
-        tasks: which of them, "images, classification"; left out: the language model.
-        span: a number of steps that may be said in epochs, or as a share of the plan: see `config.fields`.
-        share: a number of batches that may be said as a share of those that there are.
+        default: its default.
+        text: the help text.
+        choices: the allowed values; none: any.
+        builtin: only built-in tasks have it; the help for other tasks omits it.
+        tasks: the built-in tasks that have it, "images, classification"; "": the language model.
+        span: a number of steps; also allowed as epochs or a share of the plan, see `is_span`.
+        share: a number of batches; also allowed as a share of all batches, see `is_share`.
     """
-    own = tuple(tasks.split(", ")) if tasks else ("causal-lm",) if builtin else ()
-    known = {"help": text, "choices": choices, "builtin": bool(own), "tasks": own}
-    return field(default=default, metadata={**known, "span": span or share, "share": share})
+    owners = tuple(tasks.split(", ")) if tasks else ("causal-lm",) if builtin else ()
+    metadata = {"help": text, "choices": choices, "builtin": bool(owners), "tasks": owners}
+    return field(default=default, metadata={**metadata, "span": span or share, "share": share})
 
 
 class FieldName(str):
@@ -74,61 +77,64 @@ class FieldName(str):
 
 
 class FieldError(ConfigError):
-    """A value that cannot hold. The line names fields as Python does; `spelt` makes one for flags of it."""
+    """An invalid value.
+
+    Args:
+        parts: of the message, which names fields as Python does. `message` names them in another way.
+    """
 
     def __init__(self, *parts: str) -> None:
         super().__init__("".join(parts))
         self._parts = parts
 
-    def spelt(self, spell: Callable[[str], str]) -> str:
-        """The line with each field's name as `spell` writes it."""
+    def message(self, spell: Callable[[str], str]) -> str:
+        """Return the message with each field's name converted by `spell`."""
         return "".join(spell(part) if isinstance(part, FieldName) else part for part in self._parts)
 
 
 class UnknownField(ConfigError, TypeError):
-    """A name that is no field of the class it was given to."""
+    """A keyword that is not a field of the class."""
 
 
-def named(
-    known: Callable[[], Iterable[str]] | None = None, suited: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+def suggest_fields(
+    candidates: Callable[[], Iterable[str]] | None = None,
+    defaults: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Callable[[type[T]], type[T]]:
-    """Has the dataclass tell whoever misspells a field the nearest one.
+    """Make a dataclass suggest the nearest field for an unknown one.
 
     Args:
-        known: the names that may be meant, where these are more than the class's own.
-        suited: the fields that were given -> these and the defaults that suit them.
+        candidates: the names to suggest; None: the fields of the class.
+        defaults: the arguments of a call -> the same, with defaults that depend on them.
     """
 
-    def dressed(kind: type[T]) -> type[T]:
-        given, own = kind.__init__, [spec.name for spec in dataclasses.fields(cast(Any, kind))]
+    def decorate(kind: type[T]) -> type[T]:
+        original, own = kind.__init__, [spec.name for spec in dataclasses.fields(cast(Any, kind))]
 
-        @functools.wraps(given)
+        @functools.wraps(original)
         def init(self: Any, *values: Any, **fields: Any) -> None:
             for name in fields:
                 if name not in own:
-                    meant = hint(name, known() if known else own) or f"; it has {', '.join(own)}"
-                    raise UnknownField(f"{kind.__name__} has no '{name}'{meant}")
-            if suited and len(values) <= len(own) and fields.keys().isdisjoint(own[: len(values)]):
-                values, fields = (), suited({**dict(zip(own, values, strict=False)), **fields})
-            given(self, *values, **fields)
+                    advice = hint(name, candidates() if candidates else own) or f"; it has {', '.join(own)}"
+                    raise UnknownField(f"{kind.__name__} has no '{name}'{advice}")
+            if defaults and len(values) <= len(own) and fields.keys().isdisjoint(own[: len(values)]):
+                values, fields = (), defaults({**dict(zip(own, values, strict=False)), **fields})
+            original(self, *values, **fields)
 
         kind.__init__ = init  # type: ignore[method-assign]
         return kind
 
-    return dressed
+    return decorate
 
 
 def check_folder(save_dir: str) -> None:
-    """Raise FieldError for a URL, which would become a folder of that name."""
-    if re.match(r"[A-Za-z][\w+.-]+:(/|$)", save_dir):  # a path that was taken apart has one slash, or none
-        raise FieldError(
-            FieldName("save_dir"), f" is '{save_dir}', and runs are kept in folders, not at a URL: give the path of one"
-        )
+    """Check that `save_dir` is a folder and no URL. Raises FieldError."""
+    if re.match(r"[A-Za-z][\w+.-]+:(/|$)", save_dir):  # pathlib leaves one slash, or none
+        raise FieldError(FieldName("save_dir"), f" is '{save_dir}', a URL; give the path of a folder")
 
 
 def check_name(name: str) -> None:
-    """Raise FieldError for an experiment's name that no folder can have."""
-    shown = name if len(name) <= 60 else name[:57] + "..."
+    """Check that an experiment's name can be a folder's. Raises FieldError."""
+    label = name if len(name) <= 60 else name[:57] + "..."
     problem = ""
     if not name.strip():
         problem = "is empty"
@@ -139,39 +145,48 @@ def check_name(name: str) -> None:
     elif "/" in name or "\\" in name or name.startswith(".") or ".." in name:
         problem = "would lead out of "
     if problem:
-        out = [FieldName("save_dir")] if problem.endswith(" of ") else []
-        use = ": use letters, digits, '-', '_' and '.'"
-        raise FieldError(FieldName("experiment_name"), f" {shown!r} {problem}", *out, use)
+        rest = [FieldName("save_dir")] if problem.endswith(" of ") else []
+        advice = "; use letters, digits, '-', '_' and '.'"
+        raise FieldError(FieldName("experiment_name"), f" {label!r} {problem}", *rest, advice)
 
 
-_LONGEST = 1000  # steps: a trace of as many is gigabytes
+_MAX_STEPS = 1000  # a trace of so many is gigabytes
 
 
-def range_of(text: str) -> tuple[int, int] | None:
-    """First and last step, counted from 1 as in metrics.jsonl. Raises FieldError for anything else."""
+def parse_profile(text: str) -> tuple[int, int] | None:
+    """Parse `--profile` into its first and last step, counted from 1; None for "".
+
+    Raises:
+        FieldError: the text has another form, or too many steps.
+    """
     if not text:
         return None
-    found = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
-    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last:
-        raise FieldError(FieldName("profile"), f" is '{text}': it must be FIRST:LAST, two steps from 1, as 100:110")
-    if last - first >= _LONGEST:
         raise FieldError(
-            FieldName("profile"), f" is '{text}', more than {_LONGEST} steps: ten show what there is to see"
+            FieldName("profile"), f" is '{text}': it must be FIRST:LAST, steps counted from 1, such as 100:110"
         )
+    if last - first >= _MAX_STEPS:
+        raise FieldError(FieldName("profile"), f" is '{text}', more than {_MAX_STEPS} steps; ten are enough")
     return first, last
 
 
 AUTO = "auto"  # by measured speed
 
 
-def counts_of(text: str) -> tuple[int, ...]:
-    """The number of each rank; () where none is given. Raises FieldError for anything else."""
+def parse_shares(text: str) -> tuple[int, ...]:
+    """Parse `--shares` into each rank's number; () for equal and auto.
+
+    Raises:
+        FieldError: the text has another form.
+    """
     if text in ("equal", AUTO):
         return ()
     if not re.fullmatch(r"[1-9][0-9]{0,5}( ?, ?[1-9][0-9]{0,5})*", text):
         raise FieldError(
-            FieldName("shares"), f" is '{text}': it must be equal, auto, or a number from 1 for each process: 5,3"
+            FieldName("shares"),
+            f" is '{text}': it must be equal, auto, or a number from 1 for each process, such as 5,3",
         )
     return tuple(int(part) for part in text.split(","))
 
@@ -181,37 +196,39 @@ _SPAN = re.compile(r"(\d+(?:\.\d+)?|\.\d+) ?(%|epochs?)")
 
 
 def is_span(value: object) -> bool:
-    """Whether it is a share of the plan or a number of epochs."""
+    """Whether `value` is a share of the plan or a number of epochs, as text."""
     return isinstance(value, str) and _SPAN.fullmatch(value) is not None
 
 
 def in_steps(value: int | str, *, steps: int, samples: int, batch_size: int) -> int:
-    """The steps that `value` is: itself where it is a number, else the nearest number, and not 0 but for a length of 0.
+    """Convert a length to steps, rounded, and at least 1 unless the length is 0.
 
     Args:
+        value: a number of steps, or a span.
         steps: of the whole plan.
         samples: of an epoch.
         batch_size: samples of a step.
     """
-    found = _SPAN.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
+    match = _SPAN.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
         return int(value)
-    number = float(found[1])
-    exact = number / 100 * steps if found[2] == "%" else number * samples / batch_size
+    number = float(match[1])
+    exact = number / 100 * steps if match[2] == "%" else number * samples / batch_size
     return max(1, round(exact)) if number else 0
 
 
 def is_share(value: object) -> bool:
-    """Whether it is a share above 0% and up to 100%."""
-    found = _SPAN.fullmatch(value) if isinstance(value, str) else None
-    return found is not None and found[2] == "%" and 0 < float(found[1]) <= 100
+    """Whether `value` is a share above 0% and up to 100%, as text."""
+    match = _SPAN.fullmatch(value) if isinstance(value, str) else None
+    return match is not None and match[2] == "%" and 0 < float(match[1]) <= 100
 
 
 def in_batches(value: int | str, whole: float) -> int:
-    """The batches that a limit leaves: itself, or of a share the nearest number, and not 0; 0 leaves all.
+    """Convert a limit to batches: a share is rounded, and at least 1.
 
     Args:
-        whole: batches without the limit, which need not be a whole number.
+        value: a number of batches, or a share; 0: all.
+        whole: batches without the limit; may be a fraction.
     """
     number = max(1, round(float(value[:-1]) / 100 * whole)) if isinstance(value, str) else value
     return number or math.ceil(whole)

@@ -1,10 +1,10 @@
-"""What a misspelt name, or one of another program's, is called here.
+"""Suggest an option for a misspelt name, or for the name of another library.
 
     hint("lrr", option_list())                      # ": did you mean lr?"
     hint("learning_rate", option_list())            # ": here it is lr"
     hint("bf16", option_list())                     # ": here it is precision bf16"
 
-Names are dotted fields of the configuration; whoever speaks of flags spells them so.
+Names are dotted fields of the configuration; `spell` converts them to flags.
 """
 
 import difflib
@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 __all__ = ["FOREIGN", "hint"]
 
-_PARTS = "{micro_batch_size}, which divides {batch_size}, the samples of a step over all ranks"
+_MICRO_BATCHES = "{micro_batch_size}, which divides {batch_size}, the samples of a step over all ranks"
 _PROCESSES = "processes are started by `lockstep launch --nproc-per-node N -- train ...`"
 
-_FRESH = "nothing is overwritten: give another {experiment_name}"
+_OTHER_NAME = "a run is never overwritten; use another {experiment_name}"
 
-# a name that other trainers have -> what to say; an option's name stands in braces
+# the name of an option in other libraries -> the hint; braces mark an option of lockstep
 FOREIGN: dict[str, str] = {
     # the model, the data and the folder
     "model": "{model_name}",
@@ -39,14 +39,14 @@ FOREIGN: dict[str, str] = {
     "default_root_dir": "{save_dir}",
     "logging_dir": "{save_dir}",
     "checkpoint_dir": "{save_dir}",
-    "overwrite_output_dir": _FRESH,
-    "resume": "the same {experiment_name} resumes by itself",
-    "resume_from_checkpoint": "the same {experiment_name} resumes by itself",
-    "ckpt_path": "the same {experiment_name} resumes by itself",
+    "overwrite_output_dir": _OTHER_NAME,
+    "resume": "the same {experiment_name} resumes automatically",
+    "resume_from_checkpoint": "the same {experiment_name} resumes automatically",
+    "ckpt_path": "the same {experiment_name} resumes automatically",
     "pretrained_path": "{init_from}",
     "init_checkpoint": "{init_from}",
     "load_from_checkpoint": "{init_from}",
-    # how long, and how much at once
+    # length and batch size
     "epochs": "{num_epochs}",
     "num_train_epochs": "{num_epochs}",
     "max_epochs": "{num_epochs}",
@@ -65,8 +65,8 @@ FOREIGN: dict[str, str] = {
     "max_eval_batches": "{limit_eval_batches}",
     "device_batch_size": "{micro_batch_size}",
     "train_micro_batch_size_per_gpu": "{micro_batch_size}",
-    "gradient_accumulation_steps": _PARTS,
-    "accumulate_grad_batches": _PARTS,
+    "gradient_accumulation_steps": _MICRO_BATCHES,
+    "accumulate_grad_batches": _MICRO_BATCHES,
     "max_seq_length": "{seq_len}",
     "max_seq_len": "{seq_len}",
     "max_length": "{seq_len}",
@@ -101,8 +101,8 @@ FOREIGN: dict[str, str] = {
     "sched": "{optim.schedule}",
     "use_ema": "{optim.ema}, the decay",
     "ema_decay": "{optim.ema}",
-    "auto_lr_find": "`lockstep train --find-lr` tries rates and proposes one for {lr}",
-    "lr_find": "`lockstep train --find-lr` tries rates and proposes one for {lr}",
+    "auto_lr_find": "`lockstep train --find-lr` tries rates and suggests one for {lr}",
+    "lr_find": "`lockstep train --find-lr` tries rates and suggests one for {lr}",
     "scheduler": "{optim.schedule}",
     # adapters
     "use_lora": "{lora.rank}, above 0",
@@ -114,7 +114,7 @@ FOREIGN: dict[str, str] = {
     "lora_target_modules": "{lora.targets}",
     "target_modules": "{lora.targets}",
     "modules_to_save": "{lora.modules_to_save}",
-    # numbers and kernels
+    # precision, kernels and engines
     "bf16": "{precision} bf16",
     "fp16": "{precision} fp16",
     "fp32": "{precision} float32",
@@ -142,7 +142,7 @@ FOREIGN: dict[str, str] = {
     "fsdp": "{engine} fsdp",
     "fsdp_config": "{engine} fsdp",
     "ddp_find_unused_parameters": "{engine_options.find_unused_parameters}",
-    # what is written
+    # output and evaluation
     "logging_steps": "{log_freq}",
     "log_every_n_steps": "{log_freq}",
     "log_interval": "{log_freq}",
@@ -169,7 +169,7 @@ FOREIGN: dict[str, str] = {
     "metric_for_best_model": "{best_metric}",
     "monitor": "{best_metric}",
     "greater_is_better": "{best_metric} NAME:max or NAME:min",
-    "load_best_model_at_end": "the best is kept by itself, judged by {best_metric}; lockstep.load takes it",
+    "load_best_model_at_end": "the best checkpoint by {best_metric} is always kept; lockstep.load loads it",
     "early_stopping_patience": "{patience}",
     "early_stopping": "{patience}",
     "early_stop": "{patience}",
@@ -196,25 +196,25 @@ FOREIGN: dict[str, str] = {
 def hint(
     name: str, known: Iterable[str], spell: Callable[[str], str] = str, foreign: Mapping[str, str] = FOREIGN
 ) -> str:
-    """What to add to "unknown NAME": what is meant, as far as that can be guessed; else "".
+    """Return the rest of "unknown NAME": the option that is probably meant, or "".
 
     Args:
-        name: with underscores and without dashes; dotted where it stands in a section.
-        known: the names that there are.
-        spell: how a name is written where the hint is read.
-        foreign: a name of other programs -> what to say.
+        name: with underscores and without dashes; dotted in a section.
+        known: the valid names.
+        spell: converts a name for the message, for example to a flag.
+        foreign: a name of other libraries -> the hint for it.
     """
     names, own = list(known), name.rpartition(".")[2]
     if own in foreign:
-        return _told(foreign[own], spell)
+        return _hint_text(foreign[own], spell)
     parts = [other for other in names if other.rpartition(".")[2] == own]
     parts += [other for other in names if other.rpartition(".")[2].startswith(own) and len(own) > 2]
     close = parts or difflib.get_close_matches(name, names, n=1)
     if not close and (alike := difflib.get_close_matches(own, foreign, n=1, cutoff=0.85)):
-        return _told(foreign[alike[0]], spell)
+        return _hint_text(foreign[alike[0]], spell)
     return f": did you mean {spell(close[0])}?" if close else ""
 
 
-def _told(text: str, spell: Callable[[str], str]) -> str:
-    spelt = re.sub(r"{([\w.]+)}", lambda found: spell(found[1]), text)
-    return f": here it is {spelt}" if text.startswith("{") else f": {spelt}"
+def _hint_text(text: str, spell: Callable[[str], str]) -> str:
+    message = re.sub(r"{([\w.]+)}", lambda match: spell(match[1]), text)
+    return f": here it is {message}" if text.startswith("{") else f": {message}"

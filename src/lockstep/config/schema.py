@@ -1,12 +1,11 @@
-"""The configuration: frozen dataclasses, filled from defaults < config file < flags.
+"""Define the configuration: a frozen dataclass that checks its values.
 
     config = Config(experiment_name="a", optim={"weight_decay": 0.05})              # or optim=Optim(weight_decay=0.05)
     config = Config.from_args(["--experiment-name", "a", "--optim.weight-decay", "0.05"])       # the same from flags
 
-Every field is a flag: `micro_batch_size` is `--micro-batch-size`, `optim.weight_decay` is `--optim.weight-decay`.
-Whatever holds in here is checked when the object is made, so that no bad value travels further. A field whose default
-is "auto" is given its value once the task and the plan are known (see `lockstep.training.resolve`): `--lr auto`, or
-lr = "auto". So is a number of steps that is said in epochs or as a share of the plan: `--eval-freq 1epoch`.
+Every field is a flag: `micro_batch_size` is `--micro-batch-size`, `optim.weight_decay` is `--optim.weight-decay`. Two
+kinds of values are resolved later, when the task and the plan are known (see `lockstep.training.resolve`): "auto", and
+steps as epochs or as a share of the plan, `--eval-freq 1epoch`.
 """
 
 import dataclasses
@@ -26,12 +25,12 @@ from lockstep.config.fields import (
     FieldName,
     check_folder,
     check_name,
-    counts_of,
     is_share,
     is_span,
-    named,
     option,
-    range_of,
+    parse_profile,
+    parse_shares,
+    suggest_fields,
 )
 from lockstep.config.sections import (
     LATER,
@@ -48,7 +47,7 @@ from lockstep.config.sections import (
     check_unsaved,
 )
 from lockstep.config.task_options import BOUNDS as TASK_BOUNDS
-from lockstep.config.task_options import TASKS, Images, check, suited
+from lockstep.config.task_options import TASKS, Images, check_task_options, with_task_defaults
 from lockstep.errors import SETTINGS, ConfigError
 
 __all__ = [
@@ -67,16 +66,16 @@ __all__ = [
 BOUNDS: dict[str, tuple[float, float, str]] = {
     "seed": (0, 2**63 - 1, "a whole number from 0 to 2**63 - 1"),
     "num_epochs": (1, 10**9, "at least 1"),
-    "max_steps": (0, 10**12, "a number of steps, or 0 for as many as --num-epochs makes"),
-    "extend_to": (0, 10**12, "a number of steps, or of epochs as in 3epochs"),
+    "max_steps": (0, 10**12, "a number of steps, or 0 for those of --num-epochs"),
+    "extend_to": (0, 10**12, "a number of steps, or of epochs such as 3epochs"),
     "stop_at": (0, 10**12, "a step, or 0"),
     "lr": (0, 1e6, "a finite number, not negative"),
     "batch_size": (1, 10**9, "at least 1"),
     "micro_batch_size": (1, 10**9, "at least 1, or auto"),
     "seq_len": (1, 10**7, "at least 1"),
     "log_freq": (1, 10**9, "at least 1"),
-    "ckpt_freq": (0, 10**12, "a number of steps, or 0 for the end alone"),
-    "eval_freq": (0, 10**12, "a number of steps, or 0 for the end alone"),
+    "ckpt_freq": (0, 10**12, "a number of steps, or 0 for the end only"),
+    "eval_freq": (0, 10**12, "a number of steps, or 0 for the end only"),
     "limit_train_batches": (0, 10**12, "a number of steps, a share up to 100%, or 0 for all"),
     "limit_eval_batches": (0, 10**12, "a number of micro-batches, a share up to 100%, or 0 for all"),
     "eval_micro_batch_size": (1, 10**9, "at least 1, or auto"),
@@ -89,8 +88,8 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "data.evaluation": (0.0001, 0.5, "a share from 0.0001 to 0.5"),
     "data.vocab_size": (257, 10**7, "at least 257 (256 bytes and the separator)"),
     "model.dropout": (0, 0.99, "a probability from 0 to 0.99"),
-    "model.loss_chunk": (-1, 10**9, "a number of tokens, 0 for all at once, or -1 for what their size suggests"),
-    "lora.rank": (0, 10**5, "a number of rows, or 0 for no adapters"),
+    "model.loss_chunk": (-1, 10**9, "a number of tokens, 0 for all at once, or -1 to choose by their size"),
+    "lora.rank": (0, 10**5, "a rank, or 0 for no adapters"),
     "lora.alpha": (0, 1e6, "a number above 0, or 0 for twice the rank"),
     "lora.dropout": (0, 0.99, "a probability from 0 to 0.99"),
     "fp16.initial_scale_power": (0, 64, "a power of two from 0 to 64"),
@@ -101,7 +100,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "optim.beta2": (0, 0.9999999, "from 0 to below 1"),
     "optim.eps": (0, 1, "from 0 to 1"),
     "optim.momentum": (0, 0.999999, "from 0 to below 1"),
-    "optim.muon_lr": (0, 1e6, "a rate, or 0 for that of --lr"),
+    "optim.muon_lr": (0, 1e6, "a learning rate, or 0 for --lr"),
     "optim.muon_momentum": (0, 0.999999, "from 0 to below 1"),
     "optim.ns_steps": (1, 99, "a number of iterations from 1 to 99"),
     "optim.weight_decay": (0, 1e6, "a finite number, not negative"),
@@ -128,138 +127,153 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     **{f"engine_options.{name}": bounds for name, bounds in ENGINE_BOUNDS.items()},
 }
 
-_NAMED = ", ".join(TASKS)
+_TASK_NAMES = ", ".join(TASKS)
 
 
-_PARSERS: list[Callable[..., Any]] = []  # what `register_parser` was given
+_PARSERS: list[Callable[..., Any]] = []  # at most one, see `register_parser`
 
 
 def register_parser(parse: Callable[..., Any]) -> None:
-    """Register the function that makes a Config from flags; it makes its flags from the fields below."""
+    """Register the function that parses flags into a Config; it imports this module."""
     _PARSERS[:] = [parse]
 
 
-@named(
-    lambda: [prefix + spec.name for owner, prefix in sections(Config()) for spec in dataclasses.fields(owner)], suited
+@suggest_fields(
+    lambda: [prefix + spec.name for owner, prefix in sections(Config()) for spec in dataclasses.fields(owner)],
+    with_task_defaults,
 )
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One run. See the field's help texts, which `lockstep train --help-all` prints.
+    """The options of one run; `lockstep train --help-all` describes each.
 
-    A section may be given as a dict of its fields.
+    A section can be a dict of its fields.
 
     Raises:
-        FieldError: a value that cannot hold, naming the field, the value and the way out.
-        UnknownField: no such field, naming the nearest.
+        FieldError: an invalid value.
+        UnknownField: no such field.
     """
 
-    experiment_name: str = option("default", "the run's folder below --save-dir; the same name resumes")
+    experiment_name: str = option("default", "name of the run's folder in --save-dir; the same name resumes the run")
     dataset_name: str = option(
-        "builtin:stdlib", "this Python's own library, a text file, or a folder of them", tasks=_NAMED
+        "builtin:stdlib",
+        "builtin:stdlib (Python's standard library), a text file or a folder of them, a json, jsonl, csv or parquet "
+        "file, or a hub dataset",
+        tasks=_TASK_NAMES,
     )
     model_name: str = option(
-        "builtin:nano", "builtin:nano, builtin:gpt2, gpt2-medium, gpt2-large or gpt2-xl", tasks=_NAMED
+        "builtin:nano",
+        "builtin:nano, builtin:gpt2, gpt2-medium, gpt2-large or gpt2-xl, or a model's folder or hub name",
+        tasks=_TASK_NAMES,
     )
-    task: str = option("", f"{_NAMED}, or FILE.py:CLASS, a task of your own, made without arguments")
-    save_dir: str = option("outputs", "where run folders lie")
-    seed: int = option(0, "fixes weights, order and dropout")
+    task: str = option("", f"{_TASK_NAMES}, or your own task, FILE.py:CLASS, constructed without arguments")
+    save_dir: str = option("outputs", "parent folder of all runs")
+    seed: int = option(0, "seed of the weights, the data order and dropout")
     num_epochs: int = option(1, "passes over the training data")
-    max_steps: int = option(0, "steps of the whole plan and its schedule; 0: as many as --num-epochs makes")
-    extend_to: int = option(
-        0, "steps or epochs (3epochs) that the plan of a run is to have from now on; 0: as it is", span=True
-    )
-    stop_at: int = option(0, "save and end after this step, without changing the plan; 0: no")
+    max_steps: int = option(0, "steps of the whole run and its schedule; 0: the steps of --num-epochs")
+    extend_to: int = option(0, "new length of the run's plan, in steps or epochs (3epochs); 0: unchanged", span=True)
+    stop_at: int = option(0, "save and exit after this step, with the plan unchanged; 0: off")
     lr: float = auto(
         LATER,
-        "peak learning rate; auto: 2e-3 for a language model, 5e-5 for a pretrained one, 2e-4 for adapters, else 1e-3; "
+        "peak learning rate; auto: 2e-3 for a language model, 5e-5 if pretrained, 2e-4 for adapters, else 1e-3; "
         "sgd 1e-2",
     )
-    batch_size: int = option(16, "samples in a step, over all ranks")
+    batch_size: int = option(16, "samples per step, over all ranks")
     micro_batch_size: int = auto(
         0,
-        "samples in one forward on one device; auto: the batch's largest divisor up to 1/8, with BatchNorm 16 or more",
+        "samples per forward pass on one device; auto: the largest divisor of the batch size up to 1/8 of it, at "
+        "least 16 with BatchNorm",
     )
-    seq_len: int = option(128, "tokens in a sample", tasks="causal-lm, classification")
-    log_freq: int = option(10, "steps between records", span=True)
+    seq_len: int = option(128, "tokens per sample", tasks="causal-lm, classification")
+    log_freq: int = option(10, "steps between log records", span=True)
     log_gradients: str = option(
-        "off", "norms of the gradient in each record: by layer, or by parameter group", "off", "layers", "groups"
+        "off", "gradient norms in each record, by layer or by parameter group", "off", "layers", "groups"
     )
     ckpt_freq: int = option(100, "steps between checkpoints; 0: only at the end", span=True)
-    limit_train_batches: int = option(
-        0, "steps of an epoch, which then is the first samples of its shuffle; 0: all", share=True
-    )
+    limit_train_batches: int = option(0, "steps per epoch, over the first samples of its shuffle; 0: all", share=True)
     eval_freq: int = option(0, "steps between evaluations; 0: only at the end", span=True)
-    limit_eval_batches: int = option(0, "first micro-batches of each evaluation set; 0: all", share=True)
-    eval_micro_batch_size: int = auto(0, "samples in one forward of an evaluation; auto: as in training")
-    eval_workers: int = auto(-1, "loader processes a rank while it evaluates; auto: as --data.workers")
+    limit_eval_batches: int = option(0, "micro-batches of each evaluation set, from its start; 0: all", share=True)
+    eval_micro_batch_size: int = auto(0, "samples per forward pass in evaluation; auto: as in training")
+    eval_workers: int = auto(-1, "loader processes per rank in evaluation; auto: as --data.workers")
     best_metric: str = option(
-        "loss", "what the best evaluation is judged by: loss, or a metric of the task with its direction, accuracy:max"
+        "loss",
+        "metric that selects the best checkpoint: loss, or one of the task's with its direction, such as accuracy:max",
     )
-    patience: int = option(0, "end after so many evaluations in a row that were no better than the best; 0: never")
-    patience_metric: str = option("", "what patience goes by, written as best_metric; empty: the best itself")
-    min_delta: float = option(
-        0.0, "by how much an evaluation must be better than the best to count as better; of patience_metric, if given"
+    patience: int = option(0, "stop after this many evaluations in a row without improvement; 0: never")
+    patience_metric: str = option(
+        "", "metric of --patience, written as for --best-metric; empty: that of --best-metric"
     )
+    min_delta: float = option(0.0, "smallest change that counts as an improvement; of --patience-metric, if given")
     engine: str = option("auto", "auto: ddp under a launcher, else single", "auto", *ENGINES)
     precision: str = option(
         "auto",
-        "bf16, fp16: autocast over float32 parameters; auto: bf16 on a GPU of sm80 or newer, else float32",
+        "bf16, fp16: autocast over float32 parameters; auto: bf16 on a GPU of compute capability 8.0 or newer, "
+        "else float32",
         *("auto", "float32", "bf16", "fp16", "bf16-true", "float64"),
     )
     matmul_precision: str = option(
-        "highest", "float32 matrix products; high allows TF32 on a GPU", "highest", "high", "medium"
+        "highest", "precision of float32 matrix products; high allows TF32 on a GPU", "highest", "high", "medium"
     )
     residual_dtype: str = option(
         "float32",
-        "dtype of the built-in GPT's residual stream; bf16: with --precision bf16, less to move",
+        "dtype of the built-in GPT's residual stream; bf16 halves its memory traffic and needs --precision bf16",
         *("float32", "bf16"),
         builtin=True,
     )
     weight_copies: str = option(
         "forward",
-        "when --precision bf16 casts weights; step: once, into copies kept beside them (single; 2 bytes a parameter)",
+        "when --precision bf16 casts the weights: in each forward pass, or once per step into copies (single; 2 "
+        "bytes per parameter)",
         *("forward", "step"),
     )
     grad_dtype: str = option(
         "float32",
-        "in which --weight-copies step adds up a step's gradients; bf16: less to move, and coarser sums",
+        "dtype in which --weight-copies step accumulates gradients; bf16: less memory traffic, coarser sums",
         *("float32", "bf16"),
     )
     fused_kernels: str = option(
         "none",
-        "Triton kernels of the built-in GPT; backward: bias gradients in one pass with q, k, v's and GELU's; all: GELU "
-        "in its product too",
+        "Triton kernels of the built-in GPT; backward: bias gradients fused into the backward of q, k, v and of "
+        "GELU; all: GELU fused into its matrix product too",
         *("none", "backward", "all"),
         builtin=True,
     )
-    exact: bool = option(False, "sum gradients in a fixed tree: bitwise the same on any number of processes")
+    exact: bool = option(False, "sum gradients in a fixed tree: bitwise the same result on any number of processes")
     shares: str = option(
-        "equal", "micro-batches of a step by rank: 5,3; auto: by measured speed; equal: as many on each (ddp, zero)"
+        "equal",
+        "micro-batches per step of each rank, such as 5,3; equal: the same for all; auto: by measured speed "
+        "(ddp, zero)",
     )
     compile: bool = auto(
-        None, "compile model and loss with torch.compile; auto: on such a GPU, and eager goes on where that fails"
+        None,
+        "compile model and loss with torch.compile; auto: on a GPU of compute capability 8.0 or newer, eager if "
+        "that fails",
     )
     compile_scope: str = option(
-        "auto", "what --compile compiles; auto: each block that the task names, else all", "auto", "blocks", "whole"
+        "auto",
+        "what --compile compiles; auto: each block that the task names, else the whole model",
+        "auto",
+        "blocks",
+        "whole",
     )
     batchnorm: str = option(
         "replay",
-        "running statistics of BatchNorm; replay: the same at every world size; local: torch's own, of each rank",
+        "running statistics of BatchNorm; replay: the same at every world size; sync: SyncBatchNorm; local: of "
+        "each rank",
         *("replay", "sync", "local"),
     )
     attention: str = option(
         "auto", "kernel of scaled_dot_product_attention", "auto", "flash", "math", "cudnn", "efficient"
     )
     activation_checkpointing: str = option(
-        "none", "blocks to compute again in the backward: none, full, every:N, or selective (products are kept)"
+        "none", "blocks to recompute in the backward pass: none, full, every:N, or selective (keeps matrix products)"
     )
-    device: str = option("auto", "auto: the local rank's GPU where there is one", "auto", "cpu", "cuda")
+    device: str = option("auto", "device to train on; auto: the local rank's GPU, else the CPU", "auto", "cpu", "cuda")
     timeout: float = option(600.0, "seconds to wait for another rank before the run fails")
-    init_from: str = option("", "a run or a checkpoint whose weights a new run begins with")
-    resume_anyway: bool = option(False, "resume although the plan differs, saying what changes")
+    init_from: str = option("", "run or checkpoint whose weights a new run starts from")
+    resume_anyway: bool = option(False, "resume although the plan differs, and log what changes")
     preset: str = option(
         "auto",
-        "a set of defaults; auto: source where model and data are both on the hub",
+        "set of defaults; auto: source if model and dataset are both from the hub",
         "auto",
         "none",
         "source",
@@ -267,12 +281,12 @@ class Config:
     )
     tokenizer: str = option(
         "",
-        "a hub name, a folder, or train:VOCAB (default: the model's own, else trained)",
+        "a hub name, a folder, or train:VOCAB to train one (default: the model's own, else a trained one)",
         tasks="causal-lm, classification",
     )
-    profile: str = option("", "steps to trace and judge, FIRST:LAST as 100:110; see docs/profile.md")
+    profile: str = option("", "steps to profile, FIRST:LAST, such as 100:110; see docs/profile.md")
     report: bool = option(True, "write report.html, a page about the run, at its end")
-    tensorboard: bool = option(False, "also write TensorBoard events, into the run's folder")
+    tensorboard: bool = option(False, "also write TensorBoard events to the run's folder")
     wandb: bool = option(False, "also log to Weights & Biases, under the experiment's name")
     wandb_project: str = option("", "project of --wandb (default: $WANDB_PROJECT, else lockstep)")
     data: Data = field(default_factory=Data)
@@ -287,20 +301,20 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, kind in _SECTIONS.items():
-            given = getattr(self, name)
-            if isinstance(given, dict):
-                object.__setattr__(self, name, kind(**given))
-            elif not isinstance(given, kind):
-                raise FieldError(f"{name} is {given!r}: give {kind.__name__}(...) or a dict of its fields")
+            section = getattr(self, name)
+            if isinstance(section, dict):
+                object.__setattr__(self, name, kind(**section))
+            elif not isinstance(section, kind):
+                raise FieldError(f"{name} is {section!r}: it must be {kind.__name__}(...) or a dict of its fields")
         _check_types(self)
         check_name(self.experiment_name)
         check_folder(self.save_dir)
-        for name, (least, most, what) in BOUNDS.items():
+        for name, (least, most, allowed) in BOUNDS.items():
             value = lookup(self, name)
-            if value == _PLACES.get(name) or (is_share if name in _SHARES else is_span)(value):
+            if value == _AUTO_VALUES.get(name) or (is_share if name in _SHARES else is_span)(value):
                 continue
             if isinstance(value, str) or not (math.isfinite(value) and least <= value <= most):
-                raise FieldError(FieldName(name), f" is {value}: it must be {what}")
+                raise FieldError(FieldName(name), f" is {value}: it must be {allowed}")
         for owner, prefix in sections(self):
             for spec in dataclasses.fields(owner):
                 choices, value = spec.metadata.get("choices"), getattr(owner, spec.name)
@@ -308,59 +322,59 @@ class Config:
                     raise FieldError(
                         FieldName(prefix + spec.name), f" is '{value}': choose one of {', '.join(choices)}"
                     )
-        check(self.task, sections(self))
+        check_task_options(self.task, sections(self))
         check_together(self.optim, self.lora, self.fp16, self.precision)
         check_unsaved(self.checkpoint, self.guards)
         check_gradients(self.weight_copies, self.grad_dtype)
-        counts_of(self.shares)
-        range_of(self.profile)
-        _check_best(self)
+        parse_shares(self.shares)
+        parse_profile(self.profile)
+        _check_metrics(self)
         if is_span(self.extend_to) and not re.fullmatch(r"[1-9]\d* ?epochs?", str(self.extend_to)):
             raise FieldError(
-                FieldName("extend_to"), f" is {self.extend_to}: it must be steps, or whole epochs: 3epochs"
+                FieldName("extend_to"),
+                f" is {self.extend_to}: it must be a number of steps, or of whole epochs such as 3epochs",
             )
         if self.batch_size % (self.micro_batch_size or 1):
             near = _nearest_divisor(self.batch_size, self.micro_batch_size)
-            whole, part = FieldName("batch_size"), FieldName("micro_batch_size")
+            batch, micro_batch = FieldName("batch_size"), FieldName("micro_batch_size")
             multiple = f" {self.batch_size} is not a multiple of "
-            raise FieldError(
-                *(whole, multiple, part, f" {self.micro_batch_size}: use ", part, f" {near}, or leave it out")
-            )
+            advice = (f" {self.micro_batch_size}; use ", micro_batch, f" {near}, or remove it")
+            raise FieldError(batch, multiple, micro_batch, *advice)
 
     @classmethod
     def from_args(cls, argv: Sequence[str] | None = None, **defaults: Any) -> Self:
-        """The Config that flags ask for, those of `lockstep train`: a script of one's own has them too.
+        """Make a Config from the flags of `lockstep train`, in a script.
 
-            config = lockstep.Config.from_args(batch_size=64, optim={"clip": 0.5})      # flags win over these
+            config = lockstep.Config.from_args(batch_size=64, optim={"clip": 0.5})      # flags override these
 
         Args:
-            defaults: fields, as for the class itself, where the flags and --config say nothing.
-            argv: the flags. None: those that this process was started with; then what is wrong with them is said in one
-                line and ends the process with code 2, as `--help` does with code 0.
+            argv: the flags. None: those of this process; an error then prints one line and exits with code 2, and
+                `--help` exits with code 0.
+            defaults: fields, as for the class; the flags and --config override them.
 
         Raises:
-            ConfigError: an unknown flag (with the nearest one), or a value that cannot hold.
+            ConfigError: an unknown flag (with the nearest one), or an invalid value.
         """
         if not _PARSERS:
-            raise ConfigError("Config.from_args needs the flags of lockstep/config/cli.py: take lockstep.Config")
+            raise ConfigError("Config.from_args needs lockstep.config.cli; use lockstep.Config")
         parse = _PARSERS[0]
         if argv is not None:
             return cast(Self, parse(list(argv), defaults=defaults))
-        own = os.path.basename(sys.argv[0])
+        script = os.path.basename(sys.argv[0])
         try:
-            return cast(Self, parse(sys.argv[1:], own, defaults))
+            return cast(Self, parse(sys.argv[1:], script, defaults))
         except ConfigError as error:
-            print(f"{own}: error: {error}", file=sys.stderr)
+            print(f"{script}: error: {error}", file=sys.stderr)
             raise SystemExit(error.exit_code) from None
 
     @property
     def micro_size(self) -> int:
-        """Samples in one forward: as given, else the default for a model without BatchNorm."""
+        """Samples in one forward; if "auto", the default for a model without BatchNorm."""
         return self.micro_batch_size or default_micro_batch_size(self.batch_size)
 
     @property
     def micro_batches(self) -> int:
-        """M: micro-batches in a step, over all ranks; see `micro_size`."""
+        """Micro-batches per step, over all ranks (M); see `micro_size`."""
         return self.batch_size // self.micro_size
 
 
@@ -368,8 +382,8 @@ _SECTIONS: dict[str, Any] = {
     spec.name: spec.type for spec in dataclasses.fields(Config) if dataclasses.is_dataclass(spec.type)
 }
 
-# name -> what holds the place of a value that is chosen later
-_PLACES: dict[str, Any] = {
+# dotted name -> the value that marks "auto"
+_AUTO_VALUES: dict[str, Any] = {
     prefix + spec.name: spec.default
     for kind, prefix in ((Config, ""), (Optim, "optim."))
     for spec in dataclasses.fields(kind)
@@ -377,10 +391,10 @@ _PLACES: dict[str, Any] = {
 }
 
 
-# The numbers of batches that may be said as a share of those that there are.
+# Options that may be a share of all batches.
 _SHARES = frozenset(spec.name for spec in dataclasses.fields(Config) if spec.metadata.get("share"))
 
-# The lengths that may be said in epochs, or as a share of the plan.
+# Options that may be a number of epochs or a share of the plan.
 SPANS = (
     frozenset(
         prefix + spec.name
@@ -393,45 +407,50 @@ SPANS = (
 
 
 def sections(config: Config) -> list[tuple[Any, str]]:
-    """The config and each of its sections, with the prefix of their fields: [(config, ""), (data, "data."), ...]."""
+    """Return the config and its sections with their prefixes: [(config, ""), (data, "data."), ...]."""
     return [(config, ""), *((getattr(config, name), f"{name}.") for name in _SECTIONS)]
 
 
 def lookup(config: Any, name: str) -> Any:
-    """The value of a dotted field name."""
+    """Return the value of a dotted field name."""
     for part in name.split("."):
         config = getattr(config, part)
     return config
 
 
 def flag(name: str) -> str:
-    """`optim.weight_decay` -> `--optim.weight-decay`; `engine_options.prefetch` -> `--engine.prefetch`."""
+    """Return the flag of a dotted name: `engine_options.meta_init` -> `--engine.meta-init`."""
     return "--" + name.replace("engine_options.", "engine.").replace("_", "-")
 
 
-def _names() -> dict[str, str]:
-    """The flag of each field -> its dotted name; `--no-exact` is `exact False`."""
-    found = {}
+def _names_by_flag() -> dict[str, str]:
+    """Map the flag of each field to its dotted name, and `--no-exact` to `exact False`."""
+    names = {}
     for owner, prefix in sections(Config()):
         for spec in dataclasses.fields(owner):
             name = prefix + spec.name
             if not dataclasses.is_dataclass(spec.type):
-                found[flag(name)] = name
+                names[flag(name)] = name
             if spec.type is bool:
-                found[flag(name).replace("--", "--no-")] = f"{name} False"
-    return found
+                names[flag(name).replace("--", "--no-")] = f"{name} False"
+    return names
 
 
 def is_auto(config: Config, name: str) -> bool:
-    """Whether the field of a dotted name is still to be chosen."""
-    return name in _PLACES and bool(lookup(config, name) == _PLACES[name])
+    """Whether the option of this dotted name is "auto"."""
+    return name in _AUTO_VALUES and bool(lookup(config, name) == _AUTO_VALUES[name])
 
 
 def default_micro_batch_size(batch_size: int, least: int = 1) -> int:
-    """The largest divisor of `batch_size` up to an eighth of it, or the next that is `least` or more, or the batch."""
+    """Choose the largest divisor of `batch_size` up to 1/8 of it.
+
+    Args:
+        batch_size: samples per step.
+        least: choose the next divisor that is at least this, or the whole batch.
+    """
     size = next(size for size in range(max(1, batch_size // 8), 0, -1) if batch_size % size == 0)
-    wanted = min(max(size, least), batch_size)
-    return next(size for size in range(wanted, batch_size + 1) if batch_size % size == 0)
+    start = min(max(size, least), batch_size)
+    return next(size for size in range(start, batch_size + 1) if batch_size % size == 0)
 
 
 def _nearest_divisor(batch_size: int, size: int) -> int:
@@ -441,49 +460,49 @@ def _nearest_divisor(batch_size: int, size: int) -> int:
 def _check_types(config: Config) -> None:
     for owner, prefix in sections(config):
         for spec in dataclasses.fields(owner):
-            value, wanted = getattr(owner, spec.name), cast(type, spec.type)
+            value, kind = getattr(owner, spec.name), cast(type, spec.type)
             if spec.metadata.get("span") and is_span(value):
                 continue
             if spec.metadata.get("auto") and (value == "auto" or value is spec.default):
                 object.__setattr__(owner, spec.name, spec.default)
-            elif wanted is float and isinstance(value, int) and not isinstance(value, bool):
+            elif kind is float and isinstance(value, int) and not isinstance(value, bool):
                 object.__setattr__(owner, spec.name, float(value))
-            elif not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-                expected = _KINDS.get(wanted, f"a {wanted.__name__}")
+            elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                expected = _KINDS.get(kind, f"a {kind.__name__}")
                 expected += ", or a share such as 10%" if spec.metadata.get("share") else ""
                 expected += f", or {SPAN}" if prefix + spec.name in SPANS else ""
                 raise FieldError(FieldName(prefix + spec.name), f" is {value!r}: it must be {expected}")
 
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
-def _check_best(config: Config) -> None:
-    for option_name, said in (
+def _check_metrics(config: Config) -> None:
+    for option_name, metric in (
         ("best_metric", config.best_metric),
         ("patience_metric", config.patience_metric or "loss"),
     ):
-        name, _, way = said.partition(":")
-        if said != "loss" and not (name and way in ("min", "max") and said != "loss:max"):
+        name, _, direction = metric.partition(":")
+        if metric != "loss" and not (name and direction in ("min", "max") and metric != "loss:max"):
             raise FieldError(
                 FieldName(option_name),
-                f" is '{said}': it must be loss, or a metric of the task and whether more of it is better: "
-                "accuracy:max, error:min",
+                f" is '{metric}': it must be loss, or a metric of the task with its direction, such as accuracy:max or "
+                "error:min",
             )
     if config.patience_metric and not config.patience:
         raise FieldError(
             FieldName("patience_metric"),
-            " needs ",
+            " has no effect without ",
             FieldName("patience"),
-            ": else nothing goes by it; or make it empty",
+            "; set it, or remove this",
         )
     plateau = config.optim.schedule == "plateau"
     if (config.patience or plateau) and not config.eval_freq:
-        what = ("optim.schedule", "plateau") if plateau else ("patience", config.patience)
+        name, setting = ("optim.schedule", "plateau") if plateau else ("patience", config.patience)
         raise FieldError(
-            *(FieldName(what[0]), f" {what[1]} needs ", FieldName("eval_freq")),
-            ": else the only evaluation is at the end",
+            *(FieldName(name), f" {setting} needs ", FieldName("eval_freq")),
+            ": without it the only evaluation is at the end",
         )
 
 
-SETTINGS.fields |= _names()
+SETTINGS.fields |= _names_by_flag()

@@ -1,9 +1,8 @@
-"""The built-in tasks: their names, defaults and options. The configuration and the help need them without torch.
+"""Define the built-in tasks' names, defaults and options, without torch.
 
     kind_of("images")                   # "images"; of "" the language model, of FILE.py:CLASS "own"
 
-A part of the ground floor: the configuration stands on it, and it stands on `config/fields` alone. An option says which
-tasks have it with `option(..., tasks="images, classification")`; builtin=True alone means the language model.
+The tasks of an option: `option(..., tasks="images, classification")`; builtin=True alone means the language model.
 """
 
 import dataclasses
@@ -12,36 +11,36 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lockstep.config.fields import FieldError, FieldName, named, option
+from lockstep.config.fields import FieldError, FieldName, option, suggest_fields
 
 __all__ = [
     "BOUNDS",
-    "FIXED",
+    "IMAGE_OPTIONS",
     "LANGUAGE",
     "LIGHTNING",
     "OWN",
     "TASKS",
     "Images",
     "TaskSpec",
-    "belongs",
-    "check",
+    "check_task_options",
+    "is_option_of",
     "kind_of",
-    "suited",
+    "with_task_defaults",
 ]
 
 
 OWN = "own"  # FILE.py:CLASS, or an object in Python
-LIGHTNING = "lightning:"  # before the name of a LightningModule's file and class, and perhaps of a datamodule's
-LANGUAGE = "causal-lm"  # what is trained where no task is named
+LIGHTNING = "lightning:"  # prefix of FILE.py:CLASS of a LightningModule, then maybe "," and that of a datamodule
+LANGUAGE = "causal-lm"  # the default task
 
 
 class TaskSpec(NamedTuple):
     """A built-in task.
 
     Attributes:
-        what: in a few words.
-        defaults: fields of the configuration, by dotted name, whose default is another with it.
-        helps: fields whose help text is another with it.
+        what: a few words for it.
+        defaults: dotted name -> the default of an option with this task.
+        helps: dotted name -> the help text of an option with this task.
     """
 
     what: str
@@ -61,10 +60,10 @@ TASKS: dict[str, TaskSpec] = {
             "data.evaluation": 0.2,
         },
         {
-            "model_name": "builtin:resnet, builtin:vit, timm:NAME, or a transformers model: its folder or OWNER/NAME",
-            "dataset_name": "builtin:digits, a folder with a folder of images for each class, or a hub dataset",
-            "data.evaluation": "share of the images kept aside where the data has no part for it",
-            "lr": "peak learning rate; auto: 3e-3, 5e-5 for a pretrained model; sgd 1e-2",
+            "model_name": "builtin:resnet, builtin:vit, timm:NAME, or the folder or hub name of a transformers model",
+            "dataset_name": "builtin:digits, a folder with a subfolder of images for each class, or a hub dataset",
+            "data.evaluation": "share of the images held out for evaluation, if the data has no split for it",
+            "lr": "peak learning rate; auto: 3e-3, 5e-5 if pretrained; sgd 1e-2",
         },
     ),
     "classification": TaskSpec(
@@ -77,12 +76,12 @@ TASKS: dict[str, TaskSpec] = {
             "model.pretrained": True,
         },
         {
-            "model_name": "a transformers model, its folder or OWNER/NAME",
+            "model_name": "folder or hub name of a transformers model",
             "dataset_name": "a csv, json, jsonl or parquet file, a folder of them, or a hub dataset",
-            "seq_len": "tokens of a text at most; longer ones are cut",
+            "seq_len": "maximum tokens per text; longer texts are truncated",
             "tokenizer": "a hub name or a folder (default: the model's own)",
-            "data.evaluation": "share of the rows kept aside where the data has no split for it",
-            "data.text_column": "column that holds the text, or FIRST,SECOND (default: text, sentence, or the one)",
+            "data.evaluation": "share of the rows held out for evaluation, if the data has no split for it",
+            "data.text_column": "column with the text, or FIRST,SECOND (default: text, sentence, or the only one)",
         },
     ),
     "regression": TaskSpec(
@@ -97,23 +96,25 @@ TASKS: dict[str, TaskSpec] = {
         {
             "model_name": "builtin:mlp",
             "dataset_name": "builtin:diabetes, a csv, json or parquet file, a folder of them, or a hub dataset",
-            "data.evaluation": "share of the rows kept aside where the data has no split for it",
+            "data.evaluation": "share of the rows held out for evaluation, if the data has no split for it",
         },
     ),
 }
 
 
-@named()
+@suggest_fields()
 @dataclass(frozen=True, slots=True)
 class Images:
-    """How images are prepared."""
+    """Preparation of images."""
 
-    size: int = option(0, "height and width, pixels; 0: digits 8, the model's own, else 64", tasks="images")
-    padding: int = option(
-        -1, "pixels put around an image before a random crop of its size; -1: an eighth of it", tasks="images"
+    size: int = option(
+        0, "height and width in pixels; 0: 8 for the digits, else the model's own, else 64", tasks="images"
     )
-    flip: str = option("auto", "mirror half of the images; auto: not digits", "auto", "true", "false", tasks="images")
-    label_smoothing: float = option(0.0, "share of a label that goes to all classes alike", tasks="images")
+    padding: int = option(-1, "pixels of padding before a random crop; -1: 1/8 of the size", tasks="images")
+    flip: str = option(
+        "auto", "mirror half of the images; auto: except the digits", "auto", "true", "false", tasks="images"
+    )
+    label_smoothing: float = option(0.0, "share of a label that is spread over all classes", tasks="images")
 
 
 # option -> (least, most, what it must be)
@@ -123,48 +124,55 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "images.label_smoothing": (0, 0.9, "a share from 0 to 0.9"),
 }
 
-# Those that change what is computed: a resume must find them unchanged.
-FIXED = tuple(f"images.{spec.name}" for spec in dataclasses.fields(Images))
+IMAGE_OPTIONS = tuple(f"images.{spec.name}" for spec in dataclasses.fields(Images))
 
 
 def kind_of(task: str) -> str:
-    """The name of the built-in task that --task names, or OWN."""
+    """Return the name of the built-in task that `task` names, or OWN."""
     return task or LANGUAGE if task in ("", *TASKS) else OWN
 
 
-def belongs(spec: "dataclasses.Field[Any]", kind: str) -> bool:
-    """Whether a task of this kind has the option; "": whether any has it."""
+def is_option_of(spec: "dataclasses.Field[Any]", kind: str) -> bool:
+    """Whether tasks of this kind have the option; "": whether any has it."""
     tasks = spec.metadata.get("tasks", ())
     return not (tasks and kind) or kind in tasks
 
 
-def suited(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration with the defaults of its task where they say nothing."""
+def with_task_defaults(fields: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of the task to the arguments of a Config."""
     entry = TASKS.get(task) if isinstance(task := fields.get("task", ""), str) else None
-    found = dict(fields)
+    result = dict(fields)
     for name, value in (entry.defaults if entry else {}).items():
         section, _, key = name.rpartition(".")
         if not section:
-            found.setdefault(name, value)
-        elif isinstance(held := found.get(section, {}), dict):
-            found[section] = {key: value, **held}
-    return found
+            result.setdefault(name, value)
+        elif isinstance(own := result.get(section, {}), dict):
+            result[section] = {key: value, **own}
+    return result
 
 
-def check(task: str, sections: Iterable[tuple[Any, str]]) -> None:
-    """Raises FieldError for a task that is neither known nor a file's, and for options that another task has."""
+def check_task_options(task: str, sections: Iterable[tuple[Any, str]]) -> None:
+    """Check that the task exists, and has the options that are set.
+
+    Args:
+        task: the value of --task.
+        sections: of the configuration, with their prefixes.
+
+    Raises:
+        FieldError: an unknown task, or an option of another task.
+    """
     if task not in ("", *TASKS) and ":" not in task and "." not in task and "/" not in task:
         close = difflib.get_close_matches(task, TASKS, n=1, cutoff=0.5)
-        meant = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(TASKS)},"
-        raise FieldError(FieldName("task"), f" is '{task}': {meant} or give FILE.py:CLASS for a task of your own")
+        advice = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(TASKS)},"
+        raise FieldError(FieldName("task"), f" is '{task}': {advice} or give your own task, FILE.py:CLASS")
     kind = kind_of(task)
     if kind == OWN:
         return
     for owner, prefix in sections:
         for spec in dataclasses.fields(owner):
             name = prefix + spec.name
-            if not belongs(spec, kind) and getattr(owner, spec.name) != spec.default:
+            if not is_option_of(spec, kind) and getattr(owner, spec.name) != spec.default:
                 tasks = " or ".join(spec.metadata["tasks"])
                 raise FieldError(
-                    FieldName(name), " is no option of ", FieldName("task"), f" {kind}, but of {tasks}: leave it out"
+                    FieldName(name), " is not an option of ", FieldName("task"), f" {kind}, but of {tasks}; remove it"
                 )

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any, NamedTuple, Self, final
 
-from lockstep.clock import marked
+from lockstep.clock import trace_mark
 from lockstep.counts import Exact, total
 from lockstep.data.device import SideStream, mover
 from lockstep.data.loader import Drawing, Fetch, Key, Loader, Loading, blamed, draws, seed_everything
 from lockstep.distributed.balance import Shares, ShareSchedule, equal_shares
 from lockstep.distributed.world import World
 from lockstep.errors import DataError, LockstepError
-from lockstep.task import Order, Task, averages
+from lockstep.task import Order, Task, has_mean_loss
 
 __all__ = [
     "START",
@@ -234,7 +234,7 @@ class Batches:
         and backward must run for their collectives. If the loss is a mean, it would be NaN, and so would every
         gradient, at any weight. So another micro-batch is computed in its place, with weight 0, as in an empty slot.
         """
-        if not averages(self._task):
+        if not has_mean_loss(self._task):
             yield from self.micro(start)
             return
         spare: Any = None
@@ -411,7 +411,7 @@ class StepLoader:
         step = self._next + len(self._ready)
         if step >= self._steps:
             return False
-        with marked("load"):
+        with trace_mark("load"):
             self._ready.append([batch for _, batch in islice(self._stream, self._slots_of(step))])
         if self._leads and len(self._ready) == 1:
             self._lead()

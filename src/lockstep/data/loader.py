@@ -33,7 +33,7 @@ import threadpoolctl
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lockstep.counts import checked, samples_in, shown
+from lockstep.counts import check_count, describe_count, samples_in
 from lockstep.distributed.launcher import OPENCV_THREADS
 from lockstep.distributed.progress import rank_label
 from lockstep.errors import DataError, LockstepError, error_line
@@ -179,14 +179,15 @@ class Fetch:
     def _count_items(self, data: Any, key: Key) -> float:
         try:
             value = self._count(data)
-            items = checked(value)
+            items = check_count(value)
         except LockstepError:
             raise
         except Exception as error:
             raise blamed("count", error, self._location(key)) from error
         if items is None:
             raise DataError(
-                f"the task's `count` returned {shown(value)} at {self._location(key)}; return one finite number >= 0"
+                f"the task's `count` returned {describe_count(value)} at {self._location(key)}; return one finite "
+                "number >= 0"
             )
         return items
 

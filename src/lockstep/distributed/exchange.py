@@ -314,7 +314,7 @@ class StepExchange:
         try:
             dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self._group)  # collective
         except RuntimeError as error:
-            raise lost_peers(self._world.rank, error, "at a record") from error
+            raise lost_peers(self._world.rank) from error
         return [row.tolist() for row in rows]
 
     def _issue(self, due: int, length: int) -> "_PendingExchange":
@@ -364,7 +364,7 @@ class StepExchange:
         try:
             pending.work.wait()
         except RuntimeError as error:
-            raise lost_peers(self._world.rank, error, f"before step {pending.due}") from error
+            raise lost_peers(self._world.rank, f"before step {pending.due}") from error
         self.wait_seconds += time.perf_counter() - began
         rows = [row.tolist() for row in pending.rows]
         self._agreed_stop = int(max(row[0] for row in rows))

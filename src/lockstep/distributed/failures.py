@@ -1,13 +1,17 @@
 """Record why a process failed; its launcher reports the first failure to the user.
 
-    note(error)                             # in the failing process; True if `lockstep launch` reports this error
+    note(error)                             # in the failing process, for its launcher
+    report(error)                           # the same, and print it, once on this node
     ProcessFailure.read(rank, code, path, place, end_time)  # in the launcher, after the process has ended
     first_failure([...])                    # the failure that caused the others
 
-The note goes to torch's own error file (TORCHELASTIC_ERROR_FILE), so plain torchrun shows the message too.
+The note goes to torch's own error file (TORCHELASTIC_ERROR_FILE), so plain torchrun shows the message too. The error
+files of a node's ranks are neighbours: there the ranks see, without waiting for each other, which one prints an error
+that all of them raise.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -22,20 +26,24 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.config.secrets import mask, printable
-from lockstep.distributed.progress import FOLDER_VARIABLE, Progress, RankProgress, rank_label
-from lockstep.errors import LockstepError, PeerError, StorageError, error_line
+from lockstep.distributed.progress import FOLDER_VARIABLE, Progress, RankProgress, own_label, rank_label
+from lockstep.errors import LockstepError, PeerError, StorageError, error_line, user_traceback
 
 __all__ = [
     "ProcessFailure",
+    "add_place",
     "describe_error",
     "first_failure",
     "note",
     "note_log",
     "note_uncaught",
+    "report",
+    "report_interrupt",
 ]
 
 
-_LIMIT = 1 << 20  # bytes to read from a note, at most
+_LIMIT = 1 << 20  # largest number of bytes read from a note
+_CAUSE, _LOST = "lockstep-cause", "lockstep-lost"  # files of errors that a rank of this node has printed
 _OLD_HOOK: list[Any] = []  # the former excepthook
 _LAST_ERROR: list[BaseException] = []  # the error of this process that has a note
 _LOGS: list[Path] = []  # the file with the full traceback
@@ -77,6 +85,8 @@ class ProcessFailure:
             note = dict(json.loads(path.read_bytes()[:_LIMIT])["lockstep"])
         message, when = str(note.get("line", "")), note.get("when")
         follows = bool(note.get("follows"))
+        if code == 128 + signal.SIGINT and not note:  # a KeyboardInterrupt before the steps
+            code = -signal.SIGINT
         if code < 0 and isinstance(note.get("code"), int):  # it wrote a note, then crashed or was killed on its way out
             code = note["code"]
         return cls(
@@ -176,22 +186,91 @@ def note(error: BaseException) -> bool:
     return False
 
 
+def report(error: BaseException) -> None:
+    """Note an error that ends this process, and print it, unless the launcher or another rank does.
+
+    One of lockstep's is a line; any other is the user's part of its traceback, then a line with rank and step.
+    """
+    launcher_prints = note(error)
+    if isinstance(error, LockstepError):
+        if not (launcher_prints or error.relayed or _is_printed(error)):
+            print(f"lockstep: error: {error}", file=sys.stderr)
+        return
+    if _is_printed(error):
+        return
+    with contextlib.suppress(AttributeError):  # it has no notes
+        error.__notes__[:] = [each for each in error.__notes__ if not isinstance(each, _Place)]  # the last line has it
+    print(mask(user_traceback(error)), file=sys.stderr)
+    if FOLDER_VARIABLE not in os.environ:  # otherwise the launcher prints it
+        print(f"lockstep: error: {_place()}: {mask(error_line(error))}", file=sys.stderr)
+
+
+def report_interrupt() -> None:
+    """Print that Ctrl-C ended this process, unless the launcher or another rank of this node does."""
+    if FOLDER_VARIABLE not in os.environ and not _is_printed(KeyboardInterrupt()):
+        print("lockstep: interrupted", file=sys.stderr)
+
+
+def add_place(error: Exception) -> None:
+    """Add rank and step to the traceback of a user's error, whoever prints it."""
+    if not isinstance(error, LockstepError):
+        error.add_note(_place())
+
+
 def note_uncaught() -> None:
-    """Write notes of uncaught errors too; one caused by another rank prints a line, not a traceback."""
+    """Also note uncaught errors, and print each once on this node.
+
+    One caused by another rank is a line, not a traceback.
+    """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ or _OLD_HOOK:
         return
     before = sys.excepthook
     _OLD_HOOK.append(before)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, PeerError):
+            report(error)
+            return
         if isinstance(error, Exception):
             note(error)
-        if isinstance(error, PeerError):
-            print(f"lockstep: error: {error}", file=sys.stderr)
-        else:
+        if not _is_printed(error):
             before(kind, error, trace)
 
     sys.excepthook = hook
+
+
+class _Place(str):
+    """A note of rank and step, as Python prints it below a traceback."""
+
+    __slots__ = ()
+
+
+def _place() -> _Place:
+    """Return where this process is: "at step 7 (saving)"; among several, with its rank."""
+    who = f"{own_label()} " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    return _Place(f"{who}at {Progress.present() or 'the start'}")
+
+
+def _is_printed(error: BaseException) -> bool:
+    """Whether another rank of this node has printed this error, or the one that caused it.
+
+    The first rank to create a file for the error prints it, so none waits for another, which may be gone.
+    """
+    own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if not own.name or own.parent.name != os.environ.get("LOCAL_RANK"):  # torch names a rank's folder so
+        return False
+    if isinstance(error, PeerError) and any(own.parents[1].glob(f"{_CAUSE}-*")):
+        return True
+    line = str(error) if isinstance(error, LockstepError) else error_line(error)
+    digest = hashlib.sha256(line.encode(errors="replace")).hexdigest()[:16]
+    name = f"{_LOST if isinstance(error, PeerError) else _CAUSE}-{digest}"
+    try:
+        os.close(os.open(own.parents[1] / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return True
+    except OSError:  # no such folder, or a full disk
+        return False
+    return False
 
 
 def _signal(number: int) -> str:

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from lockstep.distributed.progress import MEETING_VARIABLE, MEMBER_VARIABLE, rank_label, renumber
+from lockstep.distributed.progress import MEETING_VARIABLE, MEMBER_VARIABLE, Progress, rank_label, renumber
 from lockstep.errors import ConfigError, LockstepError, PeerError, error_line
 
 __all__ = [
@@ -140,19 +140,19 @@ def translate_errors() -> Iterator[None]:
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
-        raise lost_peers(dist.get_rank(), error) from error
+        raise lost_peers(dist.get_rank()) from error
 
 
-def lost_peers(rank: int, error: Exception, when: str = "") -> PeerError:
-    """Return the error for a collective of `rank` that failed with `error`.
+def lost_peers(rank: int, when: str = "") -> PeerError:
+    """Return the error for a collective of `rank` that failed because another rank is gone or late.
 
     Args:
-        when: position in the run, as "before step 7".
+        when: position in the run, as "before step 7"; "": the current one.
     """
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    when = when or (f"at {place}" if (place := Progress.present()) else "")
     found = PeerError(
-        f"{rank_label(rank)} lost the other ranks{' ' if when else ''}{when}: {reason}; the first error is in the "
-        "log of the rank that failed; for slow steps or data raise --timeout"
+        f"{rank_label(rank)} lost the other ranks{' ' if when else ''}{when}; the first error is in the log of the "
+        "rank that failed; if none failed, raise --timeout"
     )
     found.names_nobody = True
     return found
@@ -326,8 +326,10 @@ class Member:
             store.wait([place], timedelta(seconds=wait))
             found = store.get(place).decode()
         except RuntimeError as error:
-            line = str(error).splitlines()[0]
-            raise PeerError(f"the launcher did not say within {wait:g} s who goes on: {line}") from error
+            raise PeerError(
+                f"the launcher did not name the ranks that go on within {wait:g} s: it has ended, or is stopped; "
+                "start the same command again"
+            ) from error
         if not found.startswith("{"):
             raise PeerError(found)
         generation = Generation.read(found)

@@ -33,6 +33,7 @@ __all__ = [
     "ended_while_running",
     "mark_running",
     "note_end",
+    "own_label",
     "rank_label",
     "read_end",
     "renumber",
@@ -61,6 +62,15 @@ def rank_label(rank: int, at_start: int | None = None) -> str:
     if at_start is None:
         at_start = _AT_START[rank] if rank < len(_AT_START) else rank
     return f"rank {rank}" if rank == at_start else f"rank {rank} (rank {at_start} at the start)"
+
+
+def own_label() -> str:
+    """Name this process's rank in a message."""
+    at_start = os.environ.get("RANK", "0")
+    if not at_start.isdigit():
+        return f"rank {at_start}"
+    number = int(at_start)
+    return rank_label(_AT_START.index(number) if number in _AT_START else number, number)
 
 
 FOLDER_VARIABLE = "LOCKSTEP_PROGRESS"  # set by `lockstep launch` to a folder of its own

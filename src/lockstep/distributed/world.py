@@ -246,9 +246,11 @@ class World:
     def _make_groups(self, scope: str = "") -> None:
         wait = timedelta(seconds=self._patience or self.timeout)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        store = None
         try:
             store = meeting_store(self.rank, self.size, wait)
             self._scope = scope or self._new_scope(store)
+            store.set(f"{self._scope}/here-{self.rank}", "")
             own = PrefixStore(self._scope, store)
             dist.init_process_group(backend, timeout=wait, store=own, rank=self.rank, world_size=self.size)
             _forget_group()
@@ -257,11 +259,26 @@ class World:
             self.control = self.new_group()
         except (dist.DistError, RuntimeError, ValueError) as error:
             _STORES.clear()  # the next join reconnects
-            line = str(error).splitlines()[0]
-            raise PeerError(
-                f"rank {self.rank} of {self.size} could not join the others within --timeout {self.timeout:g} s: "
-                f"{line}; check that every process was started, with one MASTER_ADDR and MASTER_PORT"
-            ) from error
+            why, names = self._why_apart(store)
+            apart = PeerError(f"rank {self.rank} of {self.size} could not join the others: {why}")
+            apart.names_nobody = not names
+            raise apart from error
+
+    def _why_apart(self, store: TCPStore | None) -> tuple[str, bool]:
+        """Describe who did not come to the meeting point and what to do, and return whether that names a rank."""
+        if store is None:
+            host, port, _ = meeting_point()
+            why = f"not all met at {host}:{port} within --timeout {self.timeout:g} s"
+            return f"{why}; check that every process was started, with one MASTER_ADDR and MASTER_PORT", False
+        try:
+            store.set_timeout(timedelta(seconds=_PATIENCE))
+            absent = [rank for rank in range(self.size) if not store.check([f"{self._scope}/here-{rank}"])]
+        except RuntimeError:  # the process that holds it is gone
+            return "the meeting point is gone; the first error is in the log of the rank that failed", False
+        if absent:
+            names = " and ".join(map(rank_label, absent[:8]))
+            return f"{names} did not arrive within --timeout {self.timeout:g} s; see its log", True
+        return "all arrived, and do not reach each other; test the network: lockstep doctor on the same ranks", False
 
     def _use_existing_group(self) -> None:
         """Use the existing default group. Raises ConfigError if it has other ranks."""
@@ -333,7 +350,7 @@ class World:
             received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(received, padded, group=self.control)  # collective
         except RuntimeError as error:
-            raise lost_peers(self.rank, error) from error
+            raise lost_peers(self.rank) from error
         return [json.loads(bytes(data[: int(length)].numpy())) for data, length in zip(received, lengths, strict=True)]
 
     def barrier(self) -> None:
@@ -342,7 +359,7 @@ class World:
             try:
                 dist.barrier(group=self.control)  # collective
             except RuntimeError as error:
-                raise lost_peers(self.rank, error) from error
+                raise lost_peers(self.rank) from error
 
     def check(self, error: Exception | None) -> None:
         """Raise on every rank if any rank passes an error. Collective.

@@ -21,7 +21,7 @@ from lockstep.config.sections import Fp16
 from lockstep.data.loader import failure
 from lockstep.distributed.balance import ShareSchedule
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms
-from lockstep.errors import DataError, LockstepError, said
+from lockstep.errors import DataError, LockstepError, name_settings
 from lockstep.tensors import is_dtensor
 
 __all__ = [
@@ -91,7 +91,7 @@ class Evaluate(Protocol):
 
 
 def _log(line: str) -> None:
-    logging.getLogger("lockstep").info(said(line))
+    logging.getLogger("lockstep").info(name_settings(line))
 
 
 @dataclass(frozen=True, slots=True)

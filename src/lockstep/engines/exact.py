@@ -21,7 +21,7 @@ from lockstep.distributed.balance import Shares, ShareSchedule, equal_shares
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.tensors import sent
+from lockstep.tensors import copy_to_device
 
 __all__ = [
     "Subtotals",
@@ -312,7 +312,9 @@ class Exchange:
         if all(flags):
             self._flag_part.fill_(1.0)
         else:
-            self._flag_part.copy_(sent(torch.tensor(flags, dtype=self._flag_part.dtype), self._flag_part.device))
+            self._flag_part.copy_(
+                copy_to_device(torch.tensor(flags, dtype=self._flag_part.dtype), self._flag_part.device)
+            )
         for part, gradient in zip(self._parts, gradients, strict=True):
             part.zero_() if gradient is None else part.copy_(gradient)
         return self._vector

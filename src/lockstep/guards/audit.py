@@ -30,7 +30,7 @@ from lockstep.clock import Clock
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError, DataError, LockstepError, raised_in
+from lockstep.errors import ConfigError, DataError, LockstepError, error_origin
 from lockstep.guards import desync
 from lockstep.guards.desync import Digests, of_batch, of_digests
 from lockstep.seeds import derive
@@ -192,7 +192,7 @@ class Recomputer:
         try:
             return torch.autograd.grad(loss, parameters, torch.full_like(loss, root).detach(), allow_unused=True)
         except RuntimeError as error:
-            if raised_in(error) != _REENTRANT_SOURCE:
+            if error_origin(error) != _REENTRANT_SOURCE:
                 raise
             raise ConfigError(_REENTRANT) from error
 

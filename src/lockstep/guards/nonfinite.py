@@ -26,7 +26,7 @@ from lockstep.engines.base import at_rest
 from lockstep.engines.buffers import unmoved
 from lockstep.errors import LockstepError
 from lockstep.files import retry_io, write_whole
-from lockstep.records import StepRecord, filled, flat
+from lockstep.records import StepRecord, fill_numbers, flatten_numbers
 from lockstep.transforms.precision import eager
 
 __all__ = [
@@ -140,7 +140,7 @@ def _values(record: StepRecord) -> list[Tensor | float]:
     norm: list[Tensor | float] = [] if record.norm is None else [record.norm]
     values = [*norm, *record.losses]
     if record.gradients or record.numbers:
-        values += [*record.gradients.values(), *flat(record.numbers)]
+        values += [*record.gradients.values(), *flatten_numbers(record.numbers)]
     return values
 
 
@@ -152,7 +152,7 @@ def _read(record: StepRecord, micro: list[Any], values: list[float]) -> ReadStep
         return ReadStep(record, micro, norm, losses, {}, {})
     remaining = iter(values[start + len(losses) :])
     gradients = {name: next(remaining) for name in record.gradients}
-    return ReadStep(record, micro, norm, losses, filled(record.numbers, remaining), gradients)
+    return ReadStep(record, micro, norm, losses, fill_numbers(record.numbers, remaining), gradients)
 
 
 def _split(values: Sequence[Tensor | float], device: str) -> tuple[list[float | None], list[Tensor]]:

@@ -19,7 +19,7 @@ import lockstep
 from lockstep.distributed.world import World
 from lockstep.errors import DifferenceError
 from lockstep.guards import desync
-from lockstep.task import Task, written
+from lockstep.task import Task, user_task
 
 __all__ = [
     "check_programs",
@@ -82,7 +82,7 @@ def _code() -> str:
 
 def _task_code(task: Task) -> str:
     try:
-        text = inspect.getsource(type(written(task)))
+        text = inspect.getsource(type(user_task(task)))
     except (OSError, TypeError):  # made in an interactive session
         return ""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

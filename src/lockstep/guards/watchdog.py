@@ -317,15 +317,15 @@ class HangWatchdog:
         world: the ranks.
         exchange: their exchange.
         folder: of the run; stacks go to its logs, and its file STOP is a request to save and end.
-        note: called with the error before this object ends the process.
+        report: prints the error before this object ends the process; None: the log does.
         member: of a run that survives lost ranks. Then an error about a lost rank passes unchanged, at once, and a main
             thread that waits for a lost rank gets time to notice.
     """
 
     def __init__(
-        self, world: World, exchange: StepExchange, folder: Path, note: Any = None, member: Member | None = None
+        self, world: World, exchange: StepExchange, folder: Path, report: Any = None, member: Member | None = None
     ) -> None:
-        self._world, self._exchange, self._folder, self._note = world, exchange, folder, note
+        self._world, self._exchange, self._folder, self._report = world, exchange, folder, report
         self._member = member
         self._ended = threading.Event()
         self._inquiry = Inquiry(world, exchange.progress, folder)
@@ -435,9 +435,9 @@ class HangWatchdog:
                 "for slow steps or data"
             )
         try:
-            _LOG.error("%s", error)
-            if self._note:
-                self._note(error)
+            _LOG.error("%s", error, extra={"only_file": self._report is not None})
+            if self._report:
+                self._report(error)
             for handler in _LOG.handlers:
                 handler.flush()
             sys.stderr.flush()

@@ -142,9 +142,9 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
         signal_error.exit_code = 128 + error.sigval
         raise signal_error from error
     except (RendezvousError, DistError) as error:
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise LockstepError(
-            f"the nodes did not meet at {job.endpoint}: {line}; check --nnodes and the address"
+            f"the nodes did not meet at {job.endpoint} ({type(error).__name__}); check --nnodes, the address, and that "
+            "every node's launcher runs"
         ) from error
     finally:
         if agent:
@@ -429,7 +429,9 @@ class _Agent(LocalElasticAgent):
         failure = self._failure
         advice = "" if self.has_cause else "; the same command goes on from the newest checkpoint, if there is one"
         error = LockstepError(self._summary() + advice)
-        error.exit_code = failure.code if failure and failure.code > 0 else 1
+        code = failure.code if failure else 1
+        before_steps = -code in STOP_SIGNALS and not (failure and failure.message)
+        error.exit_code = 128 - code if before_steps else max(code, 1)
         return error
 
     def end(self) -> None:

@@ -86,11 +86,11 @@ def _is_exact(target: list[str]) -> bool:
         ConfigError: `launch` cannot start it.
     """
     if target and target[0] == "train":
-        parser = flags.with_flags(cli.parser_of(target[1:], "lockstep train"))
+        parser = flags.with_flags(cli.make_parser(target[1:], "lockstep train"))
         options = vars(parser.read(target[1:]))
-        values = cli.told(options)
+        values = cli.collect_options(options)
         flags.asked(options, values)
-        return cli.build(cli.applied(values)).exact
+        return cli.build(cli.apply_preset(values)).exact
     if target and target[0] in ("evaluate", "doctor", "profile"):
         return "--exact" in target  # for evaluate, its run's configuration decides later
     if target and target[0].endswith(".py"):

@@ -173,7 +173,7 @@ def _serve(own: socket.socket) -> list[str]:
         ConnectionError: the launcher is gone.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # when the launcher dies; forks do not inherit it
-    importlib.import_module("lockstep.commands.train").loaded()
+    importlib.import_module("lockstep.commands.train").import_training()
     for module in _LATER:
         importlib.import_module(module)
     for number in STOP_SIGNALS:

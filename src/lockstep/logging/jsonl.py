@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.secrets import mask
-from lockstep.files import replacing
+from lockstep.files import replace_file
 
 __all__ = [
     "JsonLines",
@@ -171,5 +171,5 @@ def _trim(path: Path, last_step: int | None, evaluated: bool) -> None:
     with open(path, "rb") as old:
         if all(_keeps(line, last_step, evaluated) for line in old):
             return
-    with open(path, "rb") as old, replacing(path) as new:
+    with open(path, "rb") as old, replace_file(path) as new:
         new.writelines(line for line in old if _keeps(line, last_step, evaluated))

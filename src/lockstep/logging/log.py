@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lockstep.config.secrets import mask, printable
 from lockstep.distributed.progress import rank_label
-from lockstep.errors import said
+from lockstep.errors import name_settings
 
 __all__ = [
     "close_log",
@@ -70,7 +70,7 @@ class _FileLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        lines = [printable(mask(said(record.getMessage())))]
+        lines = [printable(mask(name_settings(record.getMessage())))]
         if record.exc_info:
             lines += [printable(line) for line in mask(self.formatException(record.exc_info)).split("\n")]
         if record.stack_info:
@@ -88,7 +88,7 @@ class _TerminalLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         prefix = f"{rank_label(self._rank)}: " if self._rank else ""
-        return f"{prefix}{level}{printable(mask(said(record.getMessage())))}"
+        return f"{prefix}{level}{printable(mask(name_settings(record.getMessage())))}"
 
 
 class _File(logging.FileHandler):

@@ -307,7 +307,7 @@ class RunFacts:
     def best(self) -> tuple[str, float, int] | None:
         """(metric, value, step) of the best evaluation."""
         best = self.state.selection.best
-        return (shown(best.metric, 60), best.judged_value, best.step) if best else None
+        return (shown(best.metric, 60), best.metric_value, best.step) if best else None
 
     def verdict(self) -> str:
         """Summarise how the run ended, its quality, and its problems."""
@@ -412,7 +412,7 @@ def _read_config(facts: RunFacts) -> None:
     settings = _small_toml(facts.folder / "config.toml", facts.notes)
     own_task = kind_of(str(settings.get("task", ""))) == OWN
     plain = Config()
-    defaults: Mapping[str, Any] = cli.flat(plain, own_task=own_task)
+    defaults: Mapping[str, Any] = cli.flatten(plain, own_task=own_task)
     for name, value in settings.items():
         name = shown(name, 80)
         text = "***" if is_secret_name(name) and value else shown(value)

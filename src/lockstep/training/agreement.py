@@ -28,7 +28,7 @@ from lockstep.data.loader import Loader, Loading, check_dataset, generators_kept
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import ConfigError, DataError
-from lockstep.files import created
+from lockstep.files import create_file
 from lockstep.guards.contents import KEY, Contents, check_contents
 from lockstep.guards.samples import RetryingDataset
 from lockstep.task import Task
@@ -256,14 +256,14 @@ def _token(folder: RunFolder) -> Iterator[tuple[str, int]]:
     Yields:
         The file's name, and how many levels above the folder it is.
     """
-    token, parent = f".lockstep.tmp-{secrets.token_hex(8)}", folder.nearest().absolute()
+    token, parent = f".lockstep.tmp-{secrets.token_hex(8)}", folder.nearest_existing().absolute()
     path = parent / token
     try:
         try:
-            with created(path) as file:
+            with create_file(path) as file:
                 file.write(token.encode())
         except OSError as error:
-            raise folder.unwritable(parent, error) from error
+            raise folder.write_error(parent, error) from error
         yield token, len(folder.path.absolute().parts) - len(parent.parts)
     finally:
         with suppress(OSError):

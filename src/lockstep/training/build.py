@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.config import cli
-from lockstep.config.deepspeed import hold, read_json
+from lockstep.config.deepspeed import check_settings, read_json
 from lockstep.config.fields import AUTO
 from lockstep.config.schema import Config, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
@@ -37,12 +37,12 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.memory import explained
 from lockstep.engines.optimizers import GradientNorms
-from lockstep.errors import UsageError, said
+from lockstep.errors import UsageError, name_settings
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run_state import RunState, Selection
-from lockstep.task import Order, Task, adapted, has_own
+from lockstep.task import Order, Task, as_task, has_own
 from lockstep.training import resume
 from lockstep.training.agreement import check_samples, check_shared_folder, log_ranks, make_datasets, with_retries
 from lockstep.training.build_engine import (
@@ -63,14 +63,14 @@ from lockstep.training.defaults import (
     plan_warnings,
 )
 from lockstep.training.evaluation import build_evaluation_batches
-from lockstep.training.named_task import named_task
+from lockstep.training.named_task import make_task
 from lockstep.training.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
-from lockstep.training.resume import RunPlan, check_extends, check_longer, check_plan, plan_before, plan_of
+from lockstep.training.resume import RunPlan, check_extension, check_longer, check_plan, checkpoint_plan, plan_of
 from lockstep.training.run_dir import RunFolder
-from lockstep.training.selection import check_evaluated, fallen, judges
-from lockstep.training.sharing import balancer_of, check_cut, sharing_of
-from lockstep.training.task_check import Trial, check_auditable, check_auditable_loss, check_task, recall
-from lockstep.training.trainable import begin_as_made, check_held, left_out, overlay
+from lockstep.training.selection import check_criteria, depends_on_evaluations, plateau_drops
+from lockstep.training.sharing import balancer_of, check_division, sharing_of
+from lockstep.training.task_check import Trial, check_auditable, check_auditable_loss, check_task, restore_findings
+from lockstep.training.trainable import apply_body_changes, base_tensor_names, check_in_optimizer, restore_initial_set
 from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = [
@@ -225,7 +225,7 @@ class Built:
     @property
     def arguments(self) -> dict[str, Any]:
         """The configuration by dotted name, as logs and files show it."""
-        return cli.flat(self.config, own_task=self.own_task)
+        return cli.flatten(self.config, own_task=self.own_task)
 
     @property
     def lr(self) -> float:
@@ -258,7 +258,7 @@ class Built:
             power=optim.power,
             period=optim.period,
             gamma=optim.gamma,
-            drops=fallen(self.state.selection),
+            drops=plateau_drops(self.state.selection),
         )
         if not has_own(self.task, "schedule"):
             return configured
@@ -310,24 +310,24 @@ def build(
     source, state = _find_checkpoint(folder, world) if resume and not joining else (None, RunState())
     state = _read_newest_state(folder) if joining else state
     start = _add_device_facts(
-        requested, StartFacts(checkpoint=checkpoint_facts(state), steps=steps, least=min_steps), world, user_task
+        requested, StartFacts(checkpoint=checkpoint_facts(state), steps=steps, min_steps=min_steps), world, user_task
     )  # collective
     draft = draft_of(requested, start)
     for line in draft.notices:
         say(line)
     task = _make_task(draft.config, user_task, world, state)
     training, evaluation_sets, samples = _load_datasets(draft.config, task, world)
-    check_extends(requested, resumes=start.checkpoint is not None)
+    check_extension(requested, resumes=start.checkpoint is not None)
     model = build_model(draft.config, task, world, state, say)
     resolved = resolve(requested, Facts.of(task, model, samples, training.order.size, start))
     settings, run_plan = resolved.config, resolved.run_plan
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
     # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
-    hold(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
+    check_settings(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
     resolved.record(state)
     check_longer(settings, state, run_plan.step_plan.steps)
     if not draft.config.micro_batch_size:  # it depended on the model
-        check_cut(settings, world, say)
+        check_division(settings, world, say)
     on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | _task_tensors(task)))
     check_weights(world, model)
     own_task = user_task is not None or kind_of(requested.task) == OWN
@@ -338,17 +338,17 @@ def build(
     check_programs(world, task, batches.samples(first, 0))
     notes = check_samples(settings, training.dataset, evaluation_sets, world)  # collective
     groups = OptimizerGroups(gradients=GradientNorms(requested.log_gradients, settings.log_freq))
-    unfrozen = begin_as_made(model, state)
+    unfrozen = restore_initial_set(model, state)
     engine = build_engine(settings, task, model, world, groups, batches, say, state)
     with explained(engine, world):  # the first forward is where most runs that do not fit end
-        on_all_ranks(world, lambda: check_held(engine.model, groups.optimizer, unfrozen))
+        on_all_ranks(world, lambda: check_in_optimizer(engine.model, groups.optimizer, unfrozen))
         evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
         # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
-        if not joining and (source is None or judges(requested) or task.reduction == "auto"):
+        if not joining and (source is None or depends_on_evaluations(requested) or task.reduction == "auto"):
             trial = Trial(engine, model, task, world, settings, say)
-            check_evaluated(settings, check_task(trial, batches, evaluation_batches, state))  # collective
+            check_criteria(settings, check_task(trial, batches, evaluation_batches, state))  # collective
         compiles = joining or _can_compile(settings, requested, task, model, engine, batches, world)  # collective
-    final = resolved if compiles else resolved.eager()
+    final = resolved if compiles else resolved.without_compile()
     state.compile = final.config.compile
     built = Built(
         config=final.config,
@@ -366,7 +366,7 @@ def build(
         state=state,
         loaders=[training.retry_dataset, batches.loader, *(each.loader for each in evaluation_batches.values())],
         user_objects={} if user_objects is None else user_objects,
-        base_names=left_out(model, state),
+        base_names=base_tensor_names(model, state),
         balancer=balancer,
         groups=groups,
         evaluation_sets=evaluation_sets,
@@ -385,7 +385,9 @@ def _add_device_facts(requested: Config, facts: StartFacts, world: World, user_t
     resumes = facts.checkpoint is not None and facts.checkpoint.plan
     if resumes or draft.micro_batch_size or user_task is not None:  # the process of `lockstep plan` cannot make it
         return facts
-    return dataclasses.replace(facts, largest=find_largest_micro_batch(draft, world, notify(world)))  # collective
+    return dataclasses.replace(
+        facts, max_micro_batch=find_largest_micro_batch(draft, world, notify(world))
+    )  # collective
 
 
 def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> Task:
@@ -394,12 +396,12 @@ def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> 
     pin(exact=draft.exact or bool(draft.guards.audit), matmul=draft.matmul_precision, device=world.device)
     check_precision(draft.precision, world.device)
     if draft.micro_batch_size:  # otherwise it depends on the model, and is checked after that
-        check_cut(draft, world, notify(world))
+        check_division(draft, world, notify(world))
     on_all_ranks(world, lambda: check(draft))
-    task = on_all_ranks(world, lambda: named_task(draft, notify(world)) if user_task is None else adapted(user_task))
+    task = on_all_ranks(world, lambda: make_task(draft, notify(world)) if user_task is None else as_task(user_task))
     check_auditable_loss(draft, task)
     if state.reduction != "micro-batch":  # "micro-batch" depends on how a step is cut: detect it again
-        recall(task, state)
+        restore_findings(task, state)
     world.check_same("source", dict(task.sources))
     return task
 
@@ -416,7 +418,9 @@ def _check_plan(
 ) -> None:
     """Compare the plan between the ranks and with the checkpoint. Collective."""
     world.check_same("plan", plan)
-    for line in on_all_ranks(world, lambda: check_plan(folder.path, plan_before(state, plan), plan, config, requested)):
+    for line in on_all_ranks(
+        world, lambda: check_plan(folder.path, checkpoint_plan(state, plan), plan, config, requested)
+    ):
         notify(world)(line)
 
 
@@ -444,7 +448,7 @@ def _shared_config(config: Config, world: World) -> Config:
     """
     name = world.gather(config.experiment_name)[0]
     config = dataclasses.replace(config, experiment_name=name)
-    world.check_same("configuration", cli.flat(config))
+    world.check_same("configuration", cli.flatten(config))
     return config
 
 
@@ -458,7 +462,7 @@ def _find_checkpoint(folder: RunFolder, world: World) -> tuple[Path | None, RunS
     if newest is None:
         return None, RunState()
     source, state = newest[0], RunState.from_json(newest[1], f"{newest[0].name}/state.json")
-    overlay(folder, state, world)  # collective
+    apply_body_changes(folder, state, world)  # collective
     if state.evaluation_due:  # the checkpoint was written before its evaluation, which may have finished
         step, selection = folder.read_evaluated() if world.is_main else (-1, Selection())
         step, stored = world.gather([step, selection.to_json()])[0]  # collective
@@ -488,7 +492,7 @@ def notify(world: World) -> Callable[[str], None]:
 
 def _print_line(is_main: bool, line: str) -> None:
     if is_main:
-        print(said(line), file=sys.stderr, flush=True)
+        print(name_settings(line), file=sys.stderr, flush=True)
 
 
 # --- log
@@ -506,7 +510,9 @@ def announce(built: Built) -> None:
         _LOG.info(describe_optimizer(built.run_plan))
     if built.config.checkpoint.mode == "none" and built.world.is_main:
         _LOG.warning("--checkpoint.mode none: no checkpoint is written, so these steps cannot be resumed or loaded")
-    if line := resume.described(built.state, built.run_plan.step_plan.steps, built.lr * built.lr_factor(built.start)):
+    if line := resume.describe_extension(
+        built.state, built.run_plan.step_plan.steps, built.lr * built.lr_factor(built.start)
+    ):
         _LOG.info(line)
     for line in plan_warnings(built.run_plan, built.model) if built.world.is_main else ():
         _LOG.warning(line)

@@ -41,8 +41,8 @@ from lockstep.run_state import RunState, TrainedSet
 from lockstep.seeds import derive
 from lockstep.task import Task, has_own
 from lockstep.training.agreement import collect_new_modules, copy_from_rank0
-from lockstep.training.loss_check import as_it_was
-from lockstep.training.trainable import adapt, injected, left_out
+from lockstep.training.loss_check import preserve_state
+from lockstep.training.trainable import add_adapters, add_empty_adapters, base_tensor_names
 from lockstep.transforms import Transforms, prepare
 from lockstep.transforms.precision import eager, uncompiled
 
@@ -114,7 +114,7 @@ def try_compile(
             undo_step(engine)  # so that step 1 does not continue from this forward's state
         return ""
 
-    with as_it_was(engine.model, task, world.device, training=True):
+    with preserve_state(engine.model, task, world.device, training=True):
         own = on_all_ranks(world, attempt)
     reasons = world.gather(own)  # collective
     first = next((f"{rank_label(rank)}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
@@ -195,7 +195,9 @@ def build_model(
         state.gpt = dataclasses.asdict(model.config)  # shapes do not give the number of heads
     _set_residual_dtype(config, model)
     _fuse_layers(config, model, world.device, sizes_only)
-    has_base = injected(config, task, model) if sizes_only else adapt(config, task, model, world, state, say)
+    has_base = (
+        add_empty_adapters(config, task, model) if sizes_only else add_adapters(config, task, model, world, state, say)
+    )
     base = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)] if has_base else []
     frozen = on_all_ranks(world, lambda: freeze(model, rules_of(config)))
     if frozen:
@@ -484,7 +486,7 @@ def build_engine(
     def store_trained(trained: TrainedSet) -> None:
         state.trained = trained
 
-    fixed_names = {name.removeprefix("model/"): _BASE_MESSAGE for name in left_out(model, state)}
+    fixed_names = {name.removeprefix("model/"): _BASE_MESSAGE for name in base_tensor_names(model, state)}
     return engine(
         config.engine,
         model,

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from lockstep import checkpoint
-from lockstep.clock import make_clock, marked
+from lockstep.clock import make_clock, trace_mark
 from lockstep.data.batches import StepLoader, StepPlan
 from lockstep.distributed.exchange import INTERRUPT, SAVE_AND_END, BusySeconds, StepExchange
 from lockstep.distributed.progress import IN_BODY, READING, note_end
@@ -28,18 +28,19 @@ from lockstep.guards.nonfinite import Rollback, floats
 from lockstep.guards.watchdog import Heartbeats, all_do, read_alone, waited_for
 from lockstep.logging import Sinks
 from lockstep.loop import StepControl, seeder
-from lockstep.records import Best, Step, StepRecord, expanded, filled, flat, mean_numbers, merged_sums
+from lockstep.records import Best, Step, StepRecord, exact_sums, fill_numbers, flatten_numbers, mean_numbers, merge_sums
 from lockstep.task import items_of_a_sample
 from lockstep.training.build import Built
 from lockstep.training.build_engine import choose_kernels
 from lockstep.training.evaluation import all_numbers
 from lockstep.training.guards import RunGuards, ShareReporter
-from lockstep.training.profiler import Profiling
-from lockstep.training.recorder import EXIT_INTERRUPTED, EXIT_SAVED, Meter, RunRecorder, losses_text
+from lockstep.training.profiler import StepProfiler
+from lockstep.training.recorder import EXIT_INTERRUPTED, EXIT_SAVED, Meter, RunRecorder, describe_lost_ranks
 from lockstep.training.session import HookContext, ReadNumbers, Session
-from lockstep.training.trainable import note_body
+from lockstep.training.trainable import store_body_change
 
 __all__ = [
+    "StepComponents",
     "after_first_step",
     "build_components",
     "finish_evaluation",
@@ -78,7 +79,7 @@ class StepComponents(NamedTuple):
     guards: RunGuards
     share_reporter: ShareReporter
     control: StepControl
-    profiling: Profiling
+    profiling: StepProfiler
     step_plan: StepPlan
     plan_steps: int
     last_step: int
@@ -89,7 +90,7 @@ def build_components(session: Session, built: Built) -> StepComponents:
     config, world, state, step_plan = built.config, built.world, built.state, built.run_plan.step_plan
     step_loader = built.batches.from_step(built.start)
     items_per_sample = items_of_a_sample(built.task)
-    profiling = Profiling(built, make_clock(world.device, world.size), step_loader)
+    profiling = StepProfiler(built, make_clock(world.device, world.size), step_loader)
     clock, seed = profiling.clock, seeder(config.seed, "micro", world.device)
 
     def busy() -> BusySeconds:
@@ -113,9 +114,9 @@ def build_components(session: Session, built: Built) -> StepComponents:
     sums = state.running
     meter = Meter(exchange, clock, world.device, sums.loss, sums.missed, sums.numbers)
     session.timeline.measures(lambda: clock.spent().get("data", 0.0))
-    losses = losses_text(session.losses, world.size, session.began_on)
+    losses = describe_lost_ranks(session.lost_ranks, world.size, session.initial_ranks)
     recorder = RunRecorder(
-        built, meter, session.sinks, exchange, session.timeline, outlives=survives_losses, losses=losses
+        built, meter, session.sinks, exchange, session.timeline, survives_loss=survives_losses, lost_ranks=losses
     )
     session.saver = recorder.saver
     guards = RunGuards(built, exchange, step_loader, seed, clock)
@@ -169,7 +170,7 @@ def save_and_evaluate(session: Session, built: Built, components: StepComponents
     config, state, global_step = built.config, built.state, step.global_step
     due = global_step == components.plan_steps or bool(config.eval_freq and global_step % config.eval_freq == 0)
     saves = ending or components.recorder.save_due(global_step)
-    save_later = bool(session.kept or built.task.hooks)  # the body updates their state
+    save_later = bool(session.caller_objects or built.task.hooks)  # the body updates their state
     if due and built.evaluation:
         state.evaluation_due = True
     if saves and not save_later:
@@ -179,37 +180,37 @@ def save_and_evaluate(session: Session, built: Built, components: StepComponents
     if state.evaluation_due and not cut_short:
         flush_steps(components)
         state.evaluation_due = False
-        with marked("evaluate"):
+        with trace_mark("evaluate"):
             step.evaluation = session.evaluation = components.recorder.evaluate(global_step)
         finish_evaluation(session, built, global_step)
         saves = saves or components.recorder.is_best
         if saves and not save_later:
             save(components, global_step)
         update_best(session)
-    session.present, session.global_step = step, global_step
+    session.current_step, session.global_step = step, global_step
     return saves
 
 
 def finish_evaluation(session: Session, built: Built, global_step: int) -> None:
     """Mark the step as evaluated, and call the task's hooks."""
-    session.evaluated = global_step
+    session.evaluated_step = global_step
     if built.task.hooks and session.evaluation:
-        built.task.hooks.evaluated(HookContext(session, built), global_step, all_numbers(session.evaluation))
+        built.task.hooks.after_evaluation(HookContext(session, built), global_step, all_numbers(session.evaluation))
 
 
 def save(components: StepComponents, global_step: int) -> None:
     """Write the step's checkpoint, unless it is written already. Collective."""
-    if components.recorder.saved != global_step:
+    if components.recorder.saved_step != global_step:
         flush_steps(components)
-        with marked("save"):
+        with trace_mark("save"):
             components.guards.store_state()
             components.recorder.save(global_step)
 
 
 def record_body_change(components: StepComponents, built: Built, global_step: int) -> None:
     """Record a change of the trained parameters that came after the step's checkpoint began."""
-    if components.recorder.saved == global_step and built.config.checkpoint.mode != "none":
-        note_body(built.engine, built.state, built.folder, global_step, built.world)
+    if components.recorder.saved_step == global_step and built.config.checkpoint.mode != "none":
+        store_body_change(built.engine, built.state, built.folder, global_step, built.world)
 
 
 def flush_steps(components: StepComponents) -> None:
@@ -241,7 +242,7 @@ def leave_early(session: Session, components: StepComponents, heartbeats: Heartb
         heartbeats: of the ranks; None without other processes.
         now: end at once, without a save, as after a second Ctrl-C.
     """
-    built, session.status = session.built, "interrupted" if now else session.status_when_left
+    built, session.status = session.built, "interrupted" if now else session.early_status
     if built is None or now or sys.is_finalizing():
         return
     action = "abandon" if session.abandoned else "leave"
@@ -249,7 +250,7 @@ def leave_early(session: Session, components: StepComponents, heartbeats: Heartb
         if session.abandoned:
             return
         save(components, session.global_step)
-        components.recorder.settle()  # collective
+        components.recorder.finish()  # collective
         components.recorder.close(0, sample=False)
         session.sinks = Sinks([])  # closed with a summary already; a failure would close them without one
     else:
@@ -268,8 +269,8 @@ def make_number_reader(
 
     def read(step: Step) -> tuple[float, dict[str, float]]:
         losses, numbers = step.record.losses, step.record.numbers
-        values = floats([*losses, *flat(numbers)])  # waits for the device
-        own = [expanded(parts) for parts in filled(numbers, values[len(losses) :]).values()]
+        values = floats([*losses, *flatten_numbers(numbers)])  # waits for the device
+        own = [exact_sums(parts) for parts in fill_numbers(numbers, values[len(losses) :]).values()]
         exchange.progress.at(step.record.step, READING)
         try:
             rows = exchange.rows([math.fsum(values[: len(losses)]), *(x for part in own for x in part)])  # collective
@@ -283,7 +284,7 @@ def make_number_reader(
             return math.nan, dict.fromkeys(numbers, math.nan)
         exchange.progress.at(step.record.step, IN_BODY)
         total = math.fsum(row[0] for row in rows)
-        sums = {name: merged_sums([row[6 * k + 1 : 6 * k + 7] for row in rows]) for k, name in enumerate(numbers)}
+        sums = {name: merge_sums([row[6 * k + 1 : 6 * k + 7] for row in rows]) for k, name in enumerate(numbers)}
         return total / (step.items or 1), mean_numbers(sums)
 
     return read
@@ -342,4 +343,4 @@ def update_best(session: Session) -> None:
     if built and best:
         path = checkpoint.path_of(built.folder.path, best.step)
         exists = built.config.checkpoint.mode != "none" or path.is_dir()  # an earlier start wrote it
-        session.best = Best(best.step, best.loss, str(path) if exists else "", best.metric, best.judged_value)
+        session.best = Best(best.step, best.loss, str(path) if exists else "", best.metric, best.metric_value)

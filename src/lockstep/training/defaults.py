@@ -29,7 +29,7 @@ from lockstep.config.task_options import LANGUAGE, kind_of
 from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
 from lockstep.models.gpt import PRESETS
-from lockstep.task import Task, written
+from lockstep.task import Task, user_task
 from lockstep.training.resume import RunPlan
 
 __all__ = [
@@ -92,9 +92,9 @@ def describe_step(run_plan: RunPlan, ranks: int) -> str:
     config = run_plan.config
     count, over = config.micro_batches, f", over {ranks} ranks" if ranks > 1 else ""
     over += f" ({config.shares})" if config.shares != "equal" else ""
-    verb = "of" if run_plan.samples < run_plan.whole else "draws from"
-    part = f"; an epoch is {run_plan.samples:,} {verb} {run_plan.whole:,} samples"
-    over += part if run_plan.samples != run_plan.whole else ""
+    verb = "of" if run_plan.samples < run_plan.dataset_samples else "draws from"
+    part = f"; an epoch is {run_plan.samples:,} {verb} {run_plan.dataset_samples:,} samples"
+    over += part if run_plan.samples != run_plan.dataset_samples else ""
     return f"a step of {config.batch_size} = {count} forward{'s' * (count > 1)} of {config.micro_batch_size}{over}"
 
 
@@ -348,7 +348,7 @@ def find_misplaced(model: nn.Module, task: Task, batch: Any, device: torch.devic
     batch of a loss. A whole model in host memory (offloaded) is accepted, and so are single numbers.
     """
     misplaced = list(_misplaced_in_module(model, "", device))
-    owner = written(task)
+    owner = user_task(task)
     for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
         if isinstance(value, nn.Module) and value is not model:
             misplaced += [

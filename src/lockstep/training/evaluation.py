@@ -33,12 +33,12 @@ from lockstep.engines.base import at_rest
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.guards.samples import RetryingDataset
 from lockstep.loop import seeder
-from lockstep.passes import unpacked
-from lockstep.records import EvaluationRecord, expanded, mean_numbers, summed
-from lockstep.task import Task, averages, has_own, looks_at_whole_step, takes_gradients
+from lockstep.passes import split_loss
+from lockstep.records import EvaluationRecord, exact_sums, mean_numbers, sum_and_count
+from lockstep.task import Task, has_mean_loss, has_own, has_step_loss, needs_graph
 from lockstep.tasks.metric_states import merge, obstacle
 from lockstep.transforms.precision import eager
-from lockstep.whole_step import WHOLE_LOSS, whole_step_of
+from lockstep.whole_step import WHOLE_LOSS, make_whole_step
 
 __all__ = [
     "MORE_NAMES",
@@ -257,9 +257,9 @@ def evaluate(
     modes = [(module, module.training) for module in engine.model.modules()]
     engine.model.eval()
     try:
-        with torch.set_grad_enabled(takes_gradients(task)), eager():
+        with torch.set_grad_enabled(needs_graph(task)), eager():
             reseed = seeder(seed, "evaluation", world.device)
-            whole_step = WholeStepLosses(task, batches, world, reseed) if looks_at_whole_step(task) else None
+            whole_step = WholeStepLosses(task, batches, world, reseed) if has_step_loss(task) else None
             results = _evaluate_rank(engine.model, task, batches, reseed, progress, whole_step)
     finally:
         for module, mode in modes:
@@ -303,14 +303,14 @@ def _make_measure(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Ma
     The numbers that `loss` returns are metrics too, unless one of the task's metrics has the same name. A mean over no
     items counts as 0.
     """
-    mean = averages(task)
+    mean = has_mean_loss(task)
 
     def measure(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
         loss, metrics = task.evaluate(model, batch.data)
         with torch.no_grad():  # gradients are enabled if the task computes its own
-            loss, numbers = unpacked(loss)
+            loss, numbers = split_loss(loss)
         if numbers:
-            pairs = {name: summed(value, batch.items, mean=mean) for name, value in numbers.items()}
+            pairs = {name: sum_and_count(value, batch.items, mean=mean) for name, value in numbers.items()}
             metrics = {**pairs, **metrics}
         if not mean:
             return loss, metrics
@@ -328,7 +328,7 @@ class WholeStepLosses:
 
     def __init__(self, task: Task, batches: Batches, world: World, reseed: Callable[[int, int], None]) -> None:
         self._task, self._batches, self._reseed = task, batches, reseed
-        self._whole = whole_step_of(task, world, batches.step_plan.micro_batches, batches.sharing)
+        self._whole = make_whole_step(task, world, batches.step_plan.micro_batches, batches.sharing)
         self._outputs: list[tuple[int, float, Any]] = []
         self._numbers: dict[str, list[list[Any]]] = {}
         self.samples = 0
@@ -364,7 +364,7 @@ def _average_numbers(parts: list[dict[str, list[list[float]]]]) -> dict[str, flo
     """Average each number over the parts of all ranks: the sum divided by the count."""
     names = dict.fromkeys(name for part in parts for name in part)
     rows = {name: [row for part in parts for row in part.get(name, ())] for name in names}
-    return mean_numbers({name: expanded([(row[0], row[1]) for row in pairs]) for name, pairs in rows.items()})
+    return mean_numbers({name: exact_sums([(row[0], row[1]) for row in pairs]) for name, pairs in rows.items()})
 
 
 @dataclass
@@ -513,7 +513,7 @@ def _plan_steps(config: Config, task: Task, samples: int, micro_size: int) -> St
     Raises:
         ConfigError: --eval-micro-batch-size does not divide such a step.
     """
-    if not looks_at_whole_step(task):
+    if not has_step_loss(task):
         return one_step_plan(samples, micro_size)
     if config.batch_size % micro_size:
         raise ConfigError(

@@ -35,12 +35,12 @@ from lockstep.guards.audit import Audit, Recomputer
 from lockstep.guards.nonfinite import DeferredReader, ReadStep, Rollback, Skips, origin
 from lockstep.guards.spike import Spike
 from lockstep.guards.straggler import Straggler
-from lockstep.loop import UNAUDITED, Audits, loss_of
+from lockstep.loop import NO_AUDIT, Audits, loss_of
 from lockstep.records import StepRecord
-from lockstep.task import looks_at_whole_step
+from lockstep.task import has_step_loss
 from lockstep.training.build import Built
 from lockstep.training.build_engine import choose_kernels
-from lockstep.training.open_run import bad_parameters, where_not_finite
+from lockstep.training.open_run import describe_ranks, find_bad_parameters
 from lockstep.training.trainable import trained_digest
 from lockstep.whole_step import zero_of
 
@@ -266,8 +266,8 @@ class RunGuards:
         relieved = {"relieved": built.balancer.can_relieve} if built.balancer else {}
         self._straggler = Straggler(self._config.straggler, **relieved)
         self._fp16 = built.config.precision == "fp16"
-        self._loss, self._whole_step = loss_of(built.task), looks_at_whole_step(built.task)
-        self.audit: Audits = self._audit(clock) if self._config.audit else UNAUDITED
+        self._loss, self._whole_step = loss_of(built.task), has_step_loss(built.task)
+        self.audit: Audits = self._audit(clock) if self._config.audit else NO_AUDIT
         if built.start and built.world.size > 1:  # a new run's weights were compared in `build`
             desync.check(built.all_tensors(), built.world, built.start, self._kinds)  # collective
 
@@ -362,9 +362,9 @@ class RunGuards:
     def _handle_gradient(self, step: ReadStep) -> None:
         built = self._built
         # With manual optimization this step has already changed the weights, so examine its samples.
-        bad = {} if step.record.applied else bad_parameters(built)  # collective; waits for the device
+        bad = {} if step.record.applied else find_bad_parameters(built)  # collective; waits for the device
         if bad:
-            self._handle_weights(step, not_finite_line([*bad], where_not_finite(bad, built.world)))
+            self._handle_weights(step, not_finite_line([*bad], describe_ranks(bad, built.world)))
             return
         with unmoved(built.own_tensors.values()):  # the loss may change them
             source = built.batches.samples, built.world

@@ -19,7 +19,7 @@ from lockstep.adapters.hf_trainer.data import of_transformers
 from lockstep.adapters.hf_trainer.flags import Script
 from lockstep.config import cli
 from lockstep.config.schema import Config
-from lockstep.errors import ConfigError, UsageError, raised_in
+from lockstep.errors import ConfigError, UsageError, error_origin
 from lockstep.logging import jsonl
 from lockstep.models.hf import as_it_is
 from lockstep.tensors import is_dtensor
@@ -52,7 +52,7 @@ def run_script(script: Script, options: Mapping[str, Any]) -> int:
             if end.code:
                 return _exit_code(end.code)
         except ValueError as error:
-            if raised_in(error) == "transformers.hf_argparser:parse_dict":
+            if error_origin(error) == "transformers.hf_argparser:parse_dict":
                 raise ConfigError(f"--hf-args {script.arguments}: {str(error).splitlines()[0]}") from error
             raise
     if not training.folders:
@@ -85,7 +85,7 @@ class _TrainReplacement:
             raise ConfigError("trainer.train(trial=...) is not supported: search in a loop, as examples/sweep.py does")
         config, task = from_trainer(trainer)
         override = {"max_steps": 0} if "num_epochs" in self._options else {}  # max_steps would win over --num-epochs
-        values = {**cli.flat(config, own_task=True), **override, **self._options}
+        values = {**cli.flatten(config, own_task=True), **override, **self._options}
         config = cli.build({**values, "log_freq": _log_freq(trainer, cli.build(values))})
         folder = (config.save_dir, config.experiment_name)
         if folder in self.folders:

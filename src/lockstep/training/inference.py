@@ -38,7 +38,7 @@ from lockstep.models.hf import HubTokenizer, save_trained
 from lockstep.models.lora import merge
 from lockstep.records import EvaluationRecord
 from lockstep.run_state import RunState
-from lockstep.task import Task, adapted, written
+from lockstep.task import Task, as_task, user_task
 from lockstep.tasks.columns import check_classes
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
 from lockstep.tasks.regression import on_columns_of
@@ -46,12 +46,12 @@ from lockstep.training.build import notify
 from lockstep.training.build_engine import build_model
 from lockstep.training.defaults import all_devices_fast
 from lockstep.training.evaluation import build_evaluation_batches, evaluate_all, sets_by_name
-from lockstep.training.named_task import load_task, named_task, on_data
+from lockstep.training.named_task import load_task, make_task, replace_data
 from lockstep.training.resolve import StartFacts, draft_of
-from lockstep.training.resume import chosen, fill
-from lockstep.training.run_dir import RunFolder, sources_of
-from lockstep.training.task_check import recall
-from lockstep.training.trainable import left_out, with_adapters
+from lockstep.training.resume import load_weights, select_checkpoint
+from lockstep.training.run_dir import RunFolder, read_sources
+from lockstep.training.task_check import restore_findings
+from lockstep.training.trainable import base_tensor_names, load_with_adapters
 from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = [
@@ -151,7 +151,7 @@ def read_config(path: Path, request: InferenceRequest) -> Config:
     file = path / "config.toml"
     if not file.is_file():
         raise CheckpointError(f"{printable(str(path))} is not a run's folder: pass SAVE_DIR/EXPERIMENT_NAME")
-    values = {name: value for name, value in cli.read(file).items() if not name.startswith("engine_options.")}
+    values = {name: value for name, value in cli.read_toml(file).items() if not name.startswith("engine_options.")}
     training = {"engine": "auto", "weight_copies": "forward", "grad_dtype": "float32", "fused_kernels": "none"}
     values |= training | dict(request.changes)
     if request.device:
@@ -167,12 +167,12 @@ def _build_loaded_run(path: Path, config: Config, request: InferenceRequest, wor
         notify(world)(line)
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)
     check_precision(config.precision, world.device)
-    source = on_all_ranks(world, lambda: chosen(path, request.which))
+    source = on_all_ranks(world, lambda: select_checkpoint(path, request.which))
     state = on_all_ranks(world, lambda: checkpoint.read_run_state(source))
     task = on_all_ranks(world, lambda: _make_task(path, config, request, state, notify(world)))
-    recall(task, state)
+    restore_findings(task, state)
     model = build_model(config, task, world, dataclasses.replace(state), notify(world))
-    without = left_out(model, state)
+    without = base_tensor_names(model, state)
     on_all_ranks(world, lambda: _load_weights(source, model, task, without, request.ema))
     return LoadedRun(config, world, task, model, state.global_step)
 
@@ -194,24 +194,26 @@ def _make_task(
         if kind not in (LANGUAGE, OWN):
             with_data = dataclasses.replace(config, dataset_name=request.data or config.dataset_name)
             if kind == "regression":
-                return on_columns_of(sources_of(path), printable(str(path)), with_data, say)
-            task = named_task(with_data, say)
+                return on_columns_of(read_sources(path), printable(str(path)), with_data, say)
+            task = make_task(with_data, say)
             check_classes(state.plan.get("data", ""), task, str(path))
             return task
-        task = named_task(config, say)
+        task = make_task(config, say)
     else:
         name = printable(trained) or "CLASS"
         raise ConfigError(f"{printable(str(path))} was trained from Python: pass its task as --task FILE.py:{name}")
-    return on_data(task, config, request.data, say) if request.data else task
+    return replace_data(task, config, request.data, say) if request.data else task
 
 
 def _load_weights(source: Path, model: nn.Module, task: Task, without: frozenset[str], ema: bool) -> None:
     """Load the checkpoint `source` into model and task, except the tensors named in `without`."""
     own = task.state_dict()
     try:
-        fill(source, model, own, without=without, ema=ema)
+        load_weights(source, model, own, without=without, ema=ema)
     except CheckpointError as error:
-        raise CheckpointError(f"the task {type(written(task)).__name__} does not fit the checkpoint: {error}") from None
+        raise CheckpointError(
+            f"the task {type(user_task(task)).__name__} does not fit the checkpoint: {error}"
+        ) from None
     if own:
         task.load_state_dict(own)
 
@@ -394,7 +396,7 @@ def generate_texts(request: InferenceRequest, prompts: Sequence[str], sampling: 
     with load_run(request) as run:
         task = run.task
         if not isinstance(task, CausalLM | HubCausalLM):
-            kind = type(written(task)).__name__
+            kind = type(user_task(task)).__name__
             raise ConfigError(
                 f"{printable(request.run)} trained {kind}, which is not one of lockstep's language models and "
                 "generates no text; use `lockstep evaluate`"
@@ -435,10 +437,10 @@ def load(
     """
     if isinstance(which, str) and which not in ("best", "last"):
         raise ConfigError(f"which is '{which}': use 'best', 'last', or a step")
-    source = chosen(Path(path).expanduser(), which)
+    source = select_checkpoint(Path(path).expanduser(), which)
     state = checkpoint.read_run_state(source)
-    model = adapted(task).model()
+    model = as_task(task).model()
     if state.lora:
-        with_adapters(model, state.lora)
-    fill(source, model.to(device), without=left_out(model, state), ema=ema)
+        load_with_adapters(model, state.lora)
+    load_weights(source, model.to(device), without=base_tensor_names(model, state), ema=ema)
     return model.eval()

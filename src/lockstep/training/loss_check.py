@@ -1,11 +1,11 @@
-"""Find out whether a task's loss is a sum or a mean over its items.
+"""Detect whether a task's loss is a sum or a mean over its items.
 
-    check_loss(trial, training)         # sets task.reduction where it is "auto"; refuses a loss that is neither
-    fits(measures, place, limit)        # {"sum": 0.0002} of number `place`: what it is, and how far off
+    check_loss(trial, training)             # sets task.reduction if it is "auto"; refuses a loss that is neither
+    classify(measurements, index, limit)    # {"sum": 0.0002}: the kinds that number `index` fits, with their errors
 
 The loss of a few samples is compared with the losses of their halves: sum and mean differ by a factor, so four samples
-are enough. A loss that draws random numbers is judged by that factor alone. If a step has one micro-batch, the answer
-does not matter.
+are enough. A loss that draws random numbers is classified by that factor alone. If a step has one micro-batch, the
+answer does not matter.
 """
 
 import contextlib
@@ -29,58 +29,58 @@ from lockstep.engines.memory import is_out_of_memory
 from lockstep.engines.registry import undo_step
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import seeder
-from lockstep.passes import unpacked
-from lockstep.task import Task, averages, has_own, set_found, takes_gradients
+from lockstep.passes import split_loss
+from lockstep.task import Task, has_mean_loss, has_own, needs_graph, set_detected
 from lockstep.training.defaults import explain_device_error
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 __all__ = [
-    "Measure",
+    "Measurement",
     "Trial",
-    "as_it_was",
-    "call",
+    "call_method",
     "check_loss",
-    "fits",
-    "loss_number",
-    "measures",
-    "shown",
+    "classify",
+    "describe_measurement",
+    "loss_value",
+    "measure",
+    "preserve_state",
+    "suggest_fixes",
     "try_loss",
-    "ways_out",
 ]
 
 
-# --- measures
+# --- measurements
 
-_LEAST = 4  # samples: two in each half, so that sum and mean differ
-_ROUNDS, _DRAWN_ROUNDS = 4, 16  # places in the data to try, if the first is not enough; for random losses
-_ALIKE = 1e-5  # relative difference between two seeds that still counts as no random numbers
+_MIN_SAMPLES = 4  # two in each half, so that sum and mean differ
+_ROUNDS, _RANDOM_ROUNDS = 4, 16  # most places in the data to try; the same for random losses
+_SEED_TOLERANCE = 1e-5  # relative difference between two seeds up to which a loss is not random
 
 Probe = Callable[[MicroBatch], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class HalvedSamples:
     """Some samples of this rank, and their two halves.
 
     Attributes:
         samples: number in each half.
-        drew: the collation drew random numbers, so the halves have other labels than the whole.
+        is_random: the collation draws random numbers, so the halves may have other labels than the whole.
     """
 
     whole: MicroBatch
     halves: tuple[MicroBatch, MicroBatch]
     samples: tuple[int, int]
-    drew: bool
+    is_random: bool
 
 
-class Measure(NamedTuple):
+class Measurement(NamedTuple):
     """A probe's numbers for one rank's samples and their halves.
 
     Attributes:
         items: of the whole and of each half.
         samples: of each half.
-        drew: the collation drew random numbers.
-        again: the whole's numbers in another seed; () if not needed.
+        random_batch: the collation draws random numbers.
+        reseeded: the whole's numbers with another seed; [] if not needed.
     """
 
     whole: list[float]
@@ -88,41 +88,41 @@ class Measure(NamedTuple):
     second: list[float]
     items: list[float]
     samples: list[int]
-    drew: bool
-    again: list[float]
+    random_batch: bool
+    reseeded: list[float]
 
-    def noise(self, place: int) -> float:
-        """Return how much number `place` changes from seed to seed; 0 if it draws nothing."""
-        if not self.again:
+    def noise(self, index: int) -> float:
+        """Return how much number `index` changes with the seed; 0 if it is not random."""
+        if not self.reseeded:
             return 0.0
-        off = abs(self.again[place] - self.whole[place])
-        return off if off > _ALIKE * self.scale(place) or not math.isfinite(off) else 0.0
+        change = abs(self.reseeded[index] - self.whole[index])
+        return change if change > _SEED_TOLERANCE * self.scale(index) or not math.isfinite(change) else 0.0
 
-    def is_random(self, place: int) -> bool:
-        """Whether number `place` depends on random numbers."""
-        return self.drew or self.noise(place) != 0.0
+    def is_random(self, index: int) -> bool:
+        """Whether number `index` depends on random numbers."""
+        return self.random_batch or self.noise(index) != 0.0
 
-    def three(self, place: int) -> tuple[float, float, float]:
-        """Return number `place` of the whole and of both halves."""
-        return self.whole[place], self.first[place], self.second[place]
+    def values(self, index: int) -> tuple[float, float, float]:
+        """Return number `index` of the whole and of both halves."""
+        return self.whole[index], self.first[index], self.second[index]
 
-    def scale(self, place: int) -> float:
-        """Return the largest magnitude of the three."""
-        return max(map(abs, self.three(place)))
+    def scale(self, index: int) -> float:
+        """Return the largest magnitude of `values`."""
+        return max(map(abs, self.values(index)))
 
-    def mean(self, place: int, weights: list[float] | list[int]) -> float:
-        """Return the halves' weighted mean; NaN if the weights are 0."""
+    def mean(self, index: int, weights: list[float] | list[int]) -> float:
+        """Return the weighted mean of the halves; NaN if the weights are 0."""
         first, second = weights[-2:]
         total = first + second
-        return (first * self.first[place] + second * self.second[place]) / total if total else math.nan
+        return (first * self.first[index] + second * self.second[index]) / total if total else math.nan
 
 
 @final
 class Trial:
-    """A task and its engine, and how to try the task's methods without side effects.
+    """A task and its engine, to try the task's methods without side effects.
 
     Args:
-        plain: the model before the engine wrapped it, with the layer names that the user knows.
+        plain: the model before the engine wraps it, with the user's layer names.
         say: called with a line for the user, on every rank.
     """
 
@@ -137,11 +137,11 @@ class Trial:
     ) -> None:
         self.engine, self.plain, self.task, self.world = engine, plain, task, world
         self.config, self.say = config, say
-        self.modes = {module: module.training for module in engine.model.modules()}  # as in training
+        self.training_modes = {module: module.training for module in engine.model.modules()}
         self._reseed = seeder(0, "check", world.device)
         narrow = any(p.is_floating_point() and p.itemsize < 4 for p in engine.model.parameters())
-        self.is_rough = narrow or config.engine_options.param_dtype not in ("same", "float32")
-        # Manual optimization computes gradients itself; a static graph must be recorded in a real step.
+        self.is_low_precision = narrow or config.engine_options.param_dtype not in ("same", "float32")
+        # Manual optimization computes gradients by itself; a static graph must be recorded in a real step.
         self._has_graph = task.own_steps is None and not config.engine_options.static_graph
 
     @property
@@ -152,27 +152,27 @@ class Trial:
     @property
     def limit(self) -> float:
         """Relative difference up to which two numbers count as equal."""
-        return 0.05 if self.is_rough else 0.01
+        return 0.05 if self.is_low_precision else 0.01
 
     @property
-    def doubt(self) -> float:
-        """Relative difference up to which no warning is given."""
-        return self.limit if self.is_rough else 0.001
+    def warning_limit(self) -> float:
+        """Relative difference up to which there is no warning."""
+        return self.limit if self.is_low_precision else 0.001
 
-    def running(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that runs a trial eagerly and undoes its side effects."""
+    def sandbox(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that runs eagerly, and undoes side effects at its end."""
         stack = contextlib.ExitStack()
-        stack.enter_context(as_it_was(self.model, self.task, self.world.device))
+        stack.enter_context(preserve_state(self.model, self.task, self.world.device))
         stack.enter_context(eager())
         return stack
 
-    def first(self, batches: Batches) -> MicroBatch:
+    def first_batch(self, batches: Batches) -> MicroBatch:
         """Load this rank's first micro-batch."""
         return batches.parts(0, [(0, batches.own_samples(0))])[0][0]
 
     @contextlib.contextmanager
     def with_graph(self) -> Iterator[None]:
-        """Run a forward as in step 1, without a backward after it."""
+        """Return a context for a forward as in step 1, without a backward."""
         if not self._has_graph:
             with torch.no_grad():
                 yield
@@ -185,29 +185,29 @@ class Trial:
             at_rest(self.model)
 
     def seed(self, number: int = 0) -> None:
-        """Seed the random numbers of a loss."""
+        """Seed the random numbers of a loss; another `number` is another seed."""
         self._reseed(number, 0)
 
-    def cut(self, batches: Batches, place: int) -> Cut | None:
+    def load_halves(self, batches: Batches, place: int) -> HalvedSamples | None:
         """Load at least four samples and their halves; None if a rank cannot. Collective.
 
         Args:
-            place: number of such cuts before it.
+            place: place in the data: 0, 1, ...
         """
 
-        def load() -> Cut | None:
-            count = min(max(_LEAST, batches.own_samples(0)), batches.size)
+        def load() -> HalvedSamples | None:
+            count = min(max(_MIN_SAMPLES, batches.own_samples(0)), batches.size)
             half, start = count // 2, place * count
             if not half:
                 return None
-            cuts = [(start, start + count), (start, start + half), (start + half, start + count)]
+            spans = [(start, start + count), (start, start + half), (start + half, start + count)]
             with contextlib.suppress(Exception):  # the collation may refuse so few samples
-                (whole, drew), (first, _), (second, _) = batches.parts(0, cuts)
-                return Cut(whole, (first, second), (half, count - half), drew)
+                (batch, is_random), (first, _), (second, _) = batches.parts(0, spans)
+                return HalvedSamples(batch, (first, second), (half, count - half), is_random)
             return None
 
-        found = on_all_ranks(self.world, load)  # collective
-        return found if all(self.world.gather(found is not None)) else None  # collective
+        samples = on_all_ranks(self.world, load)  # collective
+        return samples if all(self.world.gather(samples is not None)) else None  # collective
 
     def attempt(self, action: Callable[[], list[Any]]) -> tuple[list[Any], bool] | None:
         """Run `action` on every rank; None if it fails on one. Collective.
@@ -219,76 +219,75 @@ class Trial:
         """
         for narrow in (False, True) if self.config.precision in AUTOCAST else (False,):
             for gradients in (False, True):
-                found = None
-                plainly = contextlib.nullcontext() if narrow else without_autocast(self.plain)
-                with contextlib.suppress(Exception), torch.set_grad_enabled(gradients), plainly:
-                    found = action()
-                if all(self.world.gather(found is not None)):  # collective
-                    assert found is not None
-                    self.is_rough = self.is_rough or narrow
-                    return found, gradients
+                result = None
+                dtypes = contextlib.nullcontext() if narrow else without_autocast(self.plain)
+                with contextlib.suppress(Exception), torch.set_grad_enabled(gradients), dtypes:
+                    result = action()
+                if all(self.world.gather(result is not None)):  # collective
+                    assert result is not None
+                    self.is_low_precision = self.is_low_precision or narrow
+                    return result, gradients
         return None
 
 
-def measures(
-    trial: Trial, probe: Probe, batches: Batches, clean: Callable[[Measure], bool]
-) -> Iterator[tuple[list[Measure], bool]]:
+def measure(
+    trial: Trial, probe: Probe, batches: Batches, is_clean: Callable[[Measurement], bool]
+) -> Iterator[tuple[list[Measurement], bool]]:
     """Measure at one place in the data after another, until the caller stops. Collective.
 
     Args:
-        clean: whether a measure looks right; otherwise the whole is loaded and computed again in another seed.
+        is_clean: whether a measurement needs no other seed. If it does, the whole is loaded and computed again.
 
     Yields:
-        The measures of all ranks and places so far, the same on every rank; and whether the probe needs a graph.
+        The measurements of all ranks and places so far, the same on every rank; and whether the probe needs a graph.
     """
-    found, needs_graph = list[Measure](), False
-    for place in range(_DRAWN_ROUNDS):
-        if place == _ROUNDS and not any(each.is_random(0) for each in found):
+    measurements, needs_graph = list[Measurement](), False
+    for place in range(_RANDOM_ROUNDS):
+        if place == _ROUNDS and not any(each.is_random(0) for each in measurements):
             break
-        cut = trial.cut(batches, place)  # collective
-        if cut is None:
+        samples = trial.load_halves(batches, place)  # collective
+        if samples is None:
             break
 
-        def tried(batch: MicroBatch, seed: int = 0) -> list[float]:
-            with as_it_was(trial.model, trial.task, trial.world.device):  # the task's own tensors are restored too
+        def compute(batch: MicroBatch, seed: int = 0) -> list[float]:
+            with preserve_state(trial.model, trial.task, trial.world.device):  # the task's own tensors are restored too
                 trial.seed(seed)
                 return probe(batch)
 
-        parts = (cut.whole, *cut.halves)
-        numbers = trial.attempt(lambda parts=parts: [tried(batch) for batch in parts])  # type: ignore[misc]
-        if numbers is None:
+        parts = (samples.whole, *samples.halves)
+        result = trial.attempt(lambda parts=parts: [compute(batch) for batch in parts])  # type: ignore[misc]
+        if result is None:
             break
-        values, needs_graph = numbers
+        values, needs_graph = result
         items = [float(batch.items) for batch in parts]
-        mine = Measure(values[0], values[1], values[2], items, list(cut.samples), cut.drew, [])
-        every = [Measure(*each) for each in trial.world.gather(mine)]  # collective
-        if not all(map(clean, every)):
-            other = trial.cut(batches, place) or cut  # collective; a dataset may draw too
-            again = trial.attempt(lambda other=other: [tried(other.whole, 1)])  # type: ignore[misc]
-            if again is None:
+        own = Measurement(values[0], values[1], values[2], items, list(samples.samples), samples.is_random, [])
+        gathered = [Measurement(*each) for each in trial.world.gather(own)]  # collective
+        if not all(map(is_clean, gathered)):
+            second = trial.load_halves(batches, place) or samples  # collective; a dataset may be random too
+            reseeded = trial.attempt(lambda second=second: [compute(second.whole, 1)])  # type: ignore[misc]
+            if reseeded is None:
                 break
-            held = [[part.held for part in (each.whole, *each.halves)] for each in (cut, other)]
-            drew = cut.drew or not _is_same(*held)
-            mine = mine._replace(again=again[0][0], drew=drew)
-            every = [Measure(*each) for each in trial.world.gather(mine)]  # collective
-        found += every
-        yield found, needs_graph
-    if not found:
-        yield found, needs_graph
+            tensors = [[part.held for part in (each.whole, *each.halves)] for each in (samples, second)]
+            random_batch = samples.is_random or not _have_same_tensors(*tensors)
+            own = own._replace(reseeded=reseeded[0][0], random_batch=random_batch)
+            gathered = [Measurement(*each) for each in trial.world.gather(own)]  # collective
+        measurements += gathered
+        yield measurements, needs_graph
+    if not measurements:
+        yield measurements, needs_graph
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same tensors."""
-    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False)
+def _have_same_tensors(first: Any, second: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=False)
     return all(a.equal(b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
 
 
-def call(
+def call_method(
     method: str, action: Callable[[Any], Any], data: Any, model: nn.Module | None = None, task: Task | None = None
 ) -> Any:
     """Call a method of the task, and turn its errors into a one-line DataError.
 
-    LockstepError and out-of-memory errors pass unchanged.
+    LockstepErrors and out-of-memory errors pass unchanged.
     """
     try:
         return action(data)
@@ -298,22 +297,22 @@ def call(
         if is_out_of_memory(error):  # the caller reports what holds the memory
             raise
         problem = blamed(method, error, "the first micro-batch, before step 1")
-        told = explain_device_error(error, model, task, data) if model is not None and task is not None else ""
-        raise (DataError(f"{problem}; {told}") if told else problem) from error
+        reason = explain_device_error(error, model, task, data) if model is not None and task is not None else ""
+        raise (DataError(f"{problem}; {reason}") if reason else problem) from error
 
 
 @contextlib.contextmanager
-def as_it_was(model: nn.Module, task: Task, device: torch.device, *, training: bool = False) -> Iterator[None]:
+def preserve_state(model: nn.Module, task: Task, device: torch.device, *, training: bool = False) -> Iterator[None]:
     """Restore modes, buffers, the task's tensors and the generators at the end.
 
     Args:
         training: leave the modes as they are; False: run in eval mode.
     """
     modes = [(module, module.training) for module in model.modules()]
-    owned = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    buffers_of = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     own: Iterable[Tensor] = task.state_dict().values()
-    held = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *own) if not tensor.is_meta]
-    drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    values = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *own) if not tensor.is_meta]
+    cuda_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     if not training:
         model.eval()
     try:
@@ -324,279 +323,282 @@ def as_it_was(model: nn.Module, task: Task, device: torch.device, *, training: b
             module.training = mode
         at_rest(model)
         with torch.no_grad():
-            for module, buffers in owned:  # a forward may replace a buffer by another tensor
+            for module, buffers in buffers_of:  # a forward may replace a buffer by another tensor
                 module._buffers.update(buffers)
-            for tensor, before in held:
+            for tensor, before in values:
                 if tensor.shape != before.shape:
                     tensor.resize_(before.shape)
                 tensor.copy_(before)
-        if drawn is not None:
-            torch.cuda.set_rng_state(drawn, device)
+        if cuda_generator is not None:
+            torch.cuda.set_rng_state(cuda_generator, device)
 
 
 # --- sum or mean
 
-_EXACT = 1e-5  # relative error that rounding may cause
-_VOTES = 8  # minimum number of runs of a random loss
-_LOOKED = 3  # places in the data
-_SAMPLES = "samples"  # a mean over samples, where `count` counts other items
+_ROUNDING = 1e-5  # relative error that rounding may cause
+_MIN_VOTES = 8  # runs of a random loss
+_MIN_PLACES = 3  # places in the data
+_SAMPLES = "samples"  # a mean over samples, while `count` counts other items
 
 
 def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
     """Compute the loss of a batch as step 1 does.
 
     Returns:
-        The loss, and the names of the numbers that it returns with it.
+        The loss, and the names of the numbers that the task returns with it.
 
     Raises:
-        ConfigError: it is no number with a graph; or it has its own collective, under `--exact` or `verify`.
+        ConfigError: the loss is no number with a graph; or it has a collective, under `--exact` or `verify`.
         DataError: `loss` fails.
     """
     task, model = trial.task, trial.model
     must_agree = (trial.config.exact or task.is_compared) and trial.world.size > 1
     if must_agree and not task.gathers and task.own_steps is None:
-        with as_it_was(model, task, trial.world.device, training=True):  # it may gather in training mode only
+        with preserve_state(model, task, trial.world.device, training=True):  # it may gather in training mode only
             for module in model.modules():
-                module.training = trial.modes.get(module, module.training)
+                module.training = trial.training_modes.get(module, module.training)
             trial.seed()
-            with trial.with_graph(), _no_collectives(trial):
-                call("loss", lambda data: task.loss(model, data), batch.data, model, task)
+            with trial.with_graph(), _refuse_collectives(trial):
+                call_method("loss", lambda data: task.loss(model, data), batch.data, model, task)
     trial.seed()
     with trial.with_graph():
-        loss = call("loss", lambda data: task.loss(model, data), batch.data, model, task)
-        number, beside = unpacked(loss)
-        return float(number.detach()), list(beside)  # waits for the device
+        loss = call_method("loss", lambda data: task.loss(model, data), batch.data, model, task)
+        number, numbers = split_loss(loss)
+        return float(number.detach()), list(numbers)  # waits for the device
 
 
-def loss_number(value: Any) -> float:
-    """Return a loss as a float, with or without a graph, without its other numbers."""
+def loss_value(value: Any) -> float:
+    """Return a loss as a float, without the numbers that come with it."""
     with torch.no_grad():
-        return float(unpacked(value)[0].detach())  # waits for the device
+        return float(split_loss(value)[0].detach())  # waits for the device
 
 
 def check_loss(trial: Trial, training: Batches) -> None:
-    """Find or check the reduction of the task's loss. Collective.
-
-    A loss that is neither a sum nor a mean is refused.
+    """Detect the reduction of the task's loss, or check the declared one. Collective.
 
     Raises:
-        ConfigError: it is not what the task declares, or neither, or cannot be determined; or a `count` does not add
-            up.
+        ConfigError: the loss is neither a sum nor a mean, or not as declared, or cannot be classified; or a `count`
+            does not add up.
     """
-    task, found, looked = trial.task, list[Measure](), 0
+    task, measurements, places = trial.task, list[Measurement](), 0
     if task.reduction == "micro-batch":
         if not task.framework:  # otherwise the line about the step reports it
             trial.say(
-                "reduction = 'micro-batch': the loss of each micro-batch of "
-                f"{training.step_plan.micro_size} by itself, averaged by its items; it is not checked, and another "
+                "reduction = 'micro-batch': the loss is computed for each micro-batch of "
+                f"{training.step_plan.micro_size} alone, and averaged by items; it is not checked, and another "
                 "--micro-batch-size is another training"
             )
         return
     if task.divisible:
         probe = _probe(trial)
-        for found, needs_graph in measures(trial, probe, training, lambda m: _is_clean(trial, m)):
+        for measurements, needs_graph in measure(trial, probe, training, lambda m: _is_clean(trial, m)):
             if needs_graph:
-                set_found(task, "", gradients=True)
-            looked += 1  # more than one place, since a forward may branch on the batch's contents
-            if looked < _LOOKED:
+                set_detected(task, "", gradients=True)
+            places += 1  # more than one, since a forward may branch on the batch's contents
+            if places < _MIN_PLACES:
                 continue
-            if _is_known(kinds := fits(found, 0, trial.limit)) and min(kinds.values(), default=1.0) < _EXACT:
+            kinds = classify(measurements, 0, trial.limit)
+            if _is_decided(kinds) and min(kinds.values(), default=1.0) < _ROUNDING:
                 break
-    one = training.step_plan.micro_batches == 1
-    kinds, what = fits(found, 0, trial.limit), shown(found, 0)
+    is_whole = training.step_plan.micro_batches == 1
+    kinds, evidence = classify(measurements, 0, trial.limit), describe_measurement(measurements, 0)
     if task.reduction == "auto":
-        _find(trial, kinds, what, one, alone=training.size == 1 and not has_own(task, "count"))
+        _set_reduction(trial, kinds, evidence, is_whole, alone=training.size == 1 and not has_own(task, "count"))
     else:
-        _compare(task, kinds, what, one)
-    if not one and task.reduction in (kinds or {}):
-        _check_count(found)
-        _warn(trial, (kinds or {})[task.reduction], what)
+        _check_declaration(task, kinds, evidence, is_whole)
+    if not is_whole and task.reduction in (kinds or {}):
+        _check_count(measurements)
+        _warn_if_off(trial, (kinds or {})[task.reduction], evidence)
 
 
-def fits(found: list[Measure], place: int, limit: float) -> dict[str, float] | None:
-    """Return what number `place` may be, each with its largest relative error.
+def classify(measurements: list[Measurement], index: int, limit: float) -> dict[str, float] | None:
+    """Return the kinds of reduction that number `index` fits, with their largest relative errors.
 
     Args:
-        limit: largest relative error that is accepted.
+        limit: largest accepted relative error.
 
     Returns:
-        A dict with "sum" and "mean" (over items), and "samples", a mean over samples; {} for none of these; None if no
-        measure can decide.
+        Some of "sum", "mean" (over items) and "samples" (a mean over samples), or none of them; None if no measurement
+        can decide.
     """
-    if any(each.is_random(place) for each in found):
-        return _drawn(found, place)
-    offs = [off for each in found if (off := _off(each, place)) is not None]
-    if not offs:
+    if any(each.is_random(index) for each in measurements):
+        return _classify_random(measurements, index)
+    errors = [kinds for each in measurements if (kinds := _relative_errors(each, index)) is not None]
+    if not errors:
         return None
-    worst = {kind: max(off[kind] for off in offs) for kind in offs[0]}
-    if worst[_SAMPLES] < _EXACT < worst["mean"]:  # similar items make the two means close; only one is exact
+    worst = {kind: max(each[kind] for each in errors) for kind in errors[0]}
+    if worst[_SAMPLES] < _ROUNDING < worst["mean"]:  # similar items make the two means close; only one is exact
         worst["mean"] = math.inf
     return {kind: value for kind, value in worst.items() if value <= limit}
 
 
-def _drawn(found: list[Measure], place: int) -> dict[str, float] | None:
+def _classify_random(measurements: list[Measurement], index: int) -> dict[str, float] | None:
     """Classify a random number by the factor between a sum and a mean alone."""
-    told = [each for each in found if _off(each, place) is not None]
-    whole = sum((each.whole[place] + (each.again or each.whole)[place]) / 2 for each in told)
-    total = sum(each.first[place] + each.second[place] for each in told)
-    mean = sum(each.mean(place, each.samples) for each in told)
-    gap, noise = abs(total - mean), math.hypot(*(each.noise(place) for each in told))
+    usable = [each for each in measurements if _relative_errors(each, index) is not None]
+    value = sum((each.whole[index] + (each.reseeded or each.whole)[index]) / 2 for each in usable)
+    total = sum(each.first[index] + each.second[index] for each in usable)
+    mean = sum(each.mean(index, each.samples) for each in usable)
+    gap, noise = abs(total - mean), math.hypot(*(each.noise(index) for each in usable))
     if noise > gap / 2:
-        return _by_votes(told, place)
-    if abs(whole - total) < gap / 4:
+        return _classify_by_majority(usable, index)
+    if abs(value - total) < gap / 4:
         return {"sum": 0.0}
-    return {"mean": 0.0, _SAMPLES: 0.0} if abs(whole - mean) < gap / 4 else None
+    return {"mean": 0.0, _SAMPLES: 0.0} if abs(value - mean) < gap / 4 else None
 
 
-def _by_votes(found: list[Measure], place: int) -> dict[str, float] | None:
-    """Classify a random number by majority, if a few large values would drown the others."""
+def _classify_by_majority(measurements: list[Measurement], index: int) -> dict[str, float] | None:
+    """Classify a random number by majority, since a few large values would dominate a mean."""
     votes = list[str]()
-    for each in found:
-        total, mean = each.first[place] + each.second[place], each.mean(place, each.samples)
-        for whole in (each.whole[place], (each.again or each.whole)[place]):
-            nearness = (whole - mean) / (total - mean) if total != mean else math.nan  # 1: as a sum; 0: as a mean
-            votes.append("sum" if nearness > 0.4 else _SAMPLES if nearness > -0.6 else "")
-    most = max(set(votes), key=votes.count, default="")
-    if not most or len(votes) < _VOTES or votes.count(most) < 0.75 * len(votes):
+    for each in measurements:
+        total, mean = each.first[index] + each.second[index], each.mean(index, each.samples)
+        for value in (each.whole[index], (each.reseeded or each.whole)[index]):
+            position = (value - mean) / (total - mean) if total != mean else math.nan  # 1: as a sum; 0: as a mean
+            votes.append("sum" if position > 0.4 else _SAMPLES if position > -0.6 else "")
+    winner = max(set(votes), key=votes.count, default="")
+    if not winner or len(votes) < _MIN_VOTES or votes.count(winner) < 0.75 * len(votes):
         return None
-    return {"sum": 0.0} if most == "sum" else {"mean": 0.0, _SAMPLES: 0.0}
+    return {"sum": 0.0} if winner == "sum" else {"mean": 0.0, _SAMPLES: 0.0}
 
 
-def shown(found: list[Measure], place: int) -> str:
-    """Describe the first measure that decides something, for a message."""
-    each = next((each for each in found if _off(each, place) is not None), None) or next(iter(found), None)
+def describe_measurement(measurements: list[Measurement], index: int) -> str:
+    """Describe for a message the first measurement that decides number `index`."""
+    usable = (each for each in measurements if _relative_errors(each, index) is not None)
+    each = next(usable, None) or next(iter(measurements), None)
     if each is None:
-        return "the first samples cannot be cut in halves"
-    whole, first, second = each.three(place)
+        return "the first samples cannot be halved"
+    whole, first, second = each.values(index)
     return f"{sum(each.samples)} samples give {whole:.4g}, and their two halves {first:.4g} and {second:.4g}"
 
 
-def ways_out(what: str) -> str:
-    """Return the message's advice for a number that depends on how a step is cut."""
+def suggest_fixes(problem: str) -> str:
+    """Append the fixes for a number that depends on a step's division."""
     return (
-        f"{what}: give the task a `count` under which it is a mean (labelled tokens, weights), write what looks at all "
-        "samples as `outputs` and `step_loss`, and what looks at the weights alone as `penalty`; or set "
+        f"{problem}: give the task a `count` under which it is a mean (labelled tokens, weights), write a loss over "
+        "all samples as `outputs` and `step_loss`, and one over the weights alone as `penalty`; or set "
         "micro_batch_size = batch_size, or reduction = 'micro-batch'"
     )
 
 
-def _off(each: Measure, place: int) -> dict[str, float] | None:
-    """Return the number's relative error as a sum and as both means.
-
-    None if it decides nothing.
-    """
-    whole, first, second = each.three(place)
-    scale = each.scale(place)
-    if not scale or not all(map(math.isfinite, each.three(place))):
+def _relative_errors(each: Measurement, index: int) -> dict[str, float] | None:
+    """Return the relative error for each kind; None for numbers without information."""
+    value, first, second = each.values(index)
+    scale = each.scale(index)
+    if not scale or not all(map(math.isfinite, each.values(index))):
         return None
-    wanted = {"sum": first + second, "mean": each.mean(place, each.items), _SAMPLES: each.mean(place, each.samples)}
-    return {kind: abs(whole - value) / scale if math.isfinite(value) else math.inf for kind, value in wanted.items()}
+    kinds = {"sum": first + second, "mean": each.mean(index, each.items), _SAMPLES: each.mean(index, each.samples)}
+    return {kind: abs(value - other) / scale if math.isfinite(other) else math.inf for kind, other in kinds.items()}
 
 
-def _is_known(kinds: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
+def _is_decided(kinds: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
     return kinds is not None and not {"sum", "mean"} <= kinds.keys() and not {"sum", _SAMPLES} <= kinds.keys()
 
 
-def _is_clean(trial: Trial, each: Measure) -> bool:
-    off = _off(each, 0)
-    return off is None or min(off["sum"], off["mean"]) <= trial.doubt
+def _is_clean(trial: Trial, each: Measurement) -> bool:
+    errors = _relative_errors(each, 0)
+    return errors is None or min(errors["sum"], errors["mean"]) <= trial.warning_limit
 
 
 def _probe(trial: Trial) -> Callable[[MicroBatch], list[float]]:
-    return lambda batch: [loss_number(trial.task.loss(trial.model, batch.data))]
+    return lambda batch: [loss_value(trial.task.loss(trial.model, batch.data))]
 
 
-def _find(trial: Trial, kinds: dict[str, float] | None, what: str, one: bool, alone: bool) -> None:
-    """Set the reduction of a task that does not declare one."""
+def _set_reduction(trial: Trial, kinds: dict[str, float] | None, evidence: str, is_whole: bool, alone: bool) -> None:
+    """Set the reduction of a task that does not declare one.
+
+    Args:
+        evidence: the description of a measurement, for messages.
+        is_whole: a step has one micro-batch.
+        alone: the micro-batches have one sample.
+    """
     task = trial.task
     if kinds is not None and "mean" in kinds and "sum" not in kinds:
-        found, words = "mean", "a mean over its items"
+        reduction, words = "mean", "a mean over its items"
     elif kinds is not None and "sum" in kinds and "mean" not in kinds:
-        found, words = "sum", "a sum over its items"
-    elif one:
-        found, words = "micro-batch", "taken as it is, since a step has one micro-batch"
+        reduction, words = "sum", "a sum over its items"
+    elif is_whole:
+        reduction, words = "micro-batch", "used as it is, since a step has one micro-batch"
     elif alone:
-        found, words = "sum", "that of one sample"
+        reduction, words = "sum", "that of one sample"
     elif kinds is None or "sum" in kinds:
         raise ConfigError(
-            f"whether the task's `loss` is a sum or a mean over its items cannot be told: {what}; declare it: "
+            f"the trial cannot tell whether the task's `loss` is a sum or a mean over its items: {evidence}; declare "
             "reduction = 'sum' or 'mean'"
         )
     else:
-        raise _neither(kinds, what)
-    set_found(task, found, takes_gradients(task))
+        raise _neither_error(kinds, evidence)
+    set_detected(task, reduction, needs_graph(task))
     trial.say(f"the loss is {words} (found in the trial; `reduction` of the task declares it)")
 
 
-def _compare(task: Task, kinds: dict[str, float] | None, what: str, one: bool) -> None:
+def _check_declaration(task: Task, kinds: dict[str, float] | None, evidence: str, is_whole: bool) -> None:
     """Raise ConfigError if the loss is not what the task declares."""
     if kinds is None or task.reduction in kinds:
         return
     if task.reduction == "sum" and kinds:
         raise ConfigError(
-            f"the task's `loss` looks like a mean: {what}; return the sum over the items that `count` counts, or give "
-            "the task reduction = 'mean', or none at all"
+            f"the task's `loss` looks like a mean: {evidence}; return the sum over the items that `count` counts, or "
+            "set reduction = 'mean' in the task, or leave it out"
         )
     if "sum" in kinds:
         raise ConfigError(
-            f"the task says reduction = 'mean', but its `loss` looks like a sum: {what}; return the mean over the "
+            f"the task has reduction = 'mean', but its `loss` looks like a sum: {evidence}; return the mean over the "
             "items that `count` counts, or leave reduction out"
         )
-    if not one:
-        raise _neither(kinds, what)
+    if not is_whole:
+        raise _neither_error(kinds, evidence)
 
 
-def _neither(kinds: dict[str, float], what: str) -> ConfigError:
+def _neither_error(kinds: dict[str, float], evidence: str) -> ConfigError:
     if _SAMPLES in kinds:
         return ConfigError(
-            f"the task's `loss` is a mean over its samples, and `count` counts other items: {what}; leave `count` out, "
-            "or return the mean, or the sum, over what it counts"
+            f"the task's `loss` is a mean over its samples, and `count` counts other items: {evidence}; leave `count` "
+            "out, or return the mean, or the sum, over the items that it counts"
         )
-    return ConfigError(ways_out(f"the task's `loss` is neither a sum nor a mean over its items: {what}"))
+    return ConfigError(suggest_fixes(f"the task's `loss` is neither a sum nor a mean over its items: {evidence}"))
 
 
-def _check_count(found: list[Measure]) -> None:
-    for each in found:
-        whole, first, second = each.items
-        if not each.drew and abs(whole - first - second) > 1e-5 * abs(whole):
+def _check_count(measurements: list[Measurement]) -> None:
+    for each in measurements:
+        total, first, second = each.items
+        if not each.random_batch and abs(total - first - second) > 1e-5 * abs(total):
             raise ConfigError(
-                f"the task's `count` finds {whole:g} items in {sum(each.samples)} samples and {first:g} and {second:g} "
+                f"the task's `count` finds {total:g} items in {sum(each.samples)} samples and {first:g} and {second:g} "
                 "in their two halves: it must count what the loss sums over (labels, not padding)"
             )
 
 
-def _warn(trial: Trial, off: float, what: str) -> None:
-    if off > trial.doubt:
+def _warn_if_off(trial: Trial, error: float, evidence: str) -> None:
+    if error > trial.warning_limit:
         trial.say(
-            f"warning: the loss is off the {trial.task.reduction} of its parts by {off:.1%} ({what}), as that of a "
-            "router's balance or of class weights without their `count` is: it is computed of each micro-batch by "
-            f"itself, and {'averaged' if averages(trial.task) else 'added up'}"
+            f"warning: the loss differs from the {trial.task.reduction} of its parts by {error:.1%} ({evidence}), like "
+            "a router's balance loss, or class weights without their `count`: it is computed for each micro-batch "
+            f"alone, and {'averaged' if has_mean_loss(trial.task) else 'added up'}"
         )
 
 
 # --- collectives in a loss
 
 
-class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record collectives that are issued while no module of the model runs."""
+class _CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Recorder of collectives that are issued outside the model's modules."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen, self.depth = list[str](), 0
+        self.names, self.depth = list[str](), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.depth and getattr(func, "namespace", "").lstrip("_").startswith("c10d"):
-            self.seen.append(func.__name__.partition(".")[0].strip("_"))
+            self.names.append(func.__name__.partition(".")[0].strip("_"))
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _no_collectives(trial: Trial) -> Iterator[None]:
-    """Raise ConfigError at its end if a collective was issued outside the model's forward."""
+def _refuse_collectives(trial: Trial) -> Iterator[None]:
+    """Raise ConfigError at the end if a collective was issued outside the model's forward."""
     model = trial.model
-    mode = _Collectives()
+    mode = _CollectiveRecorder()
 
     def enter(*_: Any) -> None:
         mode.depth += 1
@@ -612,9 +614,9 @@ def _no_collectives(trial: Trial) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-    if mode.seen:
-        start = "--exact cannot hold with" if trial.config.exact else "another number of ranks is another training with"
+    if mode.names:
+        start = "--exact does not go with" if trial.config.exact else "another number of ranks is another training with"
         raise ConfigError(
-            f"{start} a collective inside the task's `loss` ({mode.seen[0]}), which gathers what these ranks have: "
+            f"{start} a collective inside the task's `loss` ({mode.names[0]}), whose result depends on the ranks: "
             "write `outputs` and `step_loss`, which get all samples of a step"
         )

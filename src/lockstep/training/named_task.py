@@ -7,27 +7,27 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.config.cli import described
+from lockstep.config.cli import describe_preset
 from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config, flag
 from lockstep.config.sections import Data
 from lockstep.config.task_options import LIGHTNING, OWN, kind_of
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import PRESETS
-from lockstep.task import Task, adapted
-from lockstep.task_file import imported_class
+from lockstep.task import Task, as_task
+from lockstep.task_file import import_class
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, corpus_for, hub_task, loss_inside
 from lockstep.text.token_store import TokenizerToTrain
 
 __all__ = [
     "load_task",
-    "named_task",
-    "on_data",
+    "make_task",
+    "replace_data",
 ]
 
 
-_PLAIN = Config()
-# Module whose `make(config, say)` makes a task, imported on demand: each needs packages of its own.
+_DEFAULTS = Config()
+# Modules whose `make(config, say)` makes a task. Imported on demand, since each needs packages of its own.
 _MAKERS = {
     "images": "lockstep.tasks.images",
     "classification": "lockstep.tasks.classification",
@@ -35,10 +35,10 @@ _MAKERS = {
 }
 
 
-def named_task(config: Config, say: Callable[[str], None]) -> Task:
+def make_task(config: Config, say: Callable[[str], None]) -> Task:
     """Make the configured task: --task, or the named language model on its data.
 
-    Data that is not tokenized yet is prepared now.
+    Tokenizes the data if that was not done before.
 
     Raises:
         ConfigError: an unknown model, or one that the sequence length does not fit.
@@ -46,62 +46,65 @@ def named_task(config: Config, say: Callable[[str], None]) -> Task:
     """
     kind = kind_of(config.task)
     if kind == OWN:
-        return _own(config)
+        return _load_own(config)
     if kind in _MAKERS:
-        made: Task = importlib.import_module(_MAKERS[kind]).make(config, say)
-        return made
+        task: Task = importlib.import_module(_MAKERS[kind]).make(config, say)
+        return task
     if config.preset == "source":
-        say(described(config))
+        say(describe_preset(config))
     if is_hub_name(config.model_name) or (Path(config.model_name).expanduser() / "config.json").is_file():
         return hub_task(config, say)
-    return _built_in(config, say)
+    return _make_built_in(config, say)
 
 
-def load_task(named: str) -> Task:
-    """Load the task class that `FILE.py:CLASS` names, and construct it without arguments.
+def load_task(name: str) -> Task:
+    """Load the task class `FILE.py:CLASS`, and construct it without arguments.
 
     Raises:
         ConfigError: no such file or class, or it cannot be constructed without arguments.
     """
-    if named.startswith(LIGHTNING):
-        made: Task = importlib.import_module("lockstep.adapters.lightning.convert").load(named)
-        return made
-    kind = imported_class(named, "--task")
+    if name.startswith(LIGHTNING):
+        module: Task = importlib.import_module("lockstep.adapters.lightning.convert").load(name)
+        return module
+    kind = import_class(name, "--task")
     try:
         task = kind()
     except Exception as error:
-        raise ConfigError(f"--task '{named}': {kind.__name__}() failed ({error}); it must need no arguments") from error
-    return adapted(task)
+        raise ConfigError(f"--task '{name}': {kind.__name__}() failed ({error}); it must need no arguments") from error
+    return as_task(task)
 
 
-def on_data(task: Task, config: Config, name: str, say: Callable[[str], None]) -> Task:
-    """Give a language model's task other data, encoded with its own tokenizer.
+def replace_data(task: Task, config: Config, name: str, say: Callable[[str], None]) -> Task:
+    """Copy a language model's task with other data, encoded by its own tokenizer.
 
     Args:
-        config: the run's; its other settings of the data apply to its own hub dataset only.
+        config: of the run. Its data options for a hub dataset do not apply to the other data.
+        name: as for --dataset-name.
 
     Raises:
         ConfigError: the task is no built-in or hub language model.
         DataError: data that is missing, empty or too short.
     """
     if not isinstance(task, CausalLM | HubCausalLM):
-        raise ConfigError(f"--data {name}: the task {type(task).__name__} brings its data itself; leave --data out")
+        raise ConfigError(f"--data {name}: the task {type(task).__name__} has its own data; leave --data out")
     tokenizer, plain = task.corpus.tokenizer, Data()
-    own = {key: getattr(plain, key) for key in ("subset", "split", "revision", "text_column", "encoding")}
-    asked = dataclasses.replace(config, dataset_name=name, tokenizer="", data=dataclasses.replace(config.data, **own))
-    other = copy.copy(task)
-    other.corpus = corpus_for(asked, lambda: tokenizer, say).corpus
-    return other
+    defaults = {key: getattr(plain, key) for key in ("subset", "split", "revision", "text_column", "encoding")}
+    data = dataclasses.replace(config.data, **defaults)
+    config = dataclasses.replace(config, dataset_name=name, tokenizer="", data=data)
+    task = copy.copy(task)
+    task.corpus = corpus_for(config, lambda: tokenizer, say).corpus
+    return task
 
 
-def _own(config: Config) -> Task:
-    named = [flag(name) for name in ("model_name", "dataset_name") if getattr(config, name) != getattr(_PLAIN, name)]
-    if named:
-        raise ConfigError(f"--task {config.task} brings its model and its data: leave out {' and '.join(named)}")
+def _load_own(config: Config) -> Task:
+    names = ("model_name", "dataset_name")
+    flags = [flag(name) for name in names if getattr(config, name) != getattr(_DEFAULTS, name)]
+    if flags:
+        raise ConfigError(f"--task {config.task} has its own model and data: leave out {' and '.join(flags)}")
     return load_task(config.task)
 
 
-def _built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
+def _make_built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
     if config.model_name not in PRESETS:
         close = difflib.get_close_matches(config.model_name, PRESETS, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(PRESETS)}."
@@ -113,11 +116,11 @@ def _built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
         raise ConfigError(
             f"--seq-len {config.seq_len} is longer than the context of {config.model_name}, {preset.context}; lower it"
         )
-    chosen = corpus_for(config, lambda: TokenizerToTrain(config.data.vocab_size), say)
-    shape = dataclasses.replace(preset, vocab_size=chosen.corpus.vocab_size, dropout=config.model.dropout)
-    sources = {config.dataset_name: chosen.revision} if chosen.revision else None
+    choice = corpus_for(config, lambda: TokenizerToTrain(config.data.vocab_size), say)
+    shape = dataclasses.replace(preset, vocab_size=choice.corpus.vocab_size, dropout=config.model.dropout)
+    sources = {config.dataset_name: choice.revision} if choice.revision else None
     return CausalLM(
-        chosen.corpus,
+        choice.corpus,
         shape,
         sources,
         prompt=config.data.prompt,

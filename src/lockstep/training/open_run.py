@@ -1,10 +1,10 @@
-"""Lock the run directory, write metadata, open the sinks, load the checkpoint.
+"""Lock the run's folder, write metadata, open the sinks, load the checkpoint.
 
-    claimed(built)                      # rank 0 takes the folder
-    sinks = open_sinks(built)           # rank 0: what stands in it, and where records go
+    lock_folder(built)                  # on rank 0
+    sinks = open_sinks(built)           # on rank 0; cleans the folder and writes metadata
     load_state(built)                   # the checkpoint to resume from, or the weights of --init-from
 
-Tensors that are not finite at the start of a run are recorded, so that later checks do not blame a step for them.
+Tensors that are not finite when a run starts are recorded, so that later checks do not blame a step for them.
 """
 
 import logging
@@ -31,75 +31,73 @@ from lockstep.run_state import LauncherState, RunState
 from lockstep.tensors import local_of, not_finite
 from lockstep.training import run_dir
 from lockstep.training.build import Built
-from lockstep.training.resume import weights_in
-from lockstep.training.selection import brief
-from lockstep.training.trainable import train_now
+from lockstep.training.resume import find_weights
+from lockstep.training.selection import abbreviate_best
+from lockstep.training.trainable import restore_trained_set
 
 __all__ = [
-    "bad_parameters",
-    "claimed",
     "count_restarts",
+    "describe_ranks",
     "exempt_names",
+    "find_bad_parameters",
+    "find_bad_tensors",
     "load_state",
-    "not_finite_now",
+    "lock_folder",
     "open_sinks",
-    "where_not_finite",
 ]
 
 
 # --- tensors that are not finite
 
 
-def _note_first(built: Built) -> None:
-    """Record which tensors are not finite at the first start. Collective then."""
+def _record_bad_at_start(built: Built) -> None:
+    """Record which tensors are not finite when a new run starts. Collective then."""
     if built.state.not_finite_at_start is None:
         model = {f"model/{name}": each for name, each in built.model.state_dict().items() if isinstance(each, Tensor)}
-        built.state.not_finite_at_start = sorted(_gather(model | built.own_tensors, built.world))  # collective
+        built.state.not_finite_at_start = sorted(_gather_bad(model | built.own_tensors, built.world))  # collective
 
 
 def exempt_names(state: RunState, names: Iterable[str]) -> set[str]:
-    """Return the names among these whose tensors need not be finite."""
+    """Return which of these names belong to tensors that need not be finite."""
     return {*(state.not_finite_at_start or ())} | {name for name in names if name.startswith("kept.")}
 
 
-def not_finite_now(built: Built) -> dict[str, list[int]]:
+def find_bad_tensors(built: Built) -> dict[str, list[int]]:
     """Find tensors that should be finite and are not. Collective.
 
     Returns:
         name -> the ranks whose part is not finite.
     """
-    return _look(built, built.tensors())  # collective
+    return _find_bad(built, built.tensors())  # collective
 
 
-def bad_parameters(built: Built) -> dict[str, list[int]]:
-    """Find parameters that are not finite. Collective.
-
-    Only an update, or the caller, writes parameters.
+def find_bad_parameters(built: Built) -> dict[str, list[int]]:
+    """Find parameters that should be finite and are not. Collective.
 
     Returns:
         name -> the ranks whose part is not finite.
     """
-    return _look(built, {f"model/{name}": each for name, each in built.model.named_parameters()})  # collective
+    return _find_bad(built, {f"model/{name}": each for name, each in built.model.named_parameters()})  # collective
 
 
-def _look(built: Built, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+def _find_bad(built: Built, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     exempt = exempt_names(built.state, tensors)
-    return _gather({name: each for name, each in tensors.items() if name not in exempt}, built.world)  # collective
+    return _gather_bad({name: each for name, each in tensors.items() if name not in exempt}, built.world)  # collective
 
 
-def where_not_finite(found: Mapping[str, list[int]], world: World) -> str:
-    """Name the ranks that hold the first of these tensors; "" if all do."""
-    ranks = next(iter(found.values()))
+def describe_ranks(bad: Mapping[str, list[int]], world: World) -> str:
+    """Format the first tensor's ranks: ` on rank 1, rank 3`; "" for all."""
+    ranks = next(iter(bad.values()))
     return "" if len(ranks) == world.size else f" on {', '.join(map(rank_label, ranks))}"
 
 
-def _gather(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
+def _gather_bad(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
     local = {name: local_of(each) for name, each in tensors.items() if not each.is_meta and block_of(each) is not None}
-    found: dict[str, list[int]] = {}
+    bad: dict[str, list[int]] = {}
     for rank, names in enumerate(world.gather(not_finite(local))):  # collective
         for name in names:
-            found.setdefault(name, []).append(rank)
-    return dict(sorted(found.items()))
+            bad.setdefault(name, []).append(rank)
+    return dict(sorted(bad.items()))
 
 
 # --- folder, sinks, checkpoint
@@ -107,30 +105,30 @@ def _gather(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]
 _LOG = logging.getLogger("lockstep")
 
 
-def claimed(built: Built) -> None:
-    """Lock the run directory, on rank 0.
+def lock_folder(built: Built) -> None:
+    """Check that the run's folder is writable, and lock it. On rank 0.
 
     Raises:
         ConfigError: as `RunFolder.claim` and `check_writable`.
     """
     if built.world.is_main:
-        kept = [p for name, p in built.model.named_parameters() if f"model/{name}" not in built.base_names]
-        size = sum(p.numel() * p.element_size() for p in kept)
+        parameters = [p for name, p in built.model.named_parameters() if f"model/{name}" not in built.base_names]
+        size = sum(p.numel() * p.element_size() for p in parameters)
         saves = built.config.checkpoint.mode != "none"
         built.folder.check_writable(saves * (3 + bool(built.config.optim.ema)) * size)  # with AdamW's two moments
         built.folder.claim()
 
 
 def count_restarts(state: RunState) -> None:
-    """Update `restarts` of the state: restarts by a launcher after a failure, over all starts."""
-    job, now = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    known = state.job
-    before = known.restarts_before if job and known and known.id == job else state.restarts or 0
-    state.restarts, state.job = before + now, LauncherState(job, before)
+    """Count the launcher's restarts after failures, over all starts, in `state.restarts`."""
+    job, count = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    earlier = state.job
+    before = earlier.restarts_before if job and earlier and earlier.id == job else state.restarts or 0
+    state.restarts, state.job = before + count, LauncherState(job, before)
 
 
 def open_sinks(built: Built) -> Sinks:
-    """Clean the run directory, write its metadata, and open the sinks. On rank 0.
+    """Clean the run's folder, write its metadata, and open the sinks. On rank 0.
 
     Raises:
         ConfigError: a file of the folder cannot be written or read.
@@ -149,28 +147,28 @@ def _make_sinks(built: Built) -> Sinks:
     checkpoint.clean(folder.path)
     for each in (folder.path, folder.checkpoints):
         clean(each)
-    folder.forget_end()
-    folder.forget_trained(built.start)
+    folder.remove_end()
+    folder.drop_trained_after(built.start)
     folder.write("config.toml", cli.to_toml(config, own_task=built.own_task))
-    run_dir.write(folder.environment, run_dir.describe() | {"sources": dict(built.task.sources)})
+    run_dir.write_description(folder.environment, run_dir.describe_process() | {"sources": dict(built.task.sources)})
     evaluated = not built.state.evaluation_due
     metrics = retry_io(lambda: JsonLines(folder.metrics, built.start, evaluated=evaluated))
     earlier = retry_io(lambda: read(folder.metrics)) if built.start else []
     remote = remote_sinks(config, folder.path, built.start)
     sinks = Sinks([metrics, Console(built.last_step, built.start, built.task.item_name, earlier), *remote])
-    sinks.start(_described(built))
-    sinks.best(brief(built.state.selection.best))
+    sinks.start(_run_metadata(built))
+    sinks.best(abbreviate_best(built.state.selection.best))
     return sinks
 
 
-def _described(built: Built) -> dict[str, Any]:
-    """Return what a sink may store of the run's configuration, without secrets."""
+def _run_metadata(built: Built) -> dict[str, Any]:
+    """Return the run's configuration for the sinks, without secrets."""
     config, samples = built.config, built.run_plan.samples
     return masked(
         {
             "experiment": config.experiment_name,
             "args": built.arguments,
-            "training_data_size": built.run_plan.whole,
+            "training_data_size": built.run_plan.dataset_samples,
             "num_batches": -(-samples // config.batch_size),
             "world_size": built.world.size,
             "sources": dict(built.task.sources),
@@ -187,28 +185,28 @@ def load_state(built: Built) -> None:
     world = built.world
     if built.source:
         state = built.tensors()
-        if not built.state.plan.get("optim.ema"):  # --resume-anyway: the average starts at the weights
+        if not built.state.plan.get("optim.ema"):  # --resume-anyway added it: the average starts at the weights
             state = without_average(state)
         checkpoint.load(built.source, state, world, verified=True)  # collective
         built.load_state_dict(state)
         _LOG.info("resumed from %s, step %d of %d", built.source, built.start, built.run_plan.step_plan.steps)
     elif built.config.init_from:
-        _begin_from(built, Path(built.config.init_from).expanduser())
-    train_now(built.model, built.state)
-    _note_first(built)  # collective in a new run
+        _load_init_weights(built, Path(built.config.init_from).expanduser())
+    restore_trained_set(built.model, built.state)
+    _record_bad_at_start(built)  # collective in a new run
 
 
-def _begin_from(built: Built, path: Path) -> None:
-    source, verified = weights_in(path, built.world, _LOG.warning)  # collective
-    theirs = on_all_ranks(built.world, lambda: checkpoint.read_run_state(source).lora is not None)  # collective
-    if theirs and not built.base_names:
+def _load_init_weights(built: Built, path: Path) -> None:
+    source, verified = find_weights(path, built.world, _LOG.warning)  # collective
+    has_adapters = on_all_ranks(built.world, lambda: checkpoint.read_run_state(source).lora is not None)  # collective
+    if has_adapters and not built.base_names:
         raise CheckpointError(
-            f"--init-from {path} holds adapters alone: give --lora.rank too, or begin with the folder that `lockstep "
-            "export --format hf --merge` makes of them"
+            f"--init-from {path} has only adapters: give --lora.rank too, or the folder that `lockstep export --format "
+            "hf --merge` makes of them"
         )
-    if theirs or not built.base_names:  # otherwise these are the base's weights, which are loaded already
+    if has_adapters or not built.base_names:  # otherwise these are the base's weights, which are loaded already
         state = built.engine.state_dict()
-        begun = {name: t for name, t in state.items() if name.startswith("model/") and name not in built.base_names}
-        checkpoint.load(source, begun, built.world, verified=verified)  # collective
+        weights = {name: t for name, t in state.items() if name.startswith("model/") and name not in built.base_names}
+        checkpoint.load(source, weights, built.world, verified=verified)  # collective
         built.engine.load_state_dict(without_average(state))
     _LOG.info("a new run with the weights of %s", source)

@@ -1,15 +1,15 @@
-"""Trace the steps of `--profile 100:110` on every rank, and judge the traces.
+"""Trace the steps of `--profile 100:110` on every rank, and analyse the traces.
 
-    profiling = Profiling(built, make_clock(device), step_loader)       # its clock is the loop's
-    with profiling:
-        profiling.after(start)
+    profiler = StepProfiler(built, make_clock(device), step_loader)     # train with profiler.clock
+    with profiler:
+        profiler.after(start)
         for step in ...:
-            profiling.after(step)                   # after each step, on every rank
-        profiling.end()                             # a trace that the run's end cuts short is written too
+            profiler.after(step)                # after each step, on every rank
+        profiler.end()                          # writes a trace that the run's end cuts short
 
-Each rank writes RUN/profile/100-110/rank-R.json.gz, and rank 0 writes verdict.json there. Without `--profile` none of
-this runs and no marks are made. No number of a run depends on it. The costs that the verdict needs (optimizer, pages,
-events, threads, batches from loader processes) are measured here too.
+Each rank writes RUN/profile/100-110/rank-R.json.gz, and rank 0 writes verdict.json there. Without `--profile` nothing
+is traced or marked. No number of a run depends on it. The costs that the verdict needs (optimizer, pages, events,
+threads, batches from loader processes) are measured here too.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ from statistics import median
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.multiprocessing  # teaches ForkingPickler tensors
+import torch.multiprocessing  # registers tensors with ForkingPickler
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from lockstep.clock import Clock, MarkingClock, queued
+from lockstep.clock import Clock, MarkingClock, queue_seconds
 from lockstep.config.engine_options import ENGINES, own_options
-from lockstep.config.fields import range_of
+from lockstep.config.fields import parse_profile
 from lockstep.data.batches import StepLoader
 from lockstep.diagnose.profile.reading import ProfileTrace, ProfileTraceError, read
 from lockstep.diagnose.profile.verdict import ProfileVerdict, judged
@@ -48,24 +48,24 @@ from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
 from lockstep.errors import ConfigError
 from lockstep.training.build import Built
-from lockstep.training.recorder import memory
+from lockstep.training.recorder import peak_memory
 
 __all__ = [
-    "Profiling",
+    "StepProfiler",
     "check_range",
 ]
 
 
 # --- measured costs
 
-_TRIED = 1 << 21  # elements of the tensor whose optimizer update is timed
-_PAGES = 1 << 24  # bytes of pages to touch: more than a core's own caches
+_ELEMENTS = 1 << 21  # of the tensor whose optimizer update is timed
+_PAGE_BYTES = 1 << 24  # of pages to touch: more than a core's own caches
 _EVENTS = 400  # operations to time
-_SLEPT = 0.05  # seconds: a longer sleep slows the next step no further
-_UNIT = 128  # rows and columns of a layer to time after a sleep, small enough for malloc to reuse its memory
-_LAYERS = 64  # layers at most: more than a core's own caches
-_WIDE = 384  # rows and columns of the matrices that time threads
-_WHO = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # this thread only, on Linux
+_MAX_SLEEP = 0.05  # seconds: a longer sleep slows the next step no further
+_LAYER_SIZE = 128  # rows and columns of a layer to time after a sleep: small, so that malloc reuses its memory
+_LAYERS = 64  # most layers to time: more than a core's own caches
+_MATRIX_SIZE = 384  # rows and columns of the matrices that time threads
+_USAGE_SCOPE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # this thread only, on Linux
 
 
 class ThreadUsage(NamedTuple):
@@ -89,26 +89,29 @@ class ThreadUsage(NamedTuple):
 
     @classmethod
     def now(cls) -> "ThreadUsage":
-        found = resource.getrusage(_WHO)
-        busy, whole = 1e3 * time.thread_time(), 1e3 * time.process_time()
-        return cls(1e3 * found.ru_stime, found.ru_minflt, found.ru_majflt, busy, whole - busy, 1e3 * queued())
+        """Read the counters of this thread."""
+        usage = resource.getrusage(_USAGE_SCOPE)
+        thread, process = 1e3 * time.thread_time(), 1e3 * time.process_time()
+        return cls(
+            1e3 * usage.ru_stime, usage.ru_minflt, usage.ru_majflt, thread, process - thread, 1e3 * queue_seconds()
+        )
 
     @classmethod
-    def usual(cls, noted: Sequence["ThreadUsage"]) -> "ThreadUsage":
+    def median_step(cls, readings: Sequence["ThreadUsage"]) -> "ThreadUsage":
         """Return the median use of a step, from readings after each step.
 
         All 0 for less than two steps.
         """
-        steps = [[new - old for new, old in zip(*pair[::-1], strict=True)] for pair in pairwise(noted)]
+        steps = [[new - old for new, old in zip(*pair[::-1], strict=True)] for pair in pairwise(readings)]
         return cls(*(median(each) for each in zip(*steps, strict=True))) if len(steps) > 1 else cls()
 
     @classmethod
-    def least_busy(cls, noted: Sequence["ThreadUsage"]) -> float:
-        """Return the smallest `busy` of any step, in ms; 0 for less than two steps."""
-        steps = [new.busy - old.busy for old, new in pairwise(noted)]
+    def min_busy(cls, readings: Sequence["ThreadUsage"]) -> float:
+        """Return the smallest `busy` of a step, in ms; 0 for less than two steps."""
+        steps = [new.busy - old.busy for old, new in pairwise(readings)]
         return min(steps) if len(steps) > 1 else 0.0
 
-    def since(self, steps: int) -> dict[str, float]:
+    def mean_since(self, steps: int) -> dict[str, float]:
         """Return the mean use per step since this reading."""
         now = ThreadUsage.now()
         return {name: (new - old) / steps for name, new, old in zip(self._fields, now, self, strict=True)}
@@ -125,7 +128,7 @@ def _local_ranks(world_size: int) -> int:
 
 
 def _memory_free(world: World) -> int:
-    """Return free bytes of a CUDA device, or of this rank's part of the host."""
+    """Return the free bytes of a CUDA device, or this rank's share of the host's."""
     if world.device.type == "cuda":
         return int(torch.cuda.mem_get_info(world.device)[0])
     try:
@@ -137,58 +140,55 @@ def _memory_free(world: World) -> int:
 
 
 def fused_ns(device: torch.device) -> float:
-    """Measure fused AdamW, in nanoseconds per element; 0 if this device does not have it."""
+    """Measure fused AdamW, in nanoseconds per element; 0 if the device lacks it."""
     if device.type == "cpu":
-        held = mmap.mmap(-1, 16 * _TRIED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        tried, grad, first, second = torch.frombuffer(held, dtype=torch.float32).view(4, _TRIED).unbind()
-        tried = tried.detach().requires_grad_()
+        memory = mmap.mmap(-1, 16 * _ELEMENTS, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        weight, grad, first, second = torch.frombuffer(memory, dtype=torch.float32).view(4, _ELEMENTS).unbind()
+        weight = weight.detach().requires_grad_()
     else:
-        tried, grad = torch.zeros(_TRIED, device=device, requires_grad=True), torch.zeros(_TRIED, device=device)
+        weight, grad = torch.zeros(_ELEMENTS, device=device, requires_grad=True), torch.zeros(_ELEMENTS, device=device)
         first, second = torch.zeros_like(grad), torch.zeros_like(grad)
-    tried.grad = grad
+    weight.grad = grad
     best, clock = float("inf"), time.thread_time if device.type == "cpu" else time.perf_counter
     try:
-        optimizer = torch.optim.AdamW([tried], fused=True)
+        optimizer = torch.optim.AdamW([weight], fused=True)
         step = torch.zeros((), device=device)
-        optimizer.state[tried] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+        optimizer.state[weight] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
         for _ in range(4):
-            began = clock()
+            start = clock()
             optimizer.step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # waits for the device
-            best = min(best, clock() - began)
+            best = min(best, clock() - start)
     except RuntimeError:
         return 0.0
-    return 1e9 * best / _TRIED
+    return 1e9 * best / _ELEMENTS
 
 
 def page_us() -> float:
-    """Measure a new page of memory, in microseconds.
-
-    Includes zeroing it and giving it back.
-    """
+    """Measure a new page of memory, from its allocation to its release, in microseconds."""
     best, size = float("inf"), mmap.PAGESIZE
     for _ in range(3):
-        began = time.thread_time()
-        held = mmap.mmap(-1, _PAGES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        torch.frombuffer(held, dtype=torch.uint8).fill_(1)
-        held.close()
-        best = min(best, time.thread_time() - began)
-    return 1e6 * best * size / _PAGES
+        start = time.thread_time()
+        memory = mmap.mmap(-1, _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+        memory.close()
+        best = min(best, time.thread_time() - start)
+    return 1e6 * best * size / _PAGE_BYTES
 
 
 def operations_us() -> float:
     """Measure a small operation called from Python, in microseconds.
 
-    The increase under tracing is the cost of an event.
+    Its increase under a trace is the cost of an event.
     """
-    one, other = torch.zeros(1), torch.zeros(1)
+    total, number = torch.zeros(1), torch.zeros(1)
     best = float("inf")
     for _ in range(5):
-        began = time.thread_time()
+        start = time.thread_time()
         for _ in range(_EVENTS // 5):
-            one.add_(other)
-        best = min(best, time.thread_time() - began)
+            total.add_(number)
+        best = min(best, time.thread_time() - start)
     return 1e6 * best / (_EVENTS // 5)
 
 
@@ -199,51 +199,53 @@ def cold_ms(idle: float, parameters: int) -> float:
 
     Args:
         idle: milliseconds that a step of the run waits.
-        parameters: of the model; a small one has less to load again.
+        parameters: of the model; a small model has less to load into the caches.
     """
-    layers = min(max(parameters // (_UNIT * _UNIT), 2), _LAYERS)
-    held, size = mmap.mmap(-1, 16 * layers * _UNIT**2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), _UNIT**2
-    each = [
-        torch.frombuffer(held, dtype=torch.float32, count=size, offset=4 * size * place).view(_UNIT, _UNIT)
-        for place in range(4 * layers)
+    layers = min(max(parameters // (_LAYER_SIZE * _LAYER_SIZE), 2), _LAYERS)
+    size = _LAYER_SIZE**2
+    memory = mmap.mmap(-1, 16 * layers * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensors = [
+        torch.frombuffer(memory, dtype=torch.float32, count=size, offset=4 * size * k).view(_LAYER_SIZE, _LAYER_SIZE)
+        for k in range(4 * layers)
     ]
-    weights = [weight.requires_grad_() for weight in each[:layers]]
+    weights = [weight.requires_grad_() for weight in tensors[:layers]]
     optimizer = torch.optim.AdamW(weights, fused=True)
-    for weight, grad, first, second in zip(*(each[k * layers : (k + 1) * layers] for k in range(4)), strict=True):
+    for weight, grad, first, second in zip(*(tensors[k * layers : (k + 1) * layers] for k in range(4)), strict=True):
         weight.grad = grad
         optimizer.state[weight] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
     rounds = []
     with torch.enable_grad():
         for _ in range(9):
-            time.sleep(min(_SLEPT, 1e-3 * idle))
-            took = []
+            time.sleep(min(_MAX_SLEEP, 1e-3 * idle))
+            seconds = []
             for _ in range(3):
-                began = time.thread_time()
-                out = torch.ones(_UNIT // 4, _UNIT)
+                start = time.thread_time()
+                out = torch.ones(_LAYER_SIZE // 4, _LAYER_SIZE)
                 for weight in weights:
                     out = torch.relu(torch.mm(out, weight))
                 out.sum().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
-                took.append(time.thread_time() - began)
-            rounds.append(took[0] - took[2])
+                seconds.append(time.thread_time() - start)
+            rounds.append(seconds[0] - seconds[2])
     return max(0.0, 1e3 * median(rounds[1:]))
 
 
-def handed_ms(held: Any) -> float:
+def handover_ms(batch: Any) -> float:
     """Measure how long a loader process takes to hand over a batch, in milliseconds.
 
-    Measured with small tensors within this process: each tensor is a shared file, negotiated over a socket, which costs
-    most whatever the tensor holds.
+    Measured with small tensors within this process: each tensor is a shared file, which is negotiated over a socket.
+    That is most of the cost, at any size of the tensor.
     """
-    count, threads = len({tensor.untyped_storage().data_ptr() for tensor in _tensors(held)}), set(threading.enumerate())
+    count = len({tensor.untyped_storage().data_ptr() for tensor in _tensors(batch)})
+    threads = set(threading.enumerate())
     best = float("inf")
     try:
         for _ in range(5):
-            made = [torch.zeros(1) for _ in range(count)]
-            began = time.process_time()  # counts both threads: one waits for the other
-            pickle.loads(ForkingPickler.dumps(made))
-            best = min(best, time.process_time() - began)
-    except (OSError, RuntimeError):  # no room or file descriptors to share: a loader process would fail too
+            tensors = [torch.zeros(1) for _ in range(count)]
+            start = time.process_time()  # counts both threads: one waits for the other
+            pickle.loads(ForkingPickler.dumps(tensors))
+            best = min(best, time.process_time() - start)
+    except (OSError, RuntimeError):  # no memory or file descriptors to share: a loader process would fail too
         return 0.0
     finally:
         if set(threading.enumerate()) - threads:  # stop the sharing thread, which would wait for ever
@@ -252,99 +254,99 @@ def handed_ms(held: Any) -> float:
 
 
 def threads_gain(fewer: int) -> float:
-    """Measure how many times as fast small matrix products are with `fewer` threads.
+    """Measure how many times faster small matrix products are with `fewer` threads.
 
-    All processes of the host must call it at about the same time, since their interference is what it measures.
+    All processes of the host must call it at about the same time, since it measures their interference.
     """
-    now, took = torch.get_num_threads(), []
-    one, found = torch.ones(_WIDE, _WIDE), torch.empty(_WIDE, _WIDE)
+    now, seconds = torch.get_num_threads(), []
+    matrix, product = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE), torch.empty(_MATRIX_SIZE, _MATRIX_SIZE)
     try:
         for threads in (now, fewer):
             torch.set_num_threads(threads)
-            torch.mm(one, one, out=found)
-            began = time.perf_counter()
+            torch.mm(matrix, matrix, out=product)
+            start = time.perf_counter()
             for _ in range(20):
-                torch.mm(one, one, out=found)
-                found.add_(1.0)
-            took.append(time.perf_counter() - began)
+                torch.mm(matrix, matrix, out=product)
+                product.add_(1.0)
+            seconds.append(time.perf_counter() - start)
     finally:
         torch.set_num_threads(now)
-    return took[0] / took[1]
+    return seconds[0] / seconds[1]
 
 
-def positions(held: Any, items: float) -> tuple[int, float | Tensor]:
-    """Count the positions of a batch in host memory, and how many are empty.
+def positions(batch: Any, items: float) -> tuple[int, float | Tensor]:
+    """Count the positions of a batch in host memory, and the empty ones (padding).
 
-    The batch's `attention_mask` decides. Without one, positions are the entries of integer rows (tokens), and those
-    that are not items are empty, provided that there are more items than rows; otherwise the rows are the items.
+    By the batch's `attention_mask`. Without one, positions are the entries of integer rows (tokens), and those that are
+    not items are empty; but not if there are no more items than rows, since the rows are the items then.
 
     Returns:
         (positions, empty ones); (0, 0) if unknown.
     """
-    get = getattr(held, "get", None)
+    get = getattr(batch, "get", None)
     mask = get("attention_mask") if callable(get) else None
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return mask.numel(), int(mask.numel() - int(mask.count_nonzero()))
-    rows = [each for each in _tensors(held) if each.ndim == 2 and not each.is_floating_point()]
+    rows = [each for each in _tensors(batch) if each.ndim == 2 and not each.is_floating_point()]
     widest = max(rows, key=Tensor.numel, default=None)
     if widest is None or items <= len(widest) or items > widest.numel():
         return 0, 0
     return widest.numel(), widest.numel() - items
 
 
-def _tensors(held: Any) -> list[Tensor]:
-    if isinstance(held, Tensor):
-        return [held]
-    values = list(held.values()) if isinstance(held, dict) else held if isinstance(held, list | tuple) else []
+def _tensors(batch: Any) -> list[Tensor]:
+    if isinstance(batch, Tensor):
+        return [batch]
+    values = list(batch.values()) if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else []
     return [tensor for value in values for tensor in _tensors(value)]
 
 
 # --- traces
 
-_PLAIN = 11  # readings of the system's use before the trace
-_IDLE = 1.0  # milliseconds that a step waits, above which the cost of cold caches is measured
+_UNTRACED_READINGS = 11  # readings of the thread's usage before the trace
+_MIN_IDLE = 1.0  # milliseconds: the cost of cold caches is measured if a step waits longer
 _LOG = logging.getLogger("lockstep")
 
 
 def _folder_of(built: Built) -> Path:
-    """Return the folder of the traces of `--profile`."""
-    first, last = range_of(built.config.profile) or (0, 0)
+    """Return the folder of the traces."""
+    first, last = parse_profile(built.config.profile) or (0, 0)
     return built.folder.path / "profile" / f"{first}-{last}"
 
 
 def check_range(built: Built) -> None:
     """Raise ConfigError if `--profile` ends after the run, or its folder is not writable."""
-    found, whole = range_of(built.config.profile), built.run_plan.step_plan.steps
-    if found is None:
+    span, total = parse_profile(built.config.profile), built.run_plan.step_plan.steps
+    if span is None:
         return
-    if found[1] > whole:
+    if span[1] > total:
         raise ConfigError(
-            f"--profile {built.config.profile} reaches past the run's end: it has {whole} steps; choose others"
+            f"--profile {built.config.profile} ends after the run, which has {total} steps; choose earlier steps"
         )
-    if not built.world.is_main or found[1] <= built.start:
+    if not built.world.is_main or span[1] <= built.start:
         return
     folder = _folder_of(built)
-    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"--profile: cannot write to {above}; make it writable, or leave --profile out")
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--profile: cannot write to {parent}; make it writable, or leave --profile out")
 
 
-class Profiling:
-    """Trace the requested steps. Its constructor is not collective.
+class StepProfiler:
+    """Profiler of the steps of `--profile`. Its constructor is not collective.
 
     Attributes:
-        clock: the run's clock: the given one, which also makes marks if steps are to be traced.
+        clock: the clock to train with: the constructor's, with marks for the trace if there is one.
     """
 
     def __init__(self, built: Built, clock: Clock, step_loader: StepLoader) -> None:
         self._built, self._step_loader = built, step_loader
-        self._range = range_of(built.config.profile)
-        self._marks = MarkingClock(clock) if self._range else None
+        self._span = parse_profile(built.config.profile)
+        self._marks = MarkingClock(clock) if self._span else None
         self.clock: Clock = self._marks or clock
         self._profiler: Any = None
         self._first = self._done = 0  # the first traced step, and the last step that finished
         self._usage, self._costs = ThreadUsage(), dict[str, Any]()
-        self._plain: deque[ThreadUsage] = deque(maxlen=_PLAIN)
+        self._untraced: deque[ThreadUsage] = deque(maxlen=_UNTRACED_READINGS)
         self._traced: list[ThreadUsage] = []
         self._padding: list[Any] = []
 
@@ -352,7 +354,7 @@ class Profiling:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Drop an unfinished trace: a run that ends in the middle writes none."""
+        """Drop an unfinished trace."""
         if self._profiler is not None and self._marks:
             with contextlib.suppress(RuntimeError):
                 self._marks.end()
@@ -361,29 +363,29 @@ class Profiling:
             self._profiler, self._first = None, 0
 
     def after(self, done: int) -> float:
-        """Start or end the trace if it is due after `done` steps.
+        """Start or end the trace if that is due after `done` steps.
 
-        Collective after the last step of the range.
+        Collective after the last step of the trace.
 
         Returns:
-            Seconds that this took.
+            The seconds that this took.
         """
-        if self._range is None or done > self._range[1]:
+        if self._span is None or done > self._span[1]:
             return 0.0
-        began, (first, last) = time.perf_counter(), self._range
+        start, (first, last) = time.perf_counter(), self._span
         if self._first:
             self._done = done
             self._traced.append(ThreadUsage.now())
             self._padding += [positions(batch.held, batch.items) for batch in self._step_loader.present if batch.weight]
         if done < first - 1:
-            self._plain.append(ThreadUsage.now())
+            self._untraced.append(ThreadUsage.now())
         if done == last:
             self.end()
-        elif done >= first - 2 and self._profiler is None:  # the step before the range warms the profiler up
+        elif done >= first - 2 and self._profiler is None:  # torch's profiler warms up in the step before the trace
             self._prepare()
         if first - 1 <= done < last and not self._first:
             self._begin(done + 1)
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     def end(self) -> None:
         """Write the trace in progress, if there is one. Collective then."""
@@ -391,10 +393,11 @@ class Profiling:
             return
         if self._done >= self._first:
             self._finish(self._marks)
-        else:  # no step followed its start
+        else:  # the trace has no step
             self.__exit__()
 
     def _prepare(self) -> None:
+        """Measure costs, and make torch's profiler."""
         device = self._built.world.device
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
         self._costs = {"fused_ns": fused_ns(device), "page_us": page_us(), "threads": torch.get_num_threads()}
@@ -402,14 +405,14 @@ class Profiling:
         fewer = max(1, cores() // ranks)
         if device.type == "cpu" and torch.get_num_threads() * ranks > cores() and torch.get_num_threads() > fewer:
             self._costs["fewer_threads"] = {"count": fewer, "gain": threads_gain(fewer)}
-        if device.type == "cpu" and self._marks and len(self._plain) > 2:
-            usual = ThreadUsage.usual(self._plain)
-            idle = 1e3 * median(self._marks.plain) - usual.busy - usual.queued
+        if device.type == "cpu" and self._marks and len(self._untraced) > 2:
+            step = ThreadUsage.median_step(self._untraced)
+            idle = 1e3 * median(self._marks.untraced) - step.busy - step.queued
             parameters = sum(p.numel() for p in self._built.model.parameters() if p.requires_grad)
-            self._costs |= {"idle_ms": idle, "cold_ms": cold_ms(idle, parameters) if idle > _IDLE else 0.0}
+            self._costs |= {"idle_ms": idle, "cold_ms": cold_ms(idle, parameters) if idle > _MIN_IDLE else 0.0}
         if device.type == "cpu" and not self._built.config.data.workers:
-            self._costs["handed_ms"] = sum(handed_ms(batch.held) for batch in self._step_loader.present[:1])
-        with _quiet():
+            self._costs["handed_ms"] = sum(handover_ms(batch.held) for batch in self._step_loader.present[:1])
+        with _silence_stderr():
             self._profiler = profile(activities=activities)
             self._profiler.prepare_trace()
 
@@ -418,7 +421,7 @@ class Profiling:
         if self._built.world.device.type == "cuda":
             torch.cuda.synchronize(self._built.world.device)  # waits for the device: the trace starts here
         plain = operations_us()
-        with _quiet():
+        with _silence_stderr():
             self._profiler.start_trace()
         self._costs["event_us"] = max(0.0, operations_us() - plain)
         self._first, self._padding, self._usage = number, [], ThreadUsage.now()
@@ -426,34 +429,34 @@ class Profiling:
         self._marks.trace(number)
 
     def _finish(self, marks: MarkingClock) -> None:
-        """Write, read and judge the traces. Collective.
+        """Write, read and analyse the traces. Collective.
 
-        If the file system refuses, the verdict is lost; the run goes on.
+        If the file system refuses, there is no verdict, and the run continues.
         """
-        world, trace, why = self._built.world, dict[str, Any](), ""
+        world, trace, problem = self._built.world, dict[str, Any](), ""
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)  # waits for the device: the trace ends here
         marks.end()
         profiler, self._profiler = self._profiler, None
-        with _quiet():
-            profiler.add_metadata_json("lockstep", json.dumps(self._about(marks)))
+        with _silence_stderr():
+            profiler.add_metadata_json("lockstep", json.dumps(self._facts(marks)))
             profiler.stop_trace()
         self._first = 0
         path = _folder_of(self._built) / f"rank-{world.rank}.json.gz"
         try:
-            _export(profiler, path)
+            _export_trace(profiler, path)
             trace = read(path).packed
         except (OSError, RuntimeError, ProfileTraceError) as error:
-            why = f"{rank_label(world.rank)}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        found = world.gather([trace, why])  # collective
-        problems = [each for _, each in found if each]
+            problem = f"{rank_label(world.rank)}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        results = world.gather([trace, problem])  # collective
+        problems = [each for _, each in results if each]
         if world.is_main:
             if problems:
                 _LOG.warning("--profile %s: no verdict: %s", self._built.config.profile, problems[0])
             else:
-                self._tell(judged([ProfileTrace.unpacked(each) for each, _ in found]), path.parent)
+                self._log_verdict(judged([ProfileTrace.unpacked(each) for each, _ in results]), path.parent)
 
-    def _tell(self, verdict: ProfileVerdict, folder: Path) -> None:
+    def _log_verdict(self, verdict: ProfileVerdict, folder: Path) -> None:
         for line in str(verdict).splitlines():
             _LOG.info("%s", line)
         try:
@@ -462,18 +465,15 @@ class Profiling:
         except OSError as error:
             _LOG.warning("--profile: %s: %s", folder, error.strerror or error)
 
-    def _about(self, marks: MarkingClock) -> dict[str, Any]:
-        """Return the facts that the verdict needs and the events do not hold."""
+    def _facts(self, marks: MarkingClock) -> dict[str, Any]:
+        """Return the facts that the verdict needs in addition to the trace's events."""
         built, world, count = self._built, self._built.world, self._done - self._first + 1
         config, engine = built.config, name_of(built.config.engine, built.world)
         trained = [p for p in built.model.parameters() if p.requires_grad]
-        usage, plain, within = (
-            self._usage.since(count),
-            ThreadUsage.least_busy(self._plain),
-            ThreadUsage.least_busy(self._traced),
-        )
-        # The trace's own allocations fragment memory and add page faults: take the untraced number.
-        usage["minor"] = min(usage["minor"], ThreadUsage.usual(self._plain).minor)
+        usage = self._usage.mean_since(count)
+        plain, within = ThreadUsage.min_busy(self._untraced), ThreadUsage.min_busy(self._traced)
+        # The trace's own allocations fragment memory and add page faults, so the untraced number is used.
+        usage["minor"] = min(usage["minor"], ThreadUsage.median_step(self._untraced).minor)
         return {
             "rank": world.rank,
             "world_size": world.size,
@@ -490,23 +490,23 @@ class Profiling:
             "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
             "parameters": sum(p.numel() for p in trained),
             **self._costs,
-            "untraced_ms": 1e3 * median(marks.plain) if marks.plain else None,
+            "untraced_ms": 1e3 * median(marks.untraced) if marks.untraced else None,
             "tracing_ms": max(0.0, within - plain) if plain and within else None,
-            "cpu": {part: 1e3 * spent / count for part, spent in marks.computed.items()},
-            "queued": {part: 1e3 * spent / count for part, spent in marks.queued.items()},
+            "cpu": {part: 1e3 * spent / count for part, spent in marks.cpu_seconds.items()},
+            "queued": {part: 1e3 * spent / count for part, spent in marks.queue_seconds.items()},
             "queued_by_step": [new.queued - old.queued for old, new in pairwise(self._traced)],
             "usage": usage,
             "padding": {
-                "positions": sum(whole for whole, _ in self._padding),
+                "positions": sum(count for count, _ in self._padding),
                 "empty": sum(int(empty) for _, empty in self._padding),
             },
             "memory_free": _memory_free(world),
-            "memory_used": memory(world.device),
+            "memory_used": peak_memory(world.device),
             "options": built.arguments,
         }
 
 
-def _export(profiler: Any, path: Path) -> None:
+def _export_trace(profiler: Any, path: Path) -> None:
     """Write the trace atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.parent / f".tmp-{secrets.token_hex(4)}.json.gz"
@@ -518,17 +518,17 @@ def _export(profiler: Any, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Kineto, which writes its own lines to the process's standard error."""
+def _silence_stderr() -> Iterator[None]:
+    """Silence Kineto, which writes to the process's standard error."""
     with contextlib.ExitStack() as stack:
         try:
-            kept = os.dup(2)
+            stderr = os.dup(2)
         except OSError:  # closed
             yield
             return
-        stack.callback(os.close, kept)
+        stack.callback(os.close, stderr)
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, 2)
         os.close(sink)
-        stack.callback(os.dup2, kept, 2)
+        stack.callback(os.dup2, stderr, 2)
         yield

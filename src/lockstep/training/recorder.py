@@ -1,11 +1,12 @@
-"""Record, evaluate and save after a step, and write the summary at the end.
+"""Write a run's records, evaluations, checkpoints and summary.
 
-    books = RunRecorder(built, meter, sinks, exchange, timeline)
-    books.expect(record)            # where its numbers are still on the device
-    ...
-    books.log(record)               # the window's record, where one ends with this step
+    recorder = RunRecorder(built, meter, sinks, exchange, timeline)
+    recorder.expect(record)         # the step's numbers are still on the device
+    recorder.log(record)            # writes a record if a window ends with this step
+    recorder.evaluate(done)
+    recorder.save(done)
 
-`Meter` collects the steps of a window, whose record is written every `--log-freq` steps.
+A window is `--log-freq` steps. `Meter` collects their numbers.
 """
 
 import dataclasses
@@ -25,27 +26,34 @@ from lockstep import checkpoint
 from lockstep.checkpoint.check import not_finite_line
 from lockstep.checkpoint.layout import Share
 from lockstep.checkpoint.read import AVERAGE
-from lockstep.clock import Clock, marked
+from lockstep.clock import Clock, trace_mark
 from lockstep.distributed.exchange import SAVE_FAILED, StepExchange
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import at_rest
 from lockstep.engines.ema import averaged
 from lockstep.engines.registry import name_of
-from lockstep.errors import LockstepError, PeerError, StorageError, said
+from lockstep.errors import LockstepError, PeerError, StorageError, name_settings
 from lockstep.guards.nonfinite import ReadStep
 from lockstep.guards.samples import loading_failures
 from lockstep.logging import Sinks
-from lockstep.records import TRAIN, EvaluationRecord, StepRecord, expanded, mean_numbers, merged_sums
+from lockstep.records import TRAIN, EvaluationRecord, StepRecord, exact_sums, mean_numbers, merge_sums
 from lockstep.report.goodput import EVALUATION, SAVES, Timeline, waits
 from lockstep.run_state import RunningSums, RunState
 from lockstep.training.build import Built
 from lockstep.training.evaluation import all_numbers, evaluate_all
-from lockstep.training.open_run import exempt_names, not_finite_now, where_not_finite
+from lockstep.training.open_run import describe_ranks, exempt_names, find_bad_tensors
 from lockstep.training.run_dir import RunFolder
-from lockstep.training.selection import brief, judged, looked_at, out_of_patience, shown, stopped_by
-from lockstep.training.session import kept
-from lockstep.training.trainable import note
+from lockstep.training.selection import (
+    abbreviate_best,
+    describe_best,
+    explain_early_stop,
+    out_of_patience,
+    select_best,
+    update_plateau,
+)
+from lockstep.training.session import hook_state
+from lockstep.training.trainable import store_trained_set
 from lockstep.transforms.precision import eager
 
 __all__ = [
@@ -53,8 +61,8 @@ __all__ = [
     "EXIT_SAVED",
     "Meter",
     "RunRecorder",
-    "losses_text",
-    "memory",
+    "describe_lost_ranks",
+    "peak_memory",
 ]
 
 
@@ -62,7 +70,7 @@ __all__ = [
 
 
 class _PendingStep(NamedTuple):
-    """Numbers of a step until it is recorded.
+    """Numbers of a step until its window is recorded.
 
     They are floats, since small tensors would fragment the heap.
     """
@@ -75,14 +83,14 @@ class _PendingStep(NamedTuple):
 
 
 class Meter:
-    """Losses and numbers of the steps since the last record. Waits for no device.
+    """Losses and numbers of the steps since the last record. Never waits for the device.
 
     Args:
         exchange: sums them over the ranks.
-        clock: measures where the time goes.
-        device: whose memory is reported.
-        running: sum of the losses of the window's steps that an earlier process took.
-        missed: how many of those had no finite loss, and so are not in the sum.
+        clock: measures the parts of a step.
+        device: its memory is reported.
+        running_loss: sum of the losses of steps that an earlier process trained in this window.
+        non_finite: number of those steps whose loss is not finite, and so not in the sum.
         numbers: exact sums of the task's own numbers in those steps, by name.
     """
 
@@ -91,118 +99,119 @@ class Meter:
         exchange: StepExchange,
         clock: Clock,
         device: torch.device,
-        running: float = 0.0,
-        missed: int = 0,
+        running_loss: float = 0.0,
+        non_finite: int = 0,
         numbers: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         self._exchange, self._clock, self._device = exchange, clock, device
-        self.running_loss, self.missed = running, missed
+        self.running_loss, self.non_finite = running_loss, non_finite
         self.numbers = {name: list(sums) for name, sums in (numbers or {}).items()}
-        self._kept: list[_PendingStep] = []
+        self._pending: list[_PendingStep] = []
         self.skipped_steps = 0  # since this start
-        self._spent: dict[str, float] | None = None  # seconds by part, without the first window, which has the start
-        self._items, self._since = 0.0, time.perf_counter()
+        self._seconds: dict[str, float] | None = None  # by part, without the first window, which includes the start
+        self._items, self._window_start = 0.0, time.perf_counter()
 
     def add(self, step: ReadStep) -> None:
         """Add a step whose numbers have been read."""
-        self._kept.append(_PendingStep(step.losses, step.norm, step.record.items, step.numbers, step.gradients))
+        self._pending.append(_PendingStep(step.losses, step.norm, step.record.items, step.numbers, step.gradients))
         self._items += step.record.items
         applied, limit = step.record.applied, step.record.limit
         self.skipped_steps += not (step.norm < limit if applied is None else applied)  # None: the device decided
 
-    def settle(self) -> dict[str, float]:
+    def flush(self) -> dict[str, float]:
         """Add the pending steps to `running_loss` and `numbers`. Collective.
 
-        The losses are means over all ranks. Each step's sums are formed in float64, where the order of a few float32
-        terms does not show. A step whose loss is not finite is counted in `missed` instead: the guards report it, and a
-        step that is left out must not make the window's mean NaN. Its other numbers are left out with it.
+        The losses are means over all ranks. A step's sum is formed in float64, where the order of a few float32 terms
+        does not matter. A step whose loss is not finite is left out and counted in `non_finite`: the guards report it,
+        and it must not make the window's mean NaN.
 
         Returns:
-            grad_norm of the last step, and gradients/NAME if it measured them.
+            grad_norm of the last step, and gradients/NAME if the step measured them.
         """
-        steps, self._kept = self._kept, []
+        steps, self._pending = self._pending, []
         if not steps:
             return {"grad_norm": math.nan}
-        sums, counted = [math.fsum(step.losses) for step in steps], list[_PendingStep]()
+        sums, finite = [math.fsum(step.losses) for step in steps], list[_PendingStep]()
         for step, total in zip(steps, self._exchange.totals(sums), strict=True):
             loss = total / (step.items or 1)
             if math.isfinite(loss):
                 self.running_loss += loss
-                counted.append(step)
+                finite.append(step)
             else:
-                self.missed += 1
+                self.non_finite += 1
         if names := list(dict.fromkeys(name for step in steps for name in step.numbers)):  # the same on every rank
-            self._add_numbers(names, counted)
+            self._add_numbers(names, finite)
         last = steps[-1]
         return {"grad_norm": last.norm, **{f"gradients/{name}": norm for name, norm in last.gradients.items()}}
 
     def _add_numbers(self, names: list[str], steps: list[_PendingStep]) -> None:
-        """Add these steps' numbers over all ranks. Collective."""
-        own = [expanded([part for step in steps for part in step.numbers.get(name, ())]) for name in names]
+        """Add the numbers of these steps, summed over all ranks. Collective."""
+        own = [exact_sums([part for step in steps for part in step.numbers.get(name, ())]) for name in names]
         rows = self._exchange.rows([value for six in own for value in six])  # collective
-        for place, name in enumerate(names):
-            at = 6 * place
+        for index, name in enumerate(names):
+            at = 6 * index
             parts = [self.numbers.get(name, [0.0] * 6), *(row[at : at + 6] for row in rows)]
-            self.numbers[name] = merged_sums(parts)
+            self.numbers[name] = merge_sums(parts)
 
     def read(self, log_freq: int) -> dict[str, Any]:
         """Return the window's record, and begin a new window. Collective.
 
         Returns:
-            running_loss, grad_norm, items_per_second, memory (bytes), time/... (milliseconds), skipped_steps if there
-            were any, then train/NAME, the task's own numbers, and gradients/NAME, if there are any.
+            running_loss, grad_norm, items_per_second, memory (bytes), time/PART (milliseconds), skipped_steps if any,
+            and where there are any train/NAME (the task's own numbers) and gradients/NAME.
         """
-        norms = self.settle()
+        norms = self.flush()
         laps = self._clock.read()
-        if self._spent is None:
-            self._spent = {}
+        if self._seconds is None:
+            self._seconds = {}
         else:
-            self._took("steps", 1e-3 * log_freq * sum(laps.values()))
+            self._add_seconds("steps", 1e-3 * log_freq * sum(laps.values()))
             for name in ("data", "exchange"):
-                self._took(name, 1e-3 * log_freq * laps.get(name, 0.0))
+                self._add_seconds(name, 1e-3 * log_freq * laps.get(name, 0.0))
         now = time.perf_counter()
-        found = {
-            "running_loss": self.running_loss / (log_freq - self.missed) if self.missed < log_freq else math.nan,
+        count = log_freq - self.non_finite
+        record = {
+            "running_loss": self.running_loss / count if count > 0 else math.nan,
             "grad_norm": norms.pop("grad_norm"),
-            "items_per_second": self._items / max(now - self._since, 1e-9),
-            "memory": memory(self._device),
-            **{f"time/{name}": spent for name, spent in laps.items()},
+            "items_per_second": self._items / max(now - self._window_start, 1e-9),
+            "memory": peak_memory(self._device),
+            **{f"time/{name}": milliseconds for name, milliseconds in laps.items()},
             "time/total": sum(laps.values()),
         }
         if self.skipped_steps:
-            found["skipped_steps"] = self.skipped_steps
-        found |= {f"{TRAIN}{name}": value for name, value in mean_numbers(self.numbers).items()} | norms
-        self.running_loss, self.missed, self._items, self._since = 0.0, 0, 0, now
+            record["skipped_steps"] = self.skipped_steps
+        record |= {f"{TRAIN}{name}": value for name, value in mean_numbers(self.numbers).items()} | norms
+        self.running_loss, self.non_finite, self._items, self._window_start = 0.0, 0, 0, now
         self.numbers = {}
-        return found
+        return record
 
     def pause(self, seconds: float, part: str = "") -> None:
         """Exclude `seconds` from the throughput.
 
         Args:
-            part: what they were spent on: "evaluation", "saves" or "".
+            part: "evaluation" or "saves", which are summed in `seconds`; "": anything else.
         """
-        self._since += seconds
-        self._took(part, seconds)
+        self._window_start += seconds
+        self._add_seconds(part, seconds)
 
     @property
-    def spent(self) -> dict[str, float]:
-        """Seconds since the first record: `steps`, of them `data` and `exchange`, and `evaluation` and `saves`."""
-        return dict(self._spent or {})
+    def seconds(self) -> dict[str, float]:
+        """Seconds since the first record: `steps` (with `data` and `exchange`), `evaluation` and `saves`."""
+        return dict(self._seconds or {})
 
-    def _took(self, part: str, seconds: float) -> None:
-        if self._spent is not None and part:
-            self._spent[part] = self._spent.get(part, 0.0) + seconds
+    def _add_seconds(self, part: str, seconds: float) -> None:
+        if self._seconds is not None and part:
+            self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
 
-def memory(device: torch.device) -> int:
-    """Return peak bytes: allocated on a CUDA device, otherwise resident in this process."""
+def peak_memory(device: torch.device) -> int:
+    """Return the peak in bytes: allocated on a CUDA device, else resident in this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
-    except (OSError, IndexError, ValueError):  # not Linux; there the peak may include the parent's
+    except (OSError, IndexError, ValueError):  # not Linux; getrusage may include the parent's peak
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
@@ -211,19 +220,23 @@ def memory(device: torch.device) -> int:
 
 _LOG = logging.getLogger("lockstep")
 EXIT_INTERRUPTED, EXIT_SAVED = 130, 75
-_TROUBLES = ("loading/retries", "loading/left_out", "loading/restarts", "steps_left_out")
+_REPAIR_COUNTS = ("loading/retries", "loading/left_out", "loading/restarts", "steps_left_out")
 
 
 class RunRecorder:
     """Writer of a run's records, evaluations, checkpoints and summary.
 
-    Every rank calls each method at the same steps; only rank 0 writes records.
+    All ranks call each method at the same steps; only rank 0 writes records.
+
+    Args:
+        survives_loss: the run continues without a lost rank.
+        lost_ranks: a description of the ranks lost so far, for the summary; "": none.
 
     Attributes:
-        saved: step of the newest checkpoint that was begun; without checkpoints, the step up to which the run's state
-            is current.
+        saved_step: step of the newest save, begun or complete; with `--checkpoint.mode none` the step of the run's
+            state.
         saver: writes the checkpoints.
-        is_best: whether the last evaluation was the run's best.
+        is_best: the last evaluation is the run's best.
     """
 
     def __init__(
@@ -234,48 +247,48 @@ class RunRecorder:
         exchange: StepExchange,
         timeline: Timeline,
         *,
-        outlives: bool = False,
-        losses: str = "",
+        survives_loss: bool = False,
+        lost_ranks: str = "",
     ) -> None:
         self._timeline = timeline
         self._built, self._meter, self._sinks, self._exchange = built, meter, sinks, exchange
-        self._outlives = outlives  # the run continues without a lost rank
-        self.losses = losses
-        keep = built.config.checkpoint
-        self._saves = keep.mode != "none"
+        self._survives_loss = survives_loss
+        self.lost_ranks = lost_ranks
+        options = built.config.checkpoint
+        self._saves = options.mode != "none"
         self.saver = checkpoint.Saver(
             built.world,
-            background=keep.mode == "async",
-            policy=keep.on_failure,
+            background=options.mode == "async",
+            policy=options.on_failure,
             on_failure=partial(exchange.stop, SAVE_FAILED),
         )  # collective
-        sinks.flush()  # records that waited for steps of the lost ranks
-        self._began = time.perf_counter()
+        sinks.flush()  # records delayed by the lost ranks
+        self._start = time.perf_counter()
         self._engine_name = name_of(built.config.engine, built.world)
-        self.saved = built.start
+        self.saved_step = built.start
         self.is_best = False
 
-    def _due(self, record: StepRecord) -> bool:
+    def _ends_window(self, record: StepRecord) -> bool:
         return (record.step + 1) % self._built.config.log_freq == 0
 
     def expect(self, record: StepRecord) -> None:
-        """Hold back further records until the step's delayed record is written."""
-        if self._due(record) and self._built.world.is_main:
+        """Hold back other records until the delayed record of this step is written."""
+        if self._ends_window(record) and self._built.world.is_main:
             self._sinks.expect()
 
     def log(self, record: StepRecord) -> None:
-        """Write a record of the window if it ends with this step. Collective."""
-        if self._due(record):
-            with marked("record"):
+        """Write the window's record if it ends with this step. Collective."""
+        if self._ends_window(record):
+            with trace_mark("record"):
                 self._log(record)
 
     def _log(self, record: StepRecord) -> None:
         built = self._built
         place = built.run_plan.place(record.step + 1)
-        found = self._meter.read(built.config.log_freq)
-        bad = self._troubles()
+        numbers = self._meter.read(built.config.log_freq)
+        repairs = self._repair_counts()
         if built.balancer:
-            found["shares"] = ",".join(map(str, built.batches.sharing.at(record.step).slots))
+            numbers["shares"] = ",".join(map(str, built.batches.sharing.at(record.step).slots))
         if built.world.is_main:
             position = {
                 "global_step": place.global_step,
@@ -283,29 +296,29 @@ class RunRecorder:
                 "epoch_progress": place.epoch_progress,
                 "num_batches_remaining": place.num_batches_remaining,
             }
-            self._sinks.arrived({**position, "lr": built.lr * record.factor, **found, **bad})
+            self._sinks.arrived({**position, "lr": built.lr * record.factor, **numbers, **repairs})
 
-    def _troubles(self) -> dict[str, float]:
-        """Return counts of repaired failures so far, over all ranks; {} if there were none. Collective."""
+    def _repair_counts(self) -> dict[str, float]:
+        """Return the counts of repaired failures so far that are not 0, over all ranks. Collective."""
         counts = [
             *self._exchange.totals(loading_failures(self._built.loaders)),
             float(self._built.state.steps_left_out or 0),
         ]
-        return {name: count for name, count in zip(_TROUBLES, counts, strict=True) if count}
+        return {name: count for name, count in zip(_REPAIR_COUNTS, counts, strict=True) if count}
 
     def evaluate(self, done: int) -> EvaluationRecord | None:
         """Evaluate after `done` steps, and update `is_best`. Collective.
 
         Returns:
-            The record; None without an evaluation set.
+            The record; None if the task has no evaluation set.
         """
-        built, began = self._built, time.perf_counter()
+        built, start = self._built, time.perf_counter()
         if not built.evaluation:
             return None
         self._exchange.progress.at(done, EVALUATING)
-        self.saver.order()  # the averaged weights replace the others: their copy must come first
+        self.saver.order()  # averaged weights replace the model's: a running save must copy those first
         with self._timeline.during(EVALUATION), averaged(built.engine):
-            found = evaluate_all(
+            evaluation = evaluate_all(
                 built.engine,
                 built.task,
                 built.evaluation,
@@ -315,93 +328,93 @@ class RunRecorder:
                 progress=lambda *evaluated: self._sinks.progress(done, evaluated),
             )
         if built.world.is_main:
-            numbers = {f"evaluation/{name}": value for name, value in all_numbers(found).items()}
+            numbers = {f"evaluation/{name}": value for name, value in all_numbers(evaluation).items()}
             self._sinks.log({"global_step": done, **numbers})
-        self._meter.pause(time.perf_counter() - began, "evaluation")
+        self._meter.pause(time.perf_counter() - start, "evaluation")
         selection = built.state.selection
-        self.is_best = judged(built.config, selection, found)  # the same on every rank, as the record is
-        looked_at(built.config, selection, better=self.is_best)
+        self.is_best = select_best(built.config, selection, evaluation)  # the same on every rank, as the record is
+        update_plateau(built.config, selection, better=self.is_best)
         if built.world.is_main:
-            self._sinks.best(brief(selection.best))
+            self._sinks.best(abbreviate_best(selection.best))
             built.folder.write_evaluated(done, selection)
-        return found
+        return evaluation
 
     def prepare(self) -> None:
-        """Allocate the host memory of the first save in the background. Every rank calls it."""
+        """Allocate the host memory of the first save in the background. All ranks call it."""
         if self._built.config.checkpoint.mode == "async" and self._built.world.device.type == "cuda":
             self.saver.prepare(self._built.tensors())
 
     def save_due(self, done: int) -> bool:
-        """Return whether a periodic checkpoint follows `done` steps."""
+        """Whether a periodic checkpoint is due after `done` steps."""
         every = self._built.config.ckpt_freq
         return self._saves and bool(every) and done % every == 0
 
     def save(self, done: int) -> None:
-        """Begin a checkpoint after `done` steps, which is written while training goes on.
+        """Begin a checkpoint after `done` steps; it is written while training continues.
 
-        Checkpoints that need not be kept are removed afterwards. With `--checkpoint.mode none` only the run's state is
-        updated to this step.
+        Older checkpoints are removed once it is complete, by `--checkpoint.keep`. With `--checkpoint.mode none` only
+        the run's state is updated.
 
         Raises:
             LockstepError: saves fail, and --checkpoint.on-failure ends the run.
         """
         if not self._saves:
-            self._note(done)
-            self.saved = done
+            self._update_state(done)
+            self.saved_step = done
             return
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._exchange.progress.at(done, SAVING)
         with self._timeline.during(SAVES):
             self._begin_save(done)
-        self.saved = done
-        self._meter.pause(time.perf_counter() - began, "saves")
+        self.saved_step = done
+        self._meter.pause(time.perf_counter() - start, "saves")
 
-    def _note(self, done: int) -> None:
-        """Update the run's state to `done` steps."""
+    def _update_state(self, done: int) -> None:
+        """Update the run's state to `done` steps. Collective."""
         built, state, meter = self._built, self._built.state, self._meter
-        meter.settle()
+        meter.flush()
         state.place, state.plan, state.world_size = built.run_plan.place(done), built.plan, built.world.size
-        state.running = RunningSums(meter.running_loss, meter.missed, meter.numbers)
-        note(built.engine, state)
+        state.running = RunningSums(meter.running_loss, meter.non_finite, meter.numbers)
+        store_trained_set(built.engine, state)
 
     def _begin_save(self, done: int) -> None:
-        self._note(done)
+        self._update_state(done)
         built = self._built
         if built.task.hooks:
-            built.task.hooks.saves(kept(built.state), done)
-        state = built.state.copy()  # the thread writes it later
+            built.task.hooks.before_save(hook_state(built.state), done)
+        state = built.state.copy()  # the saver's thread writes it later
         tensors = built.tensors()
-        # A forward may write parameters, buffers, and tensors of the task or the caller; not these.
-        resting = {name for name in tensors if name.startswith(("optimizer/", AVERAGE))}
-        self.saver.begin(tensors, partial(self._write, done, state), done, resting)  # collective
+        # A forward may write parameters, buffers, and tensors of the task or the caller, but not these.
+        constant = {name for name in tensors if name.startswith(("optimizer/", AVERAGE))}
+        self.saver.begin(tensors, partial(self._write_share, done, state), done, constant)  # collective
 
-    def _write(self, done: int, state: RunState, share: Share, world: World) -> None:
-        """Write this rank's part of a checkpoint, in the saver's thread with its own group."""
+    def _write_share(self, done: int, state: RunState, share: Share, world: World) -> None:
+        """Write this rank's part of a checkpoint, in the saver's thread and process group."""
         folder = self._built.folder
         names = exempt_names(state, (piece.name for piece in share.pieces))
         checkpoint.write_share(
             folder.path, done, share, state.to_json(), world, engine=self._engine_name, exempt=names
         )  # collective
         if world.is_main:
-            self._tidy(state)
+            self._write_state_and_prune(state)
 
-    def _tidy(self, state: RunState) -> None:
-        """Write `state.json`, and remove checkpoints that need not be kept. On rank 0."""
-        folder, keep, best = self._built.folder, self._built.config.checkpoint, state.selection.best
+    def _write_state_and_prune(self, state: RunState) -> None:
+        """Write `state.json`, and remove old checkpoints by `--checkpoint.keep`. On rank 0."""
+        folder, options, best = self._built.folder, self._built.config.checkpoint, state.selection.best
         _write_state(folder, state)
         if self._saves:
-            checkpoint.retain(folder.path, last=keep.keep, best=best.step if best else None, every=keep.every)
+            checkpoint.retain(folder.path, last=options.keep, best=best.step if best else None, every=options.every)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Let a running save finish; after a lost rank it cannot, and is abandoned."""
-        gone = isinstance(error, PeerError)
-        seconds = (0.2 if self._outlives else 1.0) if gone else self._built.world.timeout
-        self.saver.abandon(seconds, leave=not (gone and self._outlives))
+        is_rank_lost = isinstance(error, PeerError)
+        seconds = (0.2 if self._survives_loss else 1.0) if is_rank_lost else self._built.world.timeout
+        self.saver.abandon(seconds, leave=not (is_rank_lost and self._survives_loss))
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait for the run's last save. Collective.
 
         Raises:
@@ -409,45 +422,46 @@ class RunRecorder:
         """
         built = self._built
         self.saver.settle(last=True)  # collective
-        if not self._saves and (found := not_finite_now(built)):  # collective; else the saver has looked
-            line = not_finite_line([*found], where_not_finite(found, built.world))
-            raise LockstepError(f"after step {self.saved} {line}; lower --lr, or look at what updates it")
+        if not self._saves and (bad := find_bad_tensors(built)):  # collective; a save checks them by itself
+            line = not_finite_line([*bad], describe_ranks(bad, built.world))
+            raise LockstepError(f"after step {self.saved_step} {line}; lower --lr, or look at what updates it")
 
     def close(self, code: int, *, sample: bool = True) -> None:
-        """Write the summary. Call it after `settle`, on every rank.
+        """Write the summary. All ranks call it, after `finish`.
 
         Args:
             code: the run's exit code.
-            sample: show a sample of the model's output, unless the run was cut short. Every rank takes part, since the
-                forward of a sharded model needs them all.
+            sample: show a sample of the model's output, if `code` is 0. All ranks compute it, since the forward of a
+                sharded model needs them all.
         """
         built = self._built
-        if built.world.is_main and self.is_best:  # found after the checkpoint was begun
-            self._tidy(built.state)
-        elif built.world.is_main and self.saved:  # includes its evaluation
+        if built.world.is_main and self.is_best:  # the evaluation came after the save had begun
+            self._write_state_and_prune(built.state)
+        elif built.world.is_main and self.saved_step:  # with the evaluation
             _write_state(built.folder, built.state)
-        self._exchange.progress.at(self.saved, ENDING)
+        self._exchange.progress.at(self.saved_step, ENDING)
         with averaged(built.engine):
-            with eager():  # of a user's task too
-                asked = sample and not code
-                text = on_all_ranks(built.world, self._sample) if asked else ""  # collective
+            with eager():  # a user's task too
+                text = on_all_ranks(built.world, self._sample) if sample and not code else ""  # collective
             at_rest(built.engine.model)
         self._sinks.close(
             {
                 "experiment": built.config.experiment_name,
-                **dataclasses.asdict(built.run_plan.place(self.saved)),
-                "seconds": time.perf_counter() - self._began,
+                **dataclasses.asdict(built.run_plan.place(self.saved_step)),
+                "seconds": time.perf_counter() - self._start,
                 "world_size": built.world.size,
                 "engine": self._engine_name,
-                "best": shown(best) if (best := built.state.selection.best) else None,
+                "best": describe_best(best) if (best := built.state.selection.best) else None,
                 "sample": text,
                 "files": {
-                    **({"checkpoint": checkpoint.path_of(built.folder.path, self.saved)} if self._saves else {}),
+                    **({"checkpoint": checkpoint.path_of(built.folder.path, self.saved_step)} if self._saves else {}),
                     "records": built.folder.metrics,
                     "log": built.folder.path / "logs",
                     **({"report": built.folder.path / "report.html"} if built.config.report and not code else {}),
                 },
-                "waits": said(waits(self._meter.spent, workers=built.config.data.workers, ranks=built.world.size)),
+                "waits": name_settings(
+                    waits(self._meter.seconds, workers=built.config.data.workers, ranks=built.world.size)
+                ),
                 "next": self._next(code),
             }
         )
@@ -456,46 +470,42 @@ class RunRecorder:
         return self._built.task.sample(self._built.engine.model, self._built.world.device)
 
     def _next(self, code: int) -> str:
-        """Return the last line on the screen: what to do next."""
-        whole, path = self._built.run_plan.step_plan.steps, self._built.folder.path
+        """Return the summary's last line: how the run ended, and what to do next."""
+        step, total = self.saved_step, self._built.run_plan.step_plan.steps
         config, selection = self._built.config, self._built.state.selection
-        if self.saved < whole and out_of_patience(config, selection):
-            why = stopped_by(config, selection)
-            return f"stopped early after step {self.saved} of {whole}: {why}"
-        if not self._saves and (code or self.saved < whole):
-            return f"ended after step {self.saved} of {whole}; nothing was saved (--checkpoint.mode none)"
+        if step < total and out_of_patience(config, selection):
+            return f"stopped early after step {step} of {total}: {explain_early_stop(config, selection)}"
+        if not self._saves and (code or step < total):
+            return f"ended after step {step} of {total}; nothing was saved (--checkpoint.mode none)"
         if not self._saves:
             return "finished; nothing was saved (--checkpoint.mode none)"
-        if self.saved >= whole:
-            finished = f"finished {self.losses}" if self.losses else "finished"
-            return f"{finished}; see what was saved with: lockstep checkpoint inspect {path}"
-        why = {EXIT_INTERRUPTED: "interrupted", EXIT_SAVED: "ended by a signal"}.get(code, "stopped")
-        return f"{why}: saved after step {self.saved} of {whole}; the same command goes on from there"
+        if step >= total:
+            end = f"finished {self.lost_ranks}" if self.lost_ranks else "finished"
+            return f"{end}; to inspect the checkpoint: lockstep checkpoint inspect {self._built.folder.path}"
+        end = {EXIT_INTERRUPTED: "interrupted", EXIT_SAVED: "ended by a signal"}.get(code, "stopped")
+        return f"{end}: saved after step {step} of {total}; to continue, run the same command"
 
 
-def losses_text(losses: Sequence[str], size: int, began_on: int) -> str:
+def describe_lost_ranks(losses: Sequence[str], size: int, initial_size: int) -> str:
     """Describe the ranks that a run lost; "" for none.
 
     Args:
         losses: a line for each.
         size: number of ranks now.
-        began_on: number of ranks before the first loss.
+        initial_size: number of ranks before the first loss.
     """
     if not losses:
         return ""
-    many = "1 rank was" if len(losses) == 1 else f"{len(losses)} ranks were"
+    ranks = "1 rank was" if len(losses) == 1 else f"{len(losses)} ranks were"
     more = f" (the first of {len(losses)} losses)" if len(losses) > 1 else ""
-    if size >= began_on:
-        return f"after {many} lost and replaced: {losses[0]}{more}"
-    return f"on {size} of {began_on} ranks: {losses[0]}{more}"
+    if size >= initial_size:
+        return f"after {ranks} lost and replaced: {losses[0]}{more}"
+    return f"on {size} of {initial_size} ranks: {losses[0]}{more}"
 
 
 def _write_state(folder: RunFolder, state: RunState) -> None:
-    """Write `state.json`, and only warn on failure.
-
-    Users and scripts read it; a resume does not.
-    """
+    """Write `state.json` for users and scripts; warn if that fails, since no resume reads it."""
     try:
         folder.write_state(state)
     except (OSError, StorageError) as error:
-        _LOG.warning("state.json was not written: %s; the checkpoint has the same", error)
+        _LOG.warning("state.json was not written: %s; the checkpoint holds the same state", error)

@@ -1,12 +1,12 @@
-"""Resolve a configuration: every "auto" and every length in epochs, from the facts of the run.
+"""Resolve each "auto" and each length in epochs of a configuration, by a run's facts.
 
-    start = StartFacts(fast=True, checkpoint=checkpoint_facts(state))   # before the task is made
-    draft = draft_of(config, start)                                     # what task and model are made from
-    found = resolve(config, Facts.of(task, model, samples, start=start))
-    found.config, found.run_plan, found.extension
+    start = StartFacts(fast=True, checkpoint=checkpoint_facts(state))       # known before the task is made
+    draft = draft_of(config, start)                                         # to make task and model from
+    resolution = resolve(config, Facts.of(task, model, samples, start=start))
+    resolution.config, resolution.run_plan, resolution.extension
 
 All functions here are pure: no collectives, no output, no changes of their arguments. `training/build.py: build`
-collects the facts. The numbers that defaults are chosen from are in `training/defaults.py`.
+collects the facts. The numbers behind the defaults are in `training/defaults.py`.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from lockstep.training.defaults import (
     default_warmup,
     is_device_default,
 )
-from lockstep.training.resume import RunPlan, in_epoch
+from lockstep.training.resume import RunPlan, samples_in_epoch
 
 __all__ = [
     "Facts",
@@ -55,10 +55,10 @@ class CheckpointFacts:
 
     Attributes:
         step, position: steps trained, and position of the next sample.
-        plan: what a resume must find unchanged, see `resume.plan_of`; {} in a checkpoint without it.
+        plan: values that must be unchanged, see `resume.plan_of`; {} in a checkpoint without them.
         compiled: the run was compiled.
-        origin: start of its division into steps.
-        extension: its `--extend-to`, as in the run's state; None if it was never extended.
+        origin: step and sample position at which the current division into steps begins.
+        extension: its `--extend-to`, as in the run's state; None: the run was never extended.
     """
 
     step: int = 0
@@ -85,39 +85,39 @@ def checkpoint_facts(state: RunState) -> CheckpointFacts | None:
 
 @dataclass(frozen=True, slots=True)
 class StartFacts:
-    """What is known before the task is made; the same on every rank.
+    """Facts that are known before the task is made; the same on every rank.
 
     Attributes:
-        fast: bf16 and compilation suit the devices of all ranks and the engine.
-        largest: samples of the largest micro-batch that fits the devices; 0: the default fits, or none is known to.
+        fast: the devices of all ranks and the engine suit bf16 and compilation.
+        max_micro_batch: samples of the largest micro-batch that fits the devices; 0: the default fits, or unknown.
         checkpoint: of the run to resume; None: a new run.
-        steps: length of the plan in place of the configuration's; 0: the configuration's.
-        least: minimum length of the plan in steps.
+        steps: length of the plan, in place of the configuration's; 0: the configuration's.
+        min_steps: minimum length of the plan.
     """
 
     fast: bool = False
-    largest: int = 0
+    max_micro_batch: int = 0
     checkpoint: CheckpointFacts | None = None
     steps: int = 0
-    least: int = 0
+    min_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a configuration is resolved from; the same on every rank and in every world.
+    """Facts that a configuration is resolved by; the same on all ranks, in any world.
 
     Attributes:
-        start: what is known before the task is made.
+        start: facts that are known before the task is made.
         kind: of the task's defaults, one of `defaults.TASK_DEFAULTS`.
-        undivided: the loss of a micro-batch depends on which samples it has, so by default a step is one of them.
-        batchnorm: the model normalises by the batch.
+        per_micro_batch: the loss depends on the division into micro-batches, so by default a step has one.
+        batchnorm: the model has BatchNorm layers.
         samples: of the training set.
         epoch: samples of an epoch in the task's order.
     """
 
     start: StartFacts
     kind: str
-    undivided: bool
+    per_micro_batch: bool
     batchnorm: bool
     samples: int
     epoch: int
@@ -127,22 +127,22 @@ class Facts:
         """Collect the facts of a task and its model.
 
         Args:
-            model: as it is trained; BatchNorm layers decide how a step is cut.
+            model: the model to train; its BatchNorm layers decide the default micro-batch.
             samples: of the training set.
-            epoch: samples of an epoch, if the task's order has more or fewer; 0: the same number.
+            epoch: samples of an epoch, if the task's order has another number; 0: the same number.
         """
-        undivided, batchnorm = task.reduction == "micro-batch", bool(batchnorm_names(model))
-        return cls(start or StartFacts(), task.defaults, undivided, batchnorm, samples, epoch or samples)
+        per_micro_batch, batchnorm = task.reduction == "micro-batch", bool(batchnorm_names(model))
+        return cls(start or StartFacts(), task.defaults, per_micro_batch, batchnorm, samples, epoch or samples)
 
 
 # --- before the task is made
 
 
 class Draft(NamedTuple):
-    """A configuration with what devices and checkpoint decide.
+    """A configuration in which devices and checkpoint have decided their part.
 
     Attributes:
-        config: from which task and model are made. What depends on these is still "auto".
+        config: to make task and model from. Values that depend on these are still "auto".
         notices: lines for the user.
     """
 
@@ -151,67 +151,66 @@ class Draft(NamedTuple):
 
 
 def draft_of(config: Config, facts: StartFacts) -> Draft:
-    """Resolve what does not depend on the task: precision, compile, micro-batch, the plan's length."""
+    """Resolve precision, compile, known micro-batch size and plan length, which need no task."""
     if facts.steps:
         config = dataclasses.replace(config, max_steps=facts.steps, stop_at=0)
-    suited, notices = _on_device(config, facts)
-    values = {"micro_batch_size": _known_size(config, facts), **suited}
-    config = dataclasses.replace(config, **values)
+    values, notices = _device_defaults(config, facts)
+    config = dataclasses.replace(config, **{"micro_batch_size": _micro_batch_size(config, facts), **values})
     extension = _extension(config, facts.checkpoint)
-    return Draft(_extended(config, facts.checkpoint, extension) if extension else config, notices)
+    return Draft(_apply_extension(config, facts.checkpoint, extension) if extension else config, notices)
 
 
-def _on_device(config: Config, facts: StartFacts) -> tuple[dict[str, Any], list[str]]:
-    """Choose precision and compile by the weakest device; a checkpoint's settings win."""
-    open_ones = [name for name in ("precision", "compile") if is_device_default(config, name)]
+def _device_defaults(config: Config, facts: StartFacts) -> tuple[dict[str, Any], list[str]]:
+    """Choose precision and compile by the weakest device, or as in the checkpoint."""
+    names = [name for name in ("precision", "compile") if is_device_default(config, name)]
     before, fast = facts.checkpoint, facts.fast
-    suited = {"precision": "bf16" if fast else "float32", "compile": fast}
-    begun = suited
+    defaults = {"precision": "bf16" if fast else "float32", "compile": fast}
+    values = _select(defaults, names)
     if before and before.plan:  # a run from before these defaults existed used float32 without compile
-        begun = {"precision": before.plan.get("precision", "float32"), "compile": before.compiled}
-    values = _only(begun, open_ones)
-    if values != _only(suited, open_ones):
-        default = _flags(_only(suited, open_ones))
-        return values, [f"as the run was begun: {_flags(values)}; the default of this device is {default}"]
-    if open_ones and fast:
-        other = _flags(_only({"precision": "float32", "compile": False}, open_ones))
-        return values, [f"device default: {_flags(values)}; {other} for the other"]
+        stored = {"precision": before.plan.get("precision", "float32"), "compile": before.compiled}
+        values = _select(stored, names)
+    if values != _select(defaults, names):
+        default = _format_flags(_select(defaults, names))
+        return values, [f"as the run was started: {_format_flags(values)}; the default of this device is {default}"]
+    if names and fast:
+        other = _format_flags(_select({"precision": "float32", "compile": False}, names))
+        return values, [f"device default: {_format_flags(values)}; to turn it off: {other}"]
     return values, []
 
 
-def _only(values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def _select(values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     return {name: values[name] for name in names}
 
 
-def _flags(values: Mapping[str, Any]) -> str:
+def _format_flags(values: Mapping[str, Any]) -> str:
     """Format as flags: `--precision bf16 --compile`."""
     switch = {True: "--compile", False: "--no-compile"}
     return " ".join(switch[value] if name == "compile" else f"--{name} {value}" for name, value in values.items())
 
 
-def _known_size(config: Config, facts: StartFacts) -> int:
-    """Return the micro-batch size that is given, was used before, or fits the devices; 0 if none decides."""
+def _micro_batch_size(config: Config, facts: StartFacts) -> int:
+    """Return the size from the configuration, the checkpoint or the devices; 0: still open."""
     before = facts.checkpoint.plan if facts.checkpoint else {}
     if not is_auto(config, "micro_batch_size"):
         return config.micro_batch_size
     if before:
         return int(before["micro_batch_size"]) if before.get("batch_size") == config.batch_size else 0
-    return facts.largest
+    return facts.max_micro_batch
 
 
 def _extension(config: Config, before: CheckpointFacts | None) -> Extension | None:
-    """Return the extension by `--extend-to`, of this start or of an earlier one; None: the plan is as it was."""
+    """Return the extension by `--extend-to`, of this start or an earlier one; None: none."""
     if before is None:
         return None
-    known, asked = before.extension, config.extend_to
-    if not asked or (known and known.asked == asked):
-        return known
-    epochs = int(str(asked).rstrip(" epochs")) if is_span(asked) else 0
-    return Extension(asked, before.step, before.plan["steps"], 0 if epochs else int(asked), epochs)
+    earlier, target = before.extension, config.extend_to
+    if not target or (earlier and earlier.asked == target):
+        return earlier
+    epochs = int(str(target).rstrip(" epochs")) if is_span(target) else 0
+    return Extension(target, before.step, before.plan["steps"], 0 if epochs else int(target), epochs)
 
 
-def _extended(config: Config, before: CheckpointFacts | None, extension: Extension) -> Config:
-    """Apply an extension to the plan's length. Steps of warm-up stay as they were chosen: they are done."""
+def _apply_extension(config: Config, before: CheckpointFacts | None, extension: Extension) -> Config:
+    """Apply an extension to the plan's length. The warm-up stays as it was: it is over."""
     optim = config.optim
     if before and is_auto(config, "optim.warmup_steps"):
         optim = dataclasses.replace(optim, warmup_steps=before.plan.get("optim.warmup_steps", optim.warmup_steps))
@@ -223,12 +222,12 @@ def _extended(config: Config, before: CheckpointFacts | None, extension: Extensi
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
-    """What follows from a configuration and the facts.
+class Resolution:
+    """A resolved configuration and its plan.
 
     Attributes:
         run_plan: the steps, with the resolved configuration.
-        extension: of `--extend-to`, for the run's state; None if it was never extended.
+        extension: of `--extend-to`, for the run's state; None: the run was never extended.
     """
 
     run_plan: RunPlan
@@ -236,46 +235,46 @@ class Resolved:
 
     @property
     def config(self) -> Config:
-        """The configuration, without any "auto" that has a default."""
+        """The resolved configuration."""
         return self.run_plan.config
 
     def record(self, state: RunState) -> None:
-        """Store in the run's state where its division into steps begins, and its extension."""
+        """Store the origin of the steps and the extension in the run's state."""
         state.origin, state.extended = self.run_plan.origin, self.extension
 
-    def eager(self) -> Self:
-        """Return the same without compilation, where a trial shows that the model cannot be compiled."""
+    def without_compile(self) -> Self:
+        """Return the same without `--compile`, for a model that a trial could not compile."""
         config = dataclasses.replace(self.config, compile=False)
         return dataclasses.replace(self, run_plan=dataclasses.replace(self.run_plan, config=config))
 
 
-def resolve(config: Config, facts: Facts) -> Resolved:
-    """Resolve every "auto" of a configuration, and make its plan. Pure.
+def resolve(config: Config, facts: Facts) -> Resolution:
+    """Resolve each "auto" of a configuration, and make the run's plan.
 
-    A resolved configuration is returned as it is.
+    A resolved configuration stays as it is.
 
     Args:
         config: as the user gave it.
 
     Raises:
-        ConfigError: the task names no known kind of defaults.
-        DataError: no step is left.
+        ConfigError: the task's `defaults` are no known kind.
+        DataError: the plan has no steps.
     """
     before, draft = facts.start.checkpoint, draft_of(config, facts.start).config
     extension = _extension(config, before)
     origin = _origin(draft, before, extension)
-    run_plan = _planned(draft, facts, origin)
-    if run_plan.step_plan.steps < facts.start.least:
-        run_plan = _planned(dataclasses.replace(draft, max_steps=facts.start.least), facts, origin)
-    return Resolved(run_plan, extension)
+    run_plan = _make_plan(draft, facts, origin)
+    if run_plan.step_plan.steps < facts.start.min_steps:
+        run_plan = _make_plan(dataclasses.replace(draft, max_steps=facts.start.min_steps), facts, origin)
+    return Resolution(run_plan, extension)
 
 
 def _origin(config: Config, before: CheckpointFacts | None, extension: Extension | None) -> Origin:
-    """Return where the current division into steps begins.
+    """Return the step and sample position at which the current division into steps begins.
 
-    With another batch size (--resume-anyway) it begins at the position that was reached: no sample is left out and none
-    comes twice (`check_plan` refuses what would break that). A new extension begins there too, since the last step may
-    have been short. Otherwise it stays.
+    With another batch size (--resume-anyway) that is the checkpoint's position: no sample is left out and none comes
+    twice (`check_plan` refuses what would break that). The same holds for a new extension, since the last step may have
+    been short. Otherwise the origin stays.
     """
     if before is None:
         return START
@@ -283,41 +282,42 @@ def _origin(config: Config, before: CheckpointFacts | None, extension: Extension
     return Origin(before.step, before.position) if other_size or extension != before.extension else before.origin
 
 
-def _planned(config: Config, facts: Facts, origin: Origin) -> RunPlan:
-    """Resolve what depends on task, model and number of steps."""
-    undivided = config.batch_size if facts.undivided else 0
+def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
+    """Resolve the values that depend on task, model and number of steps."""
+    whole_step = config.batch_size if facts.per_micro_batch else 0
     default = default_micro_batch_size(config.batch_size, MIN_BATCHNORM_SAMPLES if facts.batchnorm else 1)
-    size = config.micro_batch_size or undivided or default
+    size = config.micro_batch_size or whole_step or default
     config = dataclasses.replace(config, micro_batch_size=size)
-    epoch = in_epoch(config, facts.epoch)
+    epoch = samples_in_epoch(config, facts.epoch)
     run_plan = RunPlan(epoch, config, origin, 2 if facts.batchnorm else 1, facts.samples)
     steps, shape = run_plan.step_plan.steps, config.optim.schedule
     if not steps:
-        _refuse(run_plan)
+        _refuse_empty_plan(run_plan)
     defaults: dict[str, Any] = {
-        **_suited(config, facts.kind),
+        **_optimizer_defaults(config, facts.kind),
         "optim.warmup_steps": default_warmup(steps, shape),
         "optim.floor": LR_FLOORS.get(shape, LR_FLOOR),
         "eval_micro_batch_size": size,
         "eval_workers": config.data.workers,
     }
-    values = {name: value for name, value in defaults.items() if is_auto(config, name)} | _in_steps(run_plan)
-    return dataclasses.replace(run_plan, config=cli.build({**cli.flat(config), **values}))
+    values = {name: value for name, value in defaults.items() if is_auto(config, name)} | _spans_in_steps(run_plan)
+    return dataclasses.replace(run_plan, config=cli.build({**cli.flatten(config), **values}))
 
 
-def _in_steps(run_plan: RunPlan) -> dict[str, int]:
+def _spans_in_steps(run_plan: RunPlan) -> dict[str, int]:
     """Convert lengths in epochs or shares of the plan to steps."""
     config = run_plan.config
-    known = {"steps": run_plan.step_plan.steps, "samples": run_plan.samples, "batch_size": config.batch_size}
-    names = sorted(SPANS - {"extend_to"})  # that is the plan's length itself
-    return {name: in_steps(value, **known) for name in names if is_span(value := lookup(config, name))}
+    lengths = {"steps": run_plan.step_plan.steps, "samples": run_plan.samples, "batch_size": config.batch_size}
+    names = sorted(SPANS - {"extend_to"})  # extend_to is the plan's length itself
+    return {name: in_steps(value, **lengths) for name in names if is_span(value := lookup(config, name))}
 
 
-def _suited(config: Config, kind: str) -> dict[str, float]:
+def _optimizer_defaults(config: Config, kind: str) -> dict[str, float]:
     """Return the optimizer's defaults for a kind of task."""
     if kind not in TASK_DEFAULTS:
         raise ConfigError(
-            f"the task's defaults are {kind!r}: choose one of {', '.join(TASK_DEFAULTS)}, or leave the attribute out"
+            f"the task's defaults = {kind!r} is unknown: choose one of {', '.join(TASK_DEFAULTS)}, or leave the "
+            "attribute out"
         )
     if config.optim.name == "sgd":
         return SGD_DEFAULTS
@@ -326,7 +326,7 @@ def _suited(config: Config, kind: str) -> dict[str, float]:
     )
 
 
-def _refuse(run_plan: RunPlan) -> None:
+def _refuse_empty_plan(run_plan: RunPlan) -> None:
     """Raise DataError for a plan of no steps."""
     if run_plan.config.data.drop_last:
         raise DataError(

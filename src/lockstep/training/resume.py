@@ -1,10 +1,10 @@
-"""Choose a checkpoint, check that a resume fits its plan, and load its weights.
+"""Select a checkpoint, check that a resume fits its plan, and load its weights.
 
-    found = chosen(Path("outputs/mine"), "best")
-    fill(found, model)
+    source = select_checkpoint(Path("outputs/mine"), "best")
+    load_weights(source, model)
 
-A resume is refused in `check_plan`, by the differences between the checkpoint's plan and this start's. The plan's
-division into epochs and steps is here too.
+`check_plan` refuses a resume by the differences between the checkpoint's plan and this start's. `RunPlan` divides a run
+into epochs and steps.
 """
 
 import hashlib
@@ -23,40 +23,43 @@ from lockstep.checkpoint.read import AVERAGE, averages_of, open_tensors
 from lockstep.config import cli
 from lockstep.config.fields import in_batches, is_span
 from lockstep.config.schema import Config, flag, is_auto, lookup
-from lockstep.config.task_options import FIXED
+from lockstep.config.task_options import IMAGE_OPTIONS
 from lockstep.data.batches import Origin, StepPlan
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
 from lockstep.run_state import Position, RunState
-from lockstep.task import Task, written
+from lockstep.task import Task, user_task
 from lockstep.training.run_dir import RunFolder
-from lockstep.training.selection import judged_by
+from lockstep.training.selection import criterion_of
 
 __all__ = [
     "RunPlan",
-    "check_extends",
+    "check_extension",
     "check_longer",
     "check_plan",
-    "chosen",
-    "described",
-    "fill",
-    "in_epoch",
-    "plan_before",
+    "checkpoint_plan",
+    "describe_extension",
+    "find_weights",
+    "load_weights",
     "plan_of",
-    "weights_in",
+    "samples_in_epoch",
+    "select_checkpoint",
 ]
 
 
-def check_extends(config: Config, *, resumes: bool) -> None:
+def check_extension(config: Config, *, resumes: bool) -> None:
     """Raise ConfigError if `--extend-to` has no run to extend."""
     if config.extend_to and not resumes:
         raise ConfigError(
-            f"--extend-to {config.extend_to} goes on with a run that is there, and there is none: use --max-steps"
+            f"--extend-to {config.extend_to} extends an existing run, and this one is new: use --max-steps"
         )
 
 
-def plan_before(state: RunState, now: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the checkpoint's plan, with the length of its extension, to compare with `now`."""
+def checkpoint_plan(state: RunState, now: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the checkpoint's plan to compare with `now`; None for a new run.
+
+    If the run is being extended, its length is taken from `now`.
+    """
     before = state.plan
     if state.extended and before and before["steps"] == state.extended.before:
         return before | {name: now[name] for name in ("steps", "optim.period")}  # the period may be a share of the plan
@@ -65,40 +68,41 @@ def plan_before(state: RunState, now: dict[str, Any]) -> dict[str, Any] | None:
 
 def check_longer(config: Config, state: RunState, steps: int) -> None:
     """Raise ResumeError if an extension does not make the plan longer."""
-    known = state.extended
-    if known and steps <= known.before:
+    extension = state.extended
+    if extension and steps <= extension.before:
         raise ResumeError(
-            f"--extend-to {known.asked} makes a plan of {steps} steps, and the run's has {known.before}: give more"
+            f"--extend-to {extension.asked} is a plan of {steps} steps, and the run has {extension.before} already: "
+            "give more"
         )
 
 
-def described(state: RunState, steps: int, rate: float) -> str:
-    """Describe how an extension changes the schedule, at its first step; else "".
+def describe_extension(state: RunState, steps: int, rate: float) -> str:
+    """Describe at its first step how an extension changes the schedule; "" otherwise.
 
     Args:
-        steps: of the longer plan.
-        rate: of the next step.
+        steps: length of the longer plan.
+        rate: learning rate of the next step.
     """
-    known = state.extended
-    if not known or known.at != state.global_step:
+    extension = state.extended
+    if not extension or extension.at != state.global_step:
         return ""
     return (
-        f"extended after step {known.at} from {known.before} to {steps} steps: the schedule is stretched, as "
-        f"if the plan had been so long from the start, and goes on at a rate of {rate:.3g}"
+        f"extended after step {extension.at} from {extension.before} to {steps} steps: the schedule is stretched to "
+        f"the new length, and continues at a rate of {rate:.3g}"
     )
 
 
 # --- plan
 
-# Options that change what is computed from which data; the others may change between starts.
-_FIXED = (
+# Options that decide what is computed from which data. The others may change between starts.
+_FIXED_OPTIONS = (
     *("batch_size", "micro_batch_size", "seed", "seq_len", "lr"),
     *("precision", "residual_dtype", "weight_copies", "grad_dtype", "fused_kernels", "batchnorm"),
     *("model_name", "dataset_name", "model.dropout"),
-    *FIXED,
+    *IMAGE_OPTIONS,
 )
-# And these, if the learning rate depends on evaluations.
-_JUDGING = ("eval_freq", "best_metric", "limit_eval_batches", "eval_micro_batch_size")
+# Options that do so if the learning rate depends on evaluations.
+_EVALUATION_OPTIONS = ("eval_freq", "best_metric", "limit_eval_batches", "eval_micro_batch_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,35 +110,35 @@ class RunPlan:
     """The steps of a run, and their position in the epochs.
 
     Attributes:
-        samples: in an epoch: of the training set or of the task's order, or what --limit-train-batches leaves.
+        samples: of an epoch: those of the training set or of the task's order, limited by --limit-train-batches.
         config: number of epochs or steps, and the size of a step.
-        origin: step and sample position from which on steps have this size.
-        least: minimum samples of a micro-batch: 2 with trainable BatchNorm, which fails on one alone.
-        whole: samples of the training set.
+        origin: step and sample position at which steps of this size begin.
+        min_samples: of a micro-batch: 2 with trainable BatchNorm, which fails on one sample.
+        dataset_samples: of the training set.
     """
 
     samples: int
     config: Config
     origin: Origin
-    least: int
-    whole: int
+    min_samples: int
+    dataset_samples: int
 
     @property
     def step_plan(self) -> StepPlan:
-        """The sample positions divided into steps.
+        """The division of the sample positions into steps.
 
-        With --max-steps each step is full; otherwise the last ends with the last epoch. Dropped at that end: with
-        --data.drop-last what is short of a step, and what is short of `least` samples.
+        With --max-steps each step is full; otherwise the last step ends with the last epoch. A last step that is short
+        is dropped with --data.drop-last, and a last micro-batch of less than `min_samples` is dropped always.
         """
         config, origin, micro_size = self.config, self.origin, self.config.micro_size
         if config.max_steps:
-            coming = max(0, config.max_steps - origin.step) * config.batch_size
+            remaining = max(0, config.max_steps - origin.step) * config.batch_size
         else:
-            coming = max(0, config.num_epochs * self.samples - origin.position)
+            remaining = max(0, config.num_epochs * self.samples - origin.position)
             last = config.batch_size if config.data.drop_last else micro_size
-            if config.data.drop_last or coming % last < min(self.least, micro_size):
-                coming -= coming % last
-        return StepPlan(config.batch_size, micro_size, origin.position + coming, origin)
+            if config.data.drop_last or remaining % last < min(self.min_samples, micro_size):
+                remaining -= remaining % last
+        return StepPlan(config.batch_size, micro_size, origin.position + remaining, origin)
 
     def place(self, done: int) -> Position:
         """Return the run's position after `done` steps.
@@ -144,24 +148,23 @@ class RunPlan:
         size = self.config.batch_size
         position = self.step_plan.start(done)
         epoch, within = divmod(position, self.samples)
-        if (
-            within == 0 and position == self.step_plan.total and epoch
-        ):  # the end of the last epoch, not the start of the next
+        is_end = within == 0 and position == self.step_plan.total
+        if is_end and epoch:  # the end of the last epoch, not the start of the next
             epoch, within = epoch - 1, self.samples
-        left = self.samples - within
+        remaining = self.samples - within
         if not self.config.max_steps:
-            left = min(left, self.step_plan.total - position)  # less than the epoch's if its end is dropped
+            remaining = min(remaining, self.step_plan.total - position)  # the epoch's end may be dropped
         return Position(
             global_step=done,
             epoch=epoch,
             epoch_step=-(-within // size),
             epoch_progress=within / self.samples,
-            num_batches_remaining=-(-left // size),
+            num_batches_remaining=-(-remaining // size),
             position=position,
         )
 
 
-def in_epoch(config: Config, samples: int) -> int:
+def samples_in_epoch(config: Config, samples: int) -> int:
     """Return the samples of an epoch under --limit-train-batches: whole steps, or all."""
     if not config.limit_train_batches:
         return samples
@@ -169,30 +172,32 @@ def in_epoch(config: Config, samples: int) -> int:
 
 
 def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, own_task: bool) -> dict[str, Any]:
-    """Return what a resume must find unchanged.
+    """Return the values that must be unchanged at a resume.
 
     The model is identified by its tensors' names and shapes, the data by its content.
 
     Args:
-        own_task: the task is the user's: options of built-in tasks are left out at their defaults.
+        own_task: the task is the user's: options of built-in tasks at their defaults are left out.
     """
-    said = cli.flat(config, own_task=own_task)
+    options = cli.flatten(config, own_task=own_task)
     shapes = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in model.state_dict().items())
     optim = config.optim
-    judged: dict[str, Any] = {}
-    if optim.schedule == "plateau":  # the delta of --best-metric, which --min-delta may not be
-        judged = {name: getattr(config, name) for name in _JUDGING} | {"min_delta": judged_by(config).delta}
+    evaluation: dict[str, Any] = {}
+    if optim.schedule == "plateau":  # the delta of --best-metric, which is not always --min-delta
+        evaluation = {name: getattr(config, name) for name in _EVALUATION_OPTIONS} | {
+            "min_delta": criterion_of(config).delta
+        }
     return {
-        **{name: said[name] for name in _FIXED if name in said},
+        **{name: options[name] for name in _FIXED_OPTIONS if name in options},
         "steps": run_plan.step_plan.steps,
         "samples": run_plan.samples,
-        "dataset_samples": run_plan.whole,
+        "dataset_samples": run_plan.dataset_samples,
         "data": task.fingerprint,
-        "task": type(written(task)).__qualname__,
-        **({name: said[name] for name in said if name.startswith("lora.")} if config.lora.rank else {}),
-        **({name: said[name] for name in said if name.startswith("fp16.")} if config.precision == "fp16" else {}),
+        "task": type(user_task(task)).__qualname__,
+        **({name: options[name] for name in options if name.startswith("lora.")} if config.lora.rank else {}),
+        **({name: options[name] for name in options if name.startswith("fp16.")} if config.precision == "fp16" else {}),
         "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
-        **judged,
+        **evaluation,
         **{f"optim.{name}": getattr(optim, name) for name in type(optim).__dataclass_fields__},
     }
 
@@ -205,29 +210,29 @@ class PlanDifference(NamedTuple):
     now: Any
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[PlanDifference]:
+def compare_plans(before: dict[str, Any], now: dict[str, Any]) -> list[PlanDifference]:
     """Compare the plans of a checkpoint and of this start.
 
-    Missing values of an older plan are compared as their defaults.
+    Values that an older plan lacks are compared as their defaults.
     """
-    plain, kept = Config(), cli.flat(Config(), own_task=True)
-    left_out = {name: lookup(plain, name) for name in _FIXED if name not in kept}
-    younger = ("optim.", "fp16.", "weight_copies", "grad_dtype")
-    added = {name: value for name, value in kept.items() if name.startswith(younger) and value != "auto"}
-    everything = {"dataset_samples": before.get("samples")}  # missing in older checkpoints
-    before, now = left_out | added | everything | before, left_out | now
+    plain, flat = Config(), cli.flatten(Config(), own_task=True)
+    defaults = {name: lookup(plain, name) for name in _FIXED_OPTIONS if name not in flat}
+    newer = ("optim.", "fp16.", "weight_copies", "grad_dtype")
+    added = {name: value for name, value in flat.items() if name.startswith(newer) and value != "auto"}
+    added["dataset_samples"] = before.get("samples")
+    before, now = defaults | added | before, defaults | now
     return [PlanDifference(key, before.get(key), now[key]) for key in now if before.get(key) != now[key]]
 
 
-# Value -> the settings that it follows from: an option if it is "auto" or a share, these five always.
+# Value -> the settings that decide it: an option only if it is "auto" or a share, `_DERIVED` always.
 _DERIVED = ("steps", "samples", "dataset_samples", "data", "model")
-_SUITED = ("optim.name", "lora.rank", "task")
-_SOURCES = ("task", "dataset_name", "seq_len")
-_FOLLOWS = {
+_OPTIMIZER_SOURCES = ("optim.name", "lora.rank", "task")
+_DATA_SOURCES = ("task", "dataset_name", "seq_len")
+_FOLLOWS_FROM = {
     "steps": ("batch_size", "samples", "dataset_samples"),  # but not with --max-steps
     "samples": ("dataset_samples",),
-    "dataset_samples": ("data", *_SOURCES),
-    "data": _SOURCES,
+    "dataset_samples": ("data", *_DATA_SOURCES),
+    "data": _DATA_SOURCES,
     "model": ("task", "model_name", "lora.rank", "seq_len"),
     "micro_batch_size": ("batch_size", "model"),
     "eval_micro_batch_size": ("batch_size", "micro_batch_size", "model"),
@@ -235,13 +240,15 @@ _FOLLOWS = {
     "optim.warmup_steps": ("steps", "optim.schedule"),
     "optim.period": ("steps", "batch_size", "samples"),
     "optim.floor": ("optim.schedule",),
-    **dict.fromkeys(("lr", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay", "optim.momentum"), _SUITED),
+    **dict.fromkeys(
+        ("lr", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay", "optim.momentum"), _OPTIMIZER_SOURCES
+    ),
 }
 _NO_FLAG = (*_DERIVED, "task")
 
 
 def check_plan(
-    path: Path, before: dict[str, Any] | None, now: dict[str, Any], config: Config, asked: Config
+    path: Path, before: dict[str, Any] | None, now: dict[str, Any], config: Config, user_config: Config
 ) -> list[str]:
     """Refuse a resume whose plan differs from the checkpoint's.
 
@@ -249,8 +256,8 @@ def check_plan(
         path: the run's folder.
         before: the checkpoint's plan; None: a new run.
         now: the plan of this start.
-        config: of this start, without any "auto".
-        asked: the same as the user gave it.
+        config: the resolved configuration of this start.
+        user_config: the same as the user gave it.
 
     Returns:
         A line for each change that --resume-anyway accepts.
@@ -260,76 +267,78 @@ def check_plan(
     """
     if before is None:
         return []
-    found = differences(before, now)
-    if found and not config.resume_anyway:
-        given = _given(found, asked)
-        settings = ", ".join(_described(each, asked) for each in given)
-        raise ResumeError(f"{path} was started with {settings}: {'; '.join(_ways_out(given, asked))}")
+    differences = compare_plans(before, now)
+    if differences and not config.resume_anyway:
+        roots = _root_differences(differences, user_config)
+        settings = ", ".join(_format_difference(each, user_config) for each in roots)
+        raise ResumeError(f"{path} was started with {settings}: {'; '.join(_suggest_fixes(roots, user_config))}")
     _check_epoch(before, now, config)
-    return [f"--resume-anyway goes on with another setting: {_described(each, asked)}" for each in found]
+    changes = [_format_difference(each, user_config) for each in differences]
+    return [f"--resume-anyway continues with another setting: {change}" for change in changes]
 
 
-def _given(found: list[PlanDifference], asked: Config) -> list[PlanDifference]:
+def _root_differences(differences: list[PlanDifference], user_config: Config) -> list[PlanDifference]:
     """Drop the differences that follow from others."""
-    keys = {each.key for each in found}
+    keys = {each.key for each in differences}
 
     def follows(key: str) -> bool:
-        if key not in _FOLLOWS or keys.isdisjoint(_FOLLOWS[key]):
+        if key not in _FOLLOWS_FROM or keys.isdisjoint(_FOLLOWS_FROM[key]):
             return False
         if key in _DERIVED:
-            return not (key == "steps" and asked.max_steps)
-        return is_auto(asked, key) or is_span(lookup(asked, key))
+            return not (key == "steps" and user_config.max_steps)
+        return is_auto(user_config, key) or is_span(lookup(user_config, key))
 
-    return [each for each in found if not follows(each.key)]
+    return [each for each in differences if not follows(each.key)]
 
 
-def _described(difference: PlanDifference, asked: Config) -> str:
-    """Format a difference as it is typed, with both values: `--seed 0 (now 1)`."""
+def _format_difference(difference: PlanDifference, user_config: Config) -> str:
+    """Format a difference as flags, with both values: `--seed 0 (now 1)`."""
     key, before, now = difference
     if key == "data":
-        return "training data of other content"
+        return "other training data"
     if key == "model":
-        return "a model of other tensors"
+        return "a model with other tensors"
     if key == "task":
         return f"the task {before} (now {now})"
     if key == "steps":
-        return f"{before} steps (now {now} with {_count_steps(asked)})"
+        return f"{before} steps (now {now} with {_format_length(user_config)})"
     if key == "samples":
-        limit = _typed("limit_train_batches", asked.limit_train_batches)
+        limit = _format_flag("limit_train_batches", user_config.limit_train_batches)
         return f"{before} samples in an epoch (now {now} with {limit})"
     if key == "dataset_samples":
         return f"{before} samples in the training set (now {now})"
-    return f"{_typed(key, before)} (now {_value(now)})"
+    return f"{_format_flag(key, before)} (now {_format_value(now)})"
 
 
-def _ways_out(found: list[PlanDifference], asked: Config) -> Iterator[str]:
-    steps = next((each for each in found if each.key == "steps"), None)
+def _suggest_fixes(differences: list[PlanDifference], user_config: Config) -> Iterator[str]:
+    steps = next((each for each in differences if each.key == "steps"), None)
     if steps and steps.now > (steps.before or 0):
-        target = asked.max_steps or f"{asked.num_epochs}epochs"
-        yield f"to train longer, give --extend-to {target} in place of {_count_steps(asked)}"
+        target = user_config.max_steps or f"{user_config.num_epochs}epochs"
+        yield f"to train longer, give --extend-to {target} in place of {_format_length(user_config)}"
     elif steps:
         yield f"to end earlier, give the length as before and --stop-at {steps.now}"
-    flags = [_typed(*each[:2]) for each in found if each.key not in _NO_FLAG]
-    if any(each.key in ("data", "dataset_samples", "model", "task") for each in found):
+    flags = [_format_flag(*each[:2]) for each in differences if each.key not in _NO_FLAG]
+    if any(each.key in ("data", "dataset_samples", "model", "task") for each in differences):
         flags.append("the task, the model and the data as they were")
     if flags:
         yield f"to resume, give {' '.join(flags)}"
     yield "to start a new run, use another --experiment-name"
-    yield "to go on with the change, add --resume-anyway"
+    yield "to resume with the change, add --resume-anyway"
 
 
-def _count_steps(asked: Config) -> str:
-    return _typed("max_steps", asked.max_steps) if asked.max_steps else _typed("num_epochs", asked.num_epochs)
+def _format_length(user_config: Config) -> str:
+    name = "max_steps" if user_config.max_steps else "num_epochs"
+    return _format_flag(name, getattr(user_config, name))
 
 
-def _typed(name: str, value: Any) -> str:
-    """Format a setting as it is typed: `--lr 0.1`, `--no-exact`."""
+def _format_flag(name: str, value: Any) -> str:
+    """Format a setting as a flag: `--lr 0.1`, `--no-exact`."""
     if isinstance(value, bool):
         return flag(name) if value else flag(name).replace("--", "--no-", 1)
-    return f"{flag(name)} {_value(value)}"
+    return f"{flag(name)} {_format_value(value)}"
 
 
-def _value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool) or value == "" else str(value)
 
 
@@ -337,15 +346,15 @@ def _check_epoch(before: dict[str, Any], now: dict[str, Any], config: Config) ->
     """Refuse another number of samples in an epoch of the same data.
 
     Raises:
-        ResumeError: positions map to samples by that number, so some samples would come twice.
+        ResumeError: positions map to samples by that number, so some samples would be trained on twice.
     """
-    then = before.get("samples", now["samples"])
-    if then == now["samples"] or before.get("dataset_samples", then) != now["dataset_samples"]:
+    samples = before.get("samples", now["samples"])
+    if samples == now["samples"] or before.get("dataset_samples", samples) != now["dataset_samples"]:
         return
     raise ResumeError(
-        f"an epoch had {then} samples, and has {now['samples']} with --limit-train-batches "
-        f"{config.limit_train_batches} and --batch-size {config.batch_size}: some would come twice; give a limit that "
-        "leaves as many, or use another --experiment-name"
+        f"an epoch had {samples} samples, and has {now['samples']} with --limit-train-batches "
+        f"{config.limit_train_batches} and --batch-size {config.batch_size}, which would train on some twice; give a "
+        f"limit of {samples} samples, or use another --experiment-name"
     )
 
 
@@ -354,8 +363,8 @@ def _check_epoch(before: dict[str, Any], now: dict[str, Any], config: Config) ->
 _LOG = logging.getLogger("lockstep")
 
 
-def fill(
-    found: Path,
+def load_weights(
+    source: Path,
     model: nn.Module,
     own: Mapping[str, Tensor] | None = None,
     *,
@@ -365,53 +374,56 @@ def fill(
     """Load a checkpoint's weights into a model, and the task's own tensors into `own`.
 
     Args:
-        found: the checkpoint's folder.
+        source: the checkpoint's folder.
         without: `model/NAME` of tensors to leave as they are: the base of adapters.
         ema: load averages for the parameters that have one.
 
     Raises:
-        CheckpointError: it is damaged, of another model, or has no averaged weights although `ema` asks for them.
+        CheckpointError: it is damaged, of another model, or lacks the averaged weights of `ema`.
     """
     state = {f"model/{name}": tensor for name, tensor in model.state_dict(keep_vars=False).items()}
     state = {name: tensor for name, tensor in state.items() if name not in without}
     state |= {f"task/{name}": tensor for name, tensor in (own or {}).items()}
     with torch.no_grad():
-        checkpoint.load(found, state, None)
+        checkpoint.load(source, state, None)
         if ema:
-            _fill_averages(found, model)
+            _load_averages(source, model)
 
 
-def _fill_averages(found: Path, model: nn.Module) -> None:
+def _load_averages(source: Path, model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
-    with open_tensors(found) as whole:
-        for name in averages_of(found, whole.contents):
-            parameters[name.removeprefix(AVERAGE)].copy_(whole.read(name))
+    with open_tensors(source) as tensors:
+        for name in averages_of(source, tensors.contents):
+            parameters[name.removeprefix(AVERAGE)].copy_(tensors.read(name))
 
 
-def chosen(path: Path, which: str | int) -> Path:
-    """Return the checkpoint that `lockstep.load` loads. Raises CheckpointError if there is none.
+def select_checkpoint(path: Path, which: str | int) -> Path:
+    """Return the checkpoint that `lockstep.load` loads.
 
     Args:
         path: a run's folder, or a checkpoint's.
         which: "best", "last", or a step.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
     """
     if (path / "manifest.json").is_file():
         return path
     steps = checkpoint.list_steps(path) if path.is_dir() else []
     if not steps:
-        raise CheckpointError(f"{path}: no checkpoint there; give a run's folder or a checkpoint's")
+        raise CheckpointError(f"{path} has no checkpoint; give the folder of a run or of a checkpoint")
     if which == "best":
         folder = RunFolder(str(path.parent), path.name)
         _, selection = folder.read_evaluated()
         which = selection.best.step if selection.best else "last"
-    step = _last(path, steps) if which == "last" else int(which)
+    step = _newest_finite(path, steps) if which == "last" else int(which)
     if step not in steps:
         raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
     return checkpoint.path_of(path, step)
 
 
-def _last(path: Path, steps: list[int]) -> int:
-    """Return the newest step whose tensors are finite; if there is none, the newest."""
+def _newest_finite(path: Path, steps: list[int]) -> int:
+    """Return the newest step with finite tensors, or the newest step if there is none."""
     for step in reversed(steps):
         if not checkpoint.is_marked(checkpoint.path_of(path, step)):
             return step
@@ -419,15 +431,20 @@ def _last(path: Path, steps: list[int]) -> int:
     return steps[-1]
 
 
-def weights_in(path: Path, world: World, say: Callable[[str], None]) -> tuple[Path, bool]:
+def find_weights(path: Path, world: World, say: Callable[[str], None]) -> tuple[Path, bool]:
     """Find the checkpoint that --init-from names. Collective.
 
     Returns:
-        The checkpoint itself, or the newest complete one of a run; and whether it was verified.
+        The checkpoint, or the newest complete one of a run; and whether it was verified.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint.
     """
     if any(world.gather(on_all_ranks(world, (path / "manifest.json").exists))):  # collective
         return path, False
-    found = checkpoint.find_newest(path, world, say)  # collective
-    if found is None:
-        raise CheckpointError(f"--init-from {path}: no whole checkpoint there; give a run's folder or a checkpoint's")
-    return found, True
+    newest = checkpoint.find_newest(path, world, say)  # collective
+    if newest is None:
+        raise CheckpointError(
+            f"--init-from {path}: it has no complete checkpoint; give the folder of a run or of a checkpoint"
+        )
+    return newest, True

@@ -1,11 +1,11 @@
-"""Manage a run's folder, `save_dir/experiment_name`: its lock, paths and small files.
+"""Manage a run's folder, `save_dir/experiment_name`: lock, paths and small files.
 
     outputs/EXPERIMENT/
       config.toml  environment.json  state.json  metrics.jsonl  timeline.jsonl  run.lock  ended.json
       report.html  logs/rank-00000.log
       checkpoints/step-00000500/
 
-Only rank 0 writes here, except for logs and the shards of checkpoints. One process at a time owns the folder.
+Only rank 0 writes here, except for logs and the shards of checkpoints. One process at a time holds the lock.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ from lockstep.run_state import RunState, Selection
 
 __all__ = [
     "RunFolder",
-    "describe",
-    "kept_variables",
-    "sources_of",
-    "write",
+    "describe_process",
+    "read_sources",
+    "split_environment",
+    "write_description",
 ]
 
 
@@ -56,50 +56,49 @@ _NAMES = {
     "WORLD_SIZE",
 }
 
-_GIT_TIMEOUT = 2.0  # seconds; a repository on a slow network disk must not delay a run
+_GIT_TIMEOUT = 2.0  # seconds: a repository on a slow network disk must not delay a run
 
 
-def describe(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+def describe_process(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Describe this process: versions, machine, devices, git commit, command line, environment.
 
-    Memory is in bytes. What does not exist (CUDA, a git repository) is None. Imports torch, and initialises CUDA if
-    there is a device.
+    Imports torch, and initialises CUDA if there is a device.
 
     Args:
         argv: the command line; None: this process's.
         environ: the environment; None: this process's.
 
     Returns:
-        Plain JSON values, secrets masked.
+        JSON values with secrets masked. Memory is in bytes; a part that does not exist (CUDA, git) is None.
     """
     variables = os.environ if environ is None else environ
-    kept, others = kept_variables(variables)
+    values, names = split_environment(variables)
     return {
         "versions": _versions(),
         "machine": _machine(),
         "devices": _devices(),
         "git": _git(),
         "command": mask_args(sys.argv if argv is None else argv, variables),
-        "environment": kept,
-        "environment_names": others,
+        "environment": values,
+        "environment_names": names,
     }
 
 
-def kept_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables whose values may be stored, and the names of the others.
+def split_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Split an environment into variables whose values may be stored, and names of the others.
 
     Values are masked. Both are sorted by name.
     """
-    kept, others = {}, []
+    values, names = {}, []
     for name in sorted(environ):
         if name in _NAMES or name.startswith(_PREFIXES):
-            kept[mask(name, environ)] = "***" if is_secret_name(name) else mask(environ[name], environ)
+            values[mask(name, environ)] = "***" if is_secret_name(name) else mask(environ[name], environ)
         else:
-            others.append(mask(name, environ))  # a secret may have been set as a name
-    return kept, others
+            names.append(mask(name, environ))  # the name itself may be a secret
+    return values, names
 
 
-def write(path: Path, description: Mapping[str, Any]) -> None:
+def write_description(path: Path, description: Mapping[str, Any]) -> None:
     """Write the description as JSON, atomically.
 
     Raises:
@@ -108,13 +107,13 @@ def write(path: Path, description: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(description, indent=2) + "\n")
 
 
-def sources_of(run: Path) -> dict[str, str]:
-    """Read the sources of a run's task from its folder; {} if unreadable."""
+def read_sources(run: Path) -> dict[str, str]:
+    """Read the sources of a run's task from its folder; {} if that fails."""
     try:
-        found: dict[str, str] = json.loads((run / "environment.json").read_text(encoding="utf-8"))["sources"]
+        sources: dict[str, str] = json.loads((run / "environment.json").read_text(encoding="utf-8"))["sources"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return {}
-    return found
+    return sources
 
 
 def _versions() -> dict[str, str | None]:
@@ -126,18 +125,18 @@ def _versions() -> dict[str, str | None]:
         "lockstep": sys.modules["lockstep"].__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "numpy": _installed("numpy"),
+        "numpy": _package_version("numpy"),
         "cuda": torch.version.cuda,
         "cudnn": None if cudnn is None else str(cudnn),
-        "nccl": _dotted(torch.cuda.nccl.version()) if nccl else None,  # type: ignore[no-untyped-call]
+        "nccl": _join_version(torch.cuda.nccl.version()) if nccl else None,  # type: ignore[no-untyped-call]
     }
 
 
-def _dotted(version: tuple[int, ...]) -> str:
+def _join_version(version: tuple[int, ...]) -> str:
     return ".".join(str(part) for part in version)
 
 
-def _installed(distribution: str) -> str | None:
+def _package_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:  # run from a source tree
@@ -177,15 +176,15 @@ def _devices() -> list[dict[str, Any]]:
 
     if not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [
         {"name": device.name, "memory": device.total_memory, "capability": f"{device.major}.{device.minor}"}
-        for device in found
+        for device in devices
     ]
 
 
 def _git() -> dict[str, Any] | None:
-    # A repository's settings may name a program as file system monitor; it must not run here.
+    # A repository's settings may name a program as file system monitor, which must not run here.
     command = ["git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
@@ -200,26 +199,26 @@ def _git() -> dict[str, Any] | None:
 
 # --- lock
 
-_LINGER = 10.0  # seconds that children of a dead owner may take to exit
-_LOOK = 0.05
+_EXIT_GRACE = 10.0  # seconds that children of a dead owner may take to exit
+_POLL_SECONDS = 0.05
 
 
 class RunLock:
-    """A lock file that contains its owner's line.
+    """A lock file that contains a line about its owner.
 
-    The lock is flock's, which also works between nodes on NFS with its lock service. On a file system without locks the
-    owner's line decides: an owner on another node, or alive on this one, counts. A process forked from the owner does
-    not keep the file open, or the lock would outlive the owner.
+    It is an flock, which also works between nodes on NFS with its lock service. On a file system without locks the
+    owner's line decides: the lock is held by an owner on another node, or by one that is alive on this node. A process
+    forked from the owner closes the file, or the lock would outlive the owner.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._handle: int | None = None
 
-    def take(self, *, make: bool) -> str:
+    def acquire(self, *, make: bool) -> str:
         """Acquire the lock.
 
-        If the owner is dead but its lock is not, its children are still exiting: that is waited for, some seconds.
+        Waits some seconds for a dead owner's children to exit, which still hold its lock.
 
         Args:
             make: create the file and write this process's line; False: neither.
@@ -233,31 +232,31 @@ class RunLock:
         """
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if make else 0)
         self._handle = retry_io(lambda: os.open(self._path, flags, 0o644))
-        _HELD.add(self)
-        got, owner, has_locks = self._locked(self._handle)
-        if not got and not has_locks and not _is_here(owner):
-            self.release(mine=False)
+        _OPEN_LOCKS.add(self)
+        is_locked, owner, has_locks = self._try_lock(self._handle)
+        if not is_locked and not has_locks and not _is_local(owner):
+            self.release(erase=False)
             raise ConfigError(
-                f"{self._path.parent} is in use by {owner}, as its lock says; the file system has no locks, so nobody "
-                f"else can tell whether that still runs: if it does not, remove {self._path}"
+                f"{self._path.parent} is in use by {owner}, by its lock file; the file system has no locks, so if that "
+                f"process has ended, remove {self._path}"
             )
-        if not got:
-            self.release(mine=False)
-            left = "what is left of " if owner and not _lives(owner) else ""
+        if not is_locked:
+            self.release(erase=False)
+            children = "children of " if owner and not _may_be_alive(owner) else ""
             raise ConfigError(
-                f"{self._path.parent} is in use by {left}{owner or 'another process'}; wait for it, or choose another "
-                "--experiment-name"
+                f"{self._path.parent} is in use by {children}{owner or 'another process'}; wait for it, or choose "
+                "another --experiment-name"
             )
         if make:
             started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}, started {started}\n".encode(), 0)
-        return owner  # a line that is left: that owner did not release the lock
+        return owner
 
     def owner(self) -> tuple[str, bool]:
         """Return the owner's line, and whether it holds the lock now.
 
-        Returns ("", False) if it was released or never acquired. A released lock is not touched, so that looking never
+        ("", False) if the lock was released or never acquired. A released lock is not touched, so that this call never
         blocks a start.
         """
         try:
@@ -266,68 +265,72 @@ class RunLock:
             return "", False
         owner = ""
         try:
-            owner = _line(handle)
+            owner = _read_owner(handle)
             if owner:
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return owner, error.errno in (errno.EWOULDBLOCK, errno.EACCES) or _lives(owner)  # else no locks here
+        except OSError as error:  # another number: the file system has no locks
+            return owner, error.errno in (errno.EWOULDBLOCK, errno.EACCES) or _may_be_alive(owner)
         finally:
             os.close(handle)
         return owner, False
 
-    def release(self, mine: bool = True) -> None:
-        """Release the lock, and erase this process's line if `mine`. Safe to call twice."""
+    def release(self, erase: bool = True) -> None:
+        """Release the lock. Safe to call twice.
+
+        Args:
+            erase: erase the owner's line, which is this process's.
+        """
         if self._handle is None:
             return
         with contextlib.suppress(OSError):  # a full disk: the next owner will report an unclean end
-            if mine:
+            if erase:
                 os.ftruncate(self._handle, 0)
         with contextlib.suppress(OSError):
             fcntl.flock(self._handle, fcntl.LOCK_UN)  # also for any other process with the file open
-        self.forget()
+        self.close()
 
-    def forget(self) -> None:
-        """Close the file without unlocking, as a forked child must."""
+    def close(self) -> None:
+        """Close the file without unlocking it, as a forked child must."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             os.close(handle)
 
-    __del__ = forget
+    __del__ = close
 
-    def _locked(self, handle: int) -> tuple[bool, str, bool]:
-        """Try to lock.
+    def _try_lock(self, handle: int) -> tuple[bool, str, bool]:
+        """Lock the file if no living process holds the lock.
 
         Returns:
             Whether this process has the lock, the line of its current or last owner, and whether the file system has
             locks.
         """
-        deadline = time.monotonic() + _LINGER
+        deadline = time.monotonic() + _EXIT_GRACE
         while True:
-            owner = _line(handle)
+            owner = _read_owner(handle)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    return not _lives(owner), owner, False
-                if not owner or _lives(owner) or time.monotonic() > deadline:
+                    return not _may_be_alive(owner), owner, False
+                if not owner or _may_be_alive(owner) or time.monotonic() > deadline:
                     return False, owner, True
-                time.sleep(_LOOK)
+                time.sleep(_POLL_SECONDS)
             else:
                 return True, owner, True
 
 
-_HELD: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
+_OPEN_LOCKS: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
 
 
-def _forget_all() -> None:
-    for lock in list(_HELD):
-        lock.forget()
+def _close_inherited() -> None:
+    for lock in list(_OPEN_LOCKS):
+        lock.close()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_close_inherited)
 
 
-def _line(handle: int) -> str:
+def _read_owner(handle: int) -> str:
     """Read the owner's line; "" if the lock was released."""
     lines = os.pread(handle, 300, 0).decode("utf-8", "replace").splitlines()
     return printable(lines[0].strip()) if lines else ""
@@ -336,19 +339,19 @@ def _line(handle: int) -> str:
 _OWNER = re.compile(r"process (\d{1,9}) on (\S+), started .*")
 
 
-def _is_here(owner: str) -> bool:
-    """Whether the process in a lock's line is, or was, on this machine."""
-    found = _OWNER.fullmatch(owner)
-    return found is not None and found[2] == socket.gethostname()
+def _is_local(owner: str) -> bool:
+    """Whether the owner's process is, or was, on this machine."""
+    match = _OWNER.fullmatch(owner)
+    return match is not None and match[2] == socket.gethostname()
 
 
-def _lives(owner: str) -> bool:
-    """Whether the process in a lock's line may be alive: always, on another machine."""
-    found = _OWNER.fullmatch(owner)
-    if not found or found[2] != socket.gethostname():
+def _may_be_alive(owner: str) -> bool:
+    """Whether the owner's process may be alive; on another machine it always may."""
+    match = _OWNER.fullmatch(owner)
+    if not match or match[2] != socket.gethostname():
         return bool(owner)
     try:
-        os.kill(int(found[1]), 0)
+        os.kill(int(match[1]), 0)
     except ProcessLookupError:
         return False
     except PermissionError:
@@ -364,7 +367,11 @@ _TRAINED = "checkpoints/trained.json"
 
 
 class RunFolder:
-    """A run's folder: its paths, checks before writing, lock, and small files."""
+    """The folder of a run: paths, checks before writing, lock and small files.
+
+    Attributes:
+        dead_owner: line of a dead process whose lock `claim` cleared; "": none.
+    """
 
     def __init__(self, save_dir: str, experiment_name: str) -> None:
         self.path = Path(save_dir).expanduser() / experiment_name
@@ -373,73 +380,70 @@ class RunFolder:
         self.timeline = self.path / "timeline.jsonl"
         self.config = self.path / "config.toml"
         self.environment = self.path / "environment.json"
-        self.cleared = ""  # the dead owner whose lock was cleared
+        self.dead_owner = ""
         self._lock = RunLock(self.path / "run.lock")
 
-    def check_writable(self, least: int) -> None:
-        """Raise ConfigError unless the folder is writable with `least` bytes free; leaves nothing behind."""
-        above = self.nearest()
+    def check_writable(self, size: int) -> None:
+        """Raise ConfigError unless the folder is writable and has `size` bytes free."""
+        parent = self.nearest_existing()
         try:
-            with tempfile.TemporaryFile(dir=above):
+            with tempfile.TemporaryFile(dir=parent):
                 pass
-            free = shutil.disk_usage(above).free
+            free = shutil.disk_usage(parent).free
         except OSError as error:
-            raise storage_error(error) or self.unwritable(above, error) from error
-        if free < least:
+            raise storage_error(error) or self.write_error(parent, error) from error
+        if free < size:
             raise ConfigError(
-                f"--save-dir: {above} has {bytes_text(free)} free and a checkpoint of this run takes "
-                f"{bytes_text(least)}; make room, or choose another folder"
+                f"--save-dir: {parent} has {bytes_text(free)} free, and a checkpoint of this run needs "
+                f"{bytes_text(size)}; make room, or choose another folder"
             )
 
-    def nearest(self) -> Path:
+    def nearest_existing(self) -> Path:
         """Return the folder, or its nearest existing parent."""
         return next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
 
     @staticmethod
-    def unwritable(path: Path, error: OSError) -> ConfigError:
-        """Make the error for a folder that is not writable."""
+    def write_error(path: Path, error: OSError) -> ConfigError:
+        """Return the error for a folder that is not writable."""
         return ConfigError(f"--save-dir: cannot write to {path}: {error.strerror or error}; choose another folder")
 
     def claim(self) -> None:
         """Create the folder and acquire its lock, which ends with this process.
 
         Raises:
-            ConfigError: another process holds it, or the folder cannot be written to.
+            ConfigError: another process holds the lock, or the folder cannot be written to.
             StorageError: the storage does not answer.
         """
         try:
             retry_io(lambda: self.checkpoints.mkdir(parents=True, exist_ok=True))
-            self.cleared = self._lock.take(make=True)
+            self.dead_owner = self._lock.acquire(make=True)
         except OSError as error:
             raise storage_error(error) or ConfigError(
                 f"--save-dir: cannot write to {self.path}: {error.strerror or error}"
             ) from error
 
     def check_free(self) -> None:
-        """Raise ConfigError if another process holds the folder now; writes nothing."""
-        with self.held():
+        """Raise ConfigError if another process holds the lock. Writes nothing."""
+        with self.hold():
             pass
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the lock for a while, and leave the owner's line alone.
+    def hold(self) -> Iterator[None]:
+        """Hold the lock within the context, without changing the owner's line.
 
         Raises:
-            ConfigError: a run holds the folder.
+            ConfigError: another process holds the lock.
         """
         with contextlib.suppress(OSError):  # missing or unreadable: `claim` will raise
-            self._lock.take(make=False)
+            self._lock.acquire(make=False)
         try:
             yield
         finally:
-            self._lock.release(mine=False)
+            self._lock.release(erase=False)
 
     @property
     def owner(self) -> tuple[str, bool]:
-        """The owner that did not release the folder, and whether it is still there.
-
-        See `RunLock.owner`.
-        """
+        """The owner's line, and whether it holds the lock now; see `RunLock.owner`."""
         return self._lock.owner()
 
     def release(self) -> None:
@@ -453,36 +457,33 @@ class RunFolder:
             code: for plain torchrun: 75 or 130 if the run saved itself on a signal, otherwise 0 or 1.
             step: steps trained.
             status: as in `run.Result`, or "failed".
-            losses: the ranks that this start lost.
+            losses: description of the ranks that this start lost.
         """
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")
         end = {"status": status, "code": code, "step": step, "job": job} | ({"losses": losses} if losses else {})
         self.write(_END, json.dumps(end) + "\n")
 
     def read_end(self) -> dict[str, Any]:
-        """Read what `write_end` wrote; {} while the run goes on, or if it was killed."""
+        """Read the record of `write_end`; {} while the run trains, or if it was killed."""
         return self._read(_END)
 
-    def forget_end(self) -> None:
-        """Remove what `write_end` wrote in an earlier start."""
+    def remove_end(self) -> None:
+        """Remove the record that `write_end` made in an earlier start."""
         (self.path / _END).unlink(missing_ok=True)
 
     @property
     def stop_file(self) -> Path:
-        """A file at this path asks the run to save and end.
-
-        The run removes it.
-        """
+        """Path of a file that asks the run to save and end. The run removes it."""
         return self.path / "STOP"
 
     def write(self, name: str, text: str) -> None:
-        """Write a small file of the folder atomically. Raises OSError, StorageError."""
+        """Write a small file of the folder atomically. Raises OSError or StorageError."""
         retry_io(lambda: write_whole(self.path / name, text))
 
     def write_evaluated(self, step: int, selection: Selection) -> None:
-        """Record the evaluation after `step`, and what it decided.
+        """Record the evaluation after `step`, and the selection that follows from it.
 
-        The checkpoint of that step is written before the evaluation.
+        The checkpoint of that step lacks them: it is written before the evaluation.
 
         Raises:
             LockstepError: it cannot be written.
@@ -493,35 +494,35 @@ class RunFolder:
         except OSError as error:
             raise LockstepError(
                 f"step {step}: {self.path / _EVALUATED}: {error.strerror}; make room or check the permissions of "
-                "--save-dir, and start again: it goes on from the newest checkpoint"
+                "--save-dir, and start again: the run resumes from its newest checkpoint"
             ) from error
 
     def read_evaluated(self) -> tuple[int, Selection]:
-        """Read step and selection that `write_evaluated` wrote last; the step is -1 if there are none."""
-        found = self._read(_EVALUATED)
-        return found.get("step", -1), Selection.from_json(found)
+        """Read the last record of `write_evaluated`; its step is -1 if there is none."""
+        record = self._read(_EVALUATED)
+        return record.get("step", -1), Selection.from_json(record)
 
     def write_trained(self, changes: dict[str, Any]) -> None:
-        """Record, by step, how the loop's body after that step changed the trained set."""
+        """Record by step how the loop's body changed the trained set after that step."""
         self.write(_TRAINED, json.dumps(changes) + "\n")
 
     def read_trained(self) -> dict[str, Any]:
-        """Read what `write_trained` wrote last; {} for nothing."""
+        """Read the record of `write_trained`; {} if there is none."""
         return self._read(_TRAINED)
 
-    def forget_trained(self, done: int) -> None:
-        """Drop the records of steps after `done`, which are trained again."""
+    def drop_trained_after(self, done: int) -> None:
+        """Drop the records of `write_trained` after step `done`: those steps are trained again."""
         before = self.read_trained()
-        kept = {step: change for step, change in before.items() if step.isdecimal() and int(step) <= done}
-        if kept != before:
-            self.write_trained(kept)
+        after = {step: change for step, change in before.items() if step.isdecimal() and int(step) <= done}
+        if after != before:
+            self.write_trained(after)
 
     def _read(self, name: str) -> dict[str, Any]:
         """Read the JSON object in a small file; {} if there is none. Raises StorageError."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            found = json.loads(retry_io(lambda: self._text(name)))
-            if isinstance(found, dict):
-                return found
+            value = json.loads(retry_io(lambda: self._text(name)))
+            if isinstance(value, dict):
+                return value
         return {}
 
     def _text(self, name: str) -> str:
@@ -529,8 +530,5 @@ class RunFolder:
         return file.read_text(encoding="utf-8") if stat.S_ISREG(file.stat().st_mode) else ""
 
     def write_state(self, state: RunState) -> None:
-        """Write `state.json`, the run's position, for users and scripts.
-
-        A resume reads the checkpoint's own state.
-        """
+        """Write `state.json` for users and scripts. A resume reads the checkpoint's own state."""
         self.write("state.json", json.dumps(state.to_json(), indent=1) + "\n")

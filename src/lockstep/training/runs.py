@@ -1,9 +1,9 @@
 """List the runs in a folder from their own files, without torch.
 
-    rows = listed(Path("outputs"))          # a RunRow for each folder, by name
-    show(Path("outputs"), as_json=False)    # the table
+    rows = list_runs(Path("outputs"))             # a RunRow for each folder, by name
+    print_runs(Path("outputs"), as_json=False)    # the table
 
-The runs may be another machine's. A folder that is damaged, or not a run's, is a row with a note.
+The runs may be of another machine. A folder that is damaged, or not a run's, is a row with a note.
 """
 
 import contextlib
@@ -27,33 +27,33 @@ from lockstep.run_state import RunState
 from lockstep.training.run_dir import RunFolder
 
 __all__ = [
-    "listed",
-    "show",
+    "list_runs",
+    "print_runs",
 ]
 
 
-_OF_A_RUN = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints")
-_STATES = ("finished", "stopped", "abandoned", "interrupted", "preempted", "failed")
-_CODES = {130: "interrupted", 75: "preempted"}  # of folders without a recorded status
+_RUN_FILES = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints")
+_STATUSES = ("finished", "stopped", "abandoned", "interrupted", "preempted", "failed")
+_CODES = {130: "interrupted", 75: "preempted"}  # for folders of older versions, which have no status
 _TIME = "time/total"
-_WIDE = 200  # columns without a terminal
+_WIDTH = 200  # columns, if the output is no terminal
 
 
 @dataclass(slots=True)
 class RunRow:
-    """A folder in the list. None: its files do not contain the value.
+    """A folder in the list. A value is None if the folder's files do not contain it.
 
     Attributes:
         state: running, one of `run.Result.status`, failed, or unknown.
-        step: the newest record's or checkpoint's.
+        step: of the newest record or checkpoint.
         steps: length of the plan.
         epoch: passes over the training data at `step`.
         best_step, best_loss: of the best evaluation.
-        best_metric, best_value: the metric that judged it (`--best-metric`), and its value.
+        best_metric, best_value: `--best-metric`, and its value in the best evaluation.
         last_loss: of the newest training record.
-        seconds: total of the recorded steps over all starts, without evaluations and saves.
-        last_record: when a record was last written, in seconds since 1970.
-        note: what is wrong with the folder; "" for nothing.
+        seconds: of all recorded steps over all starts, without evaluations and saves.
+        last_record: time of the newest record, in seconds since 1970.
+        note: a problem with the folder; "": none.
     """
 
     name: str
@@ -71,23 +71,23 @@ class RunRow:
     note: str = ""
 
 
-def show(folder: Path, *, as_json: bool) -> None:
-    """Print the runs in `folder`, or the run whose folder it is.
+def print_runs(folder: Path, *, as_json: bool) -> None:
+    """Print the runs in `folder`, or the one run whose folder it is.
 
     Raises:
         ConfigError: there is no such folder.
     """
-    rows = listed(folder)
+    rows = list_runs(folder)
     if as_json:
-        found = [{name: plain(value) for name, value in dataclasses.asdict(row).items()} for row in rows]
-        print(json.dumps(found, indent=1, allow_nan=False))
+        values = [{name: plain(value) for name, value in dataclasses.asdict(row).items()} for row in rows]
+        print(json.dumps(values, indent=1, allow_nan=False))
     elif rows:
-        _print(rows)
+        _print_table(rows)
     else:
         print(f"no runs in {printable(str(folder))}")
 
 
-def listed(folder: Path) -> list[RunRow]:
+def list_runs(folder: Path) -> list[RunRow]:
     """Return a row for each folder in `folder`, or for a run's own folder.
 
     Raises:
@@ -95,61 +95,61 @@ def listed(folder: Path) -> list[RunRow]:
     """
     folder = folder.expanduser()
     if _is_run(folder):
-        return [_row(folder.resolve())]
+        return [_read_run(folder.resolve())]
     try:
         inside = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir())
     except OSError as error:
-        where = printable(str(folder))
-        raise ConfigError(f"{where}: {error.strerror or error}; give the folder that train --save-dir named") from error
-    return [_row(path) for path in inside]
+        name = printable(str(folder))
+        raise ConfigError(f"{name}: {error.strerror or error}; give the folder of train --save-dir") from error
+    return [_read_run(path) for path in inside]
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in _OF_A_RUN)
+    return any((path / name).exists() for name in _RUN_FILES)
 
 
-def _row(path: Path) -> RunRow:
+def _read_run(path: Path) -> RunRow:
     row = RunRow(path.name)
     try:
         if not _is_run(path):
-            row.note = "no run's folder"
+            row.note = "not a run's folder"
             return row
         folder = RunFolder(str(path.parent), path.name)
-        state = _state(path, row)
-        _place(row, path, state)
-        _plan(row, path, state)
-        _best(row, folder, state)
-        row.state = _ended(row, folder)
+        state = _read_state(path, row)
+        _fill_position(row, path, state)
+        _fill_steps(row, path, state)
+        _fill_best(row, folder, state)
+        row.state = _read_status(row, folder)
     except OSError as error:  # no permission
         row.note = f"cannot be read: {error.strerror or error}"
     return row
 
 
-def _state(path: Path, row: RunRow) -> RunState:
-    """Read state.json as far as possible; damage is noted in the row."""
+def _read_state(path: Path, row: RunRow) -> RunState:
+    """Read state.json as far as possible; note damage in the row."""
     file = path / "state.json"
     if not file.exists():
         return RunState()
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-        if isinstance(found, dict):
-            return RunState.from_json(found, lenient=True)
+        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        if isinstance(values, dict):
+            return RunState.from_json(values, lenient=True)
     row.note = "state.json is damaged"
     return RunState()
 
 
-def _place(row: RunRow, path: Path, state: RunState) -> None:
-    """Fill in the run's position, from its newest record or its state."""
+def _fill_position(row: RunRow, path: Path, state: RunState) -> None:
+    """Fill in the position from the newest record or the state."""
     metrics = path / "metrics.jsonl"
     records = tail(metrics)
     if metrics.is_file():
-        row.last_record, row.seconds = metrics.stat().st_mtime, _seconds(metrics)
+        row.last_record, row.seconds = metrics.stat().st_mtime, _sum_seconds(metrics)
         if not records and metrics.stat().st_size:
             row.note = row.note or "metrics.jsonl is damaged"
     losses = [record["running_loss"] for record in records if "running_loss" in record]
     row.last_loss = _number(losses[-1]) if losses else None
     for place in [*records, dataclasses.asdict(state.place) if state.place else {}]:
-        step = _whole(place.get("global_step"))
+        step = _integer(place.get("global_step"))
         if step is None or (row.step is not None and step < row.step):
             continue
         row.step = step
@@ -158,37 +158,34 @@ def _place(row: RunRow, path: Path, state: RunState) -> None:
             row.epoch = epoch + progress
 
 
-def _seconds(metrics: Path) -> float | None:
-    """Sum the time of the steps.
-
-    Each record has the mean of those since the one before, in milliseconds.
-    """
-    found, before = 0.0, 0
+def _sum_seconds(metrics: Path) -> float | None:
+    """Sum the seconds of all steps; each record has their mean in milliseconds."""
+    seconds, before = 0.0, 0
     for record in each(metrics, having=_TIME):
-        step, mean = _whole(record.get("global_step")), _number(record.get(_TIME))
+        step, mean = _integer(record.get("global_step")), _number(record.get(_TIME))
         if step is not None and mean is not None and math.isfinite(mean) and step > before:
-            found, before = found + (step - before) * mean / 1e3, step
-    return found if before else None
+            seconds, before = seconds + (step - before) * mean / 1e3, step
+    return seconds if before else None
 
 
-def _plan(row: RunRow, path: Path, state: RunState) -> None:
-    """Fill in the plan's length, from the configuration or else the newest checkpoint."""
+def _fill_steps(row: RunRow, path: Path, state: RunState) -> None:
+    """Fill in the plan's length from the configuration, else from the newest checkpoint."""
     file = path / "config.toml"
     with contextlib.suppress(OSError, ValueError, RecursionError):
         config = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        row.steps = _whole(config.get("max_steps")) or None
+        row.steps = _integer(config.get("max_steps")) or None
     if row.steps is None:
-        row.steps = _whole(state.plan.get("steps"))
+        row.steps = _integer(state.plan.get("steps"))
 
 
-def _best(row: RunRow, folder: RunFolder, state: RunState) -> None:
+def _fill_best(row: RunRow, folder: RunFolder, state: RunState) -> None:
     _, selection = folder.read_evaluated()
     if best := selection.best or state.selection.best:
         row.best_step, row.best_loss = best.step, float(best.loss)
-        row.best_metric, row.best_value = best.metric, float(best.judged_value)
+        row.best_metric, row.best_value = best.metric, float(best.metric_value)
 
 
-def _ended(row: RunRow, folder: RunFolder) -> str:
+def _read_status(row: RunRow, folder: RunFolder) -> str:
     """Return "running" if the lock is held, otherwise the recorded end."""
     owner, holds = folder.owner
     if holds:
@@ -197,11 +194,11 @@ def _ended(row: RunRow, folder: RunFolder) -> str:
     losses = end.get("losses")
     if isinstance(losses, str):
         row.note = row.note or losses
-    status = end.get("status") or _CODES.get(_whole(end.get("code")) or 0)
-    if status in _STATES:
+    status = end.get("status") or _CODES.get(_integer(end.get("code")) or 0)
+    if status in _STATUSES:
         return str(status)
     if owner:
-        row.note = row.note or f"{owner} ended without a word"
+        row.note = row.note or f"{owner} ended without a record of its end"
         return "failed"
     return "unknown"
 
@@ -212,27 +209,27 @@ def _number(value: Any) -> float | None:
     return None
 
 
-def _whole(value: Any) -> int | None:
+def _integer(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+def _format_duration(seconds: float) -> str:
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{remainder:02}"
 
 
-def _print(rows: list[RunRow]) -> None:
+def _print_table(rows: list[RunRow]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = _WIDE
+        console.width = _WIDTH
     table = Table(box=None, pad_edge=False)
     for title in ("run", "state", "step", "epoch", "best", "loss", "time", "last record"):
         table.add_column(title, justify="left" if title in ("run", "state") else "right", no_wrap=True)
-    noted = any(row.note for row in rows)
-    if noted:
+    has_notes = any(row.note for row in rows)
+    if has_notes:
         table.add_column("note", overflow="fold")
     for row in rows:
-        cells = (*_cells(row), *([row.note] if noted else []))
+        cells = (*_cells(row), *([row.note] if has_notes else []))
         table.add_row(*(Text(printable(cell)) for cell in cells))
     console.print(table)
 
@@ -246,6 +243,6 @@ def _cells(row: RunRow) -> tuple[str, ...]:
         "-" if row.epoch is None else f"{row.epoch:.2f}",
         best if row.best_step is None else f"{best} at {row.best_step}",
         "-" if row.last_loss is None else f"{row.last_loss:.5g}",
-        "-" if row.seconds is None else _clock(row.seconds),
+        "-" if row.seconds is None else _format_duration(row.seconds),
         "-" if row.last_record is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.last_record)),
     )

@@ -1,11 +1,11 @@
-"""Judge evaluations: the best one, patience, and the plateau schedule.
+"""Select the best evaluation, and count evaluations for patience and the plateau schedule.
 
-    better = judged(config, selection, record)      # after each evaluation; updates the run's Selection
-    looked_at(config, selection, better=better)     # of the plateau schedule: logs when the rate falls
-    fallen(selection)                               # how often it fell
+    is_best = select_best(config, selection, record)        # after each evaluation
+    update_plateau(config, selection, better=is_best)       # logs when the learning rate falls
+    plateau_drops(selection)                                # how often it fell
 
-`--optim.schedule plateau` works as torch's ReduceLROnPlateau with an absolute `threshold`: it judges `--best-metric`,
-the threshold is `--min-delta` (0 with `--patience-metric`), and `min_lr` is `--optim.floor`. The counts are part of the
+`--optim.schedule plateau` works as torch's ReduceLROnPlateau with an absolute `threshold`: it uses `--best-metric`, the
+threshold is `--min-delta` (0 with `--patience-metric`), and `min_lr` is `--optim.floor`. The counts are part of the
 run's state, which is the same on every rank and in every checkpoint, so a resume or a rollback continues with the rate
 of its step.
 """
@@ -23,26 +23,26 @@ from lockstep.run_state import BestEvaluation, PatienceCount, PlateauCount, Sele
 from lockstep.training.evaluation import MORE_NAMES
 
 __all__ = [
-    "brief",
-    "check_evaluated",
-    "fallen",
-    "judged",
-    "judged_by",
-    "judges",
-    "looked_at",
+    "abbreviate_best",
+    "check_criteria",
+    "criterion_of",
+    "depends_on_evaluations",
+    "describe_best",
+    "explain_early_stop",
     "out_of_patience",
-    "shown",
-    "stopped_by",
+    "plateau_drops",
+    "select_best",
+    "update_plateau",
 ]
 
 
-class Judge(NamedTuple):
-    """The criterion that compares evaluations.
+class Criterion(NamedTuple):
+    """A metric that evaluations are compared by.
 
     Attributes:
         metric: "loss", or the name of a metric of the task.
         sign: -1 if lower is better, 1 if higher is.
-        delta: by how much a value must be better to count.
+        delta: minimum improvement.
     """
 
     metric: str
@@ -50,96 +50,99 @@ class Judge(NamedTuple):
     delta: float
 
     def value(self, record: EvaluationRecord) -> float:
-        """Return the record's value. Raises ConfigError if it has none of that name."""
+        """Return the record's value of the metric. Raises ConfigError if it has none."""
         if self.metric == "loss":
             return record.loss
-        _check_known(self, record.metrics)
+        _check_metric(self, record.metrics)
         return record.metrics[self.metric]
 
 
-def judged_by(config: Config) -> Judge:
+def criterion_of(config: Config) -> Criterion:
     """Return the criterion of `--best-metric`.
 
-    Its delta is `--min-delta`, or 0 if `--patience-metric` uses that.
+    Its delta is `--min-delta`; 0 with `--patience-metric`, to which `--min-delta` belongs then.
     """
-    return _judge(config.best_metric, 0.0 if config.patience_metric else config.min_delta)
+    return _parse_criterion(config.best_metric, 0.0 if config.patience_metric else config.min_delta)
 
 
-def _judge(said: str, delta: float) -> Judge:
-    name, _, way = said.partition(":")
-    return Judge(name, 1 if way == "max" else -1, delta)
+def _parse_criterion(text: str, delta: float) -> Criterion:
+    """Parse `METRIC` or `METRIC:max`."""
+    name, _, direction = text.partition(":")
+    return Criterion(name, 1 if direction == "max" else -1, delta)
 
 
-def _waiting(config: Config) -> Judge | None:
-    """Return the criterion of `--patience-metric`; None: patience uses the best metric's."""
-    return _judge(config.patience_metric, config.min_delta) if config.patience_metric else None
+def _patience_criterion(config: Config) -> Criterion | None:
+    """Return the criterion of `--patience-metric`; None: patience uses `--best-metric`."""
+    return _parse_criterion(config.patience_metric, config.min_delta) if config.patience_metric else None
 
 
-def judges(config: Config) -> bool:
-    """Whether training depends on how evaluations compare."""
+def depends_on_evaluations(config: Config) -> bool:
+    """Whether the configuration needs evaluations to compare."""
     return bool(config.patience) or config.best_metric != "loss" or config.optim.schedule == "plateau"
 
 
-def check_evaluated(config: Config, metrics: Iterable[str] | None) -> None:
+def check_criteria(config: Config, metrics: Iterable[str] | None) -> None:
     """Raise ConfigError if the task's evaluation lacks a metric that the configuration needs.
 
     Args:
-        metrics: names of its metrics; None: there is no evaluation.
+        metrics: names of the task's metrics; None: it has no evaluation.
     """
     if metrics is not None:
-        _check_known(judged_by(config), metrics)
-        if waiting := _waiting(config):
-            _check_known(waiting, metrics, "--patience-metric")
-    elif judges(config):
-        what = "--patience" if config.patience else "--best-metric"
-        what = "--optim.schedule plateau" if config.optim.schedule == "plateau" else what
-        raise ConfigError(f"{what} needs an evaluation, and the task's dataset('evaluation') gives none; return a set")
+        _check_metric(criterion_of(config), metrics)
+        if patience := _patience_criterion(config):
+            _check_metric(patience, metrics, "--patience-metric")
+    elif depends_on_evaluations(config):
+        flag = "--patience" if config.patience else "--best-metric"
+        flag = "--optim.schedule plateau" if config.optim.schedule == "plateau" else flag
+        raise ConfigError(f"{flag} needs an evaluation: return a dataset from the task's dataset('evaluation')")
 
 
-def _check_known(judge: Judge, metrics: Iterable[str], flag: str = "--best-metric") -> None:
-    """Raise ConfigError if the evaluation has no number of the criterion's name."""
-    known = ["loss", *metrics]
-    if judge.metric not in known and not any(name.split("/")[-1] == MORE_NAMES for name in known):
-        close = difflib.get_close_matches(judge.metric, known, n=1)
-        meant = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
-        raise ConfigError(f"{flag}: the task's evaluation has no '{judge.metric}'; {meant}")
+def _check_metric(criterion: Criterion, metrics: Iterable[str], flag: str = "--best-metric") -> None:
+    """Raise ConfigError if the evaluation has no metric of this name."""
+    names = ["loss", *metrics]
+    if criterion.metric not in names and not any(name.split("/")[-1] == MORE_NAMES for name in names):
+        close = difflib.get_close_matches(criterion.metric, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(names)}"
+        raise ConfigError(f"{flag}: the task's evaluation has no '{criterion.metric}'; {hint}")
 
 
-def judged(config: Config, selection: Selection, record: EvaluationRecord) -> bool:
-    """Update the best evaluation and the patience counts.
+def select_best(config: Config, selection: Selection, record: EvaluationRecord) -> bool:
+    """Update the best evaluation and the patience count.
 
-    A value that is not finite is never the best. A best by another metric is discarded. `--patience-metric` has its own
-    best and its own count.
+    A value that is not finite is never the best. A best by another metric is discarded. `--patience-metric` has a best
+    and a count of its own.
 
     Returns:
         Whether this evaluation is the best.
     """
-    better, selection.best = _better(judged_by(config), selection.best, record)
+    better, selection.best = _compare(criterion_of(config), selection.best, record)
     selection.since_best = 0 if better else (selection.since_best or 0) + 1
-    if waiting := _waiting(config):
+    if patience := _patience_criterion(config):
         before = selection.patience or PatienceCount()
-        fresh, best = _better(waiting, before.best, record)
-        selection.patience = PatienceCount(best, 0 if fresh else before.since + 1)
+        improved, best = _compare(patience, before.best, record)
+        selection.patience = PatienceCount(best, 0 if improved else before.since + 1)
     else:
         selection.patience = None
     return better
 
 
-def _better(judge: Judge, best: BestEvaluation | None, record: EvaluationRecord) -> tuple[bool, BestEvaluation | None]:
+def _compare(
+    criterion: Criterion, best: BestEvaluation | None, record: EvaluationRecord
+) -> tuple[bool, BestEvaluation | None]:
     """Return whether this evaluation is better than the best so far, and the new best."""
-    value = judge.value(record)
-    if best and best.metric != judge.metric:
+    value = criterion.value(record)
+    if best and best.metric != criterion.metric:
         best = None
-    before = best.judged_value if best else None
-    if math.isfinite(value) and (before is None or judge.sign * (value - before) > judge.delta):
-        return True, BestEvaluation(record.step, record.loss, judge.metric, value)
+    before = best.metric_value if best else None
+    if math.isfinite(value) and (before is None or criterion.sign * (value - before) > criterion.delta):
+        return True, BestEvaluation(record.step, record.loss, criterion.metric, value)
     return False, best
 
 
 def out_of_patience(config: Config, selection: Selection) -> bool:
-    """Whether `--patience` evaluations in a row were no better than the best.
+    """Whether `--patience` evaluations in a row did not improve on the best.
 
-    With `--patience-metric` it is the best of that metric.
+    With `--patience-metric`, on the best by that metric.
     """
     if config.patience_metric:
         since = selection.patience.since if selection.patience else 0
@@ -148,32 +151,32 @@ def out_of_patience(config: Config, selection: Selection) -> bool:
     return bool(config.patience) and since >= config.patience
 
 
-def stopped_by(config: Config, selection: Selection) -> str:
-    """Describe why a run ended early: `the best was accuracy 0.93 after step 400`."""
-    line = f"the best was {shown(selection.best)}"
+def explain_early_stop(config: Config, selection: Selection) -> str:
+    """Explain why a run ended early: `the best was accuracy 0.93 after step 400`."""
+    line = f"the best was {describe_best(selection.best)}"
     if not config.patience_metric:
         return line
-    return f"{line}, of --patience-metric {shown(selection.patience.best if selection.patience else None)}"
+    return f"{line}, of --patience-metric {describe_best(selection.patience.best if selection.patience else None)}"
 
 
-def brief(best: BestEvaluation | None) -> str:
-    """Describe the best for a progress line: `best accuracy 0.93 at 400`; "" without one."""
-    return "best " + shown(best).replace(" after step ", " at ") if best else ""
+def abbreviate_best(best: BestEvaluation | None) -> str:
+    """Describe the best for a progress line: `best accuracy 0.93 at 400`; "": none."""
+    return "best " + describe_best(best).replace(" after step ", " at ") if best else ""
 
 
-def shown(best: BestEvaluation | None) -> str:
+def describe_best(best: BestEvaluation | None) -> str:
     """Describe the best evaluation: `accuracy 0.93 after step 400`."""
-    return f"{best.metric} {best.judged_value:.4g} after step {best.step}" if best else "none that is finite"
+    return f"{best.metric} {best.metric_value:.4g} after step {best.step}" if best else "none that is finite"
 
 
 _LOG = logging.getLogger("lockstep")
 
 
-def looked_at(config: Config, selection: Selection, *, better: bool) -> None:
-    """Count an evaluation for the plateau schedule, and lower the rate if it is due.
+def update_plateau(config: Config, selection: Selection, *, better: bool) -> None:
+    """Count an evaluation for the plateau schedule, and lower the rate if that is due.
 
     Args:
-        better: it is the best so far.
+        better: the evaluation is the best so far.
     """
     if config.optim.schedule != "plateau":
         return
@@ -186,11 +189,11 @@ def looked_at(config: Config, selection: Selection, *, better: bool) -> None:
     selection.plateau = PlateauCount(0 if falls else bad, before.fallen + falls, cooling)
     if falls:
         _LOG.info(
-            "the rate falls to %.3g of --lr, unless --optim.floor is above: %d evaluations were no better than %s",
-            *(config.optim.gamma ** fallen(selection), bad, shown(selection.best)),
+            "the rate falls to %.3g of --lr, or to --optim.floor: %d evaluations did not improve on %s",
+            *(config.optim.gamma ** plateau_drops(selection), bad, describe_best(selection.best)),
         )
 
 
-def fallen(selection: Selection) -> int:
+def plateau_drops(selection: Selection) -> int:
     """Return how often the plateau schedule has lowered the rate."""
     return selection.plateau.fallen if selection.plateau else 0

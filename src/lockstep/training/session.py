@@ -1,7 +1,7 @@
-"""State of a run in progress, and what a task's hooks may do with it.
+"""Hold the state of a run, and give a task's hooks access to it.
 
-    course = HookContext(session, built)
-    task.hooks.begins(course, built.start)
+    context = HookContext(session, built)
+    task.hooks.before_run(context, built.start)
 
 Hooks may log, gather over the ranks, store state in checkpoints and stop the run.
 """
@@ -29,66 +29,66 @@ __all__ = [
     "HookContext",
     "ReadNumbers",
     "Session",
-    "kept",
+    "hook_state",
 ]
 
 
 ReadNumbers = Callable[[Step], tuple[float, dict[str, float]]]
 
 
-class Wishes:
-    """Stop requests of signals, while there is no exchange to pass them on."""
+class PendingStop:
+    """The strongest stop request of a signal while no exchange can pass it on."""
 
     def __init__(self) -> None:
         self.request = CONTINUE
 
     def stop(self, stop_request: int) -> None:
-        """Request a stop, as `StepExchange.stop`."""
+        """Request a stop, as `StepExchange.stop` does."""
         self.request = max(self.request, stop_request)
 
 
 @dataclass
 class Session:
-    """State of a run, while it goes on and after it.
+    """State of a run, from its start to after its end.
 
     Attributes:
-        given: the task that the caller passed, or None.
-        world: the world that the caller passed, or None.
-        built: the run's current parts; None before and after.
-        kept: the caller's own objects with tensors to store in checkpoints, by name.
-        first: the tensors' initial values, of these objects and of the task.
-        present: the step whose body runs.
-        reader: reads that step's loss and numbers.
-        wants_stop: the caller requested the end in the current body.
-        abandoned: the caller requested the end without a save.
-        has_body: the caller has their own loop around the steps.
-        joined: the current world.
-        member: this process as a member of a run that survives lost ranks; None: a loss ends the run.
-        exchange, saver: those of the current ranks, while there are any.
-        lost: the last error that reported a lost rank.
-        waited: whether this process waited for the others for all of `--timeout`.
+        caller_task: the task that the caller passed, or None.
+        caller_world: the world that the caller passed, or None.
+        built: the run's parts; None before and after.
+        caller_objects: objects that the caller stores in checkpoints, by name.
+        initial_tensors: initial values of the tensors of these objects and of the task.
+        current_step: the step whose loop body runs.
+        reader: reads the loss and the numbers of that step.
+        wants_stop: the caller asked to stop in this loop body.
+        abandoned: the caller asked to end without a save.
+        has_body: the caller loops over the steps.
+        world: the current process groups.
+        member: this process in a run that survives lost ranks; None: a lost rank ends the run.
+        exchange, saver: of the current ranks; None between two groups.
+        last_rank_loss: text of the last error that reported a lost rank.
+        timed_out: this process waited for the others nearly all of `--timeout`.
         digest: hash of what must be equal on all members.
-        wishes: stop requests of signals, while there is no exchange.
-        evaluated: the step of the last evaluation.
-        tries: how often new groups were formed since the last step.
-        save_due: the checkpoint of the current step, or one before it, was lost with a rank.
+        pending_stop: stop request of a signal while there is no exchange.
+        evaluated_step: step of the last evaluation; -1: none.
+        regroup_tries: attempts to form new groups since the last step.
+        save_due: a checkpoint up to the current step was lost with a rank.
         timeline: records where the time goes.
-        losses: a line for each rank that this start of the run lost.
-        began_on: number of ranks before the first loss.
-        least_steps: minimum length of the plan; further epochs are added to reach it.
+        lost_ranks: a line for each rank that this start of the run lost.
+        initial_ranks: number of ranks before the first loss.
+        min_steps: minimum length of the plan; epochs are added to reach it.
     """
 
     config: Config
-    given: Any
-    world: World | None
+    caller_task: Any
+    caller_world: World | None
     status: str = "new"
     exit_code: int = 0
     built: Built | None = None
     sinks: Sinks = field(default_factory=lambda: Sinks([]))
     model: nn.Module | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
-    first: dict[str, Tensor] = field(default_factory=dict)
-    present: Step | None = None
+    caller_objects: dict[str, Any] = field(default_factory=dict)
+    initial_tensors: dict[str, Tensor] = field(default_factory=dict)
+    current_step: Step | None = None
     reader: ReadNumbers | None = None
     wants_stop: bool = False
     abandoned: bool = False
@@ -97,68 +97,63 @@ class Session:
     global_step: int = 0
     evaluation: EvaluationRecord | None = None
     best: Best | None = None
-    joined: World | None = None
+    world: World | None = None
     member: Member | None = None
     exchange: StepExchange | None = None
     saver: Saver | None = None
-    lost: str = ""
-    waited: bool = False
+    last_rank_loss: str = ""
+    timed_out: bool = False
     digest: str = ""
-    wishes: Wishes = field(default_factory=Wishes)
-    evaluated: int = -1
-    tries: int = 0
+    pending_stop: PendingStop = field(default_factory=PendingStop)
+    evaluated_step: int = -1
+    regroup_tries: int = 0
     save_due: bool = False
     timeline: Timeline = field(default_factory=Timeline)
-    least_steps: int = 0
-    losses: list[str] = field(default_factory=list)
-    began_on: int = 0
+    min_steps: int = 0
+    lost_ranks: list[str] = field(default_factory=list)
+    initial_ranks: int = 0
 
     @property
-    def status_when_left(self) -> str:
-        """The status of a run whose loop the caller left."""
+    def early_status(self) -> str:
+        """The status of a run whose loop the caller leaves early."""
         return "abandoned" if self.abandoned else "stopped"
 
-    def note_first(self, own: dict[str, Tensor]) -> None:
-        """Copy these tensors' initial values, if the run may go back to its start."""
+    def copy_initial_tensors(self, own: dict[str, Tensor]) -> None:
+        """Copy the initial values of `own` if the run may go back to its start."""
         if self.member or "rollback" in (self.config.guards.nonfinite, self.config.guards.spike):
-            self.first |= {name: tensor.detach().clone() for name, tensor in own.items()}
+            self.initial_tensors |= {name: tensor.detach().clone() for name, tensor in own.items()}
 
-    def go_back_to_first(self, built: Built) -> None:
-        """Restore the initial values, for a rollback without a checkpoint.
-
-        Everything else is built again.
-        """
+    def restore_initial_tensors(self, built: Built) -> None:
+        """Restore the initial values for a rollback without a checkpoint."""
         own = built.own_tensors
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(self.first[name])
+                tensor.copy_(self.initial_tensors[name])
         built.load_state_dict(own)
 
     def read_numbers(self, step: Step) -> tuple[float, dict[str, float]]:
-        """Read the loss of `step` and its numbers, while its body runs.
+        """Read the loss and the numbers of `step` while its loop body runs.
 
-        A step that the caller keeps must not keep the run alive: it holds only this method.
-
-        A step that is kept must not keep the run: it has this alone.
+        A `Step` holds this method and not the run: a caller that keeps steps must not keep the model alive.
 
         Raises:
             LockstepError: the next step has begun, or the run has ended.
         """
-        if self.reader is None or self.present is not step:
+        if self.reader is None or self.current_step is not step:
             raise LockstepError(
-                f"the loss of step {step.global_step} was not read before the next step began, and is not kept; read "
-                "step.loss in the body of its own step"
+                f"the loss of step {step.global_step} is no longer available; read step.loss in the loop body of its "
+                "own step"
             )
         return self.reader(step)
 
 
 @final
 class HookContext:
-    """Implementation of `lockstep.hooks.Course`."""
+    """Access of a task's hooks to the run, as `lockstep.hooks.RunContext`."""
 
     def __init__(self, session: Session, built: Built) -> None:
         self._session, self._built = session, built
-        self.state: dict[str, Any] = kept(built.state)
+        self.state: dict[str, Any] = hook_state(built.state)
         self.log_freq: int = built.config.log_freq
 
     def log(self, values: Mapping[str, float]) -> None:
@@ -172,8 +167,8 @@ class HookContext:
         self._session.wants_stop = True
 
 
-def kept(state: RunState) -> dict[str, Any]:
-    """Return the part of a run's state that belongs to its task's hooks."""
+def hook_state(state: RunState) -> dict[str, Any]:
+    """Return the hooks' own part of a run's state, made if missing."""
     if state.hooks is None:
         state.hooks = {}
     return state.hooks

@@ -1,14 +1,14 @@
 """Divide a step's micro-batches among the ranks, by `--shares`.
 
-check_cut(config, world, say)                       # raises where the micro-batches do not go with the world
-balancer = balancer_of(config, world, works, state)     # of --shares auto; else None
-sharing = sharing_of(config, balancer)                  # None: as many on each rank
+check_division(config, world, say)
+balancer = balancer_of(config, world, costs, state)     # of --shares auto; else None
+sharing = sharing_of(config, balancer)                  # None: equal shares
 """
 
 from collections.abc import Callable, Sequence
 
 from lockstep.config.engine_options import ENGINES
-from lockstep.config.fields import AUTO, counts_of
+from lockstep.config.fields import AUTO, parse_shares
 from lockstep.config.schema import Config
 from lockstep.distributed.balance import Balancer, ShareSchedule, shares_of_counts
 from lockstep.distributed.world import World
@@ -20,49 +20,49 @@ from lockstep.training.defaults import describe_idle_ranks
 
 __all__ = [
     "balancer_of",
-    "check_cut",
+    "check_division",
     "shares_for",
     "sharing_of",
 ]
 
 
 def balancer_of(
-    config: Config, world: World, works: Callable[[int], Sequence[float]] | None, state: RunState
+    config: Config, world: World, costs: Callable[[int], Sequence[float]] | None, state: RunState
 ) -> Balancer | None:
     """Make the balancer of `--shares auto`; None if there is nothing to balance.
 
     Args:
-        works: step -> the cost of each of its micro-batches, if the task knows it.
-        state: of the run; a resume begins with its speeds.
+        costs: step -> the cost of each of its micro-batches; None if the task does not know it.
+        state: of the run; a resume starts with the speeds in it.
     """
     count, ranks = config.micro_batches, world.size
     if config.shares != AUTO or not 1 < ranks < count:
         return None
-    # Exact sums take memory that grows with a rank's share: until the free memory is known, at most about twice an
-    # equal share.
-    most = [min(count, 2 * -(-count // ranks))] * ranks if config.exact else []
-    return Balancer(count, ranks, state.global_step, works, state.shares, most)
+    # The memory of exact sums grows with a rank's share: until the free memory is known, a share is limited to about
+    # twice an equal one.
+    limits = [min(count, 2 * -(-count // ranks))] * ranks if config.exact else []
+    return Balancer(count, ranks, state.global_step, costs, state.shares, limits)
 
 
 def sharing_of(config: Config, balancer: Balancer | None) -> ShareSchedule | None:
-    """Return the division by `--shares`; None: the same number of micro-batches on each rank."""
+    """Return the division by `--shares`; None: equal shares."""
     if balancer:
         return ShareSchedule(balancer.at, balancer.guess)
-    counts = counts_of(config.shares)
+    counts = parse_shares(config.shares)
     if not counts:
         return None
-    given = shares_of_counts(counts)
-    return ShareSchedule(lambda step: given)
+    shares = shares_of_counts(counts)
+    return ShareSchedule(lambda step: shares)
 
 
 def shares_for(engine: str, ranks: int, shares: str) -> str:
     """Return `shares` if this engine and number of ranks support it, otherwise "equal"."""
-    fits = shares == AUTO or len(counts_of(shares)) == ranks
+    fits = shares == AUTO or len(parse_shares(shares)) == ranks
     return shares if ENGINES[engine].shares and fits else "equal"
 
 
-def check_cut(config: Config, world: World, say: Callable[[str], None]) -> None:
-    """Refuse micro-batches and shares that do not fit the world or the engine's file.
+def check_division(config: Config, world: World, say: Callable[[str], None]) -> None:
+    """Refuse micro-batches and shares that do not fit the world, the engine or its file.
 
     Args:
         say: called with a line for the user.
@@ -70,7 +70,7 @@ def check_cut(config: Config, world: World, say: Callable[[str], None]) -> None:
     Raises:
         ConfigError: they do not fit.
     """
-    counts, name = counts_of(config.shares), name_of(config.engine, world)
+    counts, name = parse_shares(config.shares), name_of(config.engine, world)
     if counts:
         check_shares(name, counts, config.micro_batches, world.size, config.engine_options)
     if config.shares == AUTO:

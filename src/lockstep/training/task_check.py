@@ -1,12 +1,12 @@
 """Try each method of the user's task before step 1, to find mistakes early.
 
     trial = Trial(engine, model, task, world, config, say)
-    names = check_task(trial, training, evaluation, state)      # each method, on a few samples of each rank
-    recall(task, state)                                         # a resume: what was found then
+    names = check_task(trial, training, evaluation, state)      # on a few samples of each rank
+    restore_findings(task, state)                               # in place of a trial, at a resume
 
-A trial leaves no side effects: gradients, buffers, tensors of the task's `state_dict()` and generators are restored. It
-refuses only what is wrong for any task; what merely looks odd (a loss that is not finite yet, a collation that draws,
-or that fails for half of the samples) passes.
+A trial has no side effects: gradients, buffers, tensors of the task's `state_dict()` and generators are restored. It
+refuses only mistakes that are mistakes in any task. A loss that is not finite yet, and a collation that draws random
+numbers or fails for half of the samples, pass.
 """
 
 import contextlib
@@ -25,39 +25,39 @@ from lockstep.data.batches import Batches, MicroBatch
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.registry import check_audit, name_of
 from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.loop import described, loss_of
-from lockstep.passes import unpacked
+from lockstep.loop import describe_value, loss_of
+from lockstep.passes import split_loss
 from lockstep.run_state import RunState
-from lockstep.task import Task, averages, has_own, looks_at_whole_step, set_found, takes_gradients
+from lockstep.task import Task, has_mean_loss, has_own, has_step_loss, needs_graph, set_detected
 from lockstep.training.evaluation import check_mergeable, is_metric, pop_state
 from lockstep.training.loss_check import (
-    Measure,
+    Measurement,
     Trial,
-    call,
+    call_method,
     check_loss,
-    fits,
-    loss_number,
-    measures,
-    shown,
+    classify,
+    describe_measurement,
+    loss_value,
+    measure,
+    suggest_fixes,
     try_loss,
-    ways_out,
 )
 from lockstep.transforms.determinism import autotuned, pin_compiler
-from lockstep.whole_step import checked_outputs
+from lockstep.whole_step import check_outputs
 
 __all__ = [
     "Trial",
     "check_auditable",
     "check_auditable_loss",
     "check_task",
-    "recall",
+    "restore_findings",
 ]
 
 
 def check_auditable(config: Config, world: World) -> None:
-    """Refuse settings that `--guards.audit` does not support.
+    """Refuse settings that `--guards.audit` does not support, and pin the compiler.
 
-    Pins the compiler, so that all ranks choose the same kernels.
+    Pinned, it chooses the same kernels on all ranks.
 
     Raises:
         ConfigError: an engine, a BatchNorm or a compiler that does not go with `--guards.audit`.
@@ -67,64 +67,64 @@ def check_auditable(config: Config, world: World) -> None:
     check_audit(name_of(config.engine, world))
     if config.weight_copies == "step":
         raise ConfigError(
-            "--guards.audit does not go with --weight-copies step, where gradients come to the copies first: leave "
-            "either out"
+            "--guards.audit does not go with --weight-copies step, whose gradients belong to the copies: leave out "
+            "either"
         )
     if config.batchnorm == "sync":
         raise ConfigError(
-            "--guards.audit does not go with --batchnorm sync, whose forward takes all ranks: use --batchnorm replay"
+            "--guards.audit does not go with --batchnorm sync, whose forward needs all ranks: use --batchnorm replay"
         )
     if config.compile:
-        if asked := autotuned():
+        if variables := autotuned():
             raise ConfigError(
-                f"--guards.audit with --compile cannot hold with {asked[0]}=1, which takes the kernel that happens to "
-                "be fastest; unset it"
+                f"--guards.audit with --compile does not go with {variables[0]}=1, which chooses kernels by their "
+                "measured time; unset it"
             )
         pin_compiler()
 
 
 def check_auditable_loss(config: Config, task: Task) -> None:
     """Raise ConfigError for a loss over the whole step: single micro-batches cannot be audited."""
-    if config.guards.audit and looks_at_whole_step(task):
+    if config.guards.audit and has_step_loss(task):
         raise ConfigError(
-            "--guards.audit does not go with a task that has `outputs` and `step_loss`, whose gradient takes all of a "
-            "step's samples: leave it out"
+            "--guards.audit does not go with a task that has `outputs` and `step_loss`, whose gradient needs all "
+            "samples of a step: leave it out"
         )
 
 
 # --- metrics
 
-_PAIR = "`metrics` must return a dict of name -> (sum, count), both numbers"
-_BOTH = "`evaluate` must return (loss, metrics), the loss as `loss` has it and a dict of name -> (sum, count)"
-_SURE = 0.25  # a difference that rounding cannot cause
+_METRICS_FORM = "`metrics` must return a dict of name -> (sum, count), both numbers"
+_EVALUATE_FORM = "`evaluate` must return (loss, metrics): the loss as in `loss`, and a dict of name -> (sum, count)"
+_CERTAIN_ERROR = 0.25  # relative difference that rounding cannot cause
 
 
 def _check_metrics(trial: Trial, evaluation: Mapping[str, Batches]) -> list[str] | None:
     """Try the evaluation's methods on each set. Collective.
 
     Returns:
-        The names of the metrics, as in the record; None without an evaluation.
+        The names of the metrics, as in the record; None without an evaluation set.
 
     Raises:
         ConfigError, DataError: a method fails, or its result has the wrong form or does not add up.
     """
     task = trial.task
-    if looks_at_whole_step(task) and has_own(task, "evaluate"):
+    if has_step_loss(task) and has_own(task, "evaluate"):
         raise ConfigError(
-            "the task has `evaluate` beside `step_loss`, whose loss is of all samples together: leave it out, and "
-            "write `metrics`"
+            "the task has both `evaluate` and `step_loss`, whose loss needs all samples together: write `metrics` in "
+            "place of `evaluate`"
         )
-    found = {name: _of_set(trial, batches) for name, batches in evaluation.items()}
-    if not found:
+    metrics = {name: _check_set(trial, batches) for name, batches in evaluation.items()}
+    if not metrics:
         return None
-    if list(found) == [""]:
-        return found[""]
-    return [f"{name}/{key}" for name, keys in found.items() for key in ("loss", "items", *keys)]
+    if list(metrics) == [""]:
+        return metrics[""]
+    return [f"{name}/{key}" for name, keys in metrics.items() for key in ("loss", "items", *keys)]
 
 
-def _of_set(trial: Trial, batches: Batches) -> list[str]:
-    batch = on_all_ranks(trial.world, lambda: trial.first(batches))  # collective
-    names, pairs = _with_or_without_graph(trial, lambda: _form(trial, batch))
+def _check_set(trial: Trial, batches: Batches) -> list[str]:
+    batch = on_all_ranks(trial.world, lambda: trial.first_batch(batches))  # collective
+    names, pairs = _with_or_without_graph(trial, lambda: _check_form(trial, batch))
     if trial.task.divisible and trial.task.reduction != "micro-batch":
         _check_sums(trial, batches, pairs)
     return names
@@ -133,181 +133,183 @@ def _of_set(trial: Trial, batches: Batches) -> list[str]:
 def _with_or_without_graph(
     trial: Trial, action: Callable[[], tuple[list[str], list[str]]]
 ) -> tuple[list[str], list[str]]:
-    """Run `action`, with a graph if it fails on a rank without one. Collective."""
+    """Run `action` without a graph, or with one if that fails on a rank. Collective."""
     task, problem = trial.task, None
-    for gradients in sorted({takes_gradients(task), True}):
-        found = None
+    for gradients in sorted({needs_graph(task), True}):
+        result = None
         try:
             with torch.set_grad_enabled(gradients):
-                found = action()
+                result = action()
         except (LockstepError, RuntimeError) as error:
             problem = problem or error
-        if all(trial.world.gather(found is not None)) and found:  # collective
-            set_found(task, "", gradients)
-            return found
+        if all(trial.world.gather(result is not None)) and result:  # collective
+            set_detected(task, "", gradients)
+            return result
     trial.world.check(problem)  # collective
     raise AssertionError
 
 
-def _form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
-    """Return the names of the metrics, and of those that are (sum, count).
+def _check_form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
+    """Return the names of all metrics, and of those that are (sum, count).
 
     Raises:
-        ConfigError: the result has another form.
+        ConfigError: the result has the wrong form.
     """
     task, model = trial.task, trial.model
     trial.seed()
     method = "evaluate" if has_own(task, "evaluate") else "metrics"
-    beside = list[str]()
+    numbers = list[str]()
     if method == "metrics":
-        beside = _beside(call("loss", lambda data: task.loss(model, data), batch.data, model, task))
-    result: Any = call(method, lambda data: getattr(task, method)(model, data), batch.data, model, task)
+        numbers = _number_names(call_method("loss", lambda data: task.loss(model, data), batch.data, model, task))
+    result: Any = call_method(method, lambda data: getattr(task, method)(model, data), batch.data, model, task)
     if method == "evaluate":
         if not isinstance(result, tuple | list) or len(result) != 2:
-            raise ConfigError(f"the task's {_BOTH}; it returned {described(result)}")
-        beside, result = _beside(result[0]), result[1]
-    told = _BOTH if method == "evaluate" else _PAIR
+            raise ConfigError(f"the task's {_EVALUATE_FORM}; it returned {describe_value(result)}")
+        numbers, result = _number_names(result[0]), result[1]
+    form = _EVALUATE_FORM if method == "evaluate" else _METRICS_FORM
     if not isinstance(result, dict):
-        raise ConfigError(f"the task's {told}; it returned {described(result)}")
-    names, pairs = [name for name in beside if name not in result], list[str]()
+        raise ConfigError(f"the task's {form}; it returned {describe_value(result)}")
+    names, pairs = [name for name in numbers if name not in result], list[str]()
     for name, pair in result.items():
         if not isinstance(name, str) or name in ("loss", "items"):
             raise ConfigError(
-                f"the task's {told}; one is named {name!r}, and 'loss' and 'items' are the evaluation's own"
+                f"the task's {form}; the name {name!r} is no str, or is taken: 'loss' and 'items' are the evaluation's"
             )
         if is_metric(pair):
             names += check_mergeable(name, pair, pop_state(pair))
             continue
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
-            kind = f"({', '.join(map(described, pair))})" if isinstance(pair, tuple | list) else described(pair)
-            raise ConfigError(f"the task's {told}; '{name}' is {kind}")
+            kind = (
+                f"({', '.join(map(describe_value, pair))})" if isinstance(pair, tuple | list) else describe_value(pair)
+            )
+            raise ConfigError(f"the task's {form}; '{name}' is {kind}")
         names.append(name)
         pairs.append(name)
     return names, pairs
 
 
-def _beside(returned: Any) -> list[str]:
-    """Return the names of the numbers that came with a loss; they are metrics too."""
+def _number_names(returned: Any) -> list[str]:
+    """Return the names of the numbers that come with a loss; they are metrics too."""
     with torch.no_grad():
-        return list(unpacked(returned)[1])
+        return list(split_loss(returned)[1])
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a method returned one number."""
+    """Whether a value is a single real number."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, int | float | np.number)
 
 
 def _check_sums(trial: Trial, batches: Batches, pairs: list[str]) -> None:
-    """Compare the numbers of a few samples with those of their halves. Collective."""
-    own = has_own(trial.task, "evaluate")
-    if not pairs and not own:
+    """Check that the numbers of a few samples are the sums over their halves. Collective."""
+    has_loss = has_own(trial.task, "evaluate")
+    if not pairs and not has_loss:
         return
-    found, width = list[Measure](), own + 2 * len(pairs)
-    for found, _ in measures(trial, lambda batch: _numbers(trial, batch, pairs), batches, _is_clean):
-        if all(any(each.scale(place) for each in found) for place in range(width)):
+    measurements, width = list[Measurement](), has_loss + 2 * len(pairs)
+    for measurements, _ in measure(trial, lambda batch: _compute_numbers(trial, batch, pairs), batches, _adds_up):
+        if all(any(each.scale(index) for each in measurements) for index in range(width)):
             break
-    if own:
-        _check_loss(trial, found)
+    if has_loss:
+        _check_loss(trial, measurements)
     for k, name in enumerate(pairs):
-        for place in (own + 2 * k, own + 2 * k + 1):
-            odd = next((each for each in found if _is_off(trial, each, place)), None)
-            if odd is not None:
-                what = ("count", "sum")[place == own + 2 * k]
+        for part, index in (("sum", has_loss + 2 * k), ("count", has_loss + 2 * k + 1)):
+            bad = next((each for each in measurements if _does_not_add_up(trial, each, index)), None)
+            if bad is not None:
                 raise ConfigError(
-                    f"the task's metric '{name}' does not add up: of its {what} {shown([odd], place)}; return (sum, "
-                    "count), both over the samples of the batch"
+                    f"the task's metric '{name}' does not add up: of its {part} {describe_measurement([bad], index)}; "
+                    "return (sum, count), both over the samples of the batch"
                 )
 
 
-def _numbers(trial: Trial, batch: MicroBatch, pairs: list[str]) -> list[float]:
-    """Return the loss of the task's own `evaluate`, then sum and count of each pair."""
+def _compute_numbers(trial: Trial, batch: MicroBatch, pairs: list[str]) -> list[float]:
+    """Compute the loss of the task's own `evaluate`, then sum and count of each pair."""
     task, model = trial.task, trial.model
     loss = list[float]()
     if has_own(task, "evaluate"):
-        value, found = task.evaluate(model, batch.data)
-        loss = [loss_number(value)]
+        value, metrics = task.evaluate(model, batch.data)
+        loss = [loss_value(value)]
     else:
-        found = task.metrics(model, batch.data)
-    for value in found.values():
+        metrics = task.metrics(model, batch.data)
+    for value in metrics.values():
         if is_metric(value):
             pop_state(value)  # reset it, or the next batch would add to it
-    return loss + [float(number) for name in pairs for number in found[name]]  # waits for the device
+    return loss + [float(number) for name in pairs for number in metrics[name]]  # waits for the device
 
 
-def _is_clean(each: Measure) -> bool:
-    """Whether every number adds up, so that nothing random was involved."""
-    places = range(len(each.whole))
-    return all(abs(each.whole[k] - each.first[k] - each.second[k]) <= 1e-3 * each.scale(k) for k in places)
+def _adds_up(each: Measurement) -> bool:
+    """Whether all numbers add up, so that none is random."""
+    indices = range(len(each.whole))
+    return all(abs(each.whole[k] - each.first[k] - each.second[k]) <= 1e-3 * each.scale(k) for k in indices)
 
 
-def _is_off(trial: Trial, each: Measure, place: int) -> bool:
-    whole, first, second = each.three(place)
-    scale = each.scale(place)
-    if not scale or each.is_random(place):
+def _does_not_add_up(trial: Trial, each: Measurement, index: int) -> bool:
+    total, first, second = each.values(index)
+    scale = each.scale(index)
+    if not scale or each.is_random(index):
         return False
-    off = abs(whole - first - second) / scale
-    return off > (_SURE if trial.is_rough else trial.limit)  # rounding may flip a prediction
+    error = abs(total - first - second) / scale
+    return error > (_CERTAIN_ERROR if trial.is_low_precision else trial.limit)  # rounding may flip a prediction
 
 
-def _check_loss(trial: Trial, found: list[Measure]) -> None:
-    """Raise ConfigError if the loss of `evaluate` does not match `loss`."""
-    kinds, wanted = fits(found, 0, trial.limit), "mean" if averages(trial.task) else "sum"
-    if kinds is None or wanted in kinds:
+def _check_loss(trial: Trial, measurements: list[Measurement]) -> None:
+    """Raise ConfigError if the loss of `evaluate` is reduced in another way than `loss`."""
+    kinds, reduction = classify(measurements, 0, trial.limit), "mean" if has_mean_loss(trial.task) else "sum"
+    if kinds is None or reduction in kinds:
         return
-    what = shown(found, 0)
+    evidence = describe_measurement(measurements, 0)
     if kinds:
         other = "sum" if "sum" in kinds else "mean" if "mean" in kinds else "mean over samples"
         raise ConfigError(
-            f"the task's `evaluate` returns a {other} where `loss` is a {wanted} over its items: {what}; return the "
-            f"{wanted} in both"
+            f"the task's `evaluate` returns a {other}, and `loss` a {reduction} over its items: {evidence}; return the "
+            f"{reduction} in both"
         )
-    raise ConfigError(ways_out(f"the loss of the task's `evaluate` is neither a sum nor a mean: {what}"))
+    raise ConfigError(suggest_fixes(f"the loss of the task's `evaluate` is neither a sum nor a mean: {evidence}"))
 
 
 # --- loss over the whole step
 
-_FORM = "it must return a tensor of shape [samples, ...], or a tuple, list or dict of such"
+_OUTPUTS_FORM = "it must return a tensor of shape [samples, ...], or a tuple, list or dict of such"
 
 
 def _check_whole_step(trial: Trial, training: Batches, first: MicroBatch) -> None:
-    """Try `outputs` and `step_loss` on a micro-batch and on halves of samples. Collective.
+    """Try `outputs` and `step_loss` on a micro-batch and on its halves. Collective.
 
     Raises:
         ConfigError: a result has the wrong form; or `step_loss` uses a parameter of the model.
         DataError: one of them fails.
     """
-    own = on_all_ranks(trial.world, lambda: _outputs(trial, first))  # collective
-    cut = trial.cut(training, 0) if trial.task.divisible else None  # collective
-    if cut is None:
+    own = on_all_ranks(trial.world, lambda: _compute_outputs(trial, first))  # collective
+    samples = trial.load_halves(training, 0) if trial.task.divisible else None  # collective
+    if samples is None:
         on_all_ranks(trial.world, lambda: _check_step_loss(trial, own, [own]))  # collective
         return
-    parts = (cut.whole, *cut.halves)
-    whole, *halves = on_all_ranks(trial.world, lambda: [_outputs(trial, part) for part in parts])  # collective
+    parts = (samples.whole, *samples.halves)
+    whole, *halves = on_all_ranks(trial.world, lambda: [_compute_outputs(trial, part) for part in parts])  # collective
     on_all_ranks(trial.world, lambda: _check_halves(whole, halves))  # collective
     on_all_ranks(trial.world, lambda: _check_step_loss(trial, whole, halves))  # collective
 
 
-def _outputs(trial: Trial, batch: MicroBatch) -> Any:
+def _compute_outputs(trial: Trial, batch: MicroBatch) -> Any:
     """Compute the outputs of a batch, as leaf tensors for the loss."""
     task, model = trial.task, trial.model
     trial.seed()
     with trial.with_graph():
-        found = call("outputs", lambda data: task.outputs(model, data), batch.data, model, task)
-    if not isinstance(found, Tensor | tuple | list | dict):
-        raise ConfigError(f"the task's `outputs` returned {described(found)}: {_FORM}")
-    checked_outputs(found)
-    tensors, tree = pytree.tree_flatten(found)
-    samples = _samples(task, batch)
+        outputs = call_method("outputs", lambda data: task.outputs(model, data), batch.data, model, task)
+    if not isinstance(outputs, Tensor | tuple | list | dict):
+        raise ConfigError(f"the task's `outputs` returned {describe_value(outputs)}: {_OUTPUTS_FORM}")
+    check_outputs(outputs)
+    tensors, tree = pytree.tree_flatten(outputs)
+    samples = _count_samples(task, batch)
     if samples is not None and len(tensors[0]) != samples:
         raise ConfigError(
-            f"the task's `outputs` returned {described(tensors[0])} for a batch of {samples} samples: {_FORM}"
+            f"the task's `outputs` returned {describe_value(tensors[0])} for a batch of {samples} samples: "
+            f"{_OUTPUTS_FORM}"
         )
     if not any(tensor.requires_grad for tensor in tensors):
         raise ConfigError(
-            "the task's `outputs` returned no tensor with a graph, so nothing is learnt: compute it by the model, "
-            "without detach() and no_grad()"
+            "the task's `outputs` returned no tensor with a graph, so nothing would be trained: compute it by the "
+            "model, without detach() and no_grad()"
         )
     return pytree.tree_unflatten([_leaf(tensor) for tensor in tensors], tree)
 
@@ -319,8 +321,8 @@ def _leaf(tensor: Tensor) -> Tensor:
     return leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
 
 
-def _samples(task: Task, batch: MicroBatch) -> int | None:
-    """Return the number of samples of a batch, by its first tensor; None without one."""
+def _count_samples(task: Task, batch: MicroBatch) -> int | None:
+    """Return the samples of a batch, by its first tensor; None without one."""
     try:
         return int(Task.count(task, batch.held))
     except ConfigError:
@@ -330,29 +332,29 @@ def _samples(task: Task, batch: MicroBatch) -> int | None:
 def _check_halves(whole: Any, halves: list[Any]) -> None:
     tensors, tree = pytree.tree_flatten(whole)
     for half in halves:
-        others, other = pytree.tree_flatten(half)
-        forms = [[(t.shape[1:], t.dtype) for t in each] for each in (tensors, others)]
-        if other != tree or forms[0] != forms[1]:
-            odd = next((pair for pair in zip(tensors, others, strict=False) if _row(pair[0]) != _row(pair[1])), None)
-            apart = f"{described(odd[0])} and {described(odd[1])}" if odd else "containers of different forms"
+        half_tensors, half_tree = pytree.tree_flatten(half)
+        if half_tree != tree or [*map(_row_form, tensors)] != [*map(_row_form, half_tensors)]:
+            pairs = zip(tensors, half_tensors, strict=False)
+            bad = next((pair for pair in pairs if _row_form(pair[0]) != _row_form(pair[1])), None)
+            forms = f"{describe_value(bad[0])} and {describe_value(bad[1])}" if bad else "containers of different forms"
             raise ConfigError(
-                f"the task's `outputs` returned {apart} for some samples and for half of them: only the number of "
+                f"the task's `outputs` returned {forms} for some samples and for half of them: only the number of "
                 "samples may differ; pad them to one size"
             )
     rows = [len(pytree.tree_leaves(each)[0]) for each in (whole, *halves)]
     if rows[0] != rows[1] + rows[2]:
         raise ConfigError(
             f"the task's `outputs` returned {rows[0]} rows for some samples, and {rows[1]} and {rows[2]} for their two "
-            "halves: each needs one row a sample"
+            "halves: return one row for each sample"
         )
 
 
-def _row(tensor: Tensor) -> tuple[Any, ...]:
+def _row_form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape[1:], tensor.dtype
 
 
 def _check_step_loss(trial: Trial, whole: Any, halves: list[Any]) -> None:
-    """Compute the loss of these outputs, and look for parameters that it uses."""
+    """Compute the loss of these outputs, and refuse one that uses parameters of the model."""
     task = trial.task
     if has_own(task, "step_loss_rows"):
         method, first = "step_loss_rows", 0
@@ -367,7 +369,7 @@ def _check_step_loss(trial: Trial, whole: Any, halves: list[Any]) -> None:
 def _check_graph(trial: Trial, method: str, action: Any) -> None:
     trial.seed()
     with torch.enable_grad():
-        loss, _ = unpacked(call(method, lambda _: action(), None), method)
+        loss, _ = split_loss(call_method(method, lambda _: action(), None), method)
     names: dict[Tensor, str] = {parameter: name for name, parameter in trial.plain.named_parameters()}
     names |= {parameter: name for name, parameter in trial.model.named_parameters() if parameter not in names}
     for leaf in _leaves(loss):
@@ -381,16 +383,16 @@ def _check_graph(trial: Trial, method: str, action: Any) -> None:
 
 def _leaves(loss: Tensor) -> list[Tensor]:
     """Return the leaf tensors of a loss's graph."""
-    found, seen, coming = list[Tensor](), set[Any](), [loss.grad_fn]
-    while coming:
-        node = coming.pop()
-        if node is None or node in seen:
+    leaves, visited, queue = list[Tensor](), set[Any](), [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if hasattr(node, "variable"):
-            found.append(node.variable)
-        coming += [following for following, _ in node.next_functions]
-    return found
+            leaves.append(node.variable)
+        queue += [following for following, _ in node.next_functions]
+    return leaves
 
 
 # --- all methods
@@ -400,39 +402,38 @@ def check_task(trial: Trial, training: Batches, evaluation: Mapping[str, Batches
     """Try `count`, `loss` or `outputs` and `step_loss`, and the evaluation's methods. Collective.
 
     Args:
-        state: of the run; it receives what the trial detects: whether the loss is a sum or a mean, and whether an
-            evaluation needs a graph.
+        state: of the run; gets the findings: whether the loss is a sum or a mean, and whether an evaluation needs a
+            graph.
 
     Returns:
-        The names of the metrics, as in the record; None without an evaluation.
+        The names of the metrics, as in the record; None without an evaluation set.
 
     Raises:
-        DataError, ConfigError: a method fails, or its result has the wrong form; a loss that is neither a sum nor a
-            mean, or not what the task declares; a `count` that does not add up, or finds nothing anywhere; a BatchNorm
-            that gets one value per channel. The same on every rank, or a PeerError that names the first.
+        DataError, ConfigError: a method fails, or its result has the wrong form; the loss is neither a sum nor a mean,
+            or not as declared; `count` does not add up, or is 0 everywhere; a BatchNorm gets one value per channel. A
+            rank without the error raises a PeerError that names the first rank with it.
     """
     world, task = trial.world, trial.task
-    first = on_all_ranks(world, lambda: _first(trial, training))  # collective
-    norms = _norms(trial.plain, world)  # before eval mode
-    with trial.running():
-        if looks_at_whole_step(task):
-            with _watched(norms, training):
+    first = on_all_ranks(world, lambda: _load_first(trial, training))  # collective
+    norms = _batchnorms(trial.plain, world)  # before eval mode
+    with trial.sandbox():
+        if has_step_loss(task):
+            with _check_batchnorms(norms, training):
                 _check_whole_step(trial, training, first)  # collective
-            set_found(task, "sum", gradients=False)
+            set_detected(task, "sum", gradients=False)
         else:
-            on_all_ranks(world, lambda: _check_first(trial, training, first, norms))  # collective
+            on_all_ranks(world, lambda: _try_first(trial, training, first, norms))  # collective
             check_loss(trial, training)  # collective
-        on_all_ranks(world, lambda: _rehearse(trial, first))  # collective
+        on_all_ranks(world, lambda: _try_update(trial, first))  # collective
         names = _check_metrics(trial, evaluation)  # collective
-    state.reduction, state.evaluation_graph = task.reduction, takes_gradients(task)
+    state.reduction, state.evaluation_graph = task.reduction, needs_graph(task)
     return names
 
 
-def _rehearse(trial: Trial, first: MicroBatch) -> None:
+def _try_update(trial: Trial, first: MicroBatch) -> None:
     """Try backward, norm and optimizer step on copied state.
 
-    Tasks with hooks, and modules of another library, are skipped: their hooks would be called for a step that does not
-    exist.
+    Tasks with hooks and modules of another library are skipped: their hooks would see a step that does not exist.
     """
     if trial.task.hooks is not None or trial.task.framework:
         return
@@ -441,40 +442,40 @@ def _rehearse(trial: Trial, first: MicroBatch) -> None:
     def compute() -> Tensor:
         trial.seed()
         with torch.enable_grad():
-            found: Tensor = call("loss", lambda _: loss(trial.model, first), None, trial.model, trial.task)
-        return found
+            value: Tensor = call_method("loss", lambda _: loss(trial.model, first), None, trial.model, trial.task)
+        return value
 
     trial.engine.rehearse(compute)
 
 
-def recall(task: Task, state: RunState) -> None:
-    """Restore what an earlier trial detected, from the state of a checkpoint."""
-    found = state.reduction or "" if task.reduction == "auto" else ""
-    set_found(task, found, bool(state.evaluation_graph))
+def restore_findings(task: Task, state: RunState) -> None:
+    """Restore the findings of an earlier trial from the state of a checkpoint."""
+    reduction = state.reduction or "" if task.reduction == "auto" else ""
+    set_detected(task, reduction, bool(state.evaluation_graph))
 
 
-def _first(trial: Trial, training: Batches) -> MicroBatch:
+def _load_first(trial: Trial, training: Batches) -> MicroBatch:
     """Load this rank's first micro-batch. Raises ConfigError for an invalid `count`."""
-    first, task = trial.first(training), trial.task
+    first, task = trial.first_batch(training), trial.task
     if has_own(task, "count"):
-        found = call("count", task.count, first.held)
-        if not _is_number(found) or not 0 <= float(found) < math.inf:
-            told = repr(found) if isinstance(found, int | float) else described(found)
-            raise ConfigError(f"the task's `count` returned {told}: it must return a finite number of items, 0 or more")
+        count = call_method("count", task.count, first.held)
+        if not _is_number(count) or not 0 <= float(count) < math.inf:
+            text = repr(count) if isinstance(count, int | float) else describe_value(count)
+            raise ConfigError(f"the task's `count` returned {text}: it must return a finite number of items, 0 or more")
     if not first.items:
         training.with_items(0)
     return first
 
 
-def _check_first(trial: Trial, training: Batches, first: MicroBatch, norms: list[tuple[str, nn.Module]]) -> None:
-    with _watched(norms, training):
+def _try_first(trial: Trial, training: Batches, first: MicroBatch, norms: list[tuple[str, nn.Module]]) -> None:
+    with _check_batchnorms(norms, training):
         loss, _ = try_loss(trial, first)
     if trial.config.guards.nonfinite == "stop":  # otherwise the guards handle it
         _check_inputs(first, loss)
 
 
-def _norms(model: nn.Module, world: World) -> list[tuple[str, nn.Module]]:
-    """Find the BatchNorm layers that normalise over one forward on one rank, with their names."""
+def _batchnorms(model: nn.Module, world: World) -> list[tuple[str, nn.Module]]:
+    """Return the BatchNorm layers that normalise over one forward on one rank, with names."""
     return [
         (name or type(layer).__name__, layer)
         for name, layer in model.named_modules()
@@ -485,22 +486,24 @@ def _norms(model: nn.Module, world: World) -> list[tuple[str, nn.Module]]:
 
 
 @contextlib.contextmanager
-def _watched(norms: list[tuple[str, nn.Module]], training: Batches) -> Iterator[None]:
+def _check_batchnorms(norms: list[tuple[str, nn.Module]], training: Batches) -> Iterator[None]:
     """Raise ConfigError if a layer of `norms` gets one value per channel.
 
-    In eval mode torch accepts that.
+    The trial runs in eval mode, where torch accepts that.
     """
     samples = training.own_samples(0)
 
-    def look(name: str, given: Tensor | None = None) -> None:
-        if given is not None and given.ndim > 1 and given.numel() == given.shape[1]:
+    def check(name: str, values: Tensor | None = None) -> None:
+        if values is not None and values.ndim > 1 and values.numel() == values.shape[1]:
             raise ConfigError(
-                f"BatchNorm ({name}) gets one value a channel from a forward of {samples} sample{'s' * (samples > 1)}, "
-                "and cannot normalise by one: give a larger --micro-batch-size (16 or more train better), with a "
-                "--batch-size that is a multiple of it, or use another norm, such as GroupNorm or LayerNorm"
+                f"BatchNorm ({name}) gets one value per channel from a forward of {samples} sample"
+                f"{'s' * (samples > 1)}, and needs more: give a larger --micro-batch-size (16 or more train better), "
+                "with a --batch-size that is a multiple of it, or use another norm, such as GroupNorm or LayerNorm"
             )
 
-    hooks = [layer.register_forward_pre_hook(lambda _, inputs, name=name: look(name, *inputs)) for name, layer in norms]
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs, name=name: check(name, *inputs)) for name, layer in norms
+    ]
     try:
         yield
     finally:
@@ -509,29 +512,29 @@ def _watched(norms: list[tuple[str, nn.Module]], training: Batches) -> Iterator[
 
 
 def _check_inputs(first: MicroBatch, loss: float) -> None:
-    """Refuse NaN in the input if the loss is not finite either.
+    """Refuse NaN in the inputs of a loss that is not finite.
 
-    NaN alone may mean missing values.
+    With a finite loss NaN may mean missing values.
     """
     if math.isfinite(loss):
         return
-    for name, values in _floats(first.held, ""):
-        found = int(values.isnan().sum())
-        if found:
+    for name, values in _float_tensors(first.held, ""):
+        count = int(values.isnan().sum())
+        if count:
             raise DataError(
-                f"the first micro-batch has NaN in {name or 'its tensor'} ({found} of {values.numel()} values), and "
-                f"its loss is {loss}: mend the data, or --guards.nonfinite skip leaves such steps out"
+                f"the first micro-batch has NaN in {name or 'its tensor'} ({count} of {values.numel()} values), and "
+                f"its loss is {loss}: repair the data, or skip such steps: --guards.nonfinite skip"
             )
 
 
-def _floats(batch: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def _float_tensors(batch: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the float tensors of a batch with their paths: `batch['x']`, `batch[0]`."""
     if isinstance(batch, Tensor):
         if batch.is_floating_point():
             yield name, batch
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
-            yield from _floats(value, f"{name or 'batch'}[{key!r}]")
+            yield from _float_tensors(value, f"{name or 'batch'}[{key!r}]")
     elif isinstance(batch, list | tuple):
-        for place, value in enumerate(batch):
-            yield from _floats(value, f"{name or 'batch'}[{place}]")
+        for index, value in enumerate(batch):
+            yield from _float_tensors(value, f"{name or 'batch'}[{index}]")

@@ -1,8 +1,9 @@
-"""Run a training from start to end: join, build, lock, load, train, leave.
+"""Run a training: join the ranks, build, lock the folder, load, train, leave.
 
-    for step in training(session): ...      # None once all is ready, then a Step for each step
+    for step in run_training(session): ...      # None once all is ready, then a Step for each step
 
-What follows each step, and its order, is in `_follow`; rollbacks and recovery from lost ranks are around it.
+`_train_steps` trains, and has what follows each step, in order. `_build_and_train` builds again after each rollback;
+`_train_to_end` continues after a lost rank.
 """
 
 import gc
@@ -23,7 +24,7 @@ from lockstep.engines.memory import explained
 from lockstep.errors import CheckpointError, LockstepError, PeerError, RankLost, StorageError
 from lockstep.guards.nonfinite import Rollback
 from lockstep.guards.preemption import Preemption
-from lockstep.guards.watchdog import HangWatchdog, all_do
+from lockstep.guards.watchdog import HangWatchdog, Heartbeats, all_do
 from lockstep.logging import Sinks
 from lockstep.logging.log import close_log, open_log
 from lockstep.loop import steps
@@ -32,6 +33,7 @@ from lockstep.report.goodput import BODY, ENDING, RECOVERY, START, TRAINING
 from lockstep.report.page import write
 from lockstep.training.build import Built, announce, build, notify
 from lockstep.training.components import (
+    StepComponents,
     after_first_step,
     build_components,
     finish_evaluation,
@@ -47,95 +49,99 @@ from lockstep.training.components import (
     save_and_evaluate,
     update_best,
 )
-from lockstep.training.open_run import claimed, count_restarts, load_state, open_sinks
+from lockstep.training.open_run import count_restarts, load_state, lock_folder, open_sinks
 from lockstep.training.profiler import check_range
+from lockstep.training.recorder import EXIT_INTERRUPTED, RunRecorder
 from lockstep.training.recovery import (
-    Anew,
-    built_to_join,
-    digest,
-    is_lost,
-    member_of,
-    note_lost,
+    Rebuild,
+    build_joiner,
+    explain_no_recovery,
+    is_rank_loss,
+    record_loss,
+    register_member,
     regroup,
     regroup_to_build,
-    why_not,
+    run_digest,
 )
 from lockstep.training.run_dir import RunFolder
-from lockstep.training.selection import out_of_patience, shown
+from lockstep.training.selection import describe_best, out_of_patience
 from lockstep.training.session import HookContext, Session
 
 __all__ = [
     "Training",
-    "training",
+    "run_training",
 ]
 
 
-_ENOUGH = 50_000  # objects; a collection visits so many in some hundredths of a second
+_MIN_OBJECTS = 50_000  # a collection visits fewer within a few hundredths of a second
 
 
-class Frozen:
-    """Objects of the first step, exempt from garbage collection until the loop ends.
+class CollectorFreeze:
+    """Exemption of the first step's objects from garbage collection, until the loop ends.
 
-    Nothing changes if the caller has turned collections off, or if there is little to visit, as after the caller's own
-    `gc.freeze()`. At the end everything is unfrozen: engine and hooks form cycles with the model, which only a
+    Nothing is frozen if the caller has turned collections off, or if there is little to visit, as after the caller's
+    own `gc.freeze()`. At the end everything is unfrozen: engine and hooks form cycles with the model, which only a
     collection can free, and another run may follow in this process. Python cannot unfreeze a part, so objects that the
     caller froze earlier are visited again too.
     """
 
     def __init__(self) -> None:
-        self._frozen = False
+        self._is_frozen = False
 
-    def begin(self) -> None:
-        """Collect once, and exempt what survives from later collections."""
+    def freeze(self) -> None:
+        """Collect once, and exempt the surviving objects from later collections."""
         if not gc.isenabled():
             return
         gc.collect()
-        if len(gc.get_objects(generation=2)) > _ENOUGH:
+        if len(gc.get_objects(generation=2)) > _MIN_OBJECTS:
             gc.freeze()
-            self._frozen = True
+            self._is_frozen = True
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._frozen:
+        if self._is_frozen:
             gc.unfreeze()
 
 
 _LOG = logging.getLogger("lockstep")
 
 
-def _write_report(session: Session, built: Built, left: BaseException | None) -> None:
+def _write_report(session: Session, built: Built, error: BaseException | None) -> None:
     """Write report.html into the folder of a run that has ended.
 
-    An interrupted or preempted run goes on, and has no time; if one of several ranks failed, the launcher ends the
-    others and restarts.
+    Not after a signal: the run will continue, and must exit in time. Not if one of several ranks failed: the launcher
+    ends the others and restarts.
 
     Args:
-        left: the exception that ended the run, if there was one.
+        error: the exception that ended the run; None: there was none.
     """
-    ended = session.status in ("finished", "stopped") and (left is None or isinstance(left, GeneratorExit))
-    failed = isinstance(left, Exception) and built.world.size == 1 and session.global_step > 0
+    ended = session.status in ("finished", "stopped") and (error is None or isinstance(error, GeneratorExit))
+    failed = isinstance(error, Exception) and built.world.size == 1 and session.global_step > 0
     if not (built.world.is_main and built.config.report and (ended or failed)):
         return
     try:
         write([built.folder.path], built.folder.path / "report.html")
-    except Exception as error:
-        _LOG.warning("report.html was not written: %s: %s", type(error).__name__, str(error).split("\n", 1)[0])
+    except Exception as problem:
+        _LOG.warning("report.html was not written: %s: %s", type(problem).__name__, str(problem).split("\n", 1)[0])
 
 
-def _nothing_left(built: Built) -> str:
-    """Describe a run that is started again and has nothing to do."""
-    path, whole = built.folder.path, built.run_plan.step_plan.steps
+def _describe_no_steps(built: Built) -> str:
+    """Describe why a restarted run has no steps to train, and how to continue it."""
+    path, total = built.folder.path, built.run_plan.step_plan.steps
     if built.start < built.last_step:
         return (
-            f"{path} stopped early at step {built.start} of {whole}: the best was "
-            f"{shown(built.state.selection.best)}; a larger --patience goes on"
+            f"{path} stopped early at step {built.start} of {total}: the best was "
+            f"{describe_best(built.state.selection.best)}; to continue, raise --patience"
         )
-    if built.start < whole:
-        return f"{path} is at step {built.start} of {whole}, and --stop-at {built.last_step} ends it; raise it to go on"
+    if built.start < total:
+        return (
+            f"{path} is at step {built.start} of {total}, where --stop-at {built.last_step} ends it; to continue, give "
+            "a larger one"
+        )
     return (
-        f"{path} is finished after {whole} steps; to train on: --extend-to with more steps, or another "
+        f"{path} is finished after {total} steps; to train on, give --extend-to with more steps, or another "
         f"--experiment-name with --init-from {path}"
     )
 
@@ -143,11 +149,14 @@ def _nothing_left(built: Built) -> str:
 Training = Generator[Step | None, None, None]
 
 
-def training(session: Session) -> Training:
-    """Run the whole training.
+def run_training(session: Session) -> Training:
+    """Run a training from start to end.
 
-    Yields None once everything is ready, then each step. Closing it in a step's body saves, unless the run is
-    abandoned, and ends, if all ranks do so in the same step.
+    Closing the generator in the body of a step saves and ends the run, if all ranks do so in the same step. An
+    abandoned run is not saved.
+
+    Yields:
+        None once everything is ready, then each step.
 
     Raises:
         UsageError: the configuration cannot be run; nothing was written.
@@ -157,149 +166,149 @@ def training(session: Session) -> Training:
     end_with_launcher()
     failures.note_uncaught()
     session.timeline.begin()
-    session.member = member_of(session.world)
+    session.member = register_member(session.caller_world)
     joins = session.member is not None and session.member.is_new
     join = World.alone if joins else World.join
-    session.joined = session.world or join(session.config.device, session.config.timeout)
-    session.is_main = session.joined.is_main and not joins
+    session.world = session.caller_world or join(session.config.device, session.config.timeout)
+    session.is_main = session.world.is_main and not joins
     try:
         with mark_running(stays=lambda: session.status == "failed"):  # only this rank left the loop
-            yield from _attempts(session)
-    except GeneratorExit as left:
-        traceback.clear_frames(left.__traceback__)  # the frames hold the engine too
-        _drop(session)
+            yield from _build_and_train(session)
+    except GeneratorExit as exit_request:
+        traceback.clear_frames(exit_request.__traceback__)  # the frames hold the engine too
+        _free_parts(session)
         if session.member:
             with suppress(RuntimeError):  # the launcher is gone
                 session.member.report_end("its own loop was left, by an error or a break, so the others do not go on")
-        session.status = session.status_when_left if session.status == "running" else session.status
-        if session.world is None:
-            if session.status == session.status_when_left:
-                session.joined.leave()
+        session.status = session.early_status if session.status == "running" else session.status
+        if session.caller_world is None:
+            if session.status == session.early_status:
+                session.world.leave()
             else:  # the other ranks may never leave
-                session.joined.abandon()
+                session.world.abandon()
         raise
     except BaseException as error:
         session.status = "failed"
-        failures.note(error)
-        if session.world is None:
-            session.joined.abandon()
+        if not isinstance(error, KeyboardInterrupt):  # an interrupted process has no error to explain
+            failures.note(error)
+        if session.caller_world is None:
+            session.world.abandon()
         raise
-    _drop(session)
-    if session.world is None:
-        session.joined.leave()
+    _free_parts(session)
+    if session.caller_world is None:
+        session.world.leave()
     if session.status == "interrupted":
-        saved = "saved" if session.config.checkpoint.mode != "none" else "ended, and not saved,"
-        raise KeyboardInterrupt(f"{saved} after step {session.global_step}")
+        end = "saved" if session.config.checkpoint.mode != "none" else "ended, and not saved,"
+        raise KeyboardInterrupt(f"{end} after step {session.global_step}")
 
 
-def _attempts(session: Session) -> Training:
-    """Build and train, and again after each rollback: everything is rebuilt, as after a restart."""
+def _build_and_train(session: Session) -> Training:
+    """Build the run and train; after a rollback do so again, as after a restart."""
     if session.member and session.member.is_new:
         yield from _join(session, session.member)
-    elif session.joined and session.status == "new":
-        on_all_ranks(session.joined, lambda: _check_free(session))  # collective; before anything is built
+    elif session.world and session.status == "new":
+        on_all_ranks(session.world, lambda: _check_free(session))  # collective; before anything is built
     while session.status in ("new", "running"):
-        _drop(session)
-        session.model = None  # freed before the next one is made
-        world = session.joined
+        _free_parts(session)
+        session.model = None  # free it before the next one is made
+        world = session.world
         assert world is not None
         try:
             with explained(None, world), translate_errors():
-                built = build(session.config, session.given, world, session.kept, min_steps=session.least_steps)
+                built = build(
+                    session.config, session.caller_task, world, session.caller_objects, min_steps=session.min_steps
+                )
         except CheckpointError as error:
             if session.status == "new":
                 raise
-            raise LockstepError(f"there is no checkpoint to go back to: {error}") from error
+            raise LockstepError(f"the rollback has no checkpoint to resume from: {error}") from error
         except PeerError as error:
-            if session.member is None or session.status == "new" or not is_lost(error):
+            if session.member is None or session.status == "new" or not is_rank_loss(error):
                 raise
-            note_lost(session, error)
+            record_loss(session, error)
             regroup_to_build(session, session.member)  # a rank was lost during a rollback
             continue
         session.built, session.model, session.config = built, built.model, built.config
         session.global_step, session.is_main = built.start, world.is_main
         if built.source is None and session.status == "running":
-            session.go_back_to_first(built)
+            session.restore_initial_tensors(built)
         elif built.source is None:
-            session.note_first(built.own_tensors)
+            session.copy_initial_tensors(built.own_tensors)
         update_best(session)
-        over = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
-        if over and not built.state.evaluation_due:
+        is_over = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
+        if is_over and not built.state.evaluation_due:
             load_state(built)  # collective
-            notify(world)(_nothing_left(built))
+            notify(world)(_describe_no_steps(built))
             session.status = "finished" if built.start >= built.run_plan.step_plan.steps else "stopped"
             yield None
         else:
-            with suppress(Rollback, Anew):
-                yield from _in_folder(session, built)
+            with suppress(Rollback, Rebuild):
+                yield from _train_in_folder(session, built)
         del built
 
 
 def _check_free(session: Session) -> None:
-    """Refuse a folder that another run holds, on the rank that will lock it."""
-    if session.joined and session.joined.is_main:
+    """Refuse a folder that another run has locked. On rank 0, which will lock it."""
+    if session.world and session.world.is_main:
         RunFolder(session.config.save_dir, session.config.experiment_name).check_free()
 
 
 def _join(session: Session, member: Member) -> Training:
-    """Replace a lost process: build the parts alone, and join between two steps."""
-    assert session.joined is not None
-    with explained(None, session.joined), translate_errors():
-        built = built_to_join(session, session.joined, member)
+    """Replace a lost process: build alone, then join the others between two steps."""
+    assert session.world is not None
+    with explained(None, session.world), translate_errors():
+        built = build_joiner(session, session.world, member)
     session.built, session.model, session.config = built, built.model, built.config
-    session.status, session.digest = "running", digest(built)
-    session.note_first(built.own_tensors)
+    session.status, session.digest = "running", run_digest(built)
+    session.copy_initial_tensors(built.own_tensors)
     yield None
-    with suppress(Rollback, Anew), _left_in_order(session, built):
-        yield from _going_on(session, built)
+    with suppress(Rollback, Rebuild), _close_at_end(session, built):
+        yield from _train_to_end(session, built)
 
 
-def _going_on(session: Session, built: Built) -> Training:
-    """Train to the end, and continue with the surviving ranks after a loss."""
+def _train_to_end(session: Session, built: Built) -> Training:
+    """Train to the end; after a lost rank continue with the others."""
     if session.member and not session.member.is_new:
-        session.digest, why = digest(built), why_not(built)
-        session.member.report_ready(why, built.config.experiment_name)
-        session.member = None if why else session.member
-        session.evaluated = -1 if built.state.evaluation_due else built.start
+        session.digest, obstacle = run_digest(built), explain_no_recovery(built)
+        session.member.report_ready(obstacle, built.config.experiment_name)
+        session.member = None if obstacle else session.member
+        session.evaluated_step = -1 if built.state.evaluation_due else built.start
     if session.member is None:
-        yield from _follow(session, built)
+        yield from _train_steps(session, built)
         return
-    with Preemption(session.wishes):
+    with Preemption(session.pending_stop):
         while True:
             try:
                 if not session.member.is_new:
-                    yield from _follow(session, built)
+                    yield from _train_steps(session, built)
                     return
             except PeerError as error:
-                if not is_lost(error):
+                if not is_rank_loss(error):
                     raise
-                note_lost(session, error)
+                record_loss(session, error)
                 session.timeline.enter(RECOVERY)
-            if session.member.is_new:  # from now on the others survive its loss too
+            if session.member.is_new:  # from now on the run survives the loss of this process too
                 session.member.report_ready("", built.config.experiment_name)
             regroup(session, built, session.member)
-            _note_regrouped(session, built)
+            _record_regroup(session, built)
 
 
-def _drop(session: Session) -> None:
-    """Free engine and groups, before new ones are made or the world is left.
-
-    See World.leave.
-    """
-    session.built = session.present = session.reader = session.exchange = session.saver = None
+def _free_parts(session: Session) -> None:
+    """Free engine and groups before new ones are made, or before `World.leave`."""
+    session.built = session.current_step = session.reader = session.exchange = session.saver = None
     session.sinks = Sinks([])
     gc.collect()  # hooks form cycles with the model
 
 
-def _in_folder(session: Session, built: Built) -> Training:
-    """Train with the folder locked and the sinks open, and close both."""
+def _train_in_folder(session: Session, built: Built) -> Training:
+    """Lock the folder, open log and sinks, load the state, and train."""
     world = built.world
     on_all_ranks(world, lambda: check_range(built))
-    on_all_ranks(world, lambda: claimed(built))
-    with _left_in_order(session, built):
+    on_all_ranks(world, lambda: lock_folder(built))
+    with _close_at_end(session, built):
         on_all_ranks(world, lambda: open_log(built.folder.path, world.rank))
-        if built.folder.cleared:
-            _LOG.warning("cleared the lock of %s, which ended without giving it back", built.folder.cleared)
+        if built.folder.dead_owner:
+            _LOG.warning("cleared the lock of %s, which ended without releasing it", built.folder.dead_owner)
         count_restarts(built.state)
         announce(built)
         for line in built.notes:
@@ -314,144 +323,173 @@ def _in_folder(session: Session, built: Built) -> Training:
             session.timeline.enter(BODY)
             yield None
             session.timeline.enter(START)
-        yield from _going_on(session, built)
+        yield from _train_to_end(session, built)
 
 
 @contextmanager
-def _left_in_order(session: Session, built: Built) -> Iterator[None]:
+def _close_at_end(session: Session, built: Built) -> Iterator[None]:
     """Close sinks, log and folder at the end, and record any error in them."""
-    left: BaseException | None = None
+    reason: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        left = error
+        reason = error
         session.sinks.close(None)
-        if isinstance(error, Rollback | Anew):
+        if isinstance(error, Rollback | Rebuild):
             _LOG.warning("%s", error)
         else:
-            _note_left(session, built, error)
-        if isinstance(error, Exception) and not isinstance(error, Rollback | Anew):
-            is_one_line = isinstance(error, LockstepError)  # the command prints it
-            once = {"only_file": is_one_line}
-            _LOG.error("%s", failures.describe_error(error), exc_info=not is_one_line, extra=once)
+            _write_exit(session, built, error)
+        if isinstance(error, Exception) and not isinstance(error, Rollback | Rebuild):
+            is_one_line = isinstance(error, LockstepError) and error.__cause__ is None
+            # whoever catches the error prints it
+            _LOG.error("%s", failures.describe_error(error), exc_info=not is_one_line, extra={"only_file": True})
+            failures.add_place(error)
             failures.note_log(built.folder.path / "logs" / f"rank-{built.world.rank:05d}.log")
         raise
     finally:
-        session.timeline.close(_ended(session, left))
-        if not isinstance(left, Rollback | Anew):
-            _write_report(session, built, left)
+        session.timeline.close(_end_status(session, reason))
+        if not isinstance(reason, Rollback | Rebuild):
+            _write_report(session, built, reason)
         close_log()
         built.folder.release()
 
 
-def _follow(session: Session, built: Built) -> Training:  # noqa: C901
-    """Train, and after each step record, check, evaluate, save and run the caller's body."""
+def _train_steps(session: Session, built: Built) -> Training:
+    """Train; after each step record, check, evaluate, save and run the loop's body."""
     first, world = built.start, built.world  # read now: a save moves `built.start`
     ongoing = build_components(session, built)
-    timeline = session.timeline
-    exchange, recorder, stop_request = ongoing.exchange, ongoing.recorder, 0
-    watchdog = HangWatchdog(world, exchange, built.folder.path, failures.note, session.member)
+    timeline, exchange, recorder = session.timeline, ongoing.exchange, ongoing.recorder
+    watchdog = HangWatchdog(world, exchange, built.folder.path, failures.report, session.member)
     signals = Preemption(exchange)
-    kept, loading, auditing = prepare_recovery(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
-    profiling, frozen = ongoing.profiling, Frozen()
+    handover, loading, auditing = prepare_recovery(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
+    profiler, garbage = ongoing.profiling, CollectorFreeze()
     explaining, typing = explained(built.engine, world), translate_errors()
-    with frozen, signals, loading, auditing, kept, watchdog, recorder, profiling, explaining, typing:
-        exchange.stop(session.wishes.request)  # from a signal that came while the ranks changed
-        session.wishes.request = CONTINUE
-        told = watchdog.connect()
-        session.reader = make_number_reader(exchange, world, told, survives_losses=bool(session.member))
-        hooks = built.task.hooks
-        course = HookContext(session, built) if hooks else None  # with its own part of the run's state
-        if hooks and course:
-            hooks.begins(course, first)
-        if built.state.evaluation_due:  # a signal or a kill came before it
-            built.state.evaluation_due = False
-            session.evaluation = recorder.evaluate(first)
-            finish_evaluation(session, built, first)
-            update_best(session)
-        if session.save_due:  # the save that was in progress when a rank was lost
-            session.save_due = False
-            recorder.save(first)
-        over = out_of_patience(built.config, built.state.selection)
+    with garbage, signals, loading, auditing, handover, watchdog, recorder, profiler, explaining, typing:
+        exchange.stop(session.pending_stop.request)  # from a signal that came while the ranks changed
+        session.pending_stop.request = CONTINUE
+        heartbeats = watchdog.connect()
+        session.reader = make_number_reader(exchange, world, heartbeats, survives_losses=bool(session.member))
+        hooks, stop_request = built.task.hooks, CONTINUE
+        context = HookContext(session, built) if hooks else None  # with the hooks' own part of the run's state
+        if hooks and context:
+            hooks.before_run(context, first)
+        _catch_up(session, built, recorder, first)
+        is_over = out_of_patience(built.config, built.state.selection)
         timeline.enter(TRAINING)
-        trained = steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control)
-        profiling.after(first)
-        for record in () if over else iterate_steps(ongoing, world, trained):
-            regroups, stop_request = record.stop_agreed == REGROUP, record.stop_agreed
-            stop_request = CONTINUE if regroups else stop_request
-            ending = record.step + 1 == ongoing.last_step or bool(stop_request)
-            step, session.tries = record_step(session, built, ongoing, record), 0
+        records = steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control)
+        profiler.after(first)
+        for record in () if is_over else iterate_steps(ongoing, world, records):
+            regroups = record.stop_agreed == REGROUP
+            stop_request = CONTINUE if regroups else record.stop_agreed
+            is_last = record.step + 1 == ongoing.last_step or bool(stop_request)
+            step, session.regroup_tries = record_step(session, built, ongoing, record), 0
             timeline.at(step.global_step)
             if record.step == first:
                 after_first_step(built, ongoing)  # collective
-                frozen.begin()
-            saves = save_and_evaluate(session, built, ongoing, step, ending)
-            if hooks and course:
-                hooks.after_step(course, step.global_step)
-            if session.has_body:  # the body may write what is being copied
-                recorder.saver.order()
-            exchange.progress.at(record.step, IN_BODY)
+                garbage.freeze()
+            saves = save_and_evaluate(session, built, ongoing, step, is_last)
+            if hooks and context:
+                hooks.after_step(context, step.global_step)
             if session.has_body:
+                recorder.saver.order()  # the body may write the tensors that a save still copies
                 timeline.enter(BODY)
+            exchange.progress.at(record.step, IN_BODY)
             try:
                 yield step
             except GeneratorExit:
                 timeline.enter(ENDING)
                 record_body_change(ongoing, built, step.global_step)
-                leave_early(session, ongoing, told, signals.ends_now)
+                leave_early(session, ongoing, heartbeats, signals.ends_now)
                 raise
             exchange.progress.at(record.step, COMPUTING)
             timeline.enter(TRAINING)
             record_body_change(ongoing, built, step.global_step)
             if saves:
                 save(ongoing, step.global_step)
-            if spent := profiling.after(step.global_step):  # collective, if a trace ends
+            if spent := profiler.after(step.global_step):  # collective, if a trace ends
                 ongoing.meter.pause(spent)
-            if ending:
+            if is_last or _ends_early(session, built, ongoing, step, heartbeats):
                 break
-            if step.evaluation and out_of_patience(built.config, built.state.selection):  # the same on every rank
-                save(ongoing, step.global_step)
-                break
-            if session.wants_stop:
-                session.wants_stop, stop_request = False, STOP
-                if all_do(told, world.rank, "stop", record.step, lambda: world.timeout):
-                    save(ongoing, step.global_step)
-                    break
-                exchange.stop(STOP)  # other ranks go on: all end after the next exchange
             if regroups:
                 flush_steps(ongoing)
                 recorder.saver.settle()  # collective
-                raise RankLost("a new process waits to be taken in")
-        timeline.enter(ENDING)
-        profiling.end()  # collective, if a trace is in progress
-        if hooks and course:
-            hooks.ends(course, recorder.saved)
-        if session.member:
-            session.member.report_end()
-        recorder.settle()  # collective
-        session.status, session.exit_code = finish_run(built, stop_request, recorder.saved, recorder.losses)
-        recorder.close(session.exit_code)
+                raise RankLost("a new process waits to join the run")
+        _finish(session, built, ongoing, context, stop_request)
 
 
-def _note_regrouped(session: Session, built: Built) -> None:
-    """Record new groups in the timeline; a new rank 0 continues its file."""
+def _catch_up(session: Session, built: Built, recorder: RunRecorder, done: int) -> None:
+    """Make up for the evaluation and the save that step `done` lacks. Collective."""
+    if built.state.evaluation_due:
+        built.state.evaluation_due = False
+        session.evaluation = recorder.evaluate(done)
+        finish_evaluation(session, built, done)
+        update_best(session)
+    if session.save_due:
+        session.save_due = False
+        recorder.save(done)
+
+
+def _finish(
+    session: Session, built: Built, ongoing: StepComponents, context: HookContext | None, stop_request: int
+) -> None:
+    """End profile, hooks, membership and saves, and write the summary. Collective."""
+    recorder = ongoing.recorder
+    session.timeline.enter(ENDING)
+    ongoing.profiling.end()  # collective, if a trace is in progress
+    if built.task.hooks and context:
+        built.task.hooks.after_run(context, recorder.saved_step)
+    if session.member:
+        session.member.report_end()
+    recorder.finish()  # collective
+    session.status, session.exit_code = finish_run(built, stop_request, recorder.saved_step, recorder.lost_ranks)
+    recorder.close(session.exit_code)
+
+
+def _ends_early(
+    session: Session, built: Built, ongoing: StepComponents, step: Step, heartbeats: Heartbeats | None
+) -> bool:
+    """Save and return True if patience or `run.stop()` ends the run after this step."""
+    if step.evaluation and out_of_patience(built.config, built.state.selection):  # the same on every rank
+        save(ongoing, step.global_step)
+        return True
+    if session.wants_stop:
+        session.wants_stop, world = False, built.world
+        if all_do(heartbeats, world.rank, "stop", step.record.step, lambda: world.timeout):
+            save(ongoing, step.global_step)
+            return True
+        ongoing.exchange.stop(STOP)  # some ranks train on: all end after the next exchange
+    return False
+
+
+def _record_regroup(session: Session, built: Built) -> None:
+    """Record new groups in the timeline; a new rank 0 opens the file."""
     if built.world.is_main and not session.timeline.is_open:
         session.timeline.open(built.folder.timeline, built.start, built.world.size, recovered=True)
     else:
         session.timeline.regrouped(built.start, built.world.size)
 
 
-def _ended(session: Session, left: BaseException | None) -> str:
-    """Return how this start of the run ended, for the timeline."""
-    if isinstance(left, Rollback | Anew):
-        return "rolled back" if isinstance(left, Rollback) else "built anew"
-    return session.status if left is None or isinstance(left, GeneratorExit) else "failed"
+def _end_status(session: Session, reason: BaseException | None) -> str:
+    """Return how this start of the run ended, for the timeline.
+
+    Args:
+        reason: the exception that ended it; None: there was none.
+    """
+    if isinstance(reason, Rollback | Rebuild):
+        return "rolled back" if isinstance(reason, Rollback) else "built anew"
+    if isinstance(reason, KeyboardInterrupt):
+        return "interrupted"
+    return session.status if reason is None or isinstance(reason, GeneratorExit) else "failed"
 
 
-def _note_left(session: Session, built: Built, error: BaseException) -> None:
-    """Record the end of a run that failed, or whose loop was left."""
-    if built.world.is_main:
-        left = isinstance(error, GeneratorExit) and session.status != "failed"
-        status = "failed" if not left else session.status_when_left if session.status == "running" else session.status
-        with suppress(OSError, StorageError):  # the disk may be full, which may be the error itself
-            built.folder.write_end(0 if left else 1, built.state.global_step, status)
+def _write_exit(session: Session, built: Built, error: BaseException) -> None:
+    """Record the end of a run that failed, or that its caller left early."""
+    if not built.world.is_main:
+        return
+    code, status = 1, "failed"
+    if isinstance(error, KeyboardInterrupt):  # the second Ctrl-C, or one before the steps
+        code, status = EXIT_INTERRUPTED, "interrupted"
+    elif isinstance(error, GeneratorExit) and session.status != "failed":
+        code, status = 0, session.early_status if session.status == "running" else session.status
+    with suppress(OSError, StorageError):  # the disk may be full, which may be the error itself
+        built.folder.write_end(code, built.state.global_step, status)

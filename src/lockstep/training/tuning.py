@@ -1,9 +1,9 @@
 """Find a learning rate and a micro-batch size by trying them.
 
-    found = lockstep.find_micro_batch(config, task)     # nothing is written, and nothing kept
-    print(found)                                        # what each size takes, and the one to train with
+    search = lockstep.find_micro_batch(config, task)    # writes nothing
+    print(search)                                       # the cost of each size, and the size to train with
 
-`find_lr` trains with a rising rate and looks where the loss falls fastest. Both only propose a number for the
+`find_lr` trains with a rising rate, and finds where the loss falls fastest. Both only suggest a value for the
 configuration, such as `--micro-batch-size`, which is then the same on every device and at every world size.
 """
 
@@ -28,7 +28,7 @@ from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.memory import explained
 from lockstep.engines.registry import name_of
-from lockstep.errors import ConfigError, LockstepError, said
+from lockstep.errors import ConfigError, LockstepError, name_settings
 from lockstep.files import bytes_text
 from lockstep.logging.console import waiting
 from lockstep.logging.plots import curve, rates_picture
@@ -43,33 +43,34 @@ from lockstep.training.open_run import load_state
 __all__ = [
     "find_lr",
     "find_micro_batch",
-    "judged",
-    "show_rates",
-    "show_sizes",
+    "print_rates",
+    "print_sizes",
+    "suggest_rate",
 ]
 
 
 # --- learning rate
 
 LOWEST, HIGHEST, STEPS = 1e-7, 10.0, 100
-_LAST = 5  # steps to average, since a single batch may be hard
-_DIVERGED, _RISEN = 4.0, 2.0  # times the lowest loss, and times the first ones: above both it has diverged
-_WIDTH = 2.5  # steps: standard deviation of the Gaussian that smooths the losses
-_FLAT = 10  # first steps, whose rates are too low to learn
-_CLEAR = 1.5  # standard deviations of the noise by which the loss must fall, at least
-_SHARE = 0.005  # and share of the loss
-_BEGUN = 0.1  # share of the whole fall at which the descent has begun
+_WINDOW = 5  # steps to average, since a single batch may be hard
+# A loss above these multiples of the lowest loss and of the first losses has diverged.
+_RISE_FROM_LOWEST, _RISE_FROM_START = 4.0, 2.0
+_SIGMA = 2.5  # steps: standard deviation of the Gaussian that smooths the losses
+_FIRST_STEPS = 10  # their rates are too low to learn
+_MIN_FALL_SIGMAS = 1.5  # a fall of the loss counts above so many standard deviations of its noise,
+_MIN_FALL_SHARE = 0.005  # and above this share of the loss
+_DESCENT_SHARE = 0.1  # the descent starts at this share of the whole fall
 
 
 @dataclass(frozen=True, slots=True)
-class FoundRates:
+class RateSearch:
     """Result of `find_lr`, the same on every rank.
 
     Attributes:
         rates: of the optimizer's first group, one per step; the other groups keep their ratio to it.
-        losses: at the step with that rate, before its update: mean over its items. The last may be infinite or NaN.
-        smoothed: the finite losses without their noise.
-        lr: the rate at which the loss falls fastest; None if it never falls.
+        losses: mean over the items of each step, before its update. The last may be infinite or NaN.
+        smoothed: the finite losses, smoothed.
+        lr: the rate at which the loss falls fastest; None if it never clearly falls.
     """
 
     rates: list[float]
@@ -80,28 +81,28 @@ class FoundRates:
     def __str__(self) -> str:
         """Format the curve and the suggestion.
 
-        The curve ends where it has climbed as far as it fell.
+        Losses that rose further than they had fallen are left out: a diverging end would flatten the curve.
         """
         pairs = list(zip(self.rates, self.smoothed, strict=False))
-        if self.lr is not None:  # a diverging end would flatten the rest
-            top, least = 2 * self.smoothed[0] - min(self.smoothed), self.lr
-            pairs = [(rate, loss) for rate, loss in pairs if loss <= top or rate <= least]
+        if self.lr is not None:
+            top, fastest = 2 * self.smoothed[0] - min(self.smoothed), self.lr
+            pairs = [(rate, loss) for rate, loss in pairs if loss <= top or rate <= fastest]
         points = [(math.log10(rate), loss) for rate, loss in pairs]
         lines = curve(points, label=lambda x: f"{10**x:.0e}")
-        return "\n".join([f"loss by learning rate, {len(self.rates)} steps", *lines, "", self.said])
+        return "\n".join([f"loss by learning rate, {len(self.rates)} steps", *lines, "", self.suggestion])
 
     @property
-    def said(self) -> str:
-        """The suggestion, in a line."""
+    def suggestion(self) -> str:
+        """The suggested rate, in a line."""
         if self.lr is None:
             span = f"from {self.rates[0]:.0e} to {self.rates[-1]:.0e}" if self.rates else "at all"
-            return f"the loss falls at no rate {span}, so none is suggested: look at the data, the labels and the loss"
+            return f"the loss falls at no rate {span}, so none is suggested: check the data, the labels and the loss"
         lowest = self.rates[int(np.argmin(self.smoothed))]
-        where = f"fastest at {self.lr:.1e} and is lowest at {lowest:.1e}"
-        return said(f"the loss falls {where}: begin with --lr {self.lr:.1e}")
+        rates = f"fastest at {self.lr:.1e} and is lowest at {lowest:.1e}"
+        return name_settings(f"the loss falls {rates}: begin with --lr {self.lr:.1e}")
 
     def save(self, path: str | Path) -> None:
-        """Write the curve as a picture: SVG, or the format of the file's suffix.
+        """Write the curve as a picture, in the format of the file's suffix.
 
         Raises:
             ConfigError: matplotlib is missing.
@@ -110,11 +111,11 @@ class FoundRates:
         rates_picture(Path(path), self.rates, self.losses, self.smoothed, self.lr)
 
 
-def find_lr(config: Config, task: Any = None, world: World | None = None) -> FoundRates:
+def find_lr(config: Config, task: Any = None, world: World | None = None) -> RateSearch:
     """Find a learning rate in up to 100 steps with a rising rate. Collective.
 
-    It trains from a new run's weights (or `init_from`), with the run's optimizer, groups, engine and data, but without
-    its schedule, and discards the result. It ends where the loss diverges.
+    Trains from new weights (or `init_from`) with the run's optimizer, groups, engine and data, but without its
+    schedule, until the loss diverges. The result is discarded.
 
     Args:
         config, task, world: as for `lockstep.train`.
@@ -124,67 +125,64 @@ def find_lr(config: Config, task: Any = None, world: World | None = None) -> Fou
         LockstepError: the steps failed.
     """
     with join_world(config, world) as ranks:
-        return _summarize_rates(config, task, ranks)
+        return _search_rates(config, task, ranks)
 
 
-def show_rates(config: Config) -> None:
-    """Print the result, and write the picture next to the run's folder, on rank 0.
-
-    This is `lockstep train --find-lr`.
-    """
+def print_rates(config: Config) -> None:
+    """Print the rates and write a picture next to the run's folder: `lockstep train --find-lr`."""
     with join_world(config) as world:
-        found = find_lr(config, None, world)
+        search = find_lr(config, None, world)
         if world.is_main:
-            print(found, flush=True)
-            _write(found, config)
+            print(search, flush=True)
+            _write_picture(search, config)
 
 
-def _write(found: FoundRates, config: Config) -> None:
+def _write_picture(search: RateSearch, config: Config) -> None:
     path = Path(config.save_dir).expanduser() / f"{config.experiment_name}-find-lr.svg"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        found.save(path)
+        search.save(path)
         print(f"the curve as a picture: {path}")
     except (ConfigError, OSError) as error:
         print(f"no picture: {error}")
 
 
-def _summarize_rates(config: Config, task: Any, world: World) -> FoundRates:
+def _search_rates(config: Config, task: Any, world: World) -> RateSearch:
     with explained(None, world):
         built = build(config, task, world, resume=False, steps=STEPS)
     if not built.lr:
-        raise ConfigError("--lr is 0, and so is every multiple of it: give it a number above 0, or leave it out")
+        raise ConfigError("--lr is 0, so there is no rate to raise: give a number above 0, or leave it out")
     first = {name: tensor.detach().clone() for name, tensor in built.own_tensors.items()}
     load_state(built)  # --init-from
     try:
         with explained(built.engine, world):
-            losses = _losses(built)
+            losses = _train_losses(built)
     finally:
-        _give_back(built, first)
-    rates = [rate_of(step) for step in range(len(losses))]
-    return FoundRates(rates, losses, *judged(rates, losses))
+        _restore_own_tensors(built, first)
+    rates = [rate_at(step) for step in range(len(losses))]
+    return RateSearch(rates, losses, *suggest_rate(rates, losses))
 
 
-def rate_of(step: int) -> float:
-    """Return the rate of a step (0-based), from LOWEST to HIGHEST."""
+def rate_at(step: int) -> float:
+    """Return the rate of a step (from 0), between LOWEST and HIGHEST."""
     return float(LOWEST * (HIGHEST / LOWEST) ** (step / (STEPS - 1)))
 
 
-def _losses(built: Built) -> list[float]:
-    """Return the loss of each step until it diverges, the same on every rank. Collective."""
-    world, step_plan, each = built.world, built.run_plan.step_plan, items_of_a_sample(built.task)
+def _train_losses(built: Built) -> list[float]:
+    """Train, and return the losses until they diverge, the same on every rank. Collective."""
+    world, step_plan, per_sample = built.world, built.run_plan.step_plan, items_of_a_sample(built.task)
     step_loader = built.batches.from_step(0)
-    constant = (lambda step: each * step_plan.samples(step)) if each else None
+    constant = (lambda step: per_sample * step_plan.samples(step)) if per_sample else None
     exchange = StepExchange(world, step_loader.items, constant, step_plan.steps)
     seed = seeder(built.config.seed, "micro", world.device)
     kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(world.device)
-    control = StepControl(lambda step: rate_of(step) / built.lr, seed, clock, kernels=kernels)
+    control = StepControl(lambda step: rate_at(step) / built.lr, seed, clock, kernels=kernels)
     losses: list[float] = []
     with closing(step_loader), closing(exchange), waiting("trying rates", shown=world.is_main) as progress:
         for record in steps(built.engine, built.task, step_loader, exchange, control):
             own = [float(loss) for loss in record.losses]  # waits for the device
-            every = [loss for part in world.gather(own) for loss in part]  # collective
-            losses.append(_mean(every, record.items))
+            gathered = [loss for part in world.gather(own) for loss in part]  # collective
+            losses.append(_mean(gathered, record.items))
             progress(len(losses), STEPS)
             if not math.isfinite(losses[-1]) or _diverges(losses):
                 break
@@ -196,14 +194,17 @@ def _mean(losses: list[float], items: float) -> float:
 
 
 def _diverges(losses: list[float]) -> bool:
-    """Whether the last losses are far above the lowest average, and above the first ones."""
-    if len(losses) <= _FLAT:
+    """Whether the last losses are far above the lowest average and the first losses."""
+    if len(losses) <= _FIRST_STEPS:
         return False
-    means = np.convolve(losses, np.full(_LAST, 1 / _LAST), "valid")
-    return bool(means[-1] > max(_DIVERGED * means.min(), _RISEN * np.mean(losses[:_FLAT])) and means.min() > 0)
+    means = np.convolve(losses, np.full(_WINDOW, 1 / _WINDOW), "valid")
+    return bool(
+        means[-1] > max(_RISE_FROM_LOWEST * means.min(), _RISE_FROM_START * np.mean(losses[:_FIRST_STEPS]))
+        and means.min() > 0
+    )
 
 
-def _give_back(built: Built, first: dict[str, torch.Tensor]) -> None:
+def _restore_own_tensors(built: Built, first: dict[str, torch.Tensor]) -> None:
     """Restore the task's own tensors."""
     own = built.own_tensors
     with torch.no_grad():
@@ -212,11 +213,11 @@ def _give_back(built: Built, first: dict[str, torch.Tensor]) -> None:
     built.load_state_dict(own)
 
 
-def judged(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[float], float | None]:
+def suggest_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[float], float | None]:
     """Smooth the losses, and find the rate at which they fall fastest.
 
-    Smoothing uses a Gaussian centred on each step, so the curve is not shifted to higher rates. Only the descent to the
-    lowest point counts, from a tenth of its way on: before, only the batches differ.
+    The Gaussian is centred on each step, so that the curve is not shifted to higher rates. Only the descent to the
+    lowest point counts, from a tenth of its fall on: before, only the batches differ.
 
     Args:
         rates: one per step, rising by a constant factor.
@@ -226,18 +227,18 @@ def judged(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[float]
         The smoothed losses, and the rate; None if they never clearly fall.
     """
     finite = [math.isfinite(loss) for loss in losses]
-    kept = np.array(losses[: finite.index(False) if False in finite else None], dtype=np.float64)
-    if not len(kept):
+    values = np.array(losses[: finite.index(False) if False in finite else None], dtype=np.float64)
+    if not len(values):
         return [], None
-    apart = np.arange(len(kept))
-    bell = np.exp(-0.5 * ((apart[:, None] - apart[None, :]) / _WIDTH) ** 2)
-    smoothed = bell @ kept / bell.sum(1)
-    start, lowest = kept[:_FLAT], int(np.argmin(smoothed))
+    index = np.arange(len(values))
+    kernel = np.exp(-0.5 * ((index[:, None] - index[None, :]) / _SIGMA) ** 2)
+    smoothed = kernel @ values / kernel.sum(1)
+    start, lowest = values[:_FIRST_STEPS], int(np.argmin(smoothed))
     fall = start.mean() - smoothed[lowest]
-    scatter = (kept - smoothed)[: max(lowest + 1, _FLAT)].std()
-    if lowest < 2 or fall <= max(_CLEAR * scatter, _SHARE * abs(start.mean())):
+    noise = (values - smoothed)[: max(lowest + 1, _FIRST_STEPS)].std()
+    if lowest < 2 or fall <= max(_MIN_FALL_SIGMAS * noise, _MIN_FALL_SHARE * abs(start.mean())):
         return smoothed.tolist(), None
-    high = np.flatnonzero(smoothed[:lowest] >= start.mean() - _BEGUN * fall)
+    high = np.flatnonzero(smoothed[:lowest] >= start.mean() - _DESCENT_SHARE * fall)
     begin = int(high[-1]) if len(high) else 0
     slope = np.gradient(smoothed)[begin : lowest + 1]
     return smoothed.tolist(), float(rates[begin + int(np.argmin(slope))])
@@ -246,16 +247,16 @@ def judged(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[float]
 # --- micro-batch size
 
 _MARGIN = 0.9  # share of the device's memory to use: batches differ, and memory fragments
-_SLOWER = 1.02  # times the seconds per sample of a smaller size: up to here a larger one counts as no slower
+_SLOWER = 1.02  # a size is slower above so many times the seconds per sample of a smaller one
 
 
-class Took(NamedTuple):
-    """Cost of a size, on the slowest and fullest ranks.
+class SizeCost(NamedTuple):
+    """Cost of a micro-batch size, on the slowest and fullest ranks.
 
     Attributes:
         size: samples in a forward.
-        peak: bytes of the device, with parameters, gradients and the optimizer's states; 0: it did not fit.
-        seconds: per sample, forward and backward.
+        peak: bytes of the device, with parameters, gradients and optimizer states; 0: it did not fit.
+        seconds: of forward and backward, per sample.
     """
 
     size: int
@@ -263,20 +264,20 @@ class Took(NamedTuple):
     seconds: float
 
 
-Measure = Callable[[Callable[[], None]], tuple[int, float]]
+MeasureCost = Callable[[Callable[[], None]], tuple[int, float]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FoundSizes:
+class SizeSearch:
     """Result of `find_micro_batch`, the same on every rank.
 
     Attributes:
-        took: by size, from the smallest; the last may be one that did not fit.
+        costs: by size, from the smallest; the last may be one that did not fit.
         total: bytes of the smallest device.
         size: the largest that leaves a tenth of the device free and is no slower than a smaller one; 0: none fits.
     """
 
-    took: list[Took]
+    costs: list[SizeCost]
     total: int
     size: int
 
@@ -284,54 +285,56 @@ class FoundSizes:
         lines = [
             f"{each.size:6d}  "
             + (f"{bytes_text(each.peak)}, {each.seconds * 1e3:.3g} ms a sample" if each.peak else "-")
-            for each in self.took
+            for each in self.costs
         ]
         end = (
             f"train with --micro-batch-size {self.size}"
             if self.size
             else "no size fits: split the model, --engine fsdp"
         )
-        return "\n".join([f"samples in a forward, on a device of {bytes_text(self.total)}:", *lines, said(end)])
+        return "\n".join(
+            [f"samples in a forward, on a device of {bytes_text(self.total)}:", *lines, name_settings(end)]
+        )
 
 
 def find_micro_batch(
-    config: Config, task: Any = None, world: World | None = None, measure: Measure | None = None, total: int = 0
-) -> FoundSizes:
+    config: Config, task: Any = None, world: World | None = None, measure: MeasureCost | None = None, total: int = 0
+) -> SizeSearch:
     """Find the largest micro-batch size that fits and is fast. Collective.
 
-    Tries the powers of two that divide the batch, from 1 on, until one does not fit, and discards the results. Each
-    rank computes its own micro-batches; the worst counts. It measures the first micro-batch of the data: if samples
-    differ much in length, leave more than a tenth free.
+    Tries the powers of two that divide the batch, from 1 on, until one does not fit on some rank, and discards the
+    results. The first micro-batch of the data is measured: if samples differ much in length, leave more than a tenth
+    free.
 
     Args:
         config, task, world: as for `lockstep.train`.
-        measure: calls its argument, and returns the peak in bytes and the seconds of one call; None: measures a CUDA
+        measure: calls its argument, and returns the peak in bytes and the seconds of one call; None: for a CUDA
             device.
         total: bytes of the device; 0: as CUDA reports.
 
     Raises:
-        UsageError: the configuration cannot be run; there is no CUDA device; or the engine's forward takes all ranks.
+        UsageError: the configuration cannot be run; there is no CUDA device; or the engine's forward needs all ranks.
         LockstepError: the model failed.
     """
     with join_world(config, world) as ranks:
-        return _summarize_sizes(config, task, ranks, measure, total)
+        return _search_sizes(config, task, ranks, measure, total)
 
 
-def show_sizes(config: Config) -> None:
-    """Print the result on rank 0: `lockstep train --find-micro-batch`."""
+def print_sizes(config: Config) -> None:
+    """Print the sizes on rank 0: `lockstep train --find-micro-batch`."""
     with join_world(config) as world:
-        found = find_micro_batch(config, None, world)
+        search = find_micro_batch(config, None, world)
         if world.is_main:
-            print(found, flush=True)
+            print(search, flush=True)
 
 
-def _summarize_sizes(config: Config, task: Any, world: World, measure: Measure | None, total: int) -> FoundSizes:
+def _search_sizes(config: Config, task: Any, world: World, measure: MeasureCost | None, total: int) -> SizeSearch:
     if measure is None and world.device.type != "cuda":
         raise ConfigError("--find-micro-batch measures a CUDA device, and this run has none: leave it out")
     if not ENGINES[name_of(config.engine, world)].shares:
         raise ConfigError(
-            f"--find-micro-batch does not go with --engine {config.engine}, where every forward takes all ranks, which "
-            "would wait for one that has run out of memory: give --micro-batch-size"
+            f"--find-micro-batch does not go with --engine {config.engine}: its forward needs all ranks, and would "
+            "hang if one runs out of memory; give --micro-batch-size"
         )
     config = dataclasses.replace(config, shares="equal")
     with explained(None, world):
@@ -340,61 +343,61 @@ def _summarize_sizes(config: Config, task: Any, world: World, measure: Measure |
     with explained(built.engine, world):
         built.engine.state_dict()  # collective; allocates the optimizer's states, as in training
         try:
-            took = _tried(built, measure or _on_cuda(world.device))
+            costs = _measure_sizes(built, measure or _cuda_measure(world.device))
         finally:
             for tensor, before in first:
                 tensor.detach().copy_(before)
             built.task.load_state_dict(built.task.state_dict())
     total = min(world.gather(total or torch.cuda.mem_get_info(world.device)[1]))  # collective
-    return FoundSizes(took, total, chosen(took, total, _trees(built)))
+    return SizeSearch(costs, total, choose_size(costs, total, _exact_sum_bytes(built)))
 
 
-def chosen(took: list[Took], total: int, more: int = 0) -> int:
-    """Return the largest size that fits and is no slower than a smaller; or 0.
+def choose_size(costs: list[SizeCost], total: int, extra: int = 0) -> int:
+    """Return the largest size that fits and is not slower; 0: none fits.
 
-    It fits if its peak and `more` take at most nine tenths of `total`.
+    A size fits if its peak and `extra` are at most nine tenths of `total`.
 
     Args:
-        more: bytes needed in addition to each peak.
+        extra: bytes needed in addition to each peak.
     """
     best, fastest = 0, float("inf")
-    for each in took:
+    for each in costs:
         fastest = min(fastest, each.seconds) if each.peak else fastest
-        if each.peak and each.peak + more <= _MARGIN * total and each.seconds <= _SLOWER * fastest:
+        if each.peak and each.peak + extra <= _MARGIN * total and each.seconds <= _SLOWER * fastest:
             best = each.size
     return best
 
 
-def _trees(built: Built) -> int:
-    """Return the most bytes that exact mode holds in sums of micro-batches besides a gradient."""
+def _exact_sum_bytes(built: Built) -> int:
+    """Return the most bytes that exact sums need in addition to a gradient."""
     if not built.config.exact:
         return 0
     trained = sum(p.nbytes for p in built.model.parameters() if p.requires_grad)
     return trained * built.config.batch_size.bit_length()
 
 
-def _tried(built: Built, measure: Measure) -> list[Took]:
+def _measure_sizes(built: Built, measure: MeasureCost) -> list[SizeCost]:
     """Try each size until one does not fit on some rank. Collective."""
-    world, batch_size, found = built.world, built.config.batch_size, list[Took]()
+    world, batch_size, costs = built.world, built.config.batch_size, list[SizeCost]()
     sizes = [1 << power for power in range(batch_size.bit_length()) if batch_size % (1 << power) == 0]
     with waiting("trying sizes", shown=world.is_main) as progress:
-        for place, size in enumerate(sizes):
-            mine, error = _tried_here(built, size, measure)
+        for index, size in enumerate(sizes):
+            own, error = _measure_on_rank(built, size, measure)
             world.check(error)  # collective
-            every = world.gather(list(mine))  # collective
-            fits = all(peak for peak, _ in every)
-            found.append(Took(size, max(peak for peak, _ in every) * fits, max(seconds for _, seconds in every) / size))
-            progress(place + 1, len(sizes))
+            peaks, seconds = zip(*world.gather(list(own)), strict=True)  # collective
+            fits = all(peaks)
+            costs.append(SizeCost(size, max(peaks) * fits, max(seconds) / size))
+            progress(index + 1, len(sizes))
             if not fits:
                 break
-    return found
+    return costs
 
 
-def _tried_here(built: Built, size: int, measure: Measure) -> tuple[tuple[int, float], LockstepError | None]:
-    """Measure a size on this rank: (peak, seconds), and any error besides memory. Not collective."""
+def _measure_on_rank(built: Built, size: int, measure: MeasureCost) -> tuple[tuple[int, float], LockstepError | None]:
+    """Return (peak, seconds) on this rank, and any error but a lack of memory."""
     try:
         batch = _first_batch(built, size)
-        return measure(lambda: _once(built, batch)), None
+        return measure(lambda: _forward_and_backward(built, batch)), None
     except torch.OutOfMemoryError:
         return (0, 0.0), None
     except LockstepError as error:
@@ -416,22 +419,24 @@ def _first_batch(built: Built, size: int) -> MicroBatch:
         return first
 
 
-def _once(built: Built, batch: MicroBatch) -> None:
-    """Run a forward and a backward without the engine, whose exchange takes all ranks."""
+def _forward_and_backward(built: Built, batch: MicroBatch) -> None:
+    """Run a forward and a backward without the engine, whose exchange needs all ranks."""
     loss_sum: Callable[[nn.Module, MicroBatch], Tensor] = loss_of(built.task)
     seeder(built.config.seed, "micro", built.world.device)(0, batch.index)
     loss_sum(built.model, batch).backward()  # type: ignore[no-untyped-call]
 
 
-def _on_cuda(device: torch.device) -> Measure:
+def _cuda_measure(device: torch.device) -> MeasureCost:
+    """Return a function that measures a call on a CUDA device."""
+
     def measure(once: Callable[[], None]) -> tuple[int, float]:
         once()  # chooses kernels, and allocates gradients
         torch.cuda.synchronize(device)  # waits for the device
         torch.cuda.reset_peak_memory_stats(device)
-        began = time.perf_counter()
+        start = time.perf_counter()
         once()
         torch.cuda.synchronize(device)  # waits for the device
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         return torch.cuda.max_memory_reserved(device), seconds
 
     return measure

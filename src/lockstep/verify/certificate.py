@@ -28,14 +28,14 @@ _KEYS = {"versions", "machine", "devices", "config", "steps", "engines", "world_
 
 def make(request: VerifyRequest, trace: dict[str, Any], rows: list[TableRow]) -> dict[str, Any]:
     """Build a certificate as plain values: the request, the single process's trace, the table's rows."""
-    about = run_dir.describe()
+    about = run_dir.describe_process()
     machine = {key: value for key, value in about["machine"].items() if key != "hostname"}
     return {
         "format": _FORMAT,
         "versions": about["versions"],
         "machine": machine,
         "devices": about["devices"],
-        "config": cli.flat(request.config, own_task=request.task is not None or kind_of(request.config.task) == OWN),
+        "config": cli.flatten(request.config, own_task=request.task is not None or kind_of(request.config.task) == OWN),
         "steps": request.steps,
         "engines": list(request.engines),
         "world_sizes": list(request.world_sizes),
@@ -100,7 +100,7 @@ def config_of(content: dict[str, Any]) -> Config:
 
 def same_machine(content: dict[str, Any]) -> list[str]:
     """Describe how versions and hardware differ from the certificate's; [] if bits must agree."""
-    about = run_dir.describe()
+    about = run_dir.describe_process()
     keys = [("versions", key) for key in about["versions"]] + [("machine", "cpu")]
     different = [
         f"{key} {content[part].get(key)} there, {about[part][key]} here"

@@ -536,8 +536,8 @@ def run(own: argparse.Namespace) -> int:
         DifferenceError: a combination differs; exit code 3.
         UsageError: the request is impossible; exit code 2.
     """
-    values = cli.told(vars(own))
-    config = cli.build(cli.applied(values))
+    values = cli.collect_options(vars(own))
+    config = cli.build(cli.apply_preset(values))
     if config.task.startswith(LIGHTNING):
         config, _ = importlib.import_module("lockstep.adapters.lightning.convert").configured(values)
     _check_out(own.out)
@@ -625,9 +625,11 @@ def _repeat_request(own: argparse.Namespace, config: Config, content: dict[str, 
     Raises:
         ConfigError: a flag that would be ignored.
     """
-    flags = cli.flat(Config())
+    flags = cli.flatten(Config())
     conflicts = [key for key in ("engines", "world_sizes", "steps", "resume_at") if key in own.named]
-    conflicts += [key for key, value in cli.flat(config).items() if value != flags[key] and key not in _MACHINE_FLAGS]
+    conflicts += [
+        key for key, value in cli.flatten(config).items() if value != flags[key] and key not in _MACHINE_FLAGS
+    ]
     if conflicts:
         flags_text = ", ".join(f"--{key.replace('_', '-')}" for key in conflicts)
         raise ConfigError(f"--against takes {flags_text} from the certificate; drop these flags")

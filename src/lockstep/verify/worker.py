@@ -28,11 +28,11 @@ from lockstep.engines.registry import options_for
 from lockstep.files import write_whole
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.records import StepRecord
-from lockstep.task import Task, adapted, items_of_a_sample
+from lockstep.task import Task, as_task, items_of_a_sample
 from lockstep.training.build import Built, build
 from lockstep.training.build_engine import choose_kernels
 from lockstep.training.evaluation import evaluate_all
-from lockstep.training.named_task import named_task
+from lockstep.training.named_task import make_task
 from lockstep.training.sharing import shares_for
 from lockstep.verify.recorder import StepRecorder
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore
@@ -197,9 +197,9 @@ def _build(spec: RunSpec, world: World, context: FaultContext, name: str) -> Bui
 
 
 def _task(spec: RunSpec, config: Config) -> Task:
-    task = named_task(config, lambda _: None) if spec.request.task is None else spec.request.task
+    task = make_task(config, lambda _: None) if spec.request.task is None else spec.request.task
     # Two steps and one sample: from two ranks on, one rank has a slot that must not count.
-    return PreparedTask(adapted(task), wide=config.precision == "float64", samples=2 * config.batch_size + 1)
+    return PreparedTask(as_task(task), wide=config.precision == "float64", samples=2 * config.batch_size + 1)
 
 
 def _reference(spec: RunSpec) -> ReferenceWriter | ReferenceComparer:

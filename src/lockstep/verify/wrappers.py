@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from lockstep.engines.base import Engine, Evaluate, StepResult
-from lockstep.task import METHODS, VALUES, Task, has_own, items_of_a_sample, written
+from lockstep.task import METHODS, VALUES, Task, has_own, items_of_a_sample, user_task
 from lockstep.training.evaluation import sets_by_name
 
 __all__ = ["Disturbed", "EngineWrapper", "PreparedTask", "TaskWrapper", "reversed_steps"]
@@ -48,7 +48,7 @@ class PreparedTask(TaskWrapper):
         super().__init__(inner)
         self._wide, self._samples = wide, samples
         if wide:
-            _widen(written(inner))
+            _widen(user_task(inner))
 
     def dataset(self, split: str) -> Any:
         data = self.inner.dataset(split)

@@ -1,8 +1,8 @@
 """Read and check `--hf-script FILE.py --hf-args FILE.json` of `lockstep train` before torch is loaded.
 
-parser = with_flags(options.parser_of(argv, "lockstep train"))
+parser = with_flags(options.make_parser(argv, "lockstep train"))
 values = vars(parser.read(argv))
-script = asked(values, options.told(values))    # None without --hf-script
+script = asked(values, options.collect_options(values))    # None without --hf-script
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from lockstep.config.schema import Config, flag, sections
-from lockstep.config.task_options import OWN, belongs
+from lockstep.config.task_options import OWN, is_option_of
 from lockstep.errors import ConfigError
 
 __all__ = [
@@ -36,8 +36,10 @@ class Script(NamedTuple):
 
 def with_flags(parser: _P) -> _P:
     """Add the two flags to the parser."""
-    group = parser.add_argument_group("a Hugging Face script", "Runs it unedited; its trainer.train() is lockstep's.")
-    group.add_argument("--hf-script", metavar="FILE.py", default="", help="a script that makes a transformers.Trainer")
+    group = parser.add_argument_group("a Hugging Face script", "Run it unchanged; lockstep does its trainer.train().")
+    group.add_argument(
+        "--hf-script", metavar="FILE.py", default="", help="a script that constructs a transformers.Trainer"
+    )
     group.add_argument("--hf-args", metavar="FILE.json", default="", help="its arguments, which it reads itself")
     return parser
 
@@ -93,5 +95,5 @@ def _check_options(options: Mapping[str, Any]) -> None:
     for owner, prefix in sections(Config()):
         for spec in dataclasses.fields(owner):
             name = prefix + spec.name
-            if name in options and (spec.name in _ALSO or not belongs(spec, OWN)):
+            if name in options and (spec.name in _ALSO or not is_option_of(spec, OWN)):
                 raise ConfigError(f"{flag(name)} does not work with --hf-script, which has its own model and data")

@@ -31,7 +31,7 @@ from lockstep.config.schema import Config
 from lockstep.data.loader import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.seeds import derive
-from lockstep.task_file import imported_class
+from lockstep.task_file import import_class
 
 __all__ = [
     "configured",
@@ -223,8 +223,8 @@ def configured(values: dict[str, Any]) -> tuple[Config, LightningTask]:
     """
     config = cli.build(values)
     task_config, task = _build(config.task, config.seed)
-    plain = cli.flat(Config(), own_task=True)
-    derived = {name: value for name, value in cli.flat(task_config, own_task=True).items() if value != plain[name]}
+    plain = cli.flatten(Config(), own_task=True)
+    derived = {name: value for name, value in cli.flatten(task_config, own_task=True).items() if value != plain[name]}
     if "batch_size" in values and values["batch_size"] % derived.get("micro_batch_size", 1):
         derived.pop("micro_batch_size", None)
     return cli.build({**derived, **values}), task
@@ -238,7 +238,7 @@ def _build(spec: str, seed: int) -> tuple[Config, LightningTask]:
 
 
 def _instantiate(spec: str, flag: str) -> Any:
-    kind = imported_class(spec, flag, _MARKERS[flag])
+    kind = import_class(spec, flag, _MARKERS[flag])
     try:
         return kind()
     except Exception as error:

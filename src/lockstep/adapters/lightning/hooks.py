@@ -28,7 +28,7 @@ from lockstep.adapters.lightning.trainer import Standing
 from lockstep.config.schema import Config
 from lockstep.data.loader import generators_kept
 from lockstep.errors import ConfigError
-from lockstep.hooks import Course, Hooks
+from lockstep.hooks import Hooks, RunContext
 
 __all__ = [
     "Life",
@@ -309,9 +309,9 @@ class Life(Hooks):
 
     # Of a run.
 
-    def begins(self, course: Course, done: int) -> None:
-        self.trainer.global_step, self._tries, self._log_freq = done, False, course.log_freq
-        rates, state = self.rates, course.state
+    def before_run(self, context: RunContext, done: int) -> None:
+        self.trainer.global_step, self._tries, self._log_freq = done, False, context.log_freq
+        rates, state = self.rates, context.state
         if rates is not None:
             for at, name, value in state.get("watched", []):
                 rates.watch(int(at), name, float(value))
@@ -325,21 +325,21 @@ class Life(Hooks):
         for logger in self.trainer.loggers:
             logger.log_hyperparams(self.module.hparams_initial)
         if not done:
-            self._try_saving(course)  # collective
+            self._try_saving(context)  # collective
 
-    def after_step(self, course: Course, done: int) -> None:
-        if done % course.log_freq == 0:
-            values = together(course.gather(self._steps.plain()))  # collective
-            self._record(course, self._publish(values, steps=True), done)
+    def after_step(self, context: RunContext, done: int) -> None:
+        if done % context.log_freq == 0:
+            values = together(context.gather(self._steps.plain()))  # collective
+            self._record(context, self._publish(values, steps=True), done)
         self._steps.clear()
         if done * self._size // self._samples > (done - 1) * self._size // self._samples:
-            self._record(course, self._end_epoch(course), done)
+            self._record(context, self._end_epoch(context), done)
 
-    def evaluated(self, course: Course, done: int, metrics: Mapping[str, float]) -> None:
+    def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> None:
         self._log_metrics(metrics, done)
-        self._watch(course, done, metrics)
+        self._watch(context, done, metrics)
 
-    def saves(self, state: dict[str, Any], done: int) -> None:
+    def before_save(self, state: dict[str, Any], done: int) -> None:
         if written(self.module, "on_save_checkpoint"):
             checkpoint = self._checkpoint()
             keys = set(checkpoint)
@@ -355,7 +355,7 @@ class Life(Hooks):
         if written(datamodule, "state_dict"):
             state["datamodule"] = packed(datamodule.state_dict(), "the datamodule's state_dict")
 
-    def _try_saving(self, course: Course) -> None:
+    def _try_saving(self, context: RunContext) -> None:
         """Try to save the hooks' state before step 1. Collective.
 
         A hook that fails otherwise may need state that only the training brings; it fails at the first save.
@@ -369,14 +369,14 @@ class Life(Hooks):
         problem, self.trainer.sanity_checking = "", True
         try:
             with Leavings.undone(self.module):
-                self.saves({}, 0)
+                self.before_save({}, 0)
         except ConfigError as error:
             problem = str(error)
         except Exception:
             _LOG.debug("what is saved could not be tried", exc_info=True)
         finally:
             self.trainer.sanity_checking = False
-        problem = next(filter(None, course.gather(problem)), "")  # collective
+        problem = next(filter(None, context.gather(problem)), "")  # collective
         if problem:
             raise ConfigError(problem)
 
@@ -391,7 +391,7 @@ class Life(Hooks):
             "hparams_name": getattr(module, "_hparams_name", None),
         }
 
-    def ends(self, course: Course, done: int) -> None:
+    def after_run(self, context: RunContext, done: int) -> None:
         self._end_epoch(None)
         for name in ("on_train_end", "on_fit_end"):
             self.hook(name)
@@ -402,8 +402,8 @@ class Life(Hooks):
 
     # Helpers of the hooks above.
 
-    def _record(self, course: Course, values: dict[str, float], done: int) -> None:
-        course.log(values)
+    def _record(self, context: RunContext, values: dict[str, float], done: int) -> None:
+        context.log(values)
         self._log_metrics(values, done)
 
     def _log_metrics(self, values: Mapping[str, float], done: int) -> None:
@@ -424,27 +424,27 @@ class Life(Hooks):
         self.hook("on_train_epoch_start")
         self._collect(True)
 
-    def _end_epoch(self, course: Course | None) -> dict[str, float]:
+    def _end_epoch(self, context: RunContext | None) -> dict[str, float]:
         """End the current epoch: call its hook, and return what was logged over it.
 
-        With a `course` the values are reduced over all ranks; without one nothing is logged.
+        With a `context` the values are reduced over all ranks; without one nothing is logged.
         """
         if self._epoch < 0:
             return {}
-        if course is None:
+        if context is None:
             self._epoch = -1
             return {}
-        with self._leavings.gathered(self.module, course.gather):  # collective
+        with self._leavings.gathered(self.module, context.gather):  # collective
             self.hook("on_train_epoch_end")
             self._collect(True)
-            values = together(course.gather(self._epochs.plain()))  # collective
+            values = together(context.gather(self._epochs.plain()))  # collective
             for name, metric in self._metrics.items():
                 values[name] = number(metric.compute())
                 metric.reset()
         self._metrics.clear()
         self._epoch = -1
         result = self._publish(values, steps=False)
-        self._watch(course, self.trainer.global_step, result)
+        self._watch(context, self.trainer.global_step, result)
         return result
 
     def _collect(self, counts: bool, log_step: bool = True) -> None:
@@ -477,7 +477,7 @@ class Life(Hooks):
         trainer.callback_metrics |= plain
         return values
 
-    def _watch(self, course: Course, done: int, values: Mapping[str, float]) -> None:
+    def _watch(self, context: RunContext, done: int, values: Mapping[str, float]) -> None:
         """Step the plateau schedulers due at the end of an epoch, and record their values."""
         rates = self.rates
         if rates is None or not rates.watched:
@@ -489,7 +489,7 @@ class Life(Hooks):
         plain = {name.removesuffix("_epoch"): value for name, value in values.items()} | dict(values)
         for name in dict.fromkeys(rates.due(near, plain)):
             rates.watch(done, name, plain[name])
-            course.state.setdefault("watched", []).append([done, name, plain[name]])
+            context.state.setdefault("watched", []).append([done, name, plain[name]])
 
 
 @contextlib.contextmanager

@@ -97,8 +97,8 @@ def run(own: argparse.Namespace) -> int:
     """
     if not _WAIT_RANGE[0] <= own.wait <= _WAIT_RANGE[1]:
         raise ConfigError(f"--wait is {own.wait:g}: it must be from {_WAIT_RANGE[0]:g} to {_WAIT_RANGE[1]:g} seconds")
-    values = cli.told(vars(own))
-    config = cli.build(cli.applied(values))
+    values = cli.collect_options(vars(own))
+    config = cli.build(cli.apply_preset(values))
     place = place_of(config, with_task=any(values.get(name) for name in _TASK_OPTIONS), patience=own.wait)
     place.told = values
     console = Console()

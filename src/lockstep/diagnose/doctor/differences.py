@@ -20,7 +20,7 @@ from lockstep.diagnose.doctor.board import address_of, interfaces
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, advice_on, chosen, fail, ok, warn
 from lockstep.distributed.launcher import find_launch_mistake
 from lockstep.training.guards import describe_unequal_devices, name_and_memory
-from lockstep.training.run_dir import kept_variables
+from lockstep.training.run_dir import split_environment
 
 __all__ = [
     "judge_settings",
@@ -206,7 +206,7 @@ def _task_digest(task: str) -> str:
 
 
 def _config_digest(place: CheckContext) -> str:
-    flat = cli.flat(place.config)
+    flat = cli.flatten(place.config)
     return hashlib.sha256(repr(sorted(flat.items())).encode()).hexdigest()[:16]
 
 
@@ -253,7 +253,7 @@ def _minority(values: dict[int, Any]) -> tuple[list[int], Any]:
 
 def same_settings(place: CheckContext) -> CheckResult:
     """Collect the variables that control torch, NCCL and gloo, without secrets."""
-    variables, _ = kept_variables(place.environ)
+    variables, _ = split_environment(place.environ)
     own = {
         name: mask(value)
         for name, value in variables.items()

@@ -17,7 +17,7 @@ from lockstep.diagnose.plan.devices import DEVICES, DeviceSpec, device_of
 from lockstep.diagnose.plan.estimate import Planner, check_size
 from lockstep.diagnose.plan.search import PlanResult, PlanRow, searched
 from lockstep.diagnose.plan.subject import subject_of
-from lockstep.errors import ConfigError, said
+from lockstep.errors import ConfigError, name_settings
 from lockstep.files import bytes_text
 
 __all__ = [
@@ -61,7 +61,7 @@ def described(answer: PlanResult) -> str:
         lines += ["", answer.note]
     if answer.advice:
         lines += ["", answer.advice]
-    return said("\n".join(lines))
+    return name_settings("\n".join(lines))
 
 
 _PHASES = {
@@ -108,7 +108,7 @@ def as_json(answer: PlanResult) -> dict[str, Any]:
         "parameters": answer.sizes.parameters,
         "trained": answer.sizes.trained,
         "layers": answer.sizes.layers,
-        "config": cli.flat(answer.config),
+        "config": cli.flatten(answer.config),
         "peak": estimate.peak,
         "peak_phase": estimate.phase,
         "parts": estimate.parts,
@@ -140,11 +140,11 @@ def run(own: argparse.Namespace) -> int:
     Raises:
         UsageError: it cannot be planned.
     """
-    values = cli.told(vars(own))
+    values = cli.collect_options(vars(own))
     check_size(own.world_size)
     device = _device(str(values.pop("device", "auto")), own.memory)
     options = frozenset(values)
-    config, task = cli.build(cli.applied(values)), None
+    config, task = cli.build(cli.apply_preset(values)), None
     if config.task.startswith(LIGHTNING):  # its loaders give values that the flags do not
         with contextlib.redirect_stdout(sys.stderr):  # the module's own output
             config, task = configured(dict(values))
@@ -205,4 +205,4 @@ def device_here(memory: str) -> DeviceSpec:
 
 
 def _say(line: str) -> None:
-    print(said(line), file=sys.stderr, flush=True)
+    print(name_settings(line), file=sys.stderr, flush=True)

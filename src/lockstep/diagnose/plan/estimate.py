@@ -27,7 +27,7 @@ from lockstep.diagnose.plan.trace import StepTrace, Untraceable, probed, traced,
 from lockstep.engines.exact import check_servable, held_at_most
 from lockstep.engines.registry import check_planned, name_of
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.loop import described
+from lockstep.loop import describe_value
 from lockstep.training.resolve import Facts, resolve
 
 __all__ = [
@@ -182,7 +182,7 @@ class Planner:
     def _sized(self, config: Config, model: nn.Module) -> tuple[Config, Sizes]:
         task, samples = self.subject.task, self.subject.samples or config.batch_size * _MANY
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"the task's `model` returned {described(model)}: it must return a torch.nn.Module")
+            raise ConfigError(f"the task's `model` returned {describe_value(model)}: it must return a torch.nn.Module")
         layers = asked("blocks", lambda: layers_of(task, model))
         sizes = Sizes(
             sum(p.numel() for p in model.parameters()),

@@ -26,10 +26,10 @@ from lockstep.engines.blocks import find_blocks
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
-from lockstep.task import Task, adapted
+from lockstep.task import Task, as_task
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, cache_of, loss_inside, trained_size
 from lockstep.training.evaluation import sets_by_name
-from lockstep.training.named_task import named_task
+from lockstep.training.named_task import make_task
 
 __all__ = ["Subject", "asked", "layers_of", "subject_of"]
 
@@ -66,7 +66,7 @@ def subject_of(config: Config, own_task: Any, say: Say) -> Subject:
     """
     if own_task is None and kind_of(config.task) == LANGUAGE:
         return _language_model(config, say)
-    task = named_task(config, say) if own_task is None else adapted(own_task)
+    task = make_task(config, say) if own_task is None else as_task(own_task)
     if task.own_steps is not None:
         raise ConfigError(
             "lockstep plan: the task steps its optimizers itself (manual optimization), which cannot be traced without "
@@ -143,7 +143,7 @@ def _language_model(config: Config, say: Say) -> Subject:
     if file.name == "config.json" and file.is_file():
         config, hub = dataclasses.replace(config, model_name=str(file.parent)), True
     if not hub and config.model_name not in PRESETS:
-        named_task(config, say)  # raises an error that lists the known names
+        make_task(config, say)  # raises an error that lists the known names
     return _of_hub(config, say) if hub else _built_in(config)
 
 

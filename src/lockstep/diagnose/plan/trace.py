@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.config.engine_options import ENGINES, PLAIN, own_options
 from lockstep.config.schema import Config
-from lockstep.counts import checked, shown
+from lockstep.counts import check_count, describe_count
 from lockstep.data.batches import MicroBatch
 from lockstep.data.loader import blamed
 from lockstep.diagnose.plan.fakes import REFUSED, as_fake, exchanging, fake_world, finite, without_modes
@@ -275,9 +275,9 @@ class _Stage:
 
     def _counted(self, real: Any) -> float:
         value = self._task.count(real)
-        items = checked(value)
+        items = check_count(value)
         if items is None:
-            raise TypeError(f"{shown(value)} is not a number of items")
+            raise TypeError(f"{describe_count(value)} is not a number of items")
         return items
 
     def _slot(self, batch: MicroBatch, last: bool) -> None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from lockstep.config import cli
 from lockstep.config.cli import option_list
 from lockstep.config.engine_options import ENGINES, PLAIN
-from lockstep.config.fields import counts_of
+from lockstep.config.fields import parse_shares
 from lockstep.config.schema import Config
 from lockstep.config.secrets import printable
 from lockstep.errors import ConfigError, LockstepError
@@ -180,7 +180,7 @@ class ScaleRequest:
             )
         if ENGINES.get(self.config.engine, ENGINES[PLAIN]).one_process and self.config.engine != "auto":
             raise ConfigError(f"--engine {self.config.engine} is one process whatever the size: leave it out")
-        if counts_of(self.config.shares):
+        if parse_shares(self.config.shares):
             raise ConfigError(
                 f"--shares {self.config.shares} fits one number of ranks only: leave it out, or give --shares auto"
             )
@@ -361,7 +361,7 @@ def micro_batch_of(request: ScaleRequest, machine: Machine) -> int:
         started(
             request, setting, request.train_flags(setting, folder, micro_batch_size, windows=0), machine, Path(folder)
         )
-        return int(cli.read(Path(folder) / "run" / "config.toml")["micro_batch_size"])
+        return int(cli.read_toml(Path(folder) / "run" / "config.toml")["micro_batch_size"])
 
 
 def command_of(engine: str, ranks: int, flags: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
-from lockstep.config.deepspeed import optimizer_named, read_json, scale_of
+from lockstep.config.deepspeed import optimizer_name, read_json, scale_settings
 from lockstep.config.sections import Fp16
 from lockstep.errors import ConfigError
 
@@ -175,7 +175,7 @@ def _check_precision(config: Mapping[str, Any], settings: DeepSpeedSettings) -> 
         if key == "bf16" and on and section.keys() - {"enabled"}:
             raise ConfigError(f"--engine.config: bf16.{min(section.keys() - {'enabled'})} is not supported; remove it")
     if settings.scaled:
-        for name, (key, value) in scale_of(config).items():
+        for name, (key, value) in scale_settings(config).items():
             if key and value != (expected := getattr(settings.scaled, name.removeprefix("fp16."))):
                 _check_entry(
                     config["fp16"], key.removeprefix("fp16."), expected, f"--{name.replace('_', '-')}", "fp16."
@@ -189,7 +189,7 @@ def _check_optimizer(section: Any, optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
     if not isinstance(params, dict):
         raise ConfigError("--engine.config: optimizer.params must be a JSON object; remove it, since the flags set it")
-    if "type" in section and _KINDS.get(optimizer_named(section["type"], params)) != kind:
+    if "type" in section and _KINDS.get(optimizer_name(section["type"], params)) != kind:
         _check_entry(section, "type", kind, "the run's optimizer", "optimizer.")
     stray = [key for key in section if key not in ("type", "params")]
     if stray:
