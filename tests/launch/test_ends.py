@@ -132,7 +132,7 @@ def test_ranks_print_a_traceback_of_all_once_and_none_follows_its_cause(
     ],
 )
 def test_the_last_line_names_the_ranks_that_were_lost(losses: list[str], size: int, begins: str) -> None:
-    found = describe_lost_ranks(losses, size, began_on=2)
+    found = describe_lost_ranks(losses, size, initial_size=2)
     assert found.startswith(begins)
     assert bool(found) == bool(losses)
 

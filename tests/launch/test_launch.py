@@ -420,7 +420,7 @@ def test_a_dead_owners_lock_is_cleared_and_told(tmp_path):
         other.claim()
     folder.release()
     other.claim()
-    assert other.cleared == ""
+    assert other.dead_owner == ""
     other.release()
 
 
