@@ -221,11 +221,11 @@ class Report:
     def show(self, loss, reduce=True):
         {line}
 
-def main(rank, loss):
+def main(rank, loss, reduce):
     dist.init_process_group("nccl")
     report = Report()
     if rank == 0:
-        report.show(loss)
+        report.show(loss, reduce)
 """
 
 

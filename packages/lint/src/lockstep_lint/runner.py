@@ -223,7 +223,7 @@ def _check_module(module: Module, analysis: Analysis, config: Config) -> Iterato
     codes = config.codes_for(module.path)
     WORK.start()
     try:
-        view = View(module, analysis)
+        view = analysis.view(module)
         for rule in RULES.values():
             if rule.code in codes and not rule.moot & view.frameworks:
                 yield from _run(rule, view, config)

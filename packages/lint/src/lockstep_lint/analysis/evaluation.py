@@ -15,6 +15,7 @@ from lockstep_lint.analysis.training import LOSSES
 from lockstep_lint.analysis.view import View
 
 __all__ = [
+    "MODELS",
     "evaluations",
     "foreign",
     "forward_of_phases",

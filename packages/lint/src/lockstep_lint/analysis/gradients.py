@@ -17,8 +17,10 @@ __all__ = [
     "Accumulation",
     "accumulations",
     "around",
+    "is_micro_loop",
     "modulo",
     "outside",
+    "periodic",
     "steps_by",
     "unseen",
 ]
@@ -95,12 +97,14 @@ def repeated(view: View, function: Scope) -> bool:
 
 
 def is_micro(view: View, training: Training) -> bool:
+    """Whether the inner loop of a training runs over parts of a batch."""
+    return isinstance(training.micro, ast.For) and is_micro_loop(view, training.micro, training.scope)
+
+
+def is_micro_loop(view: View, loop: ast.For, scope: Scope) -> bool:
     """Whether an inner loop with a backward runs over parts of a batch (not over samples, tasks or models)."""
-    loop = training.micro
-    if not isinstance(loop, ast.For):
-        return False
     if isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Name) and loop.iter.func.id == "range":
-        if len(loop.iter.args) == 1 and is_one(view, loop.iter.args[0], training.scope):
+        if len(loop.iter.args) == 1 and is_one(view, loop.iter.args[0], scope):
             return False
         text = ast.unparse(loop).lower()
         return any(word in text for word in ("accum", "micro", "grad_acc"))

@@ -228,6 +228,11 @@ class Analysis:
         return frozenset(name for member in related for name in self.named(member))
 
     @kept
+    def view(self, module: Module) -> "View":
+        """A file, as rules see it."""
+        return View(module, self)
+
+    @kept
     def named(self, module: Module) -> frozenset[str]:
         """The frameworks that a file itself names."""
         return frozenset(_frameworks(module))
@@ -238,6 +243,7 @@ class View:
 
     def __init__(self, module: Module, analysis: Analysis) -> None:
         self.module = module
+        self.analysis = analysis
         self.project = analysis.project
         self.names = analysis.names
         self.calls = analysis.calls

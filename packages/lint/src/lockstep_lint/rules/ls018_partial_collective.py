@@ -1,16 +1,13 @@
 """LS018: a collective that only some ranks reach."""
 
-import ast
 import os
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.calls import passed
-from lockstep_lint.analysis.context import choices, guards
-from lockstep_lint.analysis.engines import asks_for_deepspeed, saves_on_all, waits_in_accelerate
-from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.kinds import MODEL
-from lockstep_lint.analysis.nodes import dotted, last
+from lockstep_lint.analysis.engines import asks_for_deepspeed
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event
+from lockstep_lint.events.query import alone, calls_after, many, same, side
+from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -18,150 +15,78 @@ __all__ = ["RULE"]
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at the calls that are reserved for some ranks: are they collectives, or do they lead to one?"""
-    for scope in view.scopes:
-        yield from sharded(view, scope)
-        sides = [(site, view.ranks.side(site.stmt, scope)) for site in scope.sites if relevant(view, site)]
-        for site, side in sides:
-            if not side or paired(view, site, side, sides):
+    """Looks at what waits for all ranks: does a test of the rank keep some of them away?"""
+    for run in runs(view):
+        for event in run.of("collective", "wrap", "forward"):
+            site = event.mark.site
+            if site is None or not waits(view, run, event) or alone(view, event):
                 continue
-            if makes_wrapper(view, site):
-                yield at(
-                    site, "only some ranks wrap the model: the wrapper waits for all of them, so wrap on every rank"
-                )
-                continue
-            inner = None if waits_for_all(view, site) else led_to(view, site)
-            if inner is not None:
-                where = "" if inner.module is view.module else f" of {os.path.basename(inner.module.path)}"
-                yield at(
-                    site,
-                    f"leads to {inner.name}() on line {inner.line}{where}, which other ranks never reach: they hang",
-                )
-            elif waits_for_all(view, site):
-                yield at(site, f"only some ranks reach {site.name}(): they wait forever for the others")
+            block = next((block for block in event.tests if keeps_away(view, run, event, block)), None)
+            calls = calls_after(event, block) if block is not None else []
+            place = calls[0].site if calls else site
+            if block is not None and place.module is view.module:
+                yield at(place, told(view, event, bool(calls)))
 
 
-def sharded(view: View, scope: Scope) -> Iterator[Found]:
-    """A forward of a model that FSDP has wrapped, which gathers its parameters from all ranks."""
-    if "fsdp" not in view.wrappers.kinds(view.module) and "fully_shard" not in view.module.text:
-        return
-    sides = [(site, view.ranks.side(site.stmt, scope)) for site in scope.sites if names_model(site)]
-    calls = [(site, side) for site, side in sides if side and runs_sharded(view, site)]
-    names = {(site.name, side) for site, side in calls}
-    for site, side in calls:
-        if (site.name, -side) not in names:
-            yield at(
-                site, "runs the sharded model on some ranks only, which then wait for the parameters of the others"
-            )
+def waits(view: View, run: Run, event: Event) -> bool:
+    """Whether an event ends when all ranks are in it."""
+    if event.kind == "wrap":
+        return event.detail in ("ddp", "fsdp")
+    return event.kind == "collective" or is_sharded(view, run, event)
 
 
-def names_model(site: Site) -> bool:
-    """Whether a call is of a model, or is given one, by its name."""
-    given = (site.call.func, *site.call.args, *(k.value for k in site.call.keywords))
-    return any(isinstance(value, ast.Name | ast.Attribute) and MODEL.search(last(value)) for value in given)
-
-
-def runs_sharded(view: View, site: Site) -> bool:
-    """Whether a call runs a model that is certainly FSDP's, itself or in a function that is handed the model."""
-    if holds_sharded(view, site.call.func, site):
-        return True
-    for function in view.calls.runs(site):
-        for name in function.params:
-            value = passed(site, function, name)
-            if value is not None and function.named(name) and holds_sharded(view, value, site):
-                return True
-    return False
-
-
-def holds_sharded(view: View, node: ast.expr, site: Site) -> bool:
-    """Whether a name holds FSDP's wrapper, whatever way was taken, or was given to `fully_shard` before."""
-    if not isinstance(node, ast.Name | ast.Attribute):
+def is_sharded(view: View, run: Run, event: Event) -> bool:
+    """Whether a model is certainly FSDP's, whatever way was taken: its forward gathers parameters from all ranks."""
+    wraps = [wrap for wrap in run.of("wrap") if wrap.detail in ("fsdp", "fsdp2")]
+    model = event.mark.subject
+    if model is None or not (wraps or "fsdp" in view.wrappers.kinds(view.module)):
         return False
-    if any(s.line < site.line and s.call.args and same(s.call.args[0], node) for s in site.scope.named("fully_shard")):
+    if any(wrap.detail == "fsdp2" and wrap.place < event.place and same(view, wrap, event) for wrap in wraps):
         return True
-    kinds = [kind for kind, _, _ in view.wrappers.wrapped(node, site.scope)]
-    return bool(kinds) and set(kinds) == {"fsdp"} and len(kinds) == len(view.origins.of(node, site.scope))
+    kinds = [kind for kind, _, _ in view.wrappers.wrapped(model, event.scope)]
+    return bool(kinds) and set(kinds) == {"fsdp"} and len(kinds) == len(view.origins.of(model, event.scope))
 
 
-def same(one: ast.expr, other: ast.expr) -> bool:
-    """Whether two expressions are one name."""
-    return dotted(one) is not None and dotted(one) == dotted(other)
+def keeps_away(view: View, run: Run, event: Event, block: ArmBlock) -> bool:
+    """Whether a test keeps some ranks from an event which the others certainly reach."""
+    ranks = side(view, block)
+    return bool(ranks) and certain(view, event, block) and not paired(view, run, event, block, ranks)
 
 
-def waits_for_all(view: View, site: Site) -> bool:
-    """Whether a call ends when all ranks are in it: a collective, Accelerate's too, or a save of DeepSpeed's."""
-    return view.effects.is_collective(site) or saves_on_all(view, site) or waits_in_accelerate(view, site)
-
-
-def relevant(view: View, site: Site) -> bool:
-    """Whether a call is a collective or runs a function of the project."""
-    return (
-        waits_for_all(view, site) or makes_wrapper(view, site) or view.calls.target(site.call, site.scope) is not None
-    )
-
-
-def makes_wrapper(view: View, site: Site) -> bool:
-    """Whether a call wraps a model, which compares and broadcasts its parameters among all ranks."""
-    return view.wrappers.wrapper(site) in ("ddp", "fsdp")
-
-
-def led_to(view: View, site: Site) -> Site | None:
-    """The first collective that a call of the project certainly reaches."""
-    seen: set[Scope] = set()
-    queue = list(view.calls.runs(site)) if site.name not in ("spawn", "Process") else []
-    while queue and len(seen) < 30:
-        function = queue.pop()
-        if function in seen or has_both_sides(view, function):
-            continue
-        seen.add(function)
-        for inner in function.sites:
-            if not certain(view, inner, function):
-                continue
-            if waits_for_all(view, inner):
-                return inner
-            queue += view.calls.runs(inner)
-    return None
-
-
-def certain(view: View, site: Site, scope: Scope) -> bool:
-    """Whether a function that is called reaches a call in it, wherever there are several processes."""
-    tests = (*guards(site.stmt, scope.module), *choices(site))
+def certain(view: View, event: Event, block: Block) -> bool:
+    """Whether a function that is called under a test reaches an event in it, wherever there are several processes."""
+    calls = calls_after(event, block)
+    inner = event.path[event.path.index(calls[0]) :] if calls else ()
     return all(
-        view.ranks.tests.many(guard.test, scope, guard.when) == 1
-        or (guard.when and asks_for_deepspeed(guard.test) and saves_on_all(view, site))
-        for guard in tests
+        many(view, test) == 1 or side(view, test) == side(view, block) or (test.when and asks_for_deepspeed(test.node))
+        for test in inner
+        if isinstance(test, ArmBlock)
     )
 
 
-def has_both_sides(view: View, function: Scope) -> bool:
-    return any(s.name == "get_rank" for s in function.sites) and any(
-        view.ranks.side(s.stmt, function) for s in function.sites
+def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool:
+    """Whether the other ranks come to the same elsewhere in the function of the test."""
+    before = event.path[: event.path.index(block)]
+    start = max((i + 1 for i, outer in enumerate(before) if isinstance(outer, CallBlock)), default=0)
+    return any(
+        other.detail == event.detail
+        and other.path[:start] == event.path[:start]
+        and any(side(view, inner) == -ranks for inner in other.path[start:])
+        for other in run.of(event.kind)
     )
 
 
-def paired(view: View, site: Site, side: int, sides: list[tuple[Site, int]]) -> bool:
-    """Whether the other ranks reach a collective of the same kind elsewhere in the function."""
-    kind = name_of(view, site)
-    return any(other == -side and name_of(view, s) == kind for s, other in sides) or handed_over(view, site, side)
-
-
-def handed_over(view: View, site: Site, side: int) -> bool:
-    """Whether the other ranks hand the function of a call to what may call it (`study.optimize(objective)`)."""
-    functions = list(view.calls.runs(site))
-    return bool(functions) and any(
-        view.names.definition(value, site.scope) in functions
-        for other in site.scope.sites
-        if other is not site and view.ranks.side(other.stmt, site.scope) == -side
-        for value in other.call.args
-        if isinstance(value, ast.Name)
-    )
-
-
-def name_of(view: View, site: Site) -> str:
-    if waits_for_all(view, site) or makes_wrapper(view, site):
-        return site.name
-    inner = led_to(view, site)
-    return inner.name if inner is not None else ""
+def told(view: View, event: Event, called: bool) -> str:
+    """What is said of an event."""
+    name = event.mark.site.name if event.mark.site is not None else ""
+    if event.kind == "forward":
+        return "runs the sharded model on some ranks only, which then wait for the parameters of the others"
+    if called:
+        where = "" if event.module is view.module else f" of {os.path.basename(event.module.path)}"
+        return f"leads to {name}() on line {event.line}{where}, which other ranks never reach: they hang"
+    if event.kind == "wrap":
+        return "only some ranks wrap the model: the wrapper waits for all of them, so wrap on every rank"
+    return f"only some ranks reach {name}(): they wait forever for the others"
 
 
 RULE = Rule(

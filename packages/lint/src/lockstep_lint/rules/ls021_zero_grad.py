@@ -3,14 +3,14 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import guards, in_turn, loops
-from lockstep_lint.analysis.gradients import accumulations
-from lockstep_lint.analysis.index import Site
-from lockstep_lint.analysis.nodes import dotted
-from lockstep_lint.analysis.training import Training
+from lockstep_lint.analysis.context import in_turn
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, turn
+from lockstep_lint.events.query import same
+from lockstep_lint.events.run import Run, runs
+from lockstep_lint.events.steps import StepLoop, accumulating, step_loops
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule, at
+from lockstep_lint.rules.base import Found, Rule
 
 __all__ = ["RULE"]
 
@@ -19,97 +19,76 @@ CLEARS = ("zero_grad", "grad = None", "grad.zero_", "grad.detach_", "zero_grad_b
 
 def check(view: View) -> Iterator[Found]:
     """Looks at every training loop for what clears the gradients, and when."""
-    accumulating = {found.training.loop: found for found in accumulations(view)}
-    for training in view.training:
-        step = own_step(view, training)
-        if step is None:
-            continue
-        if not clears(view, training):
-            yield at(
+    for run in runs(view):
+        found = [*kept(view, run), *wiped(view, run), *wiped_early(view, run)]
+        yield from (Found(event.node, message) for event, message in found if event.module is view.module)
+
+
+def kept(view: View, run: Run) -> Iterator[tuple[Event, str]]:
+    """The steps of loops that never clear the gradients, or did before the loop only."""
+    for found in step_loops(run):
+        step = next(filter(plain, found.steps), None)
+        if step is not None and not view.effects.mentioned(view.module, *CLEARS):
+            yield (
                 step,
                 "the gradients are never cleared, so every step adds to all earlier ones: call optimizer.zero_grad()",
             )
-            continue
-        if clears_before(view, training, step):
-            yield at(
+        elif step is not None and cleared_before(view, run, found, step):
+            yield (
                 step,
                 "the gradients are cleared before the loop only, so every step adds to all earlier ones: call "
                 "optimizer.zero_grad() after each step",
             )
-            continue
-        wrong = between(view, training, step)
-        if wrong is not None:
-            yield at(wrong, "clears the gradients between backward and step: the step then does nothing")
-        found = accumulating.get(training.loop)
-        if found is not None:
-            micro = found.training.micro if found.guard is None else None
-            early = in_every_turn(view, training, micro or training.loop)
-            if early is not None:
-                yield at(
-                    early,
+
+
+def plain(step: Event) -> bool:
+    """Whether an optimizer steps by itself: not with a closure, nor as one of a parameter server."""
+    call = step.node
+    return isinstance(call, ast.Call) and (step.detail != "" or not call.args or step.mark.subject in call.args)
+
+
+def cleared_before(view: View, run: Run, found: StepLoop, step: Event) -> bool:
+    """Whether all that clears the gradients of a step stands before the loop, in which each, or each n-th, turn steps."""
+    zeros = run.of("zero")
+    tests = [block for block in step.within(found.loop) if isinstance(block, ArmBlock)]
+    if found.inner is not None or any(in_turn(block.node) is not block.when for block in tests):
+        return False
+    if not zeros or not all(zero.place < found.loop.start and same(view, zero, step) for zero in zeros):
+        return False
+    marks = {zero.mark for zero in zeros if zero.module is step.module}
+    return sum(step.module.text.count(word) for word in CLEARS) == len(marks)
+
+
+def wiped(view: View, run: Run) -> Iterator[tuple[Event, str]]:
+    """The calls that clear the gradients of an optimizer between backward and its step."""
+    order = run.of("backward", "zero", "step")
+    for back, zero, step in zip(order, order[1:], order[2:], strict=False):
+        if (back.kind, zero.kind, step.kind) == ("backward", "zero", "step") and same(view, zero, step):
+            if together(back, zero) and together(zero, step):
+                yield zero, "clears the gradients between backward and step: the step then does nothing"
+
+
+def together(one: Event, other: Event) -> bool:
+    """Whether two events happen in one turn, and one always with the other: nothing but calls stands around one alone."""
+    apart = [block for block in (*one.path, *other.path) if not (block in one.path and block in other.path)]
+    return all(isinstance(block, CallBlock) for block in apart)
+
+
+def wiped_early(view: View, run: Run) -> Iterator[tuple[Event, str]]:
+    """The calls that clear the gradients in every turn of a loop that accumulates them."""
+    for found in accumulating(view, run):
+        for zero in turn(run.events, found.loop, "zero"):
+            if not conditional(zero, found.loop):
+                yield (
+                    zero,
                     "clears the gradients in every micro-batch, so nothing accumulates: clear them after the step",
                 )
+                break
 
 
-def own_step(view: View, training: Training) -> Site | None:
-    """The optimizer's step in the training loop or in the function that computes the gradients."""
-    sites = [*view.trainings.body(training.loop, training.scope), *training.backward.scope.sites]
-    for site in sites:
-        if site.call.args and not view.kinds.is_scaler(site.receiver, site.scope) and not view.steps.helps(site):
-            continue  # a closure, or the optimizer of a parameter server
-        if view.steps.steps_optimizer(site) and view.calls.target(site.call, site.scope) is None:
-            return site
-    return None
-
-
-def clears(view: View, training: Training) -> bool:
-    """Whether anything in the program clears gradients, in whatever way."""
-    return view.effects.mentioned(view.module, *CLEARS)
-
-
-def clears_before(view: View, training: Training, step: Site) -> bool:
-    """Whether the gradients are cleared only outside the loop that computes them and steps in each, or each n-th, of
-    its turns.
-    """
-    scope, module = step.scope, view.module
-    nest, test = loops(step.stmt, scope.module), guards(step.stmt, scope.module, training.loop)
-    if training.backward.scope is not scope or nest[:1] != [training.loop]:
-        return False
-    if any(in_turn(guard.test) is not guard.when for guard in test):
-        return False
-    if loops(training.backward.stmt, scope.module) != nest:
-        return False
-    cleared, known = scope.named("zero_grad"), (view.steps.stepped(step), dotted(step.receiver))
-    before = [s for s in cleared if s.line < training.loop.lineno and dotted(s.receiver) in known]
-    inside = view.trainings.body(training.loop, training.scope)
-    if any(view.effects.does(site, {"zero_grad"}) for site in inside):
-        return False
-    return bool(before) and sum(module.text.count(word) for word in CLEARS) == len(cleared) == len(before)
-
-
-def between(view: View, training: Training, step: Site) -> Site | None:
-    """A zero_grad that directly precedes the step of the same optimizer, after backward."""
-    scope = step.scope
-    nest = loops(step.stmt, scope.module)
-    line = [s for s in scope.sites if loops(s.stmt, scope.module) == nest and s.line <= step.line]
-    order = sorted(
-        (s for s in line if s.name in ("zero_grad", "backward", "manual_backward") or s is step), key=lambda s: s.line
-    )
-    if len(order) < 3 or order[-1] is not step:
-        return None
-    zero, back = order[-2], order[-3]
-    same = dotted(zero.receiver) in (view.steps.stepped(step), dotted(step.receiver))
-    together = scope.module.up.get(zero.stmt) == scope.module.up.get(step.stmt) == scope.module.up.get(back.stmt)
-    return zero if zero.name == "zero_grad" and back.name != "zero_grad" and same and together else None
-
-
-def in_every_turn(view: View, training: Training, loop: ast.stmt) -> Site | None:
-    """A zero_grad that stands in the body of the loop over micro-batches itself, outside every test."""
-    body = getattr(loop, "body", [])
-    for site in view.trainings.body(training.loop, training.scope):
-        if site.name == "zero_grad" and isinstance(site.stmt, ast.Expr) and site.stmt in body:
-            return site
-    return None
+def conditional(event: Event, loop: LoopBlock) -> bool:
+    """Whether an event happens in some turns of a loop only, or in a loop of its own."""
+    return any(isinstance(block, ArmBlock | LoopBlock) for block in event.within(loop))
 
 
 RULE = Rule(

@@ -1,0 +1,218 @@
+"""Say what each call and assignment of a program does in its training."""
+
+import ast
+from collections.abc import Callable, Iterator
+
+from lockstep_lint.analysis.calls import COLLECTIVES
+from lockstep_lint.analysis.engines import OF_FABRIC, SAVES, WAITS, saves_on_all, waits_in_accelerate
+from lockstep_lint.analysis.evaluation import MODELS
+from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.kinds import MODEL, SCALER
+from lockstep_lint.analysis.nodes import argument, constant, dotted, is_none, keyword, last, walk
+from lockstep_lint.analysis.processes import STARTS
+from lockstep_lint.analysis.view import Analysis
+from lockstep_lint.events.event import Mark
+
+__all__ = ["CLIPS", "Marks"]
+
+CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_")
+MOVES = ("to", "cuda", "xpu", "npu")
+SHARDS = ("fully_shard",)
+SEEDS = ("manual_seed", "manual_seed_all", "seed", "set_seed", "seed_everything")
+SAVED = ("torch.save", "torch.jit.save", "safetensors.torch.save_file")
+# What the data set of datasets or webdataset is put in another order by.
+SHUFFLES = ("shuffle",)
+
+Found = Iterator[tuple[str, ast.expr | None, str]]
+
+
+class Marks:
+    """Reads calls and assignments, by what they call and by the types of their objects."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self.analysis = analysis
+        self.calls = analysis.calls
+        self.steps = analysis.steps
+        self.kinds = analysis.kinds
+        table: dict[Callable[[Site], Found], tuple[str, ...]] = {
+            self.backward: ("backward", "manual_backward"),
+            self.step: ("step", "step_and_update_lr"),
+            self.zero: ("zero_grad",),
+            self.clip: CLIPS,
+            self.unscale: ("unscale_",),
+            self.load: ("load_state_dict",),
+            self.initialise: ("apply", "reset_parameters", "init_weights"),
+            self.epoch: ("set_epoch",),
+            self.sampler: ("DistributedSampler",),
+            self.shard: SHARDS,
+            self.convert: ("convert_sync_batchnorm",),
+            self.move: MOVES,
+            self.mode: ("eval", "train"),
+            self.collective: tuple({*COLLECTIVES, *WAITS, *OF_FABRIC, *SAVES, "pad_across_processes", "prepare"}),
+            self.start: STARTS,
+            self.end: ("destroy_process_group",),
+            self.save: ("save", "save_file", "save_pretrained"),
+            self.shuffle: SHUFFLES,
+            self.seed: SEEDS,
+        }
+        self.readers: dict[str, list[Callable[[Site], Found]]] = {}
+        for reader, names in table.items():
+            for name in names:
+                self.readers.setdefault(name, []).append(reader)
+
+    def of(self, site: Site) -> tuple[tuple[Mark, ...], tuple[Scope, ...]]:
+        """What a call does, and the functions of the project that it runs."""
+        functions = tuple(f for f in self.calls.runs(site) if f.kind == "function") or tuple(self.handed(site))
+        functions += tuple(self.analysis.trainings.overrides(site)) if functions else ()
+        found = list(self.read(site, bool(functions)))
+        marks = (Mark(kind, site.call, site.stmt, site.scope, subject, detail, site) for kind, subject, detail in found)
+        return tuple(marks), functions
+
+    def read(self, site: Site, known: bool) -> Found:
+        """The kinds of events that a call is; `known` says that it runs functions of the project."""
+        name = site.name
+        for reader in self.readers.get(name, ()):
+            yield from reader(site)
+        if name.endswith(("Parallel", "DDP")):
+            kind = self.analysis.wrappers.wrapper(site)
+            if kind:
+                yield "wrap", self.analysis.wrappers.inner(site.call), kind
+        if SCALER.search(name) and self.steps.helps(site):
+            yield "backward", argument(site.call, 0, "loss"), "scaled"
+            yield "step", argument(site.call, 1, "optimizer"), ""
+        if not known and (MODELS.search(name) or MODEL.search(name)) and (site.call.args or site.call.keywords):
+            func = site.call.func
+            if isinstance(func, ast.Name | ast.Attribute) and not self.full(site):
+                yield "forward", func, ""
+
+    def handed(self, site: Site) -> Iterator[Scope]:
+        """The functions of the project that a call out of sight is given, which may run them."""
+        for given in site.call.args[:3]:
+            if isinstance(given, ast.Name):
+                found = self.calls.names.definition(given, site.scope)
+                if found is not None and found.kind == "function":
+                    yield found
+
+    def full(self, site: Site) -> str:
+        """The full name of what a call calls."""
+        return self.calls.names.qualify(site.call.func, site.scope)
+
+    def backward(self, site: Site) -> Found:
+        """Gradients are computed; the loss may be multiplied before (`scaler.scale(loss).backward()`)."""
+        if self.steps.backwards(site):
+            scaled = site.receiver is not None and any(last(node) == "scale" for node in walk(site.receiver))
+            yield "backward", self.steps.loss_of(site), "scaled" if scaled else ""
+
+    def step(self, site: Site) -> Found:
+        """An optimizer or a scheduler makes a step."""
+        if self.steps.steps_scheduler(site):
+            yield "schedule", site.receiver, ""
+        elif self.steps.steps_optimizer(site) and self.calls.target(site.call, site.scope) is None:
+            if self.steps.steps_on(site):
+                yield "backward", self.steps.loss_of(site), ""
+            scaled = self.kinds.is_scaler(site.receiver, site.scope) and site.call.args
+            yield "step", site.call.args[0] if scaled else site.receiver, "scaled" if scaled else ""
+
+    def zero(self, site: Site) -> Found:
+        """Gradients are cleared."""
+        if self.calls.target(site.call, site.scope) is None:
+            yield "zero", site.receiver, ""
+
+    def clip(self, site: Site) -> Found:
+        """Gradients are clipped: not apex's master parameters, which are unscaled."""
+        if self.calls.target(site.call, site.scope) is None:
+            master = any(last(node) == "master_params" for given in site.call.args for node in walk(given))
+            yield "clip", next(iter(site.call.args), site.receiver), "master" if master else ""
+
+    def unscale(self, site: Site) -> Found:
+        """Gradients are divided by the loss scale."""
+        yield "unscale", next(iter(site.call.args), None), ""
+
+    def load(self, site: Site) -> Found:
+        """A state is loaded into a model, or into something else that has one."""
+        if site.receiver is not None:
+            yield "load", site.receiver, ""
+
+    def initialise(self, site: Site) -> Found:
+        """The parameters of a model get new values."""
+        if site.receiver is not None and self.kinds.is_model(site.receiver, site.scope):
+            yield "initialise", site.receiver, ""
+
+    def epoch(self, site: Site) -> Found:
+        """A sampler is told its epoch."""
+        if site.receiver is not None:
+            yield "set_epoch", site.receiver, ""
+
+    def sampler(self, site: Site) -> Found:
+        """A sampler is made that divides the data among the ranks."""
+        yield "sampler", argument(site.call, 0, "dataset"), ""
+
+    def shard(self, site: Site) -> Found:
+        """A model is sharded where it is."""
+        yield "wrap", next(iter(site.call.args), None), "fsdp2"
+
+    def convert(self, site: Site) -> Found:
+        """The batch norms of a model are made ones that share their statistics."""
+        yield "sync_bn", argument(site.call, 0, "module"), ""
+
+    def move(self, site: Site) -> Found:
+        """A model is moved to a device."""
+        receiver = site.receiver
+        if receiver is not None and (site.call.args or site.call.keywords or site.name != "to"):
+            made = isinstance(receiver, ast.Call) and (last(receiver)[:1].isupper() or MODEL.search(last(receiver)))
+            named = isinstance(receiver, ast.Name | ast.Attribute) and self.kinds.is_model(receiver, site.scope)
+            if made or named:
+                yield "move", receiver, ""
+
+    def mode(self, site: Site) -> Found:
+        """A model is switched to training mode, or to evaluation mode."""
+        if site.receiver is None or len(site.call.args) > 1:
+            return
+        given = argument(site.call, 0, "mode")
+        if site.name == "eval":
+            if not site.call.args:
+                yield "eval", site.receiver, ""
+        elif self.calls.target(site.call, site.scope) is None or given is None or constant(given) is True:
+            if constant(given) is False:
+                yield "eval", site.receiver, ""
+            elif given is None or constant(given) is True:
+                yield "train", site.receiver, ""
+            elif not site.call.keywords or keyword(site.call, "mode") is not None:
+                yield "mode", site.receiver, ""
+
+    def collective(self, site: Site) -> Found:
+        """All ranks wait for each other, or exchange something."""
+        view = self.analysis.view(site.module)
+        if self.analysis.effects.is_collective(site) or saves_on_all(view, site) or waits_in_accelerate(view, site):
+            yield "collective", next(iter(site.call.args), None), site.name
+
+    def start(self, site: Site) -> Found:
+        """The process group is started."""
+        if self.calls.target(site.call, site.scope) is None:
+            yield "start", None, site.name
+
+    def end(self, site: Site) -> Found:
+        """The process group is ended."""
+        yield "end", None, ""
+
+    def save(self, site: Site) -> Found:
+        """A file of a model or a checkpoint is written."""
+        if site.name == "save_pretrained" or self.full(site) in SAVED:
+            yield "save", next(iter(site.call.args), None), site.name
+
+    def shuffle(self, site: Site) -> Found:
+        """A data set is put in another order."""
+        if site.receiver is not None:
+            yield "shuffle", site.receiver, ""
+
+    def seed(self, site: Site) -> Found:
+        """Random numbers are made repeatable."""
+        yield "seed", next(iter(site.call.args), None), ""
+
+    def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
+        """What an assignment does: gradients are cleared one by one (`p.grad = None`)."""
+        if isinstance(stmt, ast.Assign) and is_none(stmt.value):
+            for target in stmt.targets:
+                if isinstance(target, ast.Attribute) and target.attr == "grad":
+                    return (Mark("zero", stmt, stmt, scope, target.value if dotted(target) else None),)
+        return ()

@@ -1,0 +1,93 @@
+"""Answer what rules ask of an event: which ranks come to it, and whether two events concern one object."""
+
+import ast
+
+from lockstep_lint.analysis.index import Scope
+from lockstep_lint.analysis.nodes import dotted, keyword, last
+from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event
+
+__all__ = ["alone", "many", "same", "side", "sides", "things"]
+
+
+def side(view: View, block: Block) -> int:
+    """1 where a test keeps what is under it to the main rank, -1 to the others, -2 to one of these, else 0."""
+    if not isinstance(block, ArmBlock):
+        return 0
+    return view.ranks.tests.test(block.node, block.scope, block.when)
+
+
+def sides(view: View, event: Event) -> list[tuple[Block, int]]:
+    """The tests of the rank around an event, each with the ranks that it lets pass, outermost first."""
+    found = ((block, side(view, block)) for block in event.tests)
+    return [(block, ranks) for block, ranks in found if ranks]
+
+
+def many(view: View, block: Block) -> int:
+    """1 where a test lets pass what runs in several processes only, -1 in one only, else 0."""
+    return view.ranks.tests.many(block.node, block.scope, block.when) if isinstance(block, ArmBlock) else 0
+
+
+def alone(view: View, event: Event) -> bool:
+    """Whether an event happens only where there is one process."""
+    return any(many(view, block) == -1 for block in event.tests)
+
+
+# What gives back the model that it is given, wrapped or changed, by its first argument or by the named one.
+KEEPING = ("compile", "convert_sync_batchnorm", "prepare_model", "unwrap_model", "extract_model_from_parallel")
+
+
+def things(view: View, node: ast.expr | None, scope: Scope) -> frozenset[object]:
+    """What an object was made by, through wrappers: equal members mean that two objects may be one."""
+    found: set[object] = set()
+    queue = [(node, scope)]
+    seen: set[tuple[ast.expr, Scope]] = set()
+    while queue and len(seen) < 40:
+        current, home = queue.pop()
+        if current is None or (current, home) in seen:
+            continue
+        seen.add((current, home))
+        for origin in view.origins.of(current, home):
+            made, place = origin.node, origin.scope
+            inner = kept_inside(view, made, place)
+            if inner is not None:
+                queue.append((inner, place))
+            else:
+                found.add(made if isinstance(made, ast.Call) else (owner_of(made, place), dotted(made)))
+    return frozenset(found)
+
+
+def kept_inside(view: View, made: ast.expr, scope: Scope) -> ast.expr | None:
+    """The model in a wrapper, or the wrapped one of `model.module`."""
+    if isinstance(made, ast.Attribute) and made.attr in ("module", "_orig_mod"):
+        return made.value
+    if isinstance(made, ast.Call) and (view.wrappers.of_call(made, scope) or last(made) in KEEPING):
+        return made.args[0] if made.args else keyword(made, "module") or keyword(made, "model")
+    return None
+
+
+def owner_of(node: ast.expr, scope: Scope) -> object:
+    """The scope that a name without a value in sight belongs to: a function's parameter, or a class's attribute."""
+    key = dotted(node) or ""
+    if key.startswith("self.") and scope.owner is not None:
+        return scope.owner
+    current: Scope | None = scope
+    while current is not None:
+        if key.split(".")[0] in current.params or key in current.binds:
+            return current
+        current = current.parent
+    return scope.module
+
+
+def same(view: View, one: Event, other: Event) -> bool:
+    """Whether two events may concern one object: by what made it, or by its name."""
+    first, second = one.mark.subject, other.mark.subject
+    if dotted(first) is not None and dotted(first) == dotted(second) and one.scope is other.scope:
+        return True
+    return bool(things(view, first, one.scope) & things(view, second, other.scope))
+
+
+def calls_after(event: Event, block: Block) -> list[CallBlock]:
+    """The calls of the project's functions on the way from a block to an event."""
+    rest = event.path[event.path.index(block) + 1 :]
+    return [inner for inner in rest if isinstance(inner, CallBlock)]

@@ -1,0 +1,278 @@
+"""Run a program on paper, from an entry through the project's functions, and keep its events in order."""
+
+import ast
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from lockstep_lint.analysis.budget import WORK, kept
+from lockstep_lint.analysis.calls import given
+from lockstep_lint.analysis.index import Module, Scope
+from lockstep_lint.analysis.nodes import dotted, last
+from lockstep_lint.analysis.origins import default
+from lockstep_lint.analysis.project import unit_test
+from lockstep_lint.analysis.view import Analysis, View
+from lockstep_lint.events.event import (
+    ArmBlock,
+    Block,
+    CallBlock,
+    Event,
+    HandlerBlock,
+    LoopBlock,
+    WithBlock,
+)
+from lockstep_lint.events.marks import Marks
+from lockstep_lint.events.plan import Branch, Do, Plan, Repeat, Step, With, below, plan
+
+__all__ = ["Run", "runs"]
+
+# How deep functions are entered, and how much of a program is run.
+MAX_CALLS = 7
+MAX_PATH = 160
+MAX_EVENTS = 3000
+MAX_ENTERED = 1500
+MAX_BELOW = 150
+# The programs that a file is part of, and its own functions that none of them runs.
+MAX_PROGRAMS = 5
+MAX_LONE = 60
+# What a parameter is that is given an object.
+OBJECT = object()
+# What a call brings about in the function that it runs: the literals of its parameters, and the class of `self`.
+Known = dict[str, object]
+
+
+@dataclass(eq=False)
+class Run:
+    """What a program does, from an entry on: a file's own lines, or a function that nothing in sight calls."""
+
+    entry: Scope
+    events: list[Event] = field(default_factory=list)
+    entered: set[Scope] = field(default_factory=set)
+    by_kind: dict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
+
+    def of(self, *kinds: str) -> list[Event]:
+        """The events of some kinds, in order."""
+        if len(kinds) == 1:
+            return self.by_kind.get(kinds[0], [])
+        return [event for event in self.events if event.kind in kinds]
+
+
+def runs(view: View) -> tuple[Run, ...]:
+    """The runs of a file: of the programs that it is part of, and of its functions that none of these runs."""
+    return _programs(view.analysis).of(view.module)
+
+
+@kept
+def _programs(analysis: Analysis) -> "_Programs":
+    return _Programs(analysis)
+
+
+class _Programs:
+    """Makes the plans and runs of a project once."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self.calls = analysis.calls
+        self.project = analysis.project
+        self.marks = Marks(analysis)
+        self.plans: dict[Scope, Plan] = {}
+        self.loudness: dict[Scope, bool] = {}
+        self.made: dict[Scope, Run] = {}
+
+    @kept
+    def of(self, module: Module) -> tuple[Run, ...]:
+        """The runs that may have events in a file."""
+        found = [self.run(top) for top in self.tops(module)]
+        entered = {scope for run in found for scope in run.entered}
+        lone = [s for s in module.scopes if s.kind == "function" and s not in entered and self.loud(s)][:MAX_LONE]
+        for scope in sorted(lone, key=lambda each: bool(self.calls.callers(each))):  # what nobody calls comes first
+            if scope not in entered:
+                found.append(self.run(scope))
+                entered |= found[-1].entered
+        return tuple(run for run in found if run.events)
+
+    def tops(self, module: Module) -> list[Scope]:
+        """The lines of the programs that a file is part of: its own, if it can be run; else those of what imports it."""
+        if module.is_script or not self.project.importers(module):
+            return [module.top]
+        users = [user for user in self.project.users(module) if user is not module and not unit_test(user)]
+        programs = [user for user in users if user.is_script or not self.project.importers(user)]
+        return [module.top, *(program.top for program in programs[:MAX_PROGRAMS])]
+
+    def plan(self, scope: Scope) -> Plan:
+        """The plan of a function."""
+        found = self.plans.get(scope)
+        if found is None:
+            found = self.plans[scope] = plan(scope, self.marks.of, self.marks.assigned)
+        return found
+
+    def loud(self, scope: Scope) -> bool:
+        """Whether anything happens when a function runs."""
+        found = self.loudness.get(scope)
+        if found is None:
+            found = any(each.marked for each in below(self.plan(scope), self.plan, MAX_BELOW))
+            self.loudness[scope] = found
+        return found
+
+    def run(self, entry: Scope) -> Run:
+        """The run from an entry."""
+        found = self.made.get(entry)
+        if found is None:
+            found = self.made[entry] = _Runner(self, entry).run
+        return found
+
+
+class _Runner:
+    """Runs one program."""
+
+    def __init__(self, programs: _Programs, entry: Scope) -> None:
+        self.programs = programs
+        self.calls = programs.calls
+        self.run = Run(entry)
+        self.events = self.run.events
+        self.left = MAX_ENTERED
+        self.run.entered.add(entry)
+        blocks = tuple(WithBlock(item, entry) for item in entry.decorators)
+        self.steps(programs.plan(entry).steps, blocks, entry, {}, None, (entry,))
+        for event in self.events:
+            self.run.by_kind[event.kind].append(event)
+
+    def steps(
+        self,
+        steps: list[Step],
+        path: tuple[Block, ...],
+        scope: Scope,
+        known: Known,
+        owner: Scope | None,
+        stack: tuple[Scope, ...],
+    ) -> None:
+        """Runs some steps under the blocks of a path."""
+        if len(path) > MAX_PATH or len(self.events) > MAX_EVENTS:
+            return
+        for step in steps:
+            if isinstance(step, Do):
+                for function in self.chosen(step, owner):
+                    self.enter(step, function, path, known, owner, stack)
+                for mark in step.marks:
+                    self.events.append(Event(mark, path, len(self.events)))
+            elif isinstance(step, Branch):
+                branch, result = object(), outcome(step.test, scope, known)
+                for arm, when in ((step.body, True), (step.orelse, False)):
+                    if arm and result is not (not when):
+                        test = ArmBlock(*plainly(step.test, when), scope, branch, step.leaves)
+                        inner = path if result is when else (*path, test)
+                        self.steps(arm, inner, scope, known, owner, stack)
+            elif isinstance(step, Repeat):
+                loop = LoopBlock(step.node, scope, len(self.events))
+                self.steps(step.body, (*path, loop), scope, known, owner, stack)
+                loop.end = len(self.events)
+            elif isinstance(step, With):
+                self.steps(
+                    step.body, (*path, *(WithBlock(c, scope) for c in step.contexts)), scope, known, owner, stack
+                )
+            else:
+                self.steps(step.body, (*path, HandlerBlock(scope)), scope, known, owner, stack)
+
+    def enter(
+        self,
+        step: Do,
+        function: Scope,
+        path: tuple[Block, ...],
+        known: Known,
+        owner: Scope | None,
+        stack: tuple[Scope, ...],
+    ) -> None:
+        """Runs a function that a call runs."""
+        site = step.site
+        assert site is not None
+        if len(stack) > MAX_CALLS or function in stack or self.left <= 0 or not self.programs.loud(function):
+            return
+        self.left -= 1
+        WORK.spend(5)
+        self.run.entered.add(function)
+        if not on_self(step):
+            owner = self.owner(site.receiver, function, site.scope)
+        handed = self.calls.target(site.call, site.scope) is None
+        inner = (*path, CallBlock(site, function, handed), *(WithBlock(item, function) for item in function.decorators))
+        self.steps(
+            self.programs.plan(function).steps,
+            inner,
+            function,
+            literals(site.call, function, known),
+            owner,
+            (*stack, function),
+        )
+
+    def chosen(self, step: Do, owner: Scope | None) -> tuple[Scope, ...]:
+        """The functions that a call runs: of the methods of one name, that of the object's class."""
+        if step.site is None or len(step.functions) < 2 or not on_self(step):
+            return step.functions
+        own = self.calls.names.member(owner, step.site.name) if owner is not None else None
+        found = own or next(filter(self.programs.loud, step.functions), None)
+        return (found,) if found is not None else ()
+
+    def owner(self, receiver: ast.expr | None, method: Scope, scope: Scope) -> Scope | None:
+        """The class of the object whose method is called."""
+        if method.owner is None:
+            return None
+        found = self.calls.class_of(receiver, scope) if isinstance(receiver, ast.Name | ast.Attribute) else None
+        return found if found is not None else method.owner
+
+
+def on_self(step: Do) -> bool:
+    """Whether a call is of a method of the object itself."""
+    return step.site is not None and dotted(step.site.receiver) in ("self", "cls")
+
+
+def plainly(test: ast.expr, when: bool) -> tuple[ast.expr, bool]:
+    """A test without `not`, and how it then comes out."""
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, when = test.operand, not when
+    return test, when
+
+
+def literals(call: ast.Call, function: Scope, known: Known) -> Known:
+    """What the parameters of a function are in a call, as far as it is written out, there or in the calls before."""
+    found: Known = {}
+    for name in function.params:
+        if name in function.binds or name in ("self", "cls"):
+            continue
+        value = given(call, function, name) or default(function, name, call)
+        if isinstance(value, ast.Constant):
+            found[name] = value.value
+        elif isinstance(value, ast.Name) and value.id in known:
+            found[name] = known[value.id]
+        elif isinstance(value, ast.Call | ast.List | ast.Dict | ast.Tuple):
+            found[name] = OBJECT
+    return found
+
+
+def outcome(test: ast.expr, scope: Scope, known: Known) -> bool | None:
+    """How a test comes out, as far as literals decide it; None if they do not."""
+    if isinstance(test, ast.Constant):
+        return bool(test.value)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = outcome(test.operand, scope, known)
+        return None if inner is None else not inner
+    if isinstance(test, ast.BoolOp):
+        found, ends = {outcome(value, scope, known) for value in test.values}, isinstance(test.op, ast.Or)
+        return ends if ends in found else not ends if found == {not ends} else None
+    if isinstance(test, ast.Name) and test.id in known:
+        value = known[test.id]
+        return None if value is OBJECT else bool(value)
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.left, ast.Name):
+        return compared(test, known)
+    if last(test) == "TYPE_CHECKING":
+        return False
+    return None
+
+
+def compared(test: ast.Compare, known: Known) -> bool | None:
+    """How a comparison of a parameter with a literal comes out."""
+    name, op, right = test.left, test.ops[0], test.comparators[0]
+    if not isinstance(name, ast.Name) or name.id not in known or not isinstance(right, ast.Constant):
+        return None
+    value = known[name.id]
+    if isinstance(op, ast.Eq | ast.Is):
+        return (value == right.value) if value is not OBJECT or right.value is None else None
+    if isinstance(op, ast.NotEq | ast.IsNot):
+        return (value != right.value) if value is not OBJECT or right.value is None else None
+    return None
