@@ -191,6 +191,42 @@ MUTATIONS = [
             "rates = [{'params': b.parameters(), 'lr': lr * 0.9 ** i} for i, b in enumerate(model.layers)]"
         )),
     ]),
+    ("LS041", "ddp", [
+        replace("if os.path.exists", (
+            "if rank == 0:\n"
+            "    model.module.load_state_dict(torch.load('m.pt', map_location='cpu', weights_only=True))"
+        )),
+    ]),
+    ("LS042", "ddp", [
+        prepend("import os", (
+            "from accelerate import Accelerator\naccelerator = Accelerator(gradient_accumulation_steps=4)"
+        )),
+        replace("with nullcontext()", (
+            "with accelerator.accumulate(model):\n"
+            "    optimizer.zero_grad()\n"
+            "    loss = criterion(model(x), y)\n"
+            "    accelerator.backward(loss)\n"
+            "    optimizer.step()"
+        )),
+        drop("if last:"), replace("model = DistributedDataParallel", "model = accelerator.prepare(model)"),
+        drop("last = "),
+    ]),
+    ("LS043", "ddp", [
+        prepend("import os", "import random"),
+        prepend("sampler = DistributedSampler", (
+            "order = list(range(50000))\nrandom.shuffle(order)\ntrain_data = torch.utils.data.Subset(train_data, order)"
+        )),
+    ]),
+    ("LS044", "ddp", [
+        replace("dist.init_process_group", (
+            "dist.init_process_group('nccl', rank=local_rank, world_size=int(os.environ['WORLD_SIZE']))"
+        )),
+    ]),
+    ("LS045", "ddp", [append("score = ", "if rank == 0:\n    best = score\nshown = best")]),
+    ("LS046", "ddp", [
+        replace("return self.data[i]", "item = self.data[i]\nself.kept.append(item)\nreturn item + torch.randn(())"),
+        append("self.data = data", "self.kept = []"),
+    ]),
 ]  # fmt: skip
 
 

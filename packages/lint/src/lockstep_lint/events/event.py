@@ -161,6 +161,12 @@ def apart(one: Event, other: Event) -> bool:
     return parting(one, other) is not None
 
 
+def seen_from(event: Event, other: Event) -> Site | None:
+    """The call that brings an event about in a function that both events run in: its own, or one of that function."""
+    calls = (block for block in event.path if isinstance(block, CallBlock) and block not in other.path)
+    return next((block.site for block in calls), event.mark.site)
+
+
 def turn(events: list[Event], loop: LoopBlock, *kinds: str) -> Iterator[Event]:
     """The events of one turn of a loop, in order."""
     return (event for event in events[loop.start : loop.end] if event.kind in kinds)

@@ -201,13 +201,18 @@ class Marks:
             yield "save", next(iter(site.call.args), None), site.name
 
     def shuffle(self, site: Site) -> Found:
-        """A data set is put in another order."""
-        if site.receiver is not None:
-            yield "shuffle", site.receiver, ""
+        """A data set or a list of files is put in another order; the detail says whose random numbers give it."""
+        full = self.full(site)
+        if full in ("random.shuffle", "numpy.random.shuffle"):
+            yield "shuffle", next(iter(site.call.args), None), full.partition(".")[0]
+        elif site.receiver is not None and not (full or site.call.args or site.call.keywords):
+            yield "shuffle", site.receiver, "numpy"  # as the data sets of datasets do
 
     def seed(self, site: Site) -> Found:
-        """Random numbers are made repeatable."""
-        yield "seed", next(iter(site.call.args), None), ""
+        """Random numbers are made repeatable: those of one library, or of all."""
+        root = self.full(site).partition(".")[0]
+        if site.name != "seed" or root in ("random", "numpy", "torch"):
+            yield "seed", next(iter(site.call.args), None), root if site.name == "seed" or root == "torch" else "all"
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
         """What an assignment does: gradients are cleared one by one (`p.grad = None`)."""

@@ -1,4 +1,4 @@
-"""Reduce a function to what matters of it, without `continue`, `break` and `return`: what they skip is an arm of a test.
+"""Reduce a function to what matters of it, without `continue` and `return`: what they skip is an arm of a test.
 
 `if last: continue` before other statements, and `if not last:` around them, give the same plan.
 """
@@ -105,7 +105,7 @@ class _Planner:
         self.result.marked = self.result.marked or any(do.marks for do in self.does.values())
 
     def block(self, body: list[ast.stmt], depth: int) -> tuple[list[Step], list[Exit]]:
-        """The steps of a block, and the ways out of it. What follows a test with a way out is put into its other arm."""
+        """The steps of a block, and the ways out of it. What follows a test with one is put into its other arm."""
         steps: list[Step] = []
         exits: list[Exit] = []
         if depth > MAX_DEPTH:

@@ -90,7 +90,7 @@ class _Programs:
         return tuple(run for run in found if run.events)
 
     def tops(self, module: Module) -> list[Scope]:
-        """The lines of the programs that a file is part of: its own, if it can be run; else those of what imports it."""
+        """The programs that a file is part of: its own lines, if it can be run, else those of what imports it."""
         if module.is_script or not self.project.importers(module):
             return [module.top]
         users = [user for user in self.project.users(module) if user is not module and not unit_test(user)]

@@ -10,7 +10,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, parting, turn
 from lockstep_lint.events.run import Run
 
-__all__ = ["Accumulating", "StepLoop", "accumulating", "step_loops"]
+__all__ = ["Accumulating", "StepLoop", "accumulating", "step_loops", "turn_of"]
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +38,13 @@ def step_loops(run: Run) -> list[StepLoop]:
                 found.setdefault(loop, StepLoop(loop, [], steps, inner)).backwards.append(backward)
                 break
     return list(found.values())
+
+
+def turn_of(run: Run, event: Event, *kinds: str) -> Iterator[Event]:
+    """The events of the turn that an event is part of: of the innermost loop that takes steps, else of the run."""
+    loops = event.loops[::-1]
+    steps = next((loop for loop in loops if any(turn(run.events, loop, "step"))), loops[-1] if loops else None)
+    return turn(run.events, steps, *kinds) if steps is not None else iter(run.of(*kinds))
 
 
 @dataclass(eq=False, slots=True)

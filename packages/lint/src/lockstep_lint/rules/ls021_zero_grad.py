@@ -16,6 +16,9 @@ __all__ = ["RULE"]
 
 CLEARS = ("zero_grad", "grad = None", "grad.zero_", "grad.detach_", "zero_grad_buffer", "clear_grad", "grad=None")
 
+ADDS = "so every step adds to all earlier ones"
+EARLY = "clears the gradients in every micro-batch, so nothing accumulates: clear them after the step"
+
 
 def check(view: View) -> Iterator[Found]:
     """Looks at every training loop for what clears the gradients, and when."""
@@ -36,8 +39,7 @@ def kept(view: View, run: Run) -> Iterator[tuple[Event, str]]:
         elif step is not None and cleared_before(view, run, found, step):
             yield (
                 step,
-                "the gradients are cleared before the loop only, so every step adds to all earlier ones: call "
-                "optimizer.zero_grad() after each step",
+                f"the gradients are cleared before the loop only, {ADDS}: call zero_grad() after each step",
             )
 
 
@@ -48,7 +50,7 @@ def plain(step: Event) -> bool:
 
 
 def cleared_before(view: View, run: Run, found: StepLoop, step: Event) -> bool:
-    """Whether all that clears the gradients of a step stands before the loop, in which each, or each n-th, turn steps."""
+    """Whether all that clears the gradients of a step comes before its loop, where each, or each n-th, turn steps."""
     zeros = run.of("zero")
     tests = [block for block in step.within(found.loop) if isinstance(block, ArmBlock)]
     if found.inner is not None or any(in_turn(block.node) is not block.when for block in tests):
@@ -63,13 +65,13 @@ def wiped(view: View, run: Run) -> Iterator[tuple[Event, str]]:
     """The calls that clear the gradients of an optimizer between backward and its step."""
     order = run.of("backward", "zero", "step")
     for back, zero, step in zip(order, order[1:], order[2:], strict=False):
-        if (back.kind, zero.kind, step.kind) == ("backward", "zero", "step") and same(view, zero, step):
-            if together(back, zero) and together(zero, step):
-                yield zero, "clears the gradients between backward and step: the step then does nothing"
+        found = (back.kind, zero.kind, step.kind) == ("backward", "zero", "step") and same(view, zero, step)
+        if found and together(back, zero) and together(zero, step):
+            yield zero, "clears the gradients between backward and step: the step then does nothing"
 
 
 def together(one: Event, other: Event) -> bool:
-    """Whether two events happen in one turn, and one always with the other: nothing but calls stands around one alone."""
+    """Whether two events always happen together: nothing but calls stands around one alone."""
     apart = [block for block in (*one.path, *other.path) if not (block in one.path and block in other.path)]
     return all(isinstance(block, CallBlock) for block in apart)
 

@@ -1,0 +1,82 @@
+"""LS041: weights changed on one rank after wrapping."""
+
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import Event
+from lockstep_lint.events.query import alone, same, sides
+from lockstep_lint.events.run import Run, runs
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule
+
+__all__ = ["RULE"]
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks for weights that are loaded or made anew where only some ranks come, once a wrapper has made them equal."""
+    for run in runs(view):
+        for event in run.of("load", "initialise"):
+            if event.module is view.module and changes_one(view, run, event):
+                done = "loads" if event.kind == "load" else "initialises"
+                yield Found(
+                    event.node, f"{done} the wrapped model on some ranks only: the ranks train different weights"
+                )
+
+
+def changes_one(view: View, run: Run, event: Event) -> bool:
+    """Whether an event changes a wrapped model on some ranks only, nothing sends the weights on, and it is trained."""
+    wraps = [wrap for wrap in run.of("wrap") if wrap.place < event.place and wrap.detail in ("ddp", "fsdp")]
+    if not wraps or not sides(view, event) or alone(view, event):
+        return False
+    later = run.events[event.place :]
+    sent = any((e.kind == "collective" and "broadcast" in e.detail) or e.kind == "wrap" for e in later)
+    trained = any(e.kind == "backward" for e in later) or any(
+        loop in back.path for loop in event.loops for back in run.of("backward")
+    )
+    return trained and not sent and any(same(view, wrap, event) for wrap in wraps)
+
+
+RULE = Rule(
+    code="LS041",
+    name="weights of one rank",
+    what="Only some ranks load the state of a model, or initialise it, after DDP or FSDP has wrapped it.",
+    why=(
+        "The wrapper makes the ranks' parameters equal once, when it is made. What one rank changes later it keeps to "
+        "itself: the gradients are averaged, the weights differ, and the ranks train different models."
+    ),
+    bad="""
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def train(rank, loader, path):
+    model = DDP(torch.nn.Linear(4, 2).to(rank), device_ids=[rank])
+    if rank == 0:
+        model.module.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+""",
+    good="""
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def train(rank, loader, path):
+    model = torch.nn.Linear(4, 2).to(rank)
+    if rank == 0:
+        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    model = DDP(model, device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+""",
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Load the state on every rank, or before the wrapper is made",
+    moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer"}),
+)

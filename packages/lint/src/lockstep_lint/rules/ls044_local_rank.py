@@ -1,0 +1,82 @@
+"""LS044: the process group started with the rank on the node."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.index import Scope
+from lockstep_lint.analysis.nodes import Words, argument, dotted, last, strings
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+LOCAL = Words(r"^(args_)?local_?rank$")
+# A number of processes that one node has.
+NODE = Words(r"device_count|local_world|n_?gpus?|num_gpus|nprocs|gpus_per_node")
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at the rank that the start of a process group is given."""
+    for site in view.sites("init_process_group"):
+        rank, count = argument(site.call, 4, "rank"), argument(site.call, 3, "world_size")
+        if rank is not None and is_local(view, rank, site.scope) and not of_node(view, count, site.scope):
+            yield at(
+                site, "gives the rank on the node as the rank of all: a second node's processes repeat it, and hang"
+            )
+
+
+def is_local(view: View, rank: ast.expr, scope: Scope) -> bool:
+    """Whether a value is certainly what the launcher calls the local rank."""
+    origins = view.origins.of(rank, scope)
+    numbers = view.ranks.tests.numbers
+    return bool(origins) and all(
+        "LOCAL_RANK" in strings(o.node)
+        or (LOCAL.search(last(o.node)) and not numbers.numbered(dotted(o.node) or "", o.scope))
+        for o in origins
+    )
+
+
+def of_node(view: View, count: ast.expr | None, scope: Scope) -> bool:
+    """Whether a number of processes is that of one node: a script that is meant for one."""
+    if count is None:
+        return False
+    origins = view.origins.of(count, scope)
+    found = (count, *(origin.node for origin in origins))
+    return any(NODE.search(text) for node in found for text in (last(node), *strings(node))) or any(
+        isinstance(node, ast.Constant) for node in found
+    )
+
+
+RULE = Rule(
+    code="LS044",
+    name="local rank as rank",
+    what="`init_process_group` is given the rank on the node (`LOCAL_RANK`) as `rank`.",
+    why=(
+        "On one node both numbers are the same. On two nodes each rank exists twice: the start waits for the missing "
+        "ranks until it times out."
+    ),
+    bad="""
+import os
+import torch.distributed as dist
+
+def main():
+    local_rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("nccl", rank=local_rank, world_size=int(os.environ["WORLD_SIZE"]))
+    dist.destroy_process_group()
+""",
+    good="""
+import os
+import torch.distributed as dist
+
+def main():
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("nccl", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    dist.destroy_process_group()
+""",
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy='Leave rank and world_size out (torchrun sets them), or pass int(os.environ["RANK"])',
+)

@@ -1,0 +1,127 @@
+"""LS045: a name that only one rank defines, and all ranks use."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.context import above
+from lockstep_lint.analysis.index import Bind, Scope
+from lockstep_lint.analysis.nodes import walk
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule
+
+__all__ = ["RULE"]
+
+COMPREHENSION = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks for names whose every value is given under a test of the rank, and that are read outside of one."""
+    if "rank" not in view.module.text and "main_process" not in view.module.text:
+        return
+    for scope in view.scopes:
+        for name, binds in scope.binds.items() if scope.kind != "class" else ():
+            if "." in name or name in scope.params or name in scope.globals or name in scope.module.imports:
+                continue
+            if own(view, binds, scope):
+                read = next(reads(view, name, binds, scope), None)
+                if read is not None:
+                    yield Found(read, f"'{name}' is defined on rank 0 alone: the others stop here")
+
+
+def own(view: View, binds: list[Bind], scope: Scope) -> bool:
+    """Whether only the main rank gives a name any of its values."""
+    return all(
+        bind.how in ("assign", "with", "aug")
+        and view.ranks.side(bind.stmt, scope) == 1
+        and not any(isinstance(node, ast.Try) for node, _ in above(bind.stmt, scope.module))
+        for bind in binds
+    )
+
+
+def reads(view: View, name: str, binds: list[Bind], scope: Scope) -> Iterator[ast.Name]:
+    """The places after its first value where all ranks read a name."""
+    first = min(bind.stmt.lineno for bind in binds)
+    if view.ranks.reserved(scope):
+        return
+    for stmt, home in scope.module.named.get(name, []):
+        if home is not scope or stmt.lineno <= first or tested(view, stmt, scope):
+            continue
+        if any(isinstance(node, ast.Try) for node, _ in above(stmt, scope.module)):
+            continue
+        yield from names(view, stmt, name, scope)
+
+
+def tested(view: View, stmt: ast.stmt, scope: Scope) -> bool:
+    """Whether only some ranks come to a statement, or there is but one process there."""
+    return bool(view.ranks.side(stmt, scope)) or view.ranks.single(stmt, scope)
+
+
+def names(view: View, stmt: ast.stmt, name: str, scope: Scope) -> Iterator[ast.Name]:
+    """The reads of a name in the parts of a statement that a test of the rank in it does not keep to some."""
+    stack: list[ast.AST] = [*own_parts(stmt)]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.IfExp) and view.ranks.tests.test(node.test, scope):
+            continue
+        if isinstance(node, ast.BoolOp) and any(view.ranks.tests.test(value, scope) for value in node.values):
+            continue
+        if isinstance(node, ast.Lambda | COMPREHENSION) and any(
+            isinstance(inner, ast.Name) and inner.id == name and is_store(inner) for inner in walk(node)
+        ):
+            continue
+        if isinstance(node, ast.Name) and node.id == name and not is_store(node):
+            yield node
+        stack.extend(ast.iter_child_nodes(node))
+
+
+def own_parts(stmt: ast.stmt) -> Iterator[ast.AST]:
+    """The expressions of a statement, without the statements in it."""
+    for child in ast.iter_child_nodes(stmt):
+        if isinstance(child, ast.expr):
+            yield child
+        elif isinstance(child, ast.withitem):
+            yield child.context_expr
+
+
+def is_store(node: ast.Name) -> bool:
+    """Whether a name is given a value, or taken away, rather than read."""
+    return not isinstance(node.ctx, ast.Load)
+
+
+RULE = Rule(
+    code="LS045",
+    name="name of one rank",
+    what="A name gets its only values under a test of the rank, and is read where all ranks come.",
+    why="The other ranks stop with a NameError, and the first one waits for them in its next collective.",
+    bad="""
+import torch.distributed as dist
+
+def main(rank, losses):
+    dist.init_process_group("nccl")
+    if rank == 0:
+        best = float("inf")
+    for loss in losses:
+        if loss < best:
+            loss.backward()
+    dist.destroy_process_group()
+""",
+    good="""
+import torch.distributed as dist
+
+def main(rank, losses):
+    dist.init_process_group("nccl")
+    if rank == 0:
+        best = float("inf")
+    for loss in losses:
+        loss.backward()
+        if rank == 0 and loss < best:
+            print("better")
+    dist.destroy_process_group()
+""",
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Give the name a value on every rank, or use it under the same test",
+)
