@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable, Iterator
 
 from lockstep_lint.analysis.calls import COLLECTIVES
+from lockstep_lint.analysis.context import loops
 from lockstep_lint.analysis.engines import OF_FABRIC, SAVES, WAITS, saves_on_all, waits_in_accelerate
 from lockstep_lint.analysis.evaluation import MODELS
 from lockstep_lint.analysis.index import Scope, Site
@@ -157,12 +158,9 @@ class Marks:
 
     def move(self, site: Site) -> Found:
         """A model is moved to a device."""
-        receiver = site.receiver
-        if receiver is not None and (site.call.args or site.call.keywords or site.name != "to"):
-            made = isinstance(receiver, ast.Call) and (last(receiver)[:1].isupper() or MODEL.search(last(receiver)))
-            named = isinstance(receiver, ast.Name | ast.Attribute) and self.kinds.is_model(receiver, site.scope)
-            if made or named:
-                yield "move", receiver, ""
+        receiver, given = site.receiver, site.call.args or site.call.keywords or site.name != "to"
+        if given and (MODEL.search(last(receiver)) or not loops(site.stmt, site.module)):  # in a loop it is data
+            yield "move", receiver, ""
 
     def mode(self, site: Site) -> Found:
         """A model is switched to training mode, or to evaluation mode."""

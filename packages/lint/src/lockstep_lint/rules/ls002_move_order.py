@@ -4,8 +4,11 @@ import ast
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import dotted, keyword, walk
+from lockstep_lint.analysis.nodes import dotted, keyword
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import Event, apart
+from lockstep_lint.events.query import things
+from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -18,84 +21,38 @@ MOVES = {"to", "cuda", "xpu", "npu"}
 
 def check(view: View) -> Iterator[Found]:
     """Looks at every DDP wrapper for moves of the model before, in part, or after it."""
-    for kind, site in view.wrappers.made(view.module):
-        if kind != "ddp":
-            continue
-        inner = view.wrappers.inner(site.call)
-        name = dotted(inner) or ""
-        if not (name or built_inside(inner)) or moved_before(view, site, name) or moved_as_another(view, site):
-            continue
-        if not made_here(view, inner, site.scope):
-            continue
-        called = f"'{name}'" if name else "the model"
-        late = moved_after(site, name)
-        if late is not None:
-            yield at(
-                late,
-                f"moved to its device only after DDP took it on line {site.line}: move the model first, then wrap it",
-            )
-        elif name and part_moved(site.scope, name, site.line):
-            yield at(site, f"only a part of {called} was moved to the device: move the whole model before wrapping it")
-        elif wants_gpu(site.call) and not placed(view, site):
-            yield at(site, f"{called} is still on the CPU here: move it to its device before wrapping it")
+    for run in runs(view):
+        for wrap in run.of("wrap"):
+            site = wrap.mark.site
+            if wrap.detail != "ddp" or site is None or wrap.module is not view.module or not made_here(view, wrap):
+                continue
+            before, after = moves(view, run, wrap)
+            name = dotted(wrap.mark.subject) or ""
+            called = f"'{name}'" if name else "the model"
+            if before:
+                continue
+            if after and after[0].module is view.module:
+                late = f"moved to its device only after DDP took it on line {wrap.line}: move the model first, then wrap it"
+                yield Found(after[0].node, late)
+            elif name and part_moved(site.scope, name, site.line):
+                yield at(
+                    site, f"only a part of {called} was moved to the device: move the whole model before wrapping it"
+                )
+            elif wants_gpu(site.call) and not placed(view, site):
+                yield at(site, f"{called} is still on the CPU here: move it to its device before wrapping it")
 
 
-def built_inside(inner: ast.expr | None) -> bool:
-    """Whether the model is made where it is wrapped (`DDP(Net())`), and not moved there."""
-    return isinstance(inner, ast.Call) and not any(
-        isinstance(node, ast.Attribute) and node.attr in MOVES for node in walk(inner)
-    )
+def moves(view: View, run: Run, wrap: Event) -> tuple[list[Event], list[Event]]:
+    """The moves of the model that a wrapper is given, before the wrapper and after it."""
+    model = things(view, wrap.mark.subject, wrap.scope)
+    found = [m for m in run.of("move") if not apart(m, wrap) and model & things(view, m.mark.subject, m.scope)]
+    return [m for m in found if m.place < wrap.place], [m for m in found if m.place > wrap.place]
 
 
 def wants_gpu(call: ast.Call) -> bool:
     """Whether the wrapper names devices, so that its model must be on a GPU."""
     value = keyword(call, "device_ids")
     return value is not None and not isinstance(value, ast.Constant | ast.IfExp)
-
-
-def moved_before(view: View, site: Site, name: str) -> bool:
-    """Whether the model was moved, or may have been, before the wrapper."""
-    scope: Scope | None = site.scope
-    while scope is not None:
-        for move in scope.sites:
-            if (
-                move.name in MOVES
-                and dotted(move.receiver) == name
-                and (move.line <= site.line or scope is not site.scope)
-            ):
-                return True
-            if move.name in MOVES and scope is not site.scope and move.receiver is not None:
-                return True
-        scope = scope.parent
-    bind = [b for b in site.scope.binds.get(name, []) if b.stmt.lineno < site.line and b.value is not None]
-    return any(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MOVES
-        for b in bind
-        for node in walk(b.value)  # type: ignore[arg-type]
-    )
-
-
-def moved_as_another(view: View, site: Site) -> bool:
-    """Whether the model was moved before by another of its names (`raw = model`, `torch.compile(raw)`)."""
-    made = {call for call, _, _ in view.origins.calls_of(view.wrappers.inner(site.call), site.scope)}
-    return any(
-        made & {call for call, _, _ in view.origins.calls_of(move.receiver, move.scope)}
-        for move in site.scope.sites
-        if move.name in MOVES and move.line <= site.line and isinstance(move.receiver, ast.Name)
-    )
-
-
-def moved_after(site: Site, name: str) -> Site | None:
-    """A move of the model, or of the wrapper, that comes after the wrapper was made."""
-    wrapper = next((b.key for bs in site.scope.binds.values() for b in bs if b.value is site.call), None)
-    for move in site.scope.sites:
-        if move.name not in MOVES or not (move.call.args or move.name == "cuda"):
-            continue
-        if move.line > site.line and dotted(move.receiver) in {name, wrapper} - {"", None}:
-            return move
-        if move.receiver is site.call:
-            return move
-    return None
 
 
 def part_moved(scope: Scope, name: str, line: int) -> bool:
@@ -106,16 +63,21 @@ def part_moved(scope: Scope, name: str, line: int) -> bool:
     )
 
 
-def made_here(view: View, node: ast.expr | None, scope: Scope) -> bool:
+def made_here(view: View, wrap: Event) -> bool:
     """Whether all that the model can be is built in this very function, by a class, without a device argument."""
-    found = list(view.origins.calls_of(node, scope))
-    if not found or len(found) != len(view.origins.of(node, scope)):
-        return False
-    return all(home is scope and built(view, call, home, full) for call, home, full in found)
+    found = things(view, wrap.mark.subject, wrap.scope)
+    calls = [(made, home) for made in found if isinstance(made, ast.Call) and (home := scope_of(made, wrap.scope))]
+    return bool(found) and len(calls) == len(found) and all(built(view, made, home) for made, home in calls)
 
 
-def built(view: View, call: ast.Call, scope: Scope, full: str) -> bool:
+def scope_of(call: ast.Call, scope: Scope) -> Scope | None:
+    """The function, if a call stands in it."""
+    return scope if any(site.call is call for site in scope.sites) else None
+
+
+def built(view: View, call: ast.Call, scope: Scope) -> bool:
     """Whether a call makes a module of torch.nn or of a visible class, on the CPU."""
+    full = view.names.qualify(call.func, scope)
     owner = view.names.definition(call.func, scope)
     if any(
         "cuda" in ast.unparse(argument) or "device" in ast.unparse(argument)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.index import Scope
 from lockstep_lint.analysis.nodes import Words
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.run import runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -44,30 +45,28 @@ def run_here(view: View, scope: Scope) -> bool:
 
 
 def ended(view: View) -> bool:
-    """Whether a program ends the group: not in a function of an imported package that nothing in sight names."""
+    """Whether a file's programs end the group, or hand its end on (`atexit.register(dist.destroy_process_group)`)."""
     if not view.module.by_name.get("init_process_group"):
         return True
     own = view.module.is_script  # other scripts that import it end their own runs
     members = view.project.closure(view.module) if own else view.project.family(view.module)
-    for member in members:
-        if any(word in member.text for word in HELPERS):
-            return True
-        calls = member.by_name.get(END, []) if END in member.text else []
-        if member.words[END] > len(calls):
-            return True  # handed on (`atexit.register(dist.destroy_process_group)`)
-        for site in calls:
-            name = called_as(site.scope)
-            if not name or site.scope.named("init_process_group") or sum(m.words[name] for m in members) > 1:
-                return True
-    return False
+    found = runs(view)
+    started = any(run.entry.kind == "module" and run.of("start") for run in found)
+    if any(run.of("end") for run in found if run.entry.kind == "module" or not started) or any(
+        word in member.text for word in HELPERS for member in members
+    ):
+        return True
+    sites = [site for member in members for site in member.sites(END)]
+    handed = sum(member.words[END] for member in members) > len(sites)
+    return handed or any(named_elsewhere(view, site.scope) for site in sites)
 
 
-def called_as(scope: Scope) -> str:
-    """The name by which a function is run, or its class where that runs it by itself; "" for a file's own lines."""
-    while scope.kind == "function" and scope.parent is not None and scope.parent.kind == "function":
-        scope = scope.parent
+def named_elsewhere(view: View, scope: Scope) -> bool:
+    """Whether a function may be run out of sight: something unknown of its name is called, or Python runs it itself."""
     owner = scope.owner
-    return owner.name if owner is not None and scope.name.startswith("__") else scope.name
+    if scope.name.startswith("__") and owner is not None:
+        return any(member.words[owner.name] > (member is scope.module) for member in view.project.family(scope.module))
+    return scope.kind == "module" or bool(scope.decorators or view.calls.namesakes(scope))
 
 
 RULE = Rule(

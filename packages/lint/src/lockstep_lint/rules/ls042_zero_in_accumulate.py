@@ -44,7 +44,7 @@ RULE = Rule(
     name="zero_grad first in accumulate()",
     what="Under `accelerator.accumulate(model)`, `optimizer.zero_grad()` comes before backward instead of after step.",
     why=(
-        "A prepared optimizer's zero_grad does something in the last micro-batch only, where gradients are synchronised. "
+        "A prepared optimizer's zero_grad does something in the last micro-batch only, where gradients are exchanged. "
         "Called first, it wipes what the others have accumulated, and each step is made of one micro-batch."
     ),
     bad="""
