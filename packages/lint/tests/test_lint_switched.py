@@ -114,8 +114,14 @@ if __name__ == "__main__":
         ("score = self.run(epoch=epoch, cross_valid=True)", "loss = self.model(x).mean()", True),
         ("print(self.run(epoch, cross_valid=True))", "y = self.model(x); loss = y.sum()", True),
         ("with torch.no_grad(): self.run(epoch, cross_valid=True)", "loss = self.model(x)", False),
-        ("self.run(epoch, verbose=True)", "loss = self.model(x)", False),
-        ("self.run(epoch, do_evaluate=True)", "loss = self.model(x)", False),  # besides its training
+        ("self.run(epoch, verbose=True)", "loss = self.model(x)", True),  # it trains, in eval mode
+        ("self.run(epoch, do_evaluate=True)", "loss = self.model(x)", True),
+        ("self.model.train(); self.run(epoch, verbose=True)", "loss = self.model(x)", False),
+        (
+            "self.model.train(); self.run(epoch, do_evaluate=True)",
+            "loss = self.model(x)",
+            False,
+        ),  # besides its training
         (
             "self.run(epoch, cross_valid=True)",
             "with torch.set_grad_enabled(not cross_valid): loss = self.model(x)",

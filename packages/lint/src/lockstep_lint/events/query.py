@@ -2,12 +2,13 @@
 
 import ast
 
+from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.index import Scope
 from lockstep_lint.analysis.nodes import dotted, keyword, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event
 
-__all__ = ["alone", "many", "same", "side", "sides", "things"]
+__all__ = ["alone", "calls_after", "many", "same", "side", "sides", "subject", "things"]
 
 
 def side(view: View, block: Block) -> int:
@@ -53,7 +54,8 @@ def things(view: View, node: ast.expr | None, scope: Scope) -> frozenset[object]
             if inner is not None:
                 queue.append((inner, place))
             else:
-                found.add(made if isinstance(made, ast.Call) else (owner_of(made, place), dotted(made)))
+                named = dotted(made) is not None
+                found.add((owner_of(made, place), dotted(made)) if named else made)
     return frozenset(found)
 
 
@@ -79,12 +81,28 @@ def owner_of(node: ast.expr, scope: Scope) -> object:
     return scope.module
 
 
+def subject(event: Event, within: Scope | None = None) -> tuple[ast.expr | None, Scope]:
+    """What an event is done to: where that is a parameter, what the calls that lead to the event pass for it, up to a
+    function.
+    """
+    node, scope = event.mark.subject, event.scope
+    for block in reversed(event.path):
+        if isinstance(block, CallBlock) and block.function is scope and isinstance(node, ast.Name):
+            if scope is within or node.id not in scope.params or node.id in scope.binds:
+                break
+            given = passed(block.site, scope, node.id)
+            if given is None:
+                break
+            node, scope = given, block.site.scope
+    return node, scope
+
+
 def same(view: View, one: Event, other: Event) -> bool:
-    """Whether two events may concern one object: by what made it, or by its name."""
-    first, second = one.mark.subject, other.mark.subject
-    if dotted(first) is not None and dotted(first) == dotted(second) and one.scope is other.scope:
+    """Whether two events may concern one object: by its name in one function, or by what made it."""
+    (first, here), (second, there) = subject(one), subject(other)
+    if dotted(first) is not None and dotted(first) == dotted(second) and here is there:
         return True
-    return bool(things(view, first, one.scope) & things(view, second, other.scope))
+    return bool(things(view, first, here) & things(view, second, there))
 
 
 def calls_after(event: Event, block: Block) -> list[CallBlock]:

@@ -7,7 +7,7 @@ from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import dotted, keyword
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event, apart
-from lockstep_lint.events.query import things
+from lockstep_lint.events.query import subject, things
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -32,8 +32,8 @@ def check(view: View) -> Iterator[Found]:
             if before:
                 continue
             if after and after[0].module is view.module:
-                late = f"moved to its device only after DDP took it on line {wrap.line}: move the model first, then wrap it"
-                yield Found(after[0].node, late)
+                late = f"moved to its device only after DDP took it on line {wrap.line}"
+                yield Found(after[0].node, f"{late}: move the model first, then wrap it")
             elif name and part_moved(site.scope, name, site.line):
                 yield at(
                     site, f"only a part of {called} was moved to the device: move the whole model before wrapping it"
@@ -45,7 +45,7 @@ def check(view: View) -> Iterator[Found]:
 def moves(view: View, run: Run, wrap: Event) -> tuple[list[Event], list[Event]]:
     """The moves of the model that a wrapper is given, before the wrapper and after it."""
     model = things(view, wrap.mark.subject, wrap.scope)
-    found = [m for m in run.of("move") if not apart(m, wrap) and model & things(view, m.mark.subject, m.scope)]
+    found = [m for m in run.of("move") if not apart(m, wrap) and model & things(view, *subject(m))]
     return [m for m in found if m.place < wrap.place], [m for m in found if m.place > wrap.place]
 
 

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import passed
-from lockstep_lint.analysis.context import Loop, above, guards
+from lockstep_lint.analysis.context import above, guards
 from lockstep_lint.analysis.evaluation import (
     evaluations,
     foreign,
@@ -18,8 +18,10 @@ from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_true, last, walk
 from lockstep_lint.analysis.origins import default, truth
-from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, Mark, apart, turn
+from lockstep_lint.events.query import same, subject, things
+from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -74,36 +76,6 @@ def values(view: View, function: Scope, name: str, depth: int) -> Iterator[tuple
 OTHERS = Words(r"teacher|(?<![a-z])ema|(^|_)(ref|old|target|frozen|pretrained|best|final|test|eval)(_|$)")
 
 
-def lasting(view: View, sites: list[Site], training: Training) -> Iterator[Site]:
-    """The calls in a loop that switch the trained model to eval mode, in which it still is when it trains next."""
-    ordered = sorted(sites, key=lambda site: (site.line, site.call.col_offset))
-    switches = [place for place, site in enumerate(ordered) if evals_model(view, site, training)]
-    trains = [place for place, site in enumerate(ordered) if view.trainings.trains([site])] if switches else []
-    if not trains:
-        return
-    back = [place for place, site in enumerate(ordered) if switches_back(view, site)]
-    if len(trains) > 1 and back:  # of two calls of what trains, one may only evaluate (`run(train=False)`)
-        return
-    for switch in switches:
-        until = min(after(place, switch, len(ordered)) for place in trains)
-        if not any(after(place, switch, len(ordered)) <= until for place in back):
-            yield ordered[switch]
-
-
-def after(place: int, start: int, turn: int) -> int:
-    """How far a place comes after another in a loop, in whose next turn what stands before it comes."""
-    return (place - start) % turn
-
-
-def switches_back(view: View, site: Site) -> bool:
-    """Whether a call switches a model to train mode, itself or below."""
-
-    def switches(found: Site) -> bool:
-        return found.name == "train" and found.receiver is not None and not trains_object(view, found)
-
-    return view.effects.find([site], switches) is not None
-
-
 def trains_object(view: View, site: Site) -> bool:
     """Whether `x.train(...)` is a method of the project rather than nn.Module's."""
     return view.calls.target(site.call, site.scope) is not None and not (
@@ -111,62 +83,11 @@ def trains_object(view: View, site: Site) -> bool:
     )
 
 
-def evals_model(view: View, site: Site, training: Training) -> bool:
-    """Whether a call switches the trained model to eval mode, itself or below."""
-    if site.name == "eval":
-        return site.receiver is not None and trained(view, site.receiver, site.scope, training)
-    return any(
-        trained(view, given_for(s, f, site), site.scope, training)
-        for f in view.calls.runs(site)
-        if EVALUATION.search(f.name) or of_same_object(view, f, training)
-        for s in f.named("eval")
-    )
-
-
-def of_same_object(view: View, function: Scope, training: Training) -> bool:
-    """Whether a function that trains nothing is no method, or one of the object that trains: what another object calls
-    its model is another model (a metric's, say).
-    """
-    if function.name == "__init__" or view.trainings.trains(function.sites):
-        return False
-    return function.owner is None or function.owner in (training.scope.owner, training.backward.scope.owner)
-
-
-def given_for(site: Site, function: Scope, call: Site) -> ast.expr | None:
-    """What a method is called on: the caller's argument where that is a parameter, nothing where it is made there."""
-    name = dotted(site.receiver)
-    if name in function.params:
-        return passed(call, function, name)
-    return None if name in function.binds else site.receiver
-
-
-# What the model is called under its wrapper.
-INNER = Words(r"^(raw|unwrapped|bare)_(model|net)$|^(model|net|network)_(without|wo|no)_(ddp|dp|parallel)$")
-
-
-def trained(view: View, node: ast.expr | None, scope: Scope, training: Training) -> bool:
-    """Whether a value is the trained model, by its name or because the training switches it to train mode."""
-    if last(node) in ("model", "net", "network", "ddp_model", "self") or INNER.search(last(node)):
-        return True
-    if node is None:
-        return False
-    modes = (s for s in training.scope.named("train") if s.receiver is not None and not trains_object(view, s))
-    names = {dotted(node), unwrapped(node, scope)}
-    return any(dotted(s.receiver) in names for s in modes) or (
-        not OTHERS.search(last(node)) and called(unwrapped(node, scope), training)
-    )
-
-
-def unwrapped(node: ast.expr, scope: Scope) -> str | None:
-    """The name of the wrapped model that a name is given the inside of (`raw_model = engine.module`)."""
-    given = [bind.value for bind in scope.binds.get(dotted(node) or "", [])]
-    made = {dotted(value.value) for value in given if isinstance(value, ast.Attribute) and value.attr == "module"}
-    return made.pop() if len(made) == 1 else None
-
-
-def called(name: str | None, training: Training) -> bool:
-    """Whether the training calls a model of a name."""
-    return name is not None and any(dotted(site.call.func) == name for site in training.scope.sites)
+# What the model is called, also under its wrapper.
+TRAINED = Words(
+    r"^(model|net|network|ddp_model|self)$|^(raw|unwrapped|bare)_(model|net)$"
+    r"|^(model|net|network)_(without|wo|no)_(ddp|dp|parallel)$"
+)
 
 
 TRAINS = Words(r"^(is_)?train$|^training$")
@@ -323,32 +244,80 @@ def present(view: View, scope: Scope, line: int, depth: int, call: ast.Call | No
     return None if None in answers else False
 
 
+STAYS = "the model stays in eval mode for the training that follows: call model.train() after"
+
+
 def not_restored(view: View) -> Iterator[Found]:
-    """A loop that switches to eval mode and trains on in it."""
-    for training in view.training:
-        before = (s for s in training.scope.named("eval") if s.line < training.loop.lineno)
-        meant = any(s.receiver is not None for s in before)  # frozen statistics
-        steps = (training.loop, training.scope, training.loop)
-        for loop, scope, _ in (*view.trainings.epochs(training), steps):
-            if scope.module is not view.module or meant:
-                continue
-            sites = [s for s in view.effects.block(loop, scope) if s.stmt is not loop]
-            found = (s for s in lasting(view, sites, training) if loop is not training.loop or between(s, loop))
-            switch = next(found, None)
-            if switch is not None:
-                yield at(switch, "the model stays in eval mode for the training that follows: call model.train() after")
-                break
+    """The calls that switch the trained model to eval mode, in which it still is when it trains next."""
+    for run in runs(view):
+        done: set[Mark] = set()
+        steps = {back.loops[-1] for back in run.of("backward") if back.loops}
+        for loop in {each: None for back in run.of("backward") for each in reversed(back.loops)}:
+            switch = left_on(view, run, loop, loop not in steps)
+            if switch is not None and switch.mark not in done:
+                done.add(switch.mark)
+                calls = (block.site for block in switch.within(loop) if isinstance(block, CallBlock))
+                site = next(calls, switch.mark.site)
+                if site is not None and site.module is view.module:
+                    yield at(site, STAYS)
 
 
-def between(site: Site, loop: Loop) -> bool:
-    """Whether more steps follow a call in a loop over steps: neither is it made in the last one only, nor does the
-    loop end after it.
-    """
-    if any(in_last(guard.test) for guard in guards(site.stmt, site.module, loop)):
+def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> Event | None:
+    """The switch to eval mode that is the last one before a backward, in a turn of a loop or from one to the next."""
+    events = list(turn(run.events, loop, "eval", "train", "mode", "backward"))
+    mode: Event | None = None
+    for event in (*events, *events):
+        if event.kind == "backward" and mode is not None and not apart(mode, event) and stepped(run, loop, event):
+            return mode
+        if event.kind in ("train", "mode"):
+            mode = None
+        elif event.kind == "eval" and is_trained(view, run, event, loop) and goes_on(event, loop, epochs):
+            mode = event
+    return None
+
+
+def stepped(run: Run, loop: LoopBlock, backward: Event) -> bool:
+    """Whether a step may be made of the gradients of a backward in its turn, where any steps are in sight."""
+    steps = list(turn(run.events, loop, "step"))
+    return not steps or any(step.place > backward.place or step.loops[-1:] != [loop] for step in steps)
+
+
+def is_trained(view: View, run: Run, switch: Event, loop: LoopBlock) -> bool:
+    """Whether a switch is of the model that a loop trains, which is not meant to train in eval mode."""
+    node, home = subject(switch, loop.scope)
+    name = last(node)
+    if name != "self" and OTHERS.search(name):
+        return False
+    model = things(view, node, home)
+    own = home.owner is loop.scope.owner or not (dotted(node) or "").startswith("self.")
+    named = TRAINED.search(name) and not any(isinstance(made, ast.Call) for made in model) and own
+    if not named and not any(model & things(view, node, scope) for node, scope in trained(run, loop)):
+        return False
+    before = (e for e in run.of("eval") if e.place < loop.start and e.scope is loop.scope)
+    return not any(same(view, e, switch) for e in before)  # frozen statistics
+
+
+def trained(run: Run, loop: LoopBlock) -> Iterator[tuple[ast.expr, Scope]]:
+    """The models that a loop runs, or that are switched to training mode."""
+    training = {loop.scope, *(back.scope for back in turn(run.events, loop, "backward"))}
+    for event in (*turn(run.events, loop, "forward"), *run.of("train")):
+        node, home = subject(event)
+        if node is not None and (event.scope in training or event.kind == "train"):
+            yield node, home
+    yield from ((site.call.func, site.scope) for site in loop.scope.sites if isinstance(site.call.func, ast.Name))
+
+
+def goes_on(switch: Event, loop: LoopBlock, epochs: bool) -> bool:
+    """Whether more turns of a loop follow a switch: not in the last one only, nor does the loop end."""
+    inner = switch.within(loop)
+    site = next((block.site for block in inner if isinstance(block, CallBlock)), switch.mark.site)
+    if epochs or site is None:
+        return True
+    if any(isinstance(block, ArmBlock) and in_last(block.node) for block in inner):
         return False
     blocks = [node for node, _ in above(site.stmt, site.module)]
-    inner = blocks[: blocks.index(loop)] if loop in blocks else []
-    held = [stmt for node in (*inner, loop) for part in ("body", "orelse") for stmt in getattr(node, part, [])]
+    around = blocks[: blocks.index(loop.node) + 1] if loop.node in blocks else []
+    held = [stmt for node in around for part in ("body", "orelse") for stmt in getattr(node, part, [])]
     return not any(isinstance(stmt, ast.Break | ast.Return) and stmt.lineno > site.line for stmt in held)
 
 
