@@ -14,6 +14,7 @@ __all__ = [
     "Effects",
     "given",
     "passed",
+    "turns_off_gradients",
 ]
 
 

@@ -16,6 +16,7 @@ from lockstep_lint.analysis.view import View
 
 __all__ = [
     "MODELS",
+    "RUNS",
     "evaluations",
     "foreign",
     "forward_of_phases",

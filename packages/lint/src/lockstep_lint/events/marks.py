@@ -3,11 +3,12 @@
 import ast
 from collections.abc import Callable, Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import COLLECTIVES
 from lockstep_lint.analysis.context import loops
 from lockstep_lint.analysis.engines import OF_FABRIC, SAVES, WAITS, saves_on_all, waits_in_accelerate
-from lockstep_lint.analysis.evaluation import MODELS
-from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.evaluation import MODELS, RUNS, evaluations
+from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL, SCALER
 from lockstep_lint.analysis.nodes import argument, constant, dotted, is_none, keyword, last, walk
 from lockstep_lint.analysis.processes import STARTS
@@ -72,6 +73,8 @@ class Marks:
     def read(self, site: Site, known: bool) -> Found:
         """The kinds of events that a call is; `known` says that it runs functions of the project."""
         name = site.name
+        if site.call in self.evaluations(site.scope.module):
+            yield "evaluate", self.run_by(site), ""
         for reader in self.readers.get(name, ()):
             yield from reader(site)
         if name.endswith(("Parallel", "DDP")):
@@ -85,6 +88,16 @@ class Marks:
             func = site.call.func
             if isinstance(func, ast.Name | ast.Attribute) and not self.full(site):
                 yield "forward", func, ""
+
+    @kept
+    def evaluations(self, module: Module) -> frozenset[ast.Call]:
+        """The calls of a file that evaluate."""
+        return frozenset(site.call for site in evaluations(self.analysis.view(module)))
+
+    def run_by(self, site: Site) -> ast.expr:
+        """The model that a call runs, itself or by a method."""
+        func = site.call.func
+        return func.value if isinstance(func, ast.Attribute) and RUNS.search(func.attr) else func
 
     def handed(self, site: Site) -> Iterator[Scope]:
         """The functions of the project that a call out of sight is given, which may run them."""

@@ -102,7 +102,7 @@ def check(view: View) -> Iterator[Found]:
         missing = [
             what
             for what, present in (
-                ("model.eval()", in_eval_mode(view, site)),
+                ("model.eval()", seen(view, site)),
                 ("torch.no_grad()", without_graph(view, site)),
             )
             if present is False
@@ -114,6 +114,26 @@ def check(view: View) -> Iterator[Found]:
     yield from by_phase(view)
     yield from without_training(view)
     yield from not_restored(view)
+
+
+def seen(view: View, site: Site) -> bool | None:
+    """Whether the programs that make a call do so in eval mode, or what its file says without any."""
+    programs = [run for run in runs(view) if run.entry.kind == "module"]
+    found = {in_mode(view, run, e) for run in programs for e in run.of("evaluate") if e.node is site.call}
+    if not found or None in found:
+        return in_eval_mode(view, site)
+    return False not in found
+
+
+def in_mode(view: View, run: Run, event: Event) -> bool | None:
+    """Whether the model that an event evaluates is in eval mode; None where that cannot be seen."""
+    modes = [m for m in run.of("eval", "train", "mode") if m.place < event.place and not apart(m, event)]
+    own = [m for m in modes if same(view, m, event)]
+    if own:
+        return own[-1].kind != "train"
+    if any(isinstance(made, ast.Call) and last(made) == "from_pretrained" for made in things(view, *subject(event))):
+        return None  # it comes in eval mode, and stays so
+    return None if any(m.kind != "train" for m in modes) else False
 
 
 def by_flag(view: View) -> Iterator[Found]:
