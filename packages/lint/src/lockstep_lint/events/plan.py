@@ -17,6 +17,8 @@ __all__ = ["Branch", "Do", "Plan", "Repeat", "Step", "Try", "With", "plan"]
 # Early exits, and blocks, nested deeper than this are generated code.
 MAX_EXITS = 25
 MAX_DEPTH = 60
+# Expressions whose parts are not all worked out, once, from left to right.
+FORKS = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 ENDS = ("exit", "_exit", "quit", "abort")
 
 
@@ -101,7 +103,9 @@ class _Planner:
                 self.does[site.call] = Do(site, marks, functions)
                 self.loud.add(site.stmt)
                 self.result.functions.update(dict.fromkeys(functions))
-        self.result.steps, _ = self.block(getattr(scope.node, "body", []), 0)
+        self.grads = any(key.endswith(".grad") for key in scope.binds)
+        if self.does or self.grads:
+            self.result.steps, _ = self.block(getattr(scope.node, "body", []), 0)
         self.result.marked = self.result.marked or any(do.marks for do in self.does.values())
 
     def block(self, body: list[ast.stmt], depth: int) -> tuple[list[Step], list[Exit]]:
@@ -166,7 +170,7 @@ class _Planner:
             for child in ast.iter_child_nodes(stmt):
                 if isinstance(child, ast.expr) and not isinstance(getattr(child, "ctx", None), ast.Store):
                     steps += self.expression(child, stmt)
-        marks = self.assigned(stmt, self.scope) if isinstance(stmt, ast.Assign | ast.AugAssign) else ()
+        marks = self.assigned(stmt, self.scope) if self.grads and isinstance(stmt, ast.Assign) else ()
         if marks:
             steps.append(Do(None, marks, ()))
             self.result.marked = True
@@ -222,9 +226,13 @@ class _Planner:
 
     def expression(self, root: ast.expr, stmt: ast.stmt) -> list[Step]:
         """The steps of an expression, in the order in which its parts are worked out."""
-        if stmt not in self.loud or not any(node in self.does for node in walk(root) if isinstance(node, ast.Call)):
+        if stmt not in self.loud:
             return []
-        return self.parts(root)
+        nodes = list(walk(root))
+        if any(isinstance(node, FORKS) for node in nodes):
+            return self.parts(root)
+        found = [node for node in nodes if isinstance(node, ast.Call) and node in self.does]
+        return [self.does[node] for node in sorted(found, key=end)]
 
     def parts(self, node: ast.AST) -> list[Step]:
         if isinstance(node, ast.Lambda):
@@ -263,6 +271,11 @@ def joined(tests: tuple[tuple[ast.expr, bool], ...]) -> tuple[ast.expr, bool]:
         return tests[0]
     values = [test if when else ast.copy_location(ast.UnaryOp(ast.Not(), test), test) for test, when in tests]
     return ast.copy_location(ast.BoolOp(ast.And(), values), tests[0][0]), True
+
+
+def end(call: ast.Call) -> tuple[int, int]:
+    """Where a call ends, which says in what order calls are made."""
+    return call.end_lineno or 0, call.end_col_offset or 0
 
 
 def name_of(call: ast.Call) -> str:

@@ -4,11 +4,14 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import Loop, above, apart, guards, inside, loops
+from lockstep_lint.analysis.context import Loop, guards, inside
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import argument, constant, dotted, idents, keyword, last, strings, walk
-from lockstep_lint.analysis.training import Training
+from lockstep_lint.analysis.nodes import argument, constant, idents, keyword, last, strings, walk
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart, turn
+from lockstep_lint.events.query import same
+from lockstep_lint.events.run import Run, runs
+from lockstep_lint.events.steps import step_loops
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -16,6 +19,7 @@ __all__ = ["RULE"]
 
 STEPS = re.compile(r"step|iter|len|loader|batches", re.IGNORECASE)
 EPOCHS = re.compile(r"epoch", re.IGNORECASE)
+BEFORE = "steps the schedule before the optimizer: the first rate is skipped, so call optimizer.step() first"
 HEAD = "steps the schedule before the epoch's training: the first rate is skipped, so step it after"
 # The class of a scheduler, the call that makes it and the scope of that.
 Made = tuple[str, ast.Call, Scope]
@@ -26,15 +30,19 @@ TORCH = re.compile(r"^torch\.optim\.lr_scheduler\.(\w+)$")
 
 def check(view: View) -> Iterator[Found]:
     """Looks at every scheduler.step(): in which loop it runs, and before or after what."""
-    for site in view.sites("step"):
-        if not view.steps.steps_scheduler(site) or site.call.args or site.call.keywords:
-            continue  # `step(epoch)` sets that epoch's own rate wherever it stands
-        made = schedulers(view, site)
-        if any(name == "ReduceLROnPlateau" for name, *_ in made) or view.names.definition(site.call.func, site.scope):
-            continue
-        message = misplaced(view, site, made) or early(view, site)
-        if message:
-            yield at(site, message)
+    for run in runs(view):
+        for event in run.of("schedule"):
+            site = event.mark.site
+            if site is None or site.module is not view.module or site.call.args or site.call.keywords:
+                continue  # `step(epoch)` sets that epoch's own rate wherever it stands
+            made = schedulers(view, site)
+            if any(name == "ReduceLROnPlateau" for name, *_ in made) or view.names.definition(
+                site.call.func, site.scope
+            ):
+                continue
+            message = misplaced(view, run, event, made) or early(view, run, event)
+            if message:
+                yield at(site, message)
 
 
 def schedulers(view: View, site: Site) -> list[Made]:
@@ -62,10 +70,10 @@ def plain(kind: str) -> str:
     return kind.lower().replace("_", "").replace("lr", "")
 
 
-def misplaced(view: View, site: Site, made: list[Made]) -> str:
+def misplaced(view: View, run: Run, event: Event, made: list[Made]) -> str:
     """A horizon counted in steps with a step an epoch, or the other way round."""
-    where = place(view, site)
-    if where == "epoch" and leftover(view, site):
+    where = place(run, event)
+    if where == "epoch" and leftover(view, run, event):
         return ""
     for name, call, scope in made:
         if where == "epoch" and name == "OneCycleLR" and not by_the_epoch(call):
@@ -83,19 +91,19 @@ def misplaced(view: View, site: Site, made: list[Made]) -> str:
             where == "batch"
             and name == "CosineAnnealingLR"
             and isinstance(constant(horizon), int)
-            and not bounded(view, site, horizon)
+            and not bounded(event, horizon)
         ):
             return f"T_max={constant(horizon)} is a fixed number of steps: give it the steps that the run takes"
     return ""
 
 
-def leftover(view: View, site: Site) -> bool:
+def leftover(view: View, run: Run, event: Event) -> bool:
     """Whether a step under a test, around a loop over batches, is one more of a scheduler that is stepped in that loop
     too: for the last incomplete group of an accumulation.
     """
-    key = dotted(site.receiver)
-    others = [s for s in site.scope.named("step") if s is not site and key is not None and dotted(s.receiver) == key]
-    return any(True for _ in guards(site.stmt, site.module)) and any(place(view, s) == "batch" for s in others)
+    others = (other for other in run.of("schedule") if other is not event and place(run, other) == "batch")
+    tests = [block for block in event.within(event.loops[-1]) if isinstance(block, ArmBlock)]
+    return bool(tests) and any(same(view, event, other) for other in others)
 
 
 def length(name: str, call: ast.Call) -> ast.expr | None:
@@ -136,67 +144,50 @@ def multiplied(node: ast.expr) -> bool:
     return any(isinstance(item, ast.BinOp) and isinstance(item.op, ast.Mult) for item in ast.walk(node))
 
 
-def bounded(view: View, site: Site, horizon: ast.expr) -> bool:
+def bounded(event: Event, horizon: ast.expr) -> bool:
     """Whether a loop runs for just as many steps."""
     value = constant(horizon)
-    return any(constant(node) == value for loop in loops(site.stmt, site.module) for node in ast.walk(header(loop)))
+    loops = (loop.node for loop in event.loops if isinstance(loop.node, Loop))
+    return any(constant(node) == value for loop in loops for node in ast.walk(header(loop)))
 
 
 def header(loop: Loop) -> ast.expr:
     return loop.test if isinstance(loop, ast.While) else loop.iter
 
 
-def place(view: View, site: Site) -> str:
-    """ "batch" if the scheduler is stepped in a loop over batches, "epoch" if around one, "" if that is not clear."""
-    nest = loops(site.stmt, site.module)
-    for training in view.trainings.near(site.module):
-        if nest and training.loop is nest[0]:
-            return "batch"
-    for training in view.trainings.near(site.module):
-        for loop, scope, _ in view.trainings.epochs(training):
-            if nest and loop is nest[0] and scope is site.scope:
-                return "epoch"
-    if not nest:
-        for training in view.trainings.near(site.module):
-            if site.scope is training.backward.scope and site.scope is not training.scope:
-                return "batch"
-            if site.scope is training.scope and ends_epoch(view, site, training):
-                return "epoch"
-    return ""
+def place(run: Run, event: Event) -> str:
+    """ "batch" if a scheduler is stepped in a loop over batches, "epoch" if around one, "" if that is not clear."""
+    loop = event.loops[-1] if event.loops else None
+    if loop is None:
+        return ""
+    if any(loop in (found.loop, found.inner) for found in step_loops(run)):
+        return "batch"
+    around = (back.loops for back in run.of("backward"))
+    return "epoch" if any(loop in loops[:-1] for loops in around) else ""
 
 
-def ends_epoch(view: View, site: Site, training: Training) -> bool:
-    """Whether a call stands after the loop of a function that trains one epoch."""
-    ended = (training.loop.end_lineno or site.line) < site.line and not loops(training.loop, site.module)
-    return ended and any(scope is not site.scope for _, scope, _ in view.trainings.epochs(training))
-
-
-def early(view: View, site: Site) -> str:
+def early(view: View, run: Run, event: Event) -> str:
     """A scheduler stepped at the head of the epoch, or before the optimizer in the same pass."""
-    made = list(view.origins.calls_of(site.receiver, site.scope))
+    node, scope = event.mark.subject, event.scope
+    made = list(view.origins.calls_of(node, scope))
     ours = [call for call, _, full in made if full]
     if len(ours) == len(made) and made and not any(like_torch(view, *origin) for origin in made):
         return ""  # another library's scheduler, with rules of its own
-    nest = loops(site.stmt, site.module)
-    if not nest:
-        return HEAD if begins_epoch(site.scope) or heads_epoch(view, site) else ""
-    block = nest[0].body
-    if site.stmt not in [s for stmt in block for s in (stmt, *inner(stmt))] and not flagged(site, nest[0]):
+    where = place(run, event)
+    if not where:
+        return HEAD if begins_epoch(scope) else ""
+    loop = event.loops[-1]
+    tests = [block for block in event.within(loop) if isinstance(block, ArmBlock)]
+    if (len(tests) > 1 and not all(map(is_flag, tests))) or any(carried(block, event, loop) for block in tests):
         return ""
-    if carried(site, nest[0]):
-        return ""
-    for item in view.trainings.near(site.module):
-        if item.loop is nest[0]:
-            return before_optimizer(view, site, item.loop)
-        for loop, scope, stmt in view.trainings.epochs(item):
-            if (
-                loop is nest[0]
-                and scope is site.scope
-                and site.line < stmt.lineno
-                and not trained_before(view, site, nest[0])
-            ):
-                return HEAD
-    return ""
+    around = [e for e in turn(run.events, loop, "backward", "step") if not apart(e, event)]
+    before, after = [e for e in around if e.place < event.place], [e for e in around if e.place > event.place]
+    steps = [e for e in after if e.kind == "step"]
+    if where == "batch":
+        wrong = not any(e.kind == "step" for e in before) and len({last(e.mark.subject) for e in steps}) == 1
+        return BEFORE if wrong else ""
+    dated = any(named(block.node, EPOCHS) for block in tests)  # `if epoch > 0`
+    return HEAD if not before and after and not dated else ""
 
 
 def begins_epoch(scope: Scope) -> bool:
@@ -205,19 +196,6 @@ def begins_epoch(scope: Scope) -> bool:
         isinstance(item, ast.Call) and last(item) == "on" and "EPOCH_STARTED" in map(last, item.args)
         for item in scope.decorators
     )
-
-
-def heads_epoch(view: View, site: Site) -> bool:
-    """Whether a step stands before the loop of a function that trains one epoch, which a loop over epochs calls."""
-    if any(named(guard.test, EPOCHS) for guard in guards(site.stmt, site.module)):
-        return False  # `if epoch > 0`
-    if any(s.line < site.line and view.steps.steps_optimizer(s) for s in site.scope.sites):
-        return False
-    trainings = [t for t in view.trainings.near(site.module) if t.scope is site.scope]
-    first = min(trainings, key=lambda training: training.loop.lineno, default=None)
-    if first is None or site.line >= first.loop.lineno or loops(first.loop, site.module):
-        return False
-    return any(scope is not site.scope for _, scope, _ in view.trainings.epochs(first))
 
 
 def like_torch(view: View, call: ast.Call, scope: Scope, full: str) -> bool:
@@ -231,56 +209,16 @@ def like_torch(view: View, call: ast.Call, scope: Scope, full: str) -> bool:
     return bool(TORCH.match(full)) or "get_" in full
 
 
-def inner(stmt: ast.stmt) -> list[ast.stmt]:
-    """The statements of an `if` without loops."""
-    return [*stmt.body, *stmt.orelse] if isinstance(stmt, ast.If) else []
+def is_flag(block: ArmBlock) -> bool:
+    """Whether a test is of flags, which are no counts (`if not accelerator.optimizer_step_was_skipped:`)."""
+    return not any(isinstance(item, ast.Compare | ast.BinOp | ast.Call) for item in walk(block.node))
 
 
-def flagged(site: Site, loop: Loop) -> bool:
-    """Whether nothing but `with` blocks and tests of flags, which are no counts, stand between a step and its loop
-    (`if accelerator.sync_gradients: if not accelerator.optimizer_step_was_skipped:`).
-    """
-    for node, place in above(site.stmt, site.module):
-        if node is loop:
-            return place == "body"
-        if not isinstance(node, ast.With | ast.If):
-            return False
-        test = node.test if isinstance(node, ast.If) else None
-        if test is not None and any(isinstance(item, ast.Compare | ast.BinOp | ast.Call) for item in walk(test)):
-            return False
-    return False
-
-
-def carried(site: Site, loop: Loop) -> bool:
-    """Whether a step depends on a flag that an earlier turn of its loop sets (`started = True` at the loop's end)."""
-    flags = {name for guard in guards(site.stmt, site.module, loop) for name in idents(guard.test)}
-    later = (bind.stmt for name in flags for bind in site.scope.binds.get(name, []) if bind.stmt.lineno > site.line)
-    return any(inside(stmt, loop, site.module) for stmt in later)
-
-
-def trained_before(view: View, site: Site, loop: Loop) -> bool:
-    """Whether training stands before the scheduler's step in the same epoch."""
-    sites = [s for s in view.effects.block(loop, site.scope) if s.line < site.line and s.stmt is not loop]
-    return view.trainings.trains(sites) or any(view.steps.steps_optimizer(s) for s in sites)
-
-
-def before_optimizer(view: View, site: Site, loop: Loop) -> str:
-    """A scheduler's step that comes before the optimizer's, with no optimizer step earlier in the pass."""
-    block = view.trainings.body(loop, site.scope)
-    steps = [s for s in block if view.steps.steps_optimizer(s) and not (s.scope is site.scope and apart(site, s))]
-    if (
-        not steps
-        or any((s.line, s.call.col_offset) < (site.line, site.call.col_offset) for s in steps)
-        or len({last(s.receiver) for s in steps}) > 1
-    ):
-        return ""
-    if any(
-        view.trainings.steps_in(stmt, site.scope)
-        for stmt in loop.body
-        if isinstance(stmt, Loop) and stmt.lineno < site.line
-    ):
-        return ""
-    return "steps the schedule before the optimizer: the first rate is skipped, so call optimizer.step() first"
+def carried(block: ArmBlock, event: Event, loop: LoopBlock) -> bool:
+    """Whether a test asks a flag that an earlier turn of its loop sets (`started = True` at the loop's end)."""
+    scope, node = block.scope, loop.node
+    later = (b.stmt for name in idents(block.node) for b in scope.binds.get(name, []) if b.stmt.lineno > event.line)
+    return isinstance(node, Loop) and any(inside(stmt, node, scope.module) for stmt in later)
 
 
 RULE = Rule(
