@@ -3,11 +3,11 @@
 import ast
 
 from lockstep_lint.analysis.context import Loop, loops
-from lockstep_lint.analysis.gradients import Accumulation
 from lockstep_lint.analysis.index import Module, Site
 from lockstep_lint.analysis.nodes import dotted, is_true, keyword, walk
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.steps import Accumulation
 from lockstep_lint.finding import Change
 
 __all__ = ["epoch_set", "sampler_given", "synced_last", "unscaled", "wrapped"]
@@ -90,6 +90,7 @@ def synced_last(view: View, found: Accumulation) -> tuple[Change, ...]:
     training, module = found.training, view.module
     if (
         found.guard is None
+        or not found.guard.when
         or not isinstance(training.loop, Loop)
         or training.backward.scope is not training.scope
         or training.scope.module is not module

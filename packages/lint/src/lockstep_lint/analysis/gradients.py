@@ -2,26 +2,22 @@
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
-from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed
-from lockstep_lint.analysis.context import Guard, above, guards, loops, parted
-from lockstep_lint.analysis.context import apart as context_apart
+from lockstep_lint.analysis.context import Guard
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, mentions, walk
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
 
 __all__ = [
-    "Accumulation",
-    "accumulations",
     "around",
     "is_micro_loop",
     "modulo",
     "outside",
     "periodic",
     "steps_by",
+    "told_when",
     "unseen",
 ]
 
@@ -32,73 +28,6 @@ PARTS = ("micro", "accum", "chunk")
 CUTS = ("split", "chunk", "tensor_split")
 MAX_BACKWARDS = 6
 MAX_CALLERS = 6
-
-
-@dataclass(frozen=True)
-class Accumulation:
-    """A training loop that steps every n-th turn (`guard` is that test), or after an inner loop (`guard` is None)."""
-
-    training: Training
-    step: Site
-    guard: Guard | None
-
-
-@kept
-def accumulations(view: View) -> tuple[Accumulation, ...]:
-    """The accumulating loops of a file, and the functions that an Engine of ignite runs in every step."""
-    return tuple(_accumulations(view))
-
-
-def _accumulations(view: View) -> Iterator[Accumulation]:
-    engines = (training for training in view.trainings.engines(view.module) if training.module is view.module)
-    for training in (*view.training, *engines):
-        if training.micro is not None:
-            step = next(
-                (s for s in view.trainings.body(training.loop, training.scope) if view.steps.steps_optimizer(s)), None
-            )
-            if step is not None and is_micro(view, training):
-                yield Accumulation(training, step, None)
-            continue
-        found = guarded_step(view, training) or stepped_after(view, training)
-        if found is not None:
-            yield found
-
-
-def stepped_after(view: View, training: Training) -> Accumulation | None:
-    """A loop over the parts of a batch that makes up a function, with the step after it, there or where the function is
-    called: the loop over batches is in another function.
-    """
-    whole = replace(training, micro=training.loop)
-    if not is_micro(view, whole) or view.trainings.steps_in(training.loop, training.scope):
-        return None
-    if not repeated(view, training.scope):
-        return None  # one step is no training
-    end = training.loop.end_lineno or training.loop.lineno
-    after = [s for s in training.scope.sites if s.line > end and not loops(s.stmt, s.module)]
-    for caller in view.calls.callers(training.scope)[:MAX_CALLERS]:
-        after += [
-            s
-            for s in caller.scope.sites
-            if s.line > caller.line and loops(s.stmt, s.module) == loops(caller.stmt, caller.module)
-        ]
-    step = next((s for s in after if view.steps.steps_optimizer(s)), None)
-    return Accumulation(whole, step, None) if step is not None and not loops(training.loop, training.module) else None
-
-
-def repeated(view: View, function: Scope) -> bool:
-    """Whether a function is called in a loop, itself or by what calls it."""
-    queue = [function]
-    for _ in range(3):
-        callers = [site for scope in queue for site in view.calls.callers(scope)[:MAX_CALLERS]]
-        if any(loops(site.stmt, site.module) for site in callers):
-            return True
-        queue = [site.scope for site in callers]
-    return False
-
-
-def is_micro(view: View, training: Training) -> bool:
-    """Whether the inner loop of a training runs over parts of a batch."""
-    return isinstance(training.micro, ast.For) and is_micro_loop(view, training.micro, training.scope)
 
 
 def is_micro_loop(view: View, loop: ast.For, scope: Scope) -> bool:
@@ -116,43 +45,6 @@ def is_micro_loop(view: View, loop: ast.For, scope: Scope) -> bool:
 def is_text(call: ast.Call) -> bool:
     """Whether a call divides a text."""
     return not call.args or isinstance(constant(call.args[0]), str)
-
-
-def guarded_step(view: View, training: Training) -> Accumulation | None:
-    """A step that runs in every n-th turn only, while backward runs in each: of all turns, or of those on one side of
-    a test that asks whether to accumulate.
-    """
-    scope = training.backward.scope
-    within = training.loop if scope is training.scope else None
-    inside = view.trainings.body(training.loop, training.scope) if scope is training.scope else scope.sites
-    sites = [s for s in inside if s.scope is scope]
-    for backward in [s for s in sites if view.steps.backwards(s)][:MAX_BACKWARDS]:
-        same = [s for s in sites if not context_apart(s, backward)]
-        rare = [g for g in guards(backward.stmt, scope.module, within) if periodic(view, g, scope)]
-        if any(not divides(view, g, sites) for g in rare):
-            continue
-        outside = [s for s in sites if not parted(s, rare[-1].stmt)] if rare else same
-        steps = [s for s in outside if steps_by(view, s)]
-        tests = [
-            next((g for g in guards(s.stmt, scope.module, within) if periodic(view, g, scope)), None)
-            or (told_when(view, s) if view.steps.helps(s) else None)
-            for s in steps
-        ]
-        if tests and tests[0] is not None and all(tests):
-            pairs = [(s, g) for s, g in zip(steps, tests, strict=True) if g is not None]
-            shared = [(s, g) for s, g in pairs if not has_own(view, g, backward, sites)]
-            step, test = (shared or pairs)[0]
-            return Accumulation(replace(training, backward=backward), step, test)
-    return None
-
-
-def has_own(view: View, guard: Guard, backward: Site, sites: list[Site]) -> bool:
-    """Whether the arm of a test computes gradients of its own, beside those of a backward that stands outside: its step
-    is for them (`if step % 50 == 0: actor_loss.backward(); actor_optimizer.step()`).
-    """
-    arm = "body" if guard.when else "orelse"
-    held = [s for s in sites if any(node is guard.stmt and place == arm for node, place in above(s.stmt, s.module))]
-    return backward not in held and any(map(view.steps.backwards, held))
 
 
 def told_when(view: View, site: Site) -> Guard | None:
@@ -182,18 +74,6 @@ def steps_by(view: View, site: Site) -> bool:
     if not view.effects.does(site, {"step"}) or view.effects.does(site, {"backward", "manual_backward"}):
         return False
     return any(view.steps.steps_optimizer(s) for function in view.calls.runs(site) for s in function.sites)
-
-
-def divides(view: View, guard: Guard, sites: list[Site]) -> bool:
-    """Whether both arms of a test compute gradients and only one of them steps (`model.no_sync()` in the other)."""
-    if not isinstance(guard.stmt, ast.If):
-        return False
-    arms = [
-        [s for s in sites if any(node is guard.stmt and place == arm for node, place in above(s.stmt, s.module))]
-        for arm in ("body", "orelse")
-    ]
-    steps = [any(steps_by(view, s) for s in arm) for arm in arms]
-    return all(any(map(view.steps.backwards, arm)) for arm in arms) and sorted(steps) == [False, True]
 
 
 def periodic(view: View, guard: Guard, scope: Scope) -> bool:

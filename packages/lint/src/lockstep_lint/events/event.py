@@ -23,9 +23,9 @@ __all__ = [
 
 @dataclass(eq=False, slots=True)
 class LoopBlock:
-    """A loop, or a comprehension; its events stand from `start` to `end` in the run."""
+    """A loop, a comprehension, or a function that an engine runs in every step; `start` and `end` count its events."""
 
-    node: ast.For | ast.AsyncFor | ast.While | ast.comprehension
+    node: ast.AST
     scope: Scope
     start: int = 0
     end: int = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import given
-from lockstep_lint.analysis.index import Module, Scope
+from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import dotted, last
 from lockstep_lint.analysis.origins import default
 from lockstep_lint.analysis.project import unit_test
@@ -112,6 +112,10 @@ class _Programs:
             self.loudness[scope] = found
         return found
 
+    def is_engine(self, site: Site) -> bool:
+        """Whether a call makes an Engine of ignite, which runs the function that it is given in every step."""
+        return site.name == "Engine" and self.calls.names.qualify(site.call.func, site.scope).startswith("ignite.")
+
     def run(self, entry: Scope) -> Run:
         """The run from an entry."""
         found = self.made.get(entry)
@@ -191,7 +195,11 @@ class _Runner:
         if not on_self(step):
             owner = self.owner(site.receiver, function, site.scope)
         handed = self.calls.target(site.call, site.scope) is None
+        engine = handed and self.programs.is_engine(site)
         inner = (*path, CallBlock(site, function, handed), *(WithBlock(item, function) for item in function.decorators))
+        loop = LoopBlock(function.node, function, len(self.events)) if engine else None
+        if loop is not None:
+            inner = (*inner, loop)
         self.steps(
             self.programs.plan(function).steps,
             inner,
@@ -200,6 +208,8 @@ class _Runner:
             owner,
             (*stack, function),
         )
+        if loop is not None:
+            loop.end = len(self.events)
 
     def chosen(self, step: Do, owner: Scope | None) -> tuple[Scope, ...]:
         """The functions that a call runs: of the methods of one name, that of the object's class."""

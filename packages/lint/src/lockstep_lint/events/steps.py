@@ -3,14 +3,18 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
-from lockstep_lint.analysis.context import Guard, in_turn
-from lockstep_lint.analysis.gradients import is_micro_loop, periodic
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.context import Guard, Loop, in_turn
+from lockstep_lint.analysis.gradients import is_micro_loop, periodic, told_when
+from lockstep_lint.analysis.index import Site
+from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, parting, turn
-from lockstep_lint.events.run import Run
+from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, parting, seen_from, turn
+from lockstep_lint.events.run import Run, runs
 
-__all__ = ["Accumulating", "StepLoop", "accumulating", "step_loops", "turn_of"]
+__all__ = ["Accumulation", "StepLoop", "accumulating", "accumulations", "step_loops", "turn_of"]
 
 
 @dataclass(eq=False, slots=True)
@@ -47,37 +51,74 @@ def turn_of(run: Run, event: Event, *kinds: str) -> Iterator[Event]:
     return turn(run.events, steps, *kinds) if steps is not None else iter(run.of(*kinds))
 
 
+# The test that keeps a step to some turns: of an `if`, or one that a call is given.
+Arm = ArmBlock | Guard | None
+
+
 @dataclass(eq=False, slots=True)
-class Accumulating:
-    """A loop that computes gradients in each turn, of which only some step, by a test, or after the loop."""
+class Accumulation:
+    """A training loop that steps in every n-th turn (`guard` is that test), or after an inner loop (`guard` is None).
 
+    `loop` is the one that computes gradients in each of its turns.
+    """
+
+    training: Training
+    step: Site
+    guard: Guard | None
     loop: LoopBlock
-    backward: Event
-    step: Event
-    test: ArmBlock | None
 
 
-def accumulating(view: View, run: Run) -> Iterator[Accumulating]:
+@kept
+def accumulations(view: View) -> tuple[Accumulation, ...]:
+    """The accumulating loops of the programs of a file whose backward stands in it."""
+    found = (each for run in runs(view) for each in accumulating(view, run))
+    return tuple(
+        {each.training.backward.call: each for each in found if each.training.backward.module is view.module}.values()
+    )
+
+
+def accumulating(view: View, run: Run) -> Iterator[Accumulation]:
     """The loops of a run that accumulate gradients."""
     for found in step_loops(run):
         inner = found.inner
         if inner is not None:
             after = [step for step in found.steps if step.place >= inner.end]
             if after and isinstance(inner.node, ast.For) and is_micro_loop(view, inner.node, inner.scope):
-                yield Accumulating(inner, found.backwards[0], after[0], None)
+                yield from accumulation(found, found.backwards[0], after[0], None)
             continue
         for backward in found.backwards:
             tests = list(asked(view, found, backward))
-            if tests and tests[0][1] is not None and all(test is not None for _, test in tests):
-                yield Accumulating(found.loop, backward, *tests[0])
+            if tests and all(test is not None for _, test in tests):
+                shared = (pair for pair in tests if not has_own(pair[1], backward, found.backwards))
+                yield from accumulation(found, backward, *next(shared, tests[0]))
                 break
 
 
-def asked(view: View, found: StepLoop, backward: Event) -> Iterator[tuple[Event, ArmBlock | None]]:
+def accumulation(found: StepLoop, backward: Event, step: Event, test: Arm) -> Iterator[Accumulation]:
+    """An accumulation, told at the first of its backwards."""
+    outer, inner = found.loop, found.inner
+    micro = inner.node if inner is not None and isinstance(inner.node, Loop) else None
+    first = next((back for back in found.backwards if test is not None and test in back.path), backward)
+    back, site = min((first, backward), key=lambda event: event.place).mark.site, seen_from(step, backward)
+    if back is not None and site is not None:
+        guard = Guard(test.node, test.when, step.mark.stmt) if isinstance(test, ArmBlock) else test
+        yield Accumulation(Training(cast(Loop, outer.node), outer.scope, back, micro), site, guard, inner or outer)
+
+
+def has_own(test: Arm, backward: Event, backwards: list[Event]) -> bool:
+    """Whether gradients are computed where a test lets pass, beside those of a backward outside: a step there is for
+    them (`if step % 50 == 0: actor_loss.backward(); actor_optimizer.step()`).
+    """
+    return test not in backward.path and any(test in other.path for other in backwards)
+
+
+def asked(view: View, found: StepLoop, backward: Event) -> Iterator[tuple[Event, Arm]]:
     """The steps that the gradients of a backward are for, each with the test that keeps it to every n-th turn."""
     for step in found.steps:
         arm = parting(step, backward)
-        if arm is None:
+        if step.node is backward.node and step.mark.site is not None:
+            yield step, told_when(view, step.mark.site)
+        elif arm is None:
             rare = (block for block in step.within(found.loop) if block not in backward.path)
             yield step, next((b for b in rare if isinstance(b, ArmBlock) and in_few_turns(view, b, step)), None)
         elif in_few_turns(view, arm, step):

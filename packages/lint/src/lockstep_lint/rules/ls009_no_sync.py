@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.drafts import synced_last
-from lockstep_lint.analysis.gradients import accumulations, outside
+from lockstep_lint.analysis.gradients import outside
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.steps import accumulations
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import loops
-from lockstep_lint.analysis.gradients import Accumulation, accumulations, modulo, steps_by
+from lockstep_lint.analysis.gradients import modulo, steps_by
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import constant, dotted, element_of, has_star, idents, keyword, last, targets, walk
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.steps import Accumulation, accumulations
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
