@@ -286,14 +286,26 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> Event | None
     """The switch to eval mode that is the last one before a backward, in a turn of a loop or from one to the next."""
     events = list(turn(run.events, loop, "eval", "train", "mode", "backward"))
     mode: Event | None = None
-    for event in (*events, *events):
-        if event.kind == "backward" and mode is not None and not apart(mode, event) and stepped(run, loop, event):
-            return mode
-        if event.kind in ("train", "mode"):
+    for turns in range(2):
+        for event in events:
+            if event.kind == "backward" and mode is not None and not apart(mode, event) and stepped(run, loop, event):
+                return mode
+            if event.kind in ("train", "mode"):
+                mode = None
+            elif event.kind == "eval" and is_trained(view, run, event, loop) and goes_on(event, loop, epochs):
+                mode = event
+        if turns == 0 and mode is not None and made_anew(view, mode, loop):
             mode = None
-        elif event.kind == "eval" and is_trained(view, run, event, loop) and goes_on(event, loop, epochs):
-            mode = event
     return None
+
+
+def made_anew(view: View, switch: Event, loop: LoopBlock) -> bool:
+    """Whether each turn of a loop makes the model anew, which begins in training mode."""
+    start, end = getattr(loop.node, "lineno", 0), getattr(loop.node, "end_lineno", 0)
+    return any(
+        isinstance(made, ast.Call) and start <= made.lineno <= end and any(made is s.call for s in loop.scope.sites)
+        for made in things(view, *subject(switch))
+    )
 
 
 def stepped(run: Run, loop: LoopBlock, backward: Event) -> bool:
