@@ -16,7 +16,7 @@ from lockstep_lint.analysis.evaluation import (
 )
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_true, last, walk
+from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_true, last, mentions, walk
 from lockstep_lint.analysis.origins import default, truth
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, Mark, apart, turn
@@ -294,18 +294,19 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> Event | None
                 mode = None
             elif event.kind == "eval" and is_trained(view, run, event, loop) and goes_on(event, loop, epochs):
                 mode = event
-        if turns == 0 and mode is not None and made_anew(view, mode, loop):
+        if turns == 0 and mode is not None and made_anew(mode, loop):
             mode = None
     return None
 
 
-def made_anew(view: View, switch: Event, loop: LoopBlock) -> bool:
+def made_anew(switch: Event, loop: LoopBlock) -> bool:
     """Whether each turn of a loop makes the model anew, which begins in training mode."""
+    node, home = subject(switch, loop.scope)
+    key = dotted(node)
+    binds = home.binds.get(key, []) if key is not None and home is loop.scope else []
     start, end = getattr(loop.node, "lineno", 0), getattr(loop.node, "end_lineno", 0)
-    return any(
-        isinstance(made, ast.Call) and start <= made.lineno <= end and any(made is s.call for s in loop.scope.sites)
-        for made in things(view, *subject(switch))
-    )
+    made = (bind.value for bind in binds if bind.value is not None and start < bind.stmt.lineno <= end)
+    return any(isinstance(value, ast.Call) and not mentions(value, key or "") for value in made)
 
 
 def stepped(run: Run, loop: LoopBlock, backward: Event) -> bool:
