@@ -307,10 +307,6 @@ class Effects:
         """Whether a call is one of `names` or runs a function that calls one."""
         return site.name in names or any(names & self.names(function) for function in self.calls.runs(site))
 
-    def anywhere(self, module: Module, *names: str) -> bool:
-        """Whether a call with one of the names stands in any file of the programs that the file is part of."""
-        return any(name in member.by_name for member in self.project.family(module) for name in names)
-
     def mentioned(self, module: Module, *words: str) -> bool:
         """Whether the text of any file of the programs that the file is part of has one of the words."""
         return any(self.project.says(module, word) for word in words)

@@ -10,7 +10,7 @@ from lockstep_lint.analysis.calls import passed, turns_off_gradients
 from lockstep_lint.analysis.context import Loop, guards, inside, loops, withs
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION, OPTIMIZER
-from lockstep_lint.analysis.nodes import Words, dotted, idents, last, strings, walk
+from lockstep_lint.analysis.nodes import Words, dotted, element_of, idents, last, strings, walk
 from lockstep_lint.analysis.training import LOSSES
 from lockstep_lint.analysis.view import View
 
@@ -363,8 +363,21 @@ def holds_out(view: View, header: ast.expr, scope: Scope) -> bool:
     key = dotted(over)
     if any(map(EVALUATION.search, idents(over))):
         return True
+    if key is not None and key.startswith("self."):
+        return kept_held_out(view, key, scope)
     given = [passed(site, scope, key) for site in view.calls.callers(scope)] if key in scope.params else []
     return bool(given) and all(value is not None and any(map(EVALUATION.search, idents(value))) for value in given)
+
+
+def kept_held_out(view: View, key: str, scope: Scope) -> bool:
+    """Whether all who make an object give it held-out data for an attribute (`self.loader = loader`)."""
+    found: list[ast.expr | None] = []
+    for bind, home in view.origins.binds(key, scope, 10**9):
+        name = dotted(next(element_of(bind.value, bind.path), None))
+        if home.name != "__init__" or name not in home.params:
+            return False
+        found += [passed(site, home, name) for site in view.calls.callers(home)]
+    return bool(found) and all(value is not None and any(map(EVALUATION.search, idents(value))) for value in found)
 
 
 @kept

@@ -26,8 +26,6 @@ __all__ = [
 PARTS = ("micro", "accum", "chunk")
 # What cuts a batch.
 CUTS = ("split", "chunk", "tensor_split")
-MAX_BACKWARDS = 6
-MAX_CALLERS = 6
 
 
 def is_micro_loop(view: View, loop: ast.For, scope: Scope) -> bool:

@@ -16,8 +16,8 @@ __all__ = ["EVALUATION", "MODEL", "OPTIMIZER", "SCALER", "TORCH_OPTIMIZERS", "Ki
 CALLS = ("split", "chunk", "tensor_split", "array_split", "arange", "range", "shard", "split_dataset_by_node", "slice")
 # Those of DGL, which know the rank themselves.
 SPLITS = ("node_split", "edge_split")
-RANK = r"[\w.]*(?:rank|get_rank\(\))"
-COUNT = r"[\w.]*(?:world_size|num_replicas|nprocs|n_gpus|ngpus|get_world_size\(\))"
+RANK = r"[\w.]*(?:rank|get_rank\(\)|process_index)"
+COUNT = r"[\w.]*(?:world_size|num_processes|num_replicas|nprocs|n_gpus|ngpus|get_world_size\(\))"
 SLICE = rf"\[\s*{RANK}\s*::"
 PART = re.compile(
     rf"(?:split|chunk)\([^\n]*\)\[{RANK}\]"
@@ -41,12 +41,13 @@ def parts(module: Module) -> tuple[str, ...]:
 
 def _parts(module: Module) -> Iterator[str]:
     yield from (text for site in module.sites(*SPLITS) if PART.search(text := ast.unparse(site.stmt)))
-    if "rank" not in module.text:
+    if "rank" not in module.text and "process_index" not in module.text:
         return
     for site in module.sites(*CALLS):
         stmt = site.stmt
         if not isinstance(stmt, ast.If | ast.For | ast.While | ast.With | ast.Try) and any(
-            "rank" in line or "split_dataset" in line for line in module.lines[stmt.lineno - 1 : stmt.end_lineno]
+            any(word in line for word in ("rank", "split_dataset", "process_index"))
+            for line in module.lines[stmt.lineno - 1 : stmt.end_lineno]
         ):
             text = ast.unparse(site.stmt)
             if PART.search(text):

@@ -141,11 +141,6 @@ class Event:
         """The blocks between a loop and the event."""
         return self.path[self.path.index(loop) + 1 :] if loop is not None else self.path
 
-    def caller(self, block: Block) -> Site | None:
-        """The first call on the way from a block to the event, of a function of the project."""
-        rest = self.path[self.path.index(block) + 1 :]
-        return next((inner.site for inner in rest if isinstance(inner, CallBlock)), None)
-
 
 def parting(one: Event, other: Event) -> ArmBlock | None:
     """The arm of a test that an event stands in, where the other stands in the other arm, so that no turn has both."""

@@ -15,7 +15,7 @@ from lockstep_lint.analysis.processes import STARTS
 from lockstep_lint.analysis.view import Analysis
 from lockstep_lint.events.event import Mark
 
-__all__ = ["CLIPS", "Marks"]
+__all__ = ["Marks"]
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_")
 MOVES = ("to", "cuda", "xpu", "npu")
@@ -26,6 +26,13 @@ SAVED = ("torch.save", "torch.jit.save", "safetensors.torch.save_file")
 SHUFFLES = ("shuffle",)
 
 Found = Iterator[tuple[str, ast.expr | None, str]]
+
+
+def whole(node: ast.expr) -> ast.expr:
+    """The model that a parameter is written as a part of (`model.module.head.weight`)."""
+    while isinstance(node, ast.Attribute) and node.attr != "module" and dotted(node.value) != "self":
+        node = node.value
+    return node
 
 
 class Marks:
@@ -81,6 +88,8 @@ class Marks:
             kind = self.analysis.wrappers.wrapper(site)
             if kind:
                 yield "wrap", self.analysis.wrappers.inner(site.call), kind
+        if name.endswith("_") and site.call.args and self.full(site).startswith("torch.nn.init."):
+            yield "initialise", whole(site.call.args[0]), ""
         if SCALER.search(name) and self.steps.helps(site):
             yield "backward", argument(site.call, 0, "loss"), "scaled"
             yield "step", argument(site.call, 1, "optimizer"), ""

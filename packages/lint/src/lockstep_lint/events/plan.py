@@ -12,7 +12,7 @@ from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import walk
 from lockstep_lint.events.event import Mark
 
-__all__ = ["Branch", "Do", "Plan", "Repeat", "Step", "Try", "With", "plan"]
+__all__ = ["Branch", "Do", "Plan", "Repeat", "Step", "With", "plan"]
 
 # Early exits, and blocks, nested deeper than this are generated code.
 MAX_EXITS = 25

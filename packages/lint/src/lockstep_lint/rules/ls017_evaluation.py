@@ -16,10 +16,10 @@ from lockstep_lint.analysis.evaluation import (
 )
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_true, last, mentions, walk
+from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, last, mentions, walk
 from lockstep_lint.analysis.origins import default, truth
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, Mark, apart, turn
+from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, Mark, apart, seen_from, turn
 from lockstep_lint.events.query import same, subject, things
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
@@ -74,13 +74,6 @@ def values(view: View, function: Scope, name: str, depth: int) -> Iterator[tuple
 
 # A copy of the model, or another one, which stays in eval mode rightly.
 OTHERS = Words(r"teacher|(?<![a-z])ema|(^|_)(ref|old|target|frozen|pretrained|best|final|test|eval)(_|$)")
-
-
-def trains_object(view: View, site: Site) -> bool:
-    """Whether `x.train(...)` is a method of the project rather than nn.Module's."""
-    return view.calls.target(site.call, site.scope) is not None and not (
-        not site.call.args or is_true(site.call.args[0])
-    )
 
 
 # What the model is called, also under its wrapper.
@@ -273,23 +266,24 @@ def not_restored(view: View) -> Iterator[Found]:
         done: set[Mark] = set()
         steps = {back.loops[-1] for back in run.of("backward") if back.loops}
         for loop in {each: None for back in run.of("backward") for each in reversed(back.loops)}:
-            switch = left_on(view, run, loop, loop not in steps)
-            if switch is not None and switch.mark not in done:
+            switch, back = left_on(view, run, loop, loop not in steps) or (None, None)
+            if switch is not None and back is not None and switch.mark not in done:
                 done.add(switch.mark)
-                calls = (block.site for block in switch.within(loop) if isinstance(block, CallBlock))
-                site = next(calls, switch.mark.site)
+                site = seen_from(switch, back)
                 if site is not None and site.module is view.module:
                     yield at(site, STAYS)
 
 
-def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> Event | None:
-    """The switch to eval mode that is the last one before a backward, in a turn of a loop or from one to the next."""
+def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event, Event] | None:
+    """The switch to eval mode that is the last one before a backward, in a turn of a loop or from one to the next, and
+    that backward.
+    """
     events = list(turn(run.events, loop, "eval", "train", "mode", "backward"))
     mode: Event | None = None
     for turns in range(2):
         for event in events:
             if event.kind == "backward" and mode is not None and not apart(mode, event) and stepped(run, loop, event):
-                return mode
+                return mode, event
             if event.kind in ("train", "mode"):
                 mode = None
             elif event.kind == "eval" and is_trained(view, run, event, loop) and goes_on(event, loop, epochs):

@@ -17,7 +17,6 @@ __all__ = ["RULE"]
 CLEARS = ("zero_grad", "grad = None", "grad.zero_", "grad.detach_", "zero_grad_buffer", "clear_grad", "grad=None")
 
 ADDS = "so every step adds to all earlier ones"
-EARLY = "clears the gradients in every micro-batch, so nothing accumulates: clear them after the step"
 
 
 def check(view: View) -> Iterator[Found]:
