@@ -94,8 +94,9 @@ SAME = {
     "detach",
 }
 SAME |= {"contiguous", "clone", "xpu", "npu"}
-# What a function is given and gives back alike: compiled, or as a copy.
+# What a function is given and gives back alike: compiled, as a copy, or with other norms.
 PASSING = {"torch.compile", "copy.deepcopy", "copy.copy"}
+PASSING |= {"torch.nn.SyncBatchNorm.convert_sync_batchnorm", "apex.parallel.convert_syncbn_model"}
 MAX_STEPS = 120
 # A name that is bound more often than this in one scope is generated code.
 MAX_BINDS = 40

@@ -9,7 +9,7 @@ from lockstep_lint.analysis.context import loops
 from lockstep_lint.analysis.engines import OF_FABRIC, SAVES, WAITS, saves_on_all, waits_in_accelerate
 from lockstep_lint.analysis.evaluation import MODELS, RUNS, evaluations
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.kinds import MODEL, SCALER
+from lockstep_lint.analysis.kinds import MODEL, SCALER, TORCH_OPTIMIZERS
 from lockstep_lint.analysis.nodes import argument, constant, dotted, is_none, keyword, last, walk
 from lockstep_lint.analysis.processes import STARTS
 from lockstep_lint.analysis.view import Analysis
@@ -25,6 +25,13 @@ SAVED = ("torch.save", "torch.jit.save", "safetensors.torch.save_file")
 # What the data set of datasets or webdataset is put in another order by.
 SHUFFLES = ("shuffle",)
 
+# They read or write the parts of all ranks, some only if they are torch.distributed's.
+DISTRIBUTED = (
+    *("get_model_state_dict", "get_optimizer_state_dict", "get_state_dict", "full_optim_state_dict"),
+    *("optim_state_dict", "save", "save_state_dict", "async_save", "load"),
+)
+STATES = ("state_dict", "consolidate_state_dict", "summon_full_params", "full_tensor", *DISTRIBUTED)
+
 Found = Iterator[tuple[str, ast.expr | None, str]]
 
 
@@ -33,6 +40,13 @@ def whole(node: ast.expr) -> ast.expr:
     while isinstance(node, ast.Attribute) and node.attr != "module" and dotted(node.value) != "self":
         node = node.value
     return node
+
+
+def optimized(call: ast.Call) -> ast.expr | None:
+    """The model whose parameters an optimizer is given, as they stand (`Adam(model.parameters())`)."""
+    given = argument(call, 0, "params")
+    own = isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr == "parameters"
+    return given.func.value if own else None  # type: ignore[union-attr]
 
 
 class Marks:
@@ -63,6 +77,7 @@ class Marks:
             self.save: ("save", "save_file", "save_pretrained"),
             self.shuffle: SHUFFLES,
             self.seed: SEEDS,
+            self.state: STATES,
         }
         self.readers: dict[str, list[Callable[[Site], Found]]] = {}
         for reader, names in table.items():
@@ -90,6 +105,8 @@ class Marks:
                 yield "wrap", self.analysis.wrappers.inner(site.call), kind
         if name.endswith("_") and site.call.args and self.full(site).startswith("torch.nn.init."):
             yield "initialise", whole(site.call.args[0]), ""
+        if name[:1].isupper() and self.makes_optimizer(site):
+            yield "optimizer", optimized(site.call), ""
         if SCALER.search(name) and self.steps.helps(site):
             yield "backward", argument(site.call, 0, "loss"), "scaled"
             yield "step", argument(site.call, 1, "optimizer"), ""
@@ -115,6 +132,10 @@ class Marks:
                 found = self.calls.names.definition(given, site.scope)
                 if found is not None and found.kind == "function":
                     yield found
+
+    def makes_optimizer(self, site: Site) -> bool:
+        """Whether a call makes an optimizer of torch."""
+        return TORCH_OPTIMIZERS.match(self.full(site)) is not None
 
     def full(self, site: Site) -> str:
         """The full name of what a call calls."""
@@ -227,6 +248,12 @@ class Marks:
             yield "shuffle", next(iter(site.call.args), None), full.partition(".")[0]
         elif site.receiver is not None and not (full or site.call.args or site.call.keywords):
             yield "shuffle", site.receiver, "numpy"  # as the data sets of datasets do
+
+    def state(self, site: Site) -> Found:
+        """The state of something is read, for which sharded objects need all ranks."""
+        sharded = self.full(site).startswith("torch.distributed")
+        if site.name not in DISTRIBUTED or sharded:
+            yield "state", site.receiver if site.receiver is not None and not sharded else None, self.full(site)
 
     def seed(self, site: Site) -> Found:
         """Random numbers are made repeatable: those of one library, or of all."""

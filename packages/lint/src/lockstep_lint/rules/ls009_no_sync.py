@@ -4,8 +4,11 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.drafts import synced_last
 from lockstep_lint.analysis.gradients import outside
+from lockstep_lint.analysis.nodes import idents
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.steps import accumulations
+from lockstep_lint.events.event import apart
+from lockstep_lint.events.run import runs
+from lockstep_lint.events.steps import accumulations, turn_of
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -20,8 +23,12 @@ SKIPS = (
 )
 
 
+LATE = "no_sync around backward alone changes nothing, as DDP decides in forward: put the forward under it too"
+
+
 def check(view: View) -> Iterator[Found]:
-    """Looks for accumulation loops in programs that wrap in DDP and never skip the exchange."""
+    """Looks for accumulation loops in programs that wrap in DDP and never skip the exchange, or do so too late."""
+    yield from late(view)
     if view.effects.mentioned(view.module, *SKIPS):
         return
     if "ddp" not in view.wrappers.kinds(view.module):
@@ -37,6 +44,19 @@ def check(view: View) -> Iterator[Found]:
             "exchanges gradients in every micro-batch: run all but the last backward under model.no_sync()",
             proposal=synced_last(view, found),
         )
+
+
+def late(view: View) -> Iterator[Found]:
+    """The contexts of no_sync around backward that the forward of the same turn stands before."""
+    for run in runs(view):
+        for back in run.of("backward"):
+            block = next((b for b in back.withs if any(name == "no_sync" for name in idents(b.node))), None)
+            if block is None or back.module is not view.module:
+                continue
+            around = [e for e in turn_of(run, back, "forward") if not apart(e, back)]
+            inside = [e for e in run.of("forward", "backward") if block in e.path]
+            if inside == [back] and any(e.scope is back.scope and e.place < back.place for e in around):
+                yield Found(block.node, LATE)
 
 
 RULE = Rule(

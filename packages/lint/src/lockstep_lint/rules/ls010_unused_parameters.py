@@ -22,6 +22,8 @@ LAYERS = re.compile(
 # What copies the layer that it is given, and the name of that argument.
 STACKS = {"TransformerEncoder": "encoder_layer", "TransformerDecoder": "decoder_layer"}
 CHANCE = {"rand", "random", "randint", "randn", "uniform", "bernoulli", "choice", "item", "any", "all"}
+# What a comparison of the data with a number is made of (`x.mean() > 0`).
+DATA = {"mean", "sum", "max", "min", "norm", "std", "argmax"}
 # A forward that reaches its layers by other ways than their names.
 OTHER_WAYS = {
     "children",
@@ -53,7 +55,7 @@ def left_out(view: View, owner: Scope) -> tuple[str, int, bool] | None:
             return name, line, True
         if uses and all(isinstance(stmt, ast.For | ast.AsyncFor) for stmt in uses):
             uses = [use for loop in uses for use in _turns(loop, forward)]
-        if uses and all(by_chance(stmt, forward) for stmt in uses) and not both_arms(uses, forward):
+        if uses and all(by_chance(view, stmt, forward) for stmt in uses) and not both_arms(uses, forward):
             return name, uses[0].lineno, False
     return None
 
@@ -94,13 +96,32 @@ def outside(view: View, owner: Scope) -> set[str]:
     return found
 
 
-def by_chance(stmt: ast.stmt, forward: Scope) -> bool:
-    """Whether chance or data decide if a statement of a forward runs."""
-    return any(
-        isinstance(node, ast.Call) and last(node) in CHANCE
-        for guard in guards(stmt, forward.module)
-        for node in walk(guard.test)
-    )
+def by_chance(view: View, stmt: ast.stmt, forward: Scope) -> bool:
+    """Whether chance or data decide if a statement of a forward runs, there or in what its callers pass for a flag."""
+    for guard in guards(stmt, forward.module):
+        flag = dotted(guard.test)
+        if flag in forward.params and flag not in forward.binds and passed_by_chance(view, flag, forward):
+            return True
+        if any(draws(node) or (last(node) in DATA and node is not guard.test) for node in calls_in(guard.test)):
+            return True
+    return False
+
+
+def passed_by_chance(view: View, flag: str, forward: Scope) -> bool:
+    """Whether a call of the programs passes for a flag what is drawn anew for each."""
+    sites = (site for member in view.project.family(forward.module) for site in member.sites())
+    given = (keyword(site.call, flag) for site in sites)
+    return any(draws(node) for value in given if value is not None for node in calls_in(value))
+
+
+def calls_in(node: ast.AST) -> Iterator[ast.Call]:
+    """The calls in an expression."""
+    return (item for item in walk(node) if isinstance(item, ast.Call))
+
+
+def draws(call: ast.Call) -> bool:
+    """Whether a call draws a number, or takes one out of a tensor."""
+    return last(call) in CHANCE
 
 
 def both_arms(uses: list[ast.stmt], forward: Scope) -> bool:
@@ -151,7 +172,7 @@ def check(view: View) -> Iterator[Found]:
         value = keyword(site.call, "find_unused_parameters")
         made = view.origins.of(value, site.scope) if value is not None else []
         if value is not None and (asked(value) or (len(made) == 1 and asked(made[0].node))):
-            yield at(site, MESSAGE)
+            yield from () if needed(view, site) else (at(site, MESSAGE),)
         elif keyword(site.call, "strategy") is not None and "find_unused_parameters_true" in view.module.text:
             strategy = keyword(site.call, "strategy")
             if any(
@@ -181,6 +202,14 @@ def unpacked(view: View, site: Site) -> Iterator[Found]:
                     pairs = zip(origin.node.keys, origin.node.values, strict=True)
                     if any(getattr(k, "value", None) == "find_unused_parameters" and is_true(v) for k, v in pairs):
                         yield at(site, MESSAGE)
+
+
+def needed(view: View, site: Site) -> bool:
+    """Whether the wrapped model leaves layers out in some steps, so that DDP must look for them."""
+    made = view.origins.calls_of(view.wrappers.inner(site.call), site.scope) if view.wrappers.wrapper(site) else ()
+    owners = (view.names.definition(call.func, scope) for call, scope, _ in made)
+    found = (left_out(view, owner) for owner in owners if owner is not None and owner.kind == "class")
+    return any(layer is not None and not layer[2] for layer in found)
 
 
 def unused(view: View) -> Iterator[Found]:

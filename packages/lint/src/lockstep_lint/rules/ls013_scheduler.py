@@ -19,10 +19,13 @@ __all__ = ["RULE"]
 
 STEPS = re.compile(r"step|iter|len|loader|batches", re.IGNORECASE)
 EPOCHS = re.compile(r"epoch", re.IGNORECASE)
+IN_STEPS = "the schedule's length is in steps, but it is stepped once an epoch: step it with the optimizer"
 BEFORE = "steps the schedule before the optimizer: the first rate is skipped, so call optimizer.step() first"
 HEAD = "steps the schedule before the epoch's training: the first rate is skipped, so step it after"
 # The class of a scheduler, the call that makes it and the scope of that.
 Made = tuple[str, ast.Call, Scope]
+# What a length is worked out by.
+PARTS = (ast.BinOp, ast.UnaryOp, ast.Call)
 # How far a length is followed.
 MAX_NAMES = 60
 TORCH = re.compile(r"^torch\.optim\.lr_scheduler\.(\w+)$")
@@ -76,15 +79,18 @@ def misplaced(view: View, run: Run, event: Event, made: list[Made]) -> str:
     if where == "epoch" and leftover(view, run, event):
         return ""
     for name, call, scope in made:
-        if where == "epoch" and name == "OneCycleLR" and not by_the_epoch(call):
+        if where == "epoch" and name == "OneCycleLR" and not by_the_epoch(view, call, scope):
             return "OneCycleLR counts batches, but is stepped once an epoch: step it after every optimizer.step()"
+        read = asked(view, call, scope) if where == "epoch" and name == "LambdaLR" else ()
+        if any(counts_batches(view, *part) for part in read):
+            return IN_STEPS
         horizon = length(name, call)
         if horizon is None:
             continue
         by_epoch, by_step = named(horizon, EPOCHS), named(horizon, STEPS)
         sure = by_step and (by_epoch or name.startswith("get_"))
         if where == "epoch" and (sure or counts_batches(view, horizon, scope)):
-            return "the schedule's length is in steps, but it is stepped once an epoch: step it with the optimizer"
+            return IN_STEPS
         if where == "batch" and by_epoch and not by_step and not multiplied(horizon):
             return "T_max counts epochs, but the scheduler is stepped in every batch: step it once an epoch"
         if (
@@ -112,12 +118,20 @@ def length(name: str, call: ast.Call) -> ast.expr | None:
     return given or (argument(call, 1, "T_max") if name == "CosineAnnealingLR" else None)
 
 
-def by_the_epoch(call: ast.Call) -> bool:
+def by_the_epoch(view: View, call: ast.Call, scope: Scope) -> bool:
     """Whether a OneCycleLR is told to count epochs (`total_steps=epochs`, `steps_per_epoch=1`)."""
     total = keyword(call, "total_steps")
-    return (total is not None and named(total, EPOCHS) and not named(total, STEPS)) or (
-        constant(keyword(call, "steps_per_epoch")) == 1
-    )
+    if total is not None and named(total, EPOCHS) and not named(total, STEPS):
+        return not counts_batches(view, total, scope)
+    return constant(keyword(call, "steps_per_epoch")) == 1
+
+
+def asked(view: View, call: ast.Call, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    """What the factor of a LambdaLR reads beside its own argument, where it is a function of the project."""
+    function = view.names.definition(argument(call, 1, "lr_lambda"), scope)
+    for node in walk(function.node) if function is not None else ():
+        if function is not None and isinstance(node, ast.Name) and node.id not in {*function.params, *function.binds}:
+            yield node, function
 
 
 def counts_batches(view: View, horizon: ast.expr, scope: Scope) -> bool:
@@ -132,7 +146,7 @@ def counts_batches(view: View, horizon: ast.expr, scope: Scope) -> bool:
                     return True
             elif isinstance(node, ast.Name | ast.Attribute):
                 found = view.origins.of(node, home)
-                queue += [(item.node, item.scope) for item in found if isinstance(item.node, ast.BinOp | ast.Call)]
+                queue += [(item.node, item.scope) for item in found if isinstance(item.node, PARTS)]
     return False
 
 

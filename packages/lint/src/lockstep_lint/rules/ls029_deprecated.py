@@ -19,6 +19,12 @@ OLD_FSDP = ("torch.distributed.fsdp", "torch.distributed._fsdp")
 WRAPS = ("enable_wrap", "partial")
 OLD_APEX = ("apex.amp", "apex.parallel")
 APEX = "apex's amp and parallel are deprecated: use torch.amp and torch.nn.parallel"
+# Calls that have a successor, by their full names.
+MOVED = {
+    "torch.backends.cuda.sdp_kernel": "torch.nn.attention.sdpa_kernel",
+    "torch.distributed.checkpoint.save_state_dict": "torch.distributed.checkpoint.save",
+    "torch.distributed.checkpoint.load_state_dict": "torch.distributed.checkpoint.load",
+}
 # The variable that torchrun sets.
 READS = re.compile(r"""["']LOCAL_RANK["']""")
 
@@ -31,9 +37,10 @@ def check(view: View) -> Iterator[Found]:
                 site,
                 "torchrun passes the local rank in the environment: read os.environ['LOCAL_RANK'] instead of this flag",
             )
-    for site in view.sites("sdp_kernel"):
-        if view.full(site) == "torch.backends.cuda.sdp_kernel":
-            yield at(site, "sdp_kernel is deprecated: use torch.nn.attention.sdpa_kernel")
+    for full, successor in MOVED.items():
+        for site in view.sites(full.rpartition(".")[2]):
+            if view.full(site) == full:
+                yield at(site, f"{site.name} is deprecated: use {successor}")
     yield from sharded(view)
     yield from launchers(view)
     yield from packages(view)

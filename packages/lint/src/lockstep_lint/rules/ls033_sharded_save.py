@@ -2,38 +2,37 @@
 
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import Event
+from lockstep_lint.events.query import alone, calls_after, sides
+from lockstep_lint.events.run import runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
-# These gather from all ranks.
-GATHERS = {"get_model_state_dict", "get_optimizer_state_dict", "full_optim_state_dict", "optim_state_dict"}
-GATHERS |= {"consolidate_state_dict", "summon_full_params", "full_tensor"}
+MESSAGE = "needs all ranks, but only one comes here: take the state on every rank, then write it on one"
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for the state of sharded objects read where only one rank comes."""
+    """Looks for the state of sharded objects read or written where only one rank comes."""
     if not view.effects.mentioned(view.module, "FullyShardedDataParallel", "fully_shard", "ZeroRedundancyOptimizer"):
         return
-    for site in view.sites("state_dict", *GATHERS):
-        if view.ranks.side(site.stmt, site.scope) and reads(view, site):
-            yield at(
-                site, "needs all ranks, but only one comes here: take the state on every rank, then write it on one"
-            )
+    for run in runs(view):
+        for event in run.of("state"):
+            found = sides(view, event)
+            calls = calls_after(event, found[0][0]) if found else []
+            site = calls[0].site if calls else event.mark.site
+            kept = bool(found) and not alone(view, event) and reads(view, event)
+            if kept and site is not None and site.module is view.module:
+                yield at(site, MESSAGE)
 
 
-def reads(view: View, site: Site) -> bool:
-    """Whether a call reads the state of something sharded."""
-    full = view.full(site)
-    if site.name in GATHERS:
-        return (
-            full.startswith("torch.distributed") or site.name == "full_tensor" or site.name == "consolidate_state_dict"
-        )
-    if site.receiver is None:
-        return False
+def reads(view: View, event: Event) -> bool:
+    """Whether an event reads or writes the state of something sharded."""
+    site = event.mark.site
+    if site is None or site.name != "state_dict":
+        return True
     for origin in view.origins.of(site.receiver, site.scope):
         name = view.names.qualify(origin.call.func, origin.scope) if origin.call is not None else ""
         if name.endswith("FullyShardedDataParallel"):
