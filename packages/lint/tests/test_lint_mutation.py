@@ -230,7 +230,9 @@ MUTATIONS = [
     ("LS047", "ddp", [replace("model = DistributedDataParallel", (
         "model = DistributedDataParallel(model, device_ids=[local_rank], timeout=60)"
     ))]),
-    ("LS048", "fsdp", [drop("optimizer = "), prepend("fully_shard(model)", "optimizer = torch.optim.Adam(model.parameters())")]),
+    ("LS048", "fsdp", [
+        drop("optimizer = "), prepend("fully_shard(model)", "optimizer = torch.optim.Adam(model.parameters())"),
+    ]),
     ("LS049", "ddp", [Swap(FUSED, FUSED.replace("v)", "v, dropout_p=0.1)"))]),
 ]  # fmt: skip
 
