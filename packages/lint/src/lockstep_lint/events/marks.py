@@ -74,7 +74,8 @@ class Marks:
             self.collective: tuple({*COLLECTIVES, *WAITS, *OF_FABRIC, *SAVES, "pad_across_processes", "prepare"}),
             self.start: STARTS,
             self.end: ("destroy_process_group",),
-            self.save: ("save", "save_file", "save_pretrained"),
+            self.save: ("save", "save_file"),
+            self.read_file: ("load",),
             self.shuffle: SHUFFLES,
             self.seed: SEEDS,
             self.state: STATES,
@@ -237,9 +238,14 @@ class Marks:
         yield "end", None, ""
 
     def save(self, site: Site) -> Found:
-        """A file of a model or a checkpoint is written."""
-        if site.name == "save_pretrained" or self.full(site) in SAVED:
-            yield "save", next(iter(site.call.args), None), site.name
+        """A file of a model or a checkpoint is written, under a path."""
+        if self.full(site) in SAVED:
+            yield "save", argument(site.call, 1, "f") or keyword(site.call, "filename"), site.name
+
+    def read_file(self, site: Site) -> Found:
+        """A file of a model or a checkpoint is read."""
+        if self.full(site) == "torch.load":
+            yield "read", argument(site.call, 0, "f"), ""
 
     def shuffle(self, site: Site) -> Found:
         """A data set or a list of files is put in another order; the detail says whose random numbers give it."""

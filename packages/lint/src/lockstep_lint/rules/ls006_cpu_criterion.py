@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.context import inside
 from lockstep_lint.analysis.index import Bind, Scope, Site
 from lockstep_lint.analysis.nodes import base, dotted, keyword, last, mentions, targets, walk
 from lockstep_lint.analysis.training import Training
@@ -91,7 +92,7 @@ def left_target(view: View, training: Training) -> Iterator[Found]:
             name = dotted(value)
             if name not in names or name in shifted or not compares(view, site):
                 continue
-            rebound = any(b.stmt.lineno > loop.lineno for b in scope.binds.get(name or "", []) if b.stmt is not loop)
+            rebound = any(inside(bind.stmt, loop, scope.module) for bind in scope.binds.get(name or "", []))
             if not rebound and feeds_model(view, shifted, body):
                 yield at(
                     site, f"'{name}' was not moved to the device that the model's output is on: move it like the inputs"

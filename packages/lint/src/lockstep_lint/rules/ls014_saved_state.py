@@ -23,6 +23,9 @@ from lockstep_lint.analysis.nodes import (
 from lockstep_lint.analysis.origins import SAME
 from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import Event
+from lockstep_lint.events.query import alone, sides, subject
+from lockstep_lint.events.run import runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -592,19 +595,45 @@ def names_rank(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool
     return False
 
 
+EARLY = "may read the file before rank 0 has written it: put torch.distributed.barrier() between"
+
+
+def read_early(view: View) -> Iterator[Event]:
+    """The reads, by all ranks, of a file that rank 0 wrote in another function, where none waited in between."""
+    for run in runs(view):
+        for read in run.of("read"):
+            saves = [save for save in run.of("save") if save.place < read.place and one_file(view, save, read)]
+            if read.module is not view.module or not saves or sides(view, read) or alone(view, read):
+                continue
+            between = run.events[saves[-1].place : read.place]
+            waited = any(e.kind in ("collective", "wrap", "backward", "state") and not sides(view, e) for e in between)
+            if not waited and sides(view, saves[-1]) and saves[-1].scope is not read.scope:
+                yield read
+
+
+def one_file(view: View, save: Event, read: Event) -> bool:
+    """Whether a file is written and read under one path that is written out, or has one name in the file."""
+    (written, home), (asked, place) = subject(save), subject(read)
+    key = dotted(written)
+    if key is None or asked is None:
+        return isinstance(written, ast.Constant) and written.value == constant(asked)
+    known = len(home.module.top.binds.get(key, [])) == 1 and key not in home.binds
+    return known and key == dotted(asked) and home.module is place.module and key not in place.binds
+
+
 def unwaited(view: View) -> Iterator[Found]:
     """A file that rank 0 writes and all ranks read in the same function, with no barrier between."""
     if not view.distributed:
         return
+    told = {event.node: None for event in read_early(view)}
+    yield from (Found(node, EARLY) for node in told)
     for scope in view.scopes:
         saves = [(s, path) for s in scope.sites if (path := saved_by_main(view, s)) is not None]
         loads = [(s, path) for s in scope.sites if (path := read_by_all(view, s)) is not None] if saves else []
         for load, path in loads:
             earlier = [s for s, written in saves if s.line < load.line and leads_to(view, s, written, load, path)]
-            if earlier and not waits(view, scope, earlier[-1], load):
-                yield at(
-                    load, "may read the file before rank 0 has written it: put torch.distributed.barrier() between"
-                )
+            if earlier and not waits(view, scope, earlier[-1], load) and load.call not in told:
+                yield at(load, EARLY)
 
 
 RULE = Rule(

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import guards, inside, loops, withs
 from lockstep_lint.analysis.evaluation import evaluations, is_forward, without_graph
 from lockstep_lint.analysis.graphs import (
@@ -212,7 +213,17 @@ def outlives_list(view: View, scope: Scope, name: str, training: Training) -> bo
         return False
     if within and (len(within) == len(binds) or any(each_step(view, b, scope) for b in within)):
         return False
-    return bool(binds) or name.startswith("self.")
+    return bool(binds) or name.startswith("self.") or handed_list(view, scope, name)
+
+
+def handed_list(view: View, scope: Scope, name: str) -> bool:
+    """Whether all callers give a function an empty list of their own for a parameter."""
+    callers = view.calls.callers(scope) if name in scope.params else []
+    found = [view.origins.of(passed(site, scope, name), site.scope) for site in callers]
+    return bool(found) and all(
+        bool(made) and all(isinstance(origin.node, ast.List) and not origin.node.elts for origin in made)
+        for made in found
+    )
 
 
 def branch_of(bind: Bind, scope: Scope) -> ast.AST | None:

@@ -15,7 +15,7 @@ __all__ = ["RULE"]
 
 Turning = ast.For | ast.ListComp
 LAYERS = re.compile(r"(^|_)(layer|layers|block|blocks|stages|h)$")
-NAMES = re.compile(r"layers?\b|blocks?\b|stages\b|\bh\b")
+COUNTED = re.compile(r"layers?\b|blocks?\b|stages\b|\bh\b|children\b")
 DECAY = re.compile(r"decay|llrd|gamma|factor|mult", re.IGNORECASE)
 RATE = re.compile(r"(^|_)lr(_|$)|learning_rate", re.IGNORECASE)
 
@@ -23,11 +23,16 @@ RATE = re.compile(r"(^|_)lr(_|$)|learning_rate", re.IGNORECASE)
 def check(view: View) -> Iterator[Found]:
     """Looks at loops from a model's first layer to its last that give each its rate."""
     text = view.module.text
-    if "lr" not in text or "params" not in text or not ("**" in text or "*=" in text) or not NAMES.search(text):
+    if "lr" not in text or "params" not in text or not ("**" in text or "*=" in text) or not COUNTED.search(text):
         return
     for scope in view.scopes:
         for node in turning(scope):
-            if makes_groups(node):
+            below = below_zero(view, node, scope)
+            if below is not None:
+                yield Found(
+                    below, "counts parameters, but the exponent counts layers: below zero the rates grow without end"
+                )
+            elif makes_groups(node):
                 found = rising(view, node, scope)
                 if found is not None:
                     yield Found(
@@ -66,6 +71,29 @@ def makes_groups(loop: Turning) -> bool:
     text = {constant(key) for node in walk(loop) if isinstance(node, ast.Dict) for key in node.keys}
     calls = {k.arg for node in walk(loop) if isinstance(node, ast.Call) for k in node.keywords}
     return "lr" in text | calls and "params" in text | calls
+
+
+def below_zero(view: View, loop: Turning, scope: Scope) -> ast.expr | None:
+    """The exponent of a rate that takes the number of a parameter from the number of layers, which are fewer."""
+    target, over = header(loop)
+    inner = over.args[0] if isinstance(over, ast.Call) and last(over) == "enumerate" and over.args else None
+    if not isinstance(inner, ast.Call) or last(inner) not in ("named_parameters", "parameters"):
+        return None
+    counter = {name for name, path in targets(target) if path == (0,)}
+    for node in walk(loop):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and shrinks(view, node.left, scope):
+            names = set(idents(node.right))
+            less = any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub) for part in walk(node.right))
+            if less and names & counter and any(counts_layers(name, scope) for name in names - counter):
+                return node.right
+    return None
+
+
+def counts_layers(name: str, scope: Scope) -> bool:
+    """Whether a name is given the number of a model's layers or parts (`len(list(model.children()))`)."""
+    values = [bind.value for bind in scope.binds.get(name, []) if bind.value is not None]
+    words = {word for value in values for word in idents(value)}
+    return "len" in words and any(word == "children" or LAYERS.search(word) for word in words)
 
 
 def rising(view: View, loop: Turning, scope: Scope) -> ast.expr | None:
