@@ -2,6 +2,7 @@
 
 import ast
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.index import Scope
 from lockstep_lint.analysis.nodes import dotted, keyword, last
@@ -11,6 +12,7 @@ from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event
 __all__ = ["alone", "calls_after", "many", "same", "side", "sides", "subject", "things"]
 
 
+@kept
 def side(view: View, block: Block) -> int:
     """1 where a test keeps what is under it to the main rank, -1 to the others, -2 to one of these, else 0."""
     if not isinstance(block, ArmBlock):
@@ -24,6 +26,7 @@ def sides(view: View, event: Event) -> list[tuple[Block, int]]:
     return [(block, ranks) for block, ranks in found if ranks]
 
 
+@kept
 def many(view: View, block: Block) -> int:
     """1 where a test lets pass what runs in several processes only, -1 in one only, else 0."""
     return view.ranks.tests.many(block.node, block.scope, block.when) if isinstance(block, ArmBlock) else 0
@@ -38,6 +41,7 @@ def alone(view: View, event: Event) -> bool:
 KEEPING = ("compile", "convert_sync_batchnorm", "prepare_model", "unwrap_model", "extract_model_from_parallel")
 
 
+@kept
 def things(view: View, node: ast.expr | None, scope: Scope) -> frozenset[object]:
     """What an object was made by, through wrappers: equal members mean that two objects may be one."""
     found: set[object] = set()

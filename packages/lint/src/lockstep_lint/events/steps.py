@@ -30,6 +30,7 @@ class StepLoop:
     inner: LoopBlock | None = None
 
 
+@kept
 def step_loops(run: Run) -> list[StepLoop]:
     """The loops of a run that take steps: the innermost around a backward that steps in its turns."""
     found: dict[LoopBlock, StepLoop] = {}

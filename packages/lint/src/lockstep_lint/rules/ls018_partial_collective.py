@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.engines import asks_for_deepspeed
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event
@@ -66,14 +67,24 @@ def certain(view: View, event: Event, block: Block) -> bool:
 
 def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool:
     """Whether the other ranks come to the same elsewhere in the function of the test."""
+    return -ranks in arrivals(view, run).get((event.kind, event.detail, frame(event, block)), set())
+
+
+@kept
+def arrivals(view: View, run: Run) -> dict[tuple[str, str, Block | None], set[int]]:
+    """The ranks that come to the events of a kind under tests, by the call that the tests stand in."""
+    found: dict[tuple[str, str, Block | None], set[int]] = {}
+    for event in run.of("collective", "wrap", "forward"):
+        for block in event.tests:
+            if ranks := side(view, block):
+                found.setdefault((event.kind, event.detail, frame(event, block)), set()).add(ranks)
+    return found
+
+
+def frame(event: Event, block: Block) -> Block | None:
+    """The call whose function a block stands in."""
     before = event.path[: event.path.index(block)]
-    start = max((i + 1 for i, outer in enumerate(before) if isinstance(outer, CallBlock)), default=0)
-    return any(
-        other.detail == event.detail
-        and other.path[:start] == event.path[:start]
-        and any(side(view, inner) == -ranks for inner in other.path[start:])
-        for other in run.of(event.kind)
-    )
+    return next((outer for outer in reversed(before) if isinstance(outer, CallBlock)), None)
 
 
 def told(view: View, event: Event, called: bool) -> str:

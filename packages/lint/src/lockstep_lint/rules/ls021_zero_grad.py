@@ -54,7 +54,7 @@ def cleared_before(view: View, run: Run, found: StepLoop, step: Event) -> bool:
     tests = [block for block in step.within(found.loop) if isinstance(block, ArmBlock)]
     if found.inner is not None or any(in_turn(block.node) is not block.when for block in tests):
         return False
-    if not zeros or not all(zero.place < found.loop.start and same(view, zero, step) for zero in zeros):
+    if not zeros or zeros[-1].place >= found.loop.start or not all(same(view, zero, step) for zero in zeros):
         return False
     marks = {zero.mark for zero in zeros if zero.module is step.module}
     return sum(step.module.text.count(word) for word in CLEARS) == len(marks)
