@@ -102,6 +102,10 @@ def test_functions_are_entered_with_the_class_and_the_literals_of_the_call():
     assert events(CALLED) == [f"backward {around}", f"step {around}"]
 
 
+# The rules that ask for the order of events.
+CODES = "LS002,LS009,LS011,LS012,LS013,LS017,LS018,LS019,LS021,LS033,LS041,LS042,LS043,LS045,LS048"
+
+
 class _Turned(ast.NodeTransformer):
     """Writes `if test: ...` at the end of a loop's body as `if not test: continue`."""
 
@@ -114,16 +118,30 @@ class _Turned(ast.NodeTransformer):
         return node
 
 
+class _Back(ast.NodeTransformer):
+    """Writes `if test: continue` before other statements of a loop as `if not test:` around them."""
+
+    def visit_For(self, node):
+        self.generic_visit(node)
+        for place, stmt in enumerate(node.body[:-1]):
+            if isinstance(stmt, ast.If) and isinstance(stmt.body[0], ast.Continue) and not stmt.orelse:
+                held = ast.If(ast.UnaryOp(ast.Not(), stmt.test), node.body[place + 1 :], [])
+                node.body[place:] = [ast.copy_location(held, stmt)]
+                break
+        return node
+
+
 def found(text):
     """The findings of a script: their rules, and the text of their lines but those of tests."""
     lines = [line.strip() for line in text.split("\n")]
-    told = check_text(text, configure({}, "LS009,LS011,LS012,LS013,LS017,LS018,LS021", ""))
+    told = check_text(text, configure({}, CODES, ""))
     return sorted((f.rule, lines[f.line - 1].partition("if ")[0]) for f in told)
 
 
+@pytest.mark.parametrize("rewriter", [_Turned, _Back])
 @pytest.mark.parametrize("text", all_examples("bad", "good"))
-def test_a_guard_and_an_early_exit_give_the_same_findings(text):
+def test_a_guard_and_an_early_exit_give_the_same_findings(text, rewriter):
     tree = ast.parse(text)
-    plain, turned = ast.unparse(tree), ast.unparse(ast.fix_missing_locations(_Turned().visit(tree)))
+    plain, turned = ast.unparse(tree), ast.unparse(ast.fix_missing_locations(rewriter().visit(tree)))
     if plain != turned:
         assert found(turned) == found(plain)
