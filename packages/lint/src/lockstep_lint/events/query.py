@@ -5,24 +5,36 @@ import ast
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.index import Scope
-from lockstep_lint.analysis.nodes import dotted, keyword, last
+from lockstep_lint.analysis.nodes import Words, dotted, keyword, last
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event
+from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event, WithBlock
 
 __all__ = ["alone", "calls_after", "many", "same", "side", "sides", "subject", "things"]
+
+# A decorator that keeps its function to the main rank (`@rank_zero_only`, `@accelerator.on_main_process`).
+ONLY = Words(r"(rank_?(zero|0)|main(_process|_rank)?|master)_?only$|^on_(local_)?main_process$|^only_on_(main|rank)")
 
 
 @kept
 def side(view: View, block: Block) -> int:
-    """1 where a test keeps what is under it to the main rank, -1 to the others, -2 to one of these, else 0."""
+    """1 where a test, or a decorator, keeps what is under it to the main rank, -1 to the others, -2 to one of these."""
+    if isinstance(block, WithBlock):
+        decorates = any(block.node is item for item in block.scope.decorators)
+        return int(decorates and (ONLY.search(last(block.node)) or by_rank(view, block)))
     if not isinstance(block, ArmBlock):
         return 0
     return view.ranks.tests.test(block.node, block.scope, block.when)
 
 
+def by_rank(view: View, block: WithBlock) -> bool:
+    """Whether a decorator of the project calls its function on some ranks only."""
+    name = block.node.func if isinstance(block.node, ast.Call) else block.node
+    return view.ranks.calls_by_rank(view.names.definition(name, block.scope))
+
+
 def sides(view: View, event: Event) -> list[tuple[Block, int]]:
     """The tests of the rank around an event, each with the ranks that it lets pass, outermost first."""
-    found = ((block, side(view, block)) for block in event.tests)
+    found = ((block, side(view, block)) for block in event.path)
     return [(block, ranks) for block, ranks in found if ranks]
 
 

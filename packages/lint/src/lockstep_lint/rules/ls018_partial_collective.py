@@ -22,7 +22,7 @@ def check(view: View) -> Iterator[Found]:
             site = event.mark.site
             if site is None or not waits(view, run, event) or alone(view, event):
                 continue
-            block = next((block for block in event.tests if keeps_away(view, run, event, block)), None)
+            block = next((block for block in event.path if keeps_away(view, run, event, block)), None)
             calls = calls_after(event, block) if block is not None else []
             place = calls[0].site if calls else site
             if block is not None and place.module is view.module:
@@ -48,7 +48,7 @@ def is_sharded(view: View, run: Run, event: Event) -> bool:
     return bool(kinds) and set(kinds) == {"fsdp"} and len(kinds) == len(view.origins.of(model, event.scope))
 
 
-def keeps_away(view: View, run: Run, event: Event, block: ArmBlock) -> bool:
+def keeps_away(view: View, run: Run, event: Event, block: Block) -> bool:
     """Whether a test keeps some ranks from an event which the others certainly reach."""
     ranks = side(view, block)
     return bool(ranks) and certain(view, event, block) and not paired(view, run, event, block, ranks)
@@ -75,7 +75,7 @@ def arrivals(view: View, run: Run) -> dict[tuple[str, str, Block | None], set[in
     """The ranks that come to the events of a kind under tests, by the call that the tests stand in."""
     found: dict[tuple[str, str, Block | None], set[int]] = {}
     for event in run.of("collective", "wrap", "forward"):
-        for block in event.tests:
+        for block in event.path:
             if ranks := side(view, block):
                 found.setdefault((event.kind, event.detail, frame(event, block)), set()).add(ranks)
     return found
