@@ -57,33 +57,6 @@ class Marks:
         self.calls = analysis.calls
         self.steps = analysis.steps
         self.kinds = analysis.kinds
-        table: dict[Callable[[Site], Found], tuple[str, ...]] = {
-            self.backward: ("backward", "manual_backward"),
-            self.step: ("step", "step_and_update_lr"),
-            self.zero: ("zero_grad",),
-            self.clip: CLIPS,
-            self.unscale: ("unscale_",),
-            self.load: ("load_state_dict",),
-            self.initialise: ("apply", "reset_parameters", "init_weights"),
-            self.epoch: ("set_epoch",),
-            self.sampler: ("DistributedSampler",),
-            self.shard: SHARDS,
-            self.convert: ("convert_sync_batchnorm",),
-            self.move: MOVES,
-            self.mode: ("eval", "train"),
-            self.collective: tuple({*COLLECTIVES, *WAITS, *OF_FABRIC, *SAVES, "pad_across_processes", "prepare"}),
-            self.start: STARTS,
-            self.end: ("destroy_process_group",),
-            self.save: ("save", "save_file"),
-            self.read_file: ("load",),
-            self.shuffle: SHUFFLES,
-            self.seed: SEEDS,
-            self.state: STATES,
-        }
-        self.readers: dict[str, list[Callable[[Site], Found]]] = {}
-        for reader, names in table.items():
-            for name in names:
-                self.readers.setdefault(name, []).append(reader)
 
     def of(self, site: Site) -> tuple[tuple[Mark, ...], tuple[Scope, ...]]:
         """What a call does, and the functions of the project that it runs."""
@@ -98,8 +71,8 @@ class Marks:
         name = site.name
         if site.call in self.evaluations(site.scope.module):
             yield "evaluate", self.run_by(site), ""
-        for reader in self.readers.get(name, ()):
-            yield from reader(site)
+        for reader in READERS.get(name, ()):
+            yield from reader(self, site)
         if name.endswith(("Parallel", "DDP")):
             kind = self.analysis.wrappers.wrapper(site)
             if kind:
@@ -274,3 +247,33 @@ class Marks:
                 if isinstance(target, ast.Attribute) and target.attr == "grad":
                     return (Mark("zero", stmt, stmt, scope, target.value if dotted(target) else None),)
         return ()
+
+
+# The readers of calls, with the last names of what they read.
+NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
+    Marks.backward: ("backward", "manual_backward"),
+    Marks.step: ("step", "step_and_update_lr"),
+    Marks.zero: ("zero_grad",),
+    Marks.clip: CLIPS,
+    Marks.unscale: ("unscale_",),
+    Marks.load: ("load_state_dict",),
+    Marks.initialise: ("apply", "reset_parameters", "init_weights"),
+    Marks.epoch: ("set_epoch",),
+    Marks.sampler: ("DistributedSampler",),
+    Marks.shard: SHARDS,
+    Marks.convert: ("convert_sync_batchnorm",),
+    Marks.move: MOVES,
+    Marks.mode: ("eval", "train"),
+    Marks.collective: tuple({*COLLECTIVES, *WAITS, *OF_FABRIC, *SAVES, "pad_across_processes", "prepare"}),
+    Marks.start: STARTS,
+    Marks.end: ("destroy_process_group",),
+    Marks.save: ("save", "save_file"),
+    Marks.read_file: ("load",),
+    Marks.shuffle: SHUFFLES,
+    Marks.seed: SEEDS,
+    Marks.state: STATES,
+}
+READERS: dict[str, list[Callable[[Marks, Site], Found]]] = {}
+for _reader, _names in NAMED.items():
+    for _name in _names:
+        READERS.setdefault(_name, []).append(_reader)
