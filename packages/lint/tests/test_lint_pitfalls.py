@@ -11,8 +11,8 @@ ALL = configure({}, "ALL", None)
 CASES = [case for base in SCRIPTS for case in cases(base)]
 
 
-def asked(case):
-    """The parameter of a case: what the linter does not tell yet is expected to fail, and only that."""
+def parameter(case):
+    """A case with its name; what the linter does not tell yet is expected to fail, and only that."""
     missed = [pytest.mark.xfail(strict=True, reason=case.missed)] if case.missed else []
     return pytest.param(case, id=f"{case.base}: {case.name}", marks=missed)
 
@@ -29,7 +29,7 @@ def test_the_script_without_a_mistake_is_silent(base, tmp_path):
     assert found(tmp_path) == []
 
 
-@pytest.mark.parametrize("case", map(asked, CASES))
+@pytest.mark.parametrize("case", [parameter(case) for case in CASES])
 def test_the_pitfall_is_told_where_it_stands(case, tmp_path):
     wanted = case.write(tmp_path)
     told = set()
