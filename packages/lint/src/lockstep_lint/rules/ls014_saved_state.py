@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import COLLECTIVES, passed
 from lockstep_lint.analysis.context import Guard, above, apart, guards, inside, withs
+from lockstep_lint.analysis.drafts import plain_state
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import (
     Words,
@@ -388,6 +389,7 @@ def check(view: View) -> Iterator[Found]:
                 yield at(
                     site,
                     f"saves the {kind} wrapper's state, with names in 'module.': save {plain}.state_dict()",
+                    proposal=() if kind == ACCELERATE else plain_state(view, site),
                 )
     for site in view.sites("save"):
         kind = whole(view, site)
