@@ -210,6 +210,33 @@ def test_a_state_is_saved_and_loaded_by_plain_names():
     assert "LS014" not in rules(unsafe(text))
 
 
+SAVES = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(loader, rank):
+    dist.init_process_group("nccl")
+    model = DDP(nn.Linear(4, 2).to(rank), device_ids=[rank])
+    torch.save(
+        model.module.state_dict(),
+        "model.pt",
+    )
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main([], 0)
+"""
+
+
+def test_a_save_of_every_rank_is_kept_to_one():
+    assert rules(SAVES) == {"LS014"}
+    after = unsafe(SAVES)
+    assert "    if torch.distributed.get_rank() == 0:\n        torch.save(\n            model.module" in after
+    assert rules(after) == set()
+
+
 def test_it_is_said_that_there_is_nothing_to_propose(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(

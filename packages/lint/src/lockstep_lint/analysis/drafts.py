@@ -11,10 +11,11 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Change
 
 __all__ = [
+    "end_process_group",
     "epoch_set",
-    "loaded",
+    "guard_save",
+    "load_safely",
     "plain_state",
-    "process_group_ended",
     "sampler_given",
     "synced_last",
     "unscaled",
@@ -183,7 +184,7 @@ def _height(stmt: ast.stmt) -> int:
     return (stmt.end_lineno or stmt.lineno) - stmt.lineno + 1
 
 
-def loaded(view: View, site: Site) -> tuple[Change, ...]:
+def load_safely(view: View, site: Site) -> tuple[Change, ...]:
     """`torch.load` with a `map_location`, or with `weights_only=True` in the place of False."""
     weights = keyword(site.call, "weights_only")
     if weights is not None and constant(weights) is False:
@@ -208,7 +209,23 @@ def plain_state(view: View, site: Site) -> tuple[Change, ...]:
     return changes
 
 
-def process_group_ended(view: View, site: Site) -> tuple[Change, ...]:
+def guard_save(view: View, site: Site) -> tuple[Change, ...]:
+    """A save under `if torch.distributed.get_rank() == 0:`, where the program has a process group."""
+    stmt, module = site.stmt, site.module
+    started = "torch" in module.imports and view.effects.mentioned(module, "init_process_group")
+    if not started or not isinstance(stmt, ast.Expr) or any(map(of_several_lines, walk(stmt))):
+        return ()
+    block = module.source.lines[stmt.lineno - 1 : stmt.end_lineno]
+    head = f"{indent(module, stmt)}if torch.distributed.get_rank() == 0:"
+    return (Change(stmt.lineno, len(block), (head, *(f"    {line}" for line in block))),)
+
+
+def of_several_lines(node: ast.AST) -> bool:
+    """Whether an indent would change the text of a string."""
+    return isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno != node.end_lineno
+
+
+def end_process_group(view: View, site: Site) -> tuple[Change, ...]:
     """`destroy_process_group()` at the end of the function that starts the program, where its end is one place."""
     scope, chain = site.scope, [site]
     while scope.kind == "function" and scope.owner is None:

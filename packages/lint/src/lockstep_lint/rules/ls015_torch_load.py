@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.drafts import loaded
+from lockstep_lint.analysis.drafts import load_safely
 from lockstep_lint.analysis.nodes import argument, constant, has_star, keyword
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
@@ -22,14 +22,14 @@ def check(view: View) -> Iterator[Found]:
             yield at(
                 site,
                 "runs whatever code the file holds: load with weights_only=True, or from a trusted source only",
-                proposal=loaded(view, site),
+                proposal=load_safely(view, site),
             )
         elif argument(site.call, 1, "map_location") is None and not has_star(site.call) and not view.cpu_only:
             whose = "on every rank" if view.distributed else "which may not be there"
             yield at(
                 site,
                 f"loads onto the GPU that saved the file, {whose}: pass map_location",
-                proposal=loaded(view, site),
+                proposal=load_safely(view, site),
             )
 
 

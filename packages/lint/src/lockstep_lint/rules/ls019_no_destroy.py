@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.drafts import process_group_ended
+from lockstep_lint.analysis.drafts import end_process_group
 from lockstep_lint.analysis.index import Scope
 from lockstep_lint.analysis.nodes import Words
 from lockstep_lint.analysis.view import View
@@ -36,7 +36,7 @@ def check(view: View) -> Iterator[Found]:
             yield at(
                 site,
                 "the process group is never ended: call torch.distributed.destroy_process_group() at the end",
-                proposal=process_group_ended(view, site),
+                proposal=end_process_group(view, site),
             )
 
 
