@@ -7,6 +7,7 @@ import subprocess
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pitfall_cases import SCRIPTS, cases
 from rule_examples import all_examples, examples
 
 from lockstep_lint.analysis import imports
@@ -235,6 +236,17 @@ def test_a_save_of_every_rank_is_kept_to_one():
     after = unsafe(SAVES)
     assert "    if torch.distributed.get_rank() == 0:\n        torch.save(\n            model.module" in after
     assert rules(after) == set()
+
+
+def test_no_proposal_makes_a_new_mistake(tmp_path):
+    texts = all_examples("bad", "good")
+    for case in (case for base in SCRIPTS for case in cases(base)):
+        case.write(tmp_path)
+        texts.append((tmp_path / f"{case.base}.py").read_text(encoding="utf-8"))
+    changed = [(text, after) for text in texts if (after := unsafe(text)) != text]
+    assert len(changed) > 25
+    for text, after in changed:
+        assert rules(after) <= rules(text), after
 
 
 def test_it_is_said_that_there_is_nothing_to_propose(tmp_path, capsys, monkeypatch):
