@@ -298,6 +298,55 @@ for batch in loader:
     assert has(rows, 14, "refused", "without a closure")
 
 
+EPOCHS = """import torch
+from torch.distributed.fsdp import fully_shard
+
+def resume(path, model, optimizer):
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+def main(model, loader):
+    model.load_state_dict(torch.load("pretrained.pt", map_location="cpu"))
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer)
+    for epoch in range(3):
+        for x in loader:
+            loss = model(x).mean()
+            loss.backward()
+            optimizer.step()
+            warmup.step()
+            optimizer.zero_grad()
+        scheduler.step()
+"""
+
+
+def test_clocks_weights_and_shards():
+    """A scheduler keeps its clock, and weights that are loaded are no resume."""
+    kind, rows = told(EPOCHS)
+    assert kind == "a plain DDP loop"
+    assert has(rows, 5, "becomes", "lockstep.load_state(")
+    assert has(rows, 10, "stays", "before the engine is built")
+    assert has(rows, 12, "goes", "shards each block")
+    assert has(rows, 13, "becomes", 'lockstep.engine("fsdp", model')
+    assert has(rows, 22, "stays", "once per step")
+    assert has(rows, 24, "stays", "once per epoch")
+
+
+def test_an_old_name_of_an_argument_keeps_what_it_does():
+    text = """from transformers import Trainer, TrainingArguments
+arguments = TrainingArguments("out", evaluation_strategy="epoch")
+Trainer(model, arguments).train()
+"""
+    _, rows = told(text)
+    assert has(rows, 2, "becomes", "eval_strategy=...")
+    assert not has(rows, 2, "refused", "")
+
+
 def test_a_fabric_loop():
     text = """from lightning.fabric import Fabric
 

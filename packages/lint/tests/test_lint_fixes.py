@@ -61,9 +61,9 @@ def test_what_is_not_safe_stays(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x = torch.load('cuda.pt')\n", "fixed nothing: 1 finding, none that --fix can correct\n"),
+        ("m = torch.nn.DataParallel(one)\n", "fixed nothing: 1 finding, none that --fix can correct\n"),
         (
-            "x = torch.load('cuda.pt')\ny = torch.load('cuda.bin')\n",
+            "m = torch.nn.DataParallel(one)\nn = torch.nn.DataParallel(two)\n",
             "fixed nothing: 2 findings, none that --fix can correct\n",
         ),
         (

@@ -1,10 +1,15 @@
 """A file's findings depend on the project that lies there, never on which files are named or in what order."""
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rule_examples import all_examples
 
 from lockstep_lint import runner
 from lockstep_lint.analysis import imports
@@ -40,6 +45,16 @@ FILE = st.tuples(
 )
 
 
+TRAINS = """
+def fit(model, loader, optimizer):
+    for x in loader:
+        loss = model(x.cuda())
+        loss.backward()
+        optimizer.step()
+        print(loss)
+"""
+
+
 def write(folder, files):
     for name, (bodies, calls, torch) in files.items():
         used = sorted({other for _, *others in calls for other in others if other != name})
@@ -66,6 +81,71 @@ def test_any_list_in_any_order(files, data, tmp_path_factory):
     some = data.draw(st.lists(st.sampled_from(paths), min_size=1, unique=True))
     for path in some:
         assert shown(check_paths(some, ALL), path) == shown(together, path)
+
+
+CLONES = ("clone", "tests", *NAMES)
+INNER = ("", "models", "models/parts", "tests")
+IMPORTED = ("from {1} import *", "import {0}.{1}", "from {0} import {1}", "from {0}.{1} import wrap, setup, report")
+
+
+@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    files=st.dictionaries(
+        st.sampled_from(NAMES),
+        st.tuples(
+            FILE,
+            st.sampled_from(INNER),
+            st.lists(
+                st.tuples(st.sampled_from(IMPORTED), st.sampled_from((*CLONES, "models")), st.sampled_from(NAMES)),
+                max_size=3,
+            ),
+        ),
+        min_size=2,
+    ),
+    clones=st.lists(st.sampled_from(CLONES), min_size=2, max_size=2, unique=True),
+    marked=st.booleans(),
+    tested=st.booleans(),
+    data=st.data(),
+)
+def test_the_folder_of_a_clone_and_how_it_is_named_say_nothing(
+    files, clones, marked, tested, data, tmp_path_factory, monkeypatch
+):
+    found = []
+    for name in clones:
+        root = tmp_path_factory.mktemp("clones") / name
+        (root / (".git" if marked else "inner")).mkdir(parents=True)
+        texts = {}
+        for file in write(root, {key: value for key, (value, _, _) in files.items()}):
+            texts[os.path.basename(file)] = Path(file).read_text()
+            os.remove(file)
+        for key, (_, place, imported) in files.items():
+            lines = [line.format(*words) for line, *words in imported]
+            lines += ["def test_it():", "    pass"] if tested else []
+            (root / place).mkdir(parents=True, exist_ok=True)
+            (root / place / f"{key}.py").write_text("\n".join(lines) + "\n" + texts[f"{key}.py"] + TRAINS)
+        paths = sorted(str(path) for path in root.rglob("*.py"))
+        monkeypatch.chdir(data.draw(st.sampled_from([root, root.parent, Path("/")])))
+        given = [os.path.relpath(path) for path in paths] if data.draw(st.booleans()) else paths
+        shuffled = data.draw(st.permutations(given))
+        findings = check_paths(shuffled, ALL)
+        found.append(sorted((os.path.relpath(f.path, root), f.line, f.column, f.rule, f.message) for f in findings))
+    assert found[0] == found[1]
+
+
+def test_the_hash_seed_says_nothing(tmp_path):
+    examples = all_examples("bad", "good")
+    for i in range(40):
+        (tmp_path / f"script{i:02d}.py").write_text("\n".join(["import common", *examples[i::40]]))
+    (tmp_path / "common.py").write_text("import torch\n" + "\n".join(examples[::50]))
+    command = [sys.executable, "-m", "lockstep_lint", "--select", "ALL", "--format", "json", "."]
+    outputs = {
+        subprocess.run(
+            command, cwd=tmp_path, capture_output=True, check=False, env=os.environ | {"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in ("0", "1", "12345")
+    }
+    (output,) = outputs
+    assert len(json.loads(output)) > 100
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -48,6 +48,20 @@ def test_cell_and_line(folder, listed):
     assert [(f.cell, f.line, f.rule) for f in findings] == [(4, 3, "LS015"), (5, 1, "LS000"), (6, 4, "LS021")]
 
 
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("    import torch\n    s = torch.load('cuda.pt')", [("LS015", 2)]),
+        ("\n\t\n    import torch\n    if True:\n        s = torch.load('cuda.pt')\n\ny = 1", [("LS015", 5)]),
+        ("  %time x = 1\n  import torch\n  s = torch.load('cuda.pt')", [("LS015", 3)]),
+        ("    import torch\n  s = torch.load('cuda.pt')", [("LS000", 2)]),
+    ],
+)
+def test_an_indented_cell_is_read_as_ipython_reads_it(folder, source, found):
+    (folder / "train.ipynb").write_bytes(book([("code", source)]))
+    assert [(f.rule, f.line) for f in check_paths(["train.ipynb"], configure({}, None, None))] == found
+
+
 def test_formats(folder, capsys):
     assert command(["."]) == 1
     out = capsys.readouterr().out

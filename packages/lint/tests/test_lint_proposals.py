@@ -7,6 +7,7 @@ import subprocess
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pitfall_cases import SCRIPTS, cases
 from rule_examples import all_examples, examples
 
 from lockstep_lint.analysis import imports
@@ -133,6 +134,9 @@ def rules(text):
             "with contextlib.nullcontext() if (i + 1) % steps == 0 or i + 1 == len(loader) else model.no_sync():",
         ),
         ("LS011", 0, "scaler.unscale_(optimizer)"),
+        ("LS014", 0, "model.module.state_dict()"),
+        ("LS015", 0, 'torch.load(path, map_location="cpu")'),
+        ("LS019", 0, "    dist.destroy_process_group()"),
         ("LS031", 0, "model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank])"),
     ],
 )
@@ -147,6 +151,116 @@ def test_the_proposal_mends_the_finding(code, number, written):
 def test_a_clip_after_the_step_moves_before_it():
     text = next(t for t in examples("LS011", "bad") if rules(t) == {"LS011"} and "unscale" not in unsafe(t))
     assert rules(unsafe(text)) == set()
+
+
+LOADS = """\
+import torch
+
+def read(path):
+    one = torch.load(path, weights_only=False)
+    two = torch.load(
+        path,
+    )
+    return one, two, torch.load((path))
+"""
+
+
+def test_a_load_is_made_safe_where_its_last_argument_stands():
+    assert unsafe(LOADS).splitlines()[3:] == [
+        "    one = torch.load(path, weights_only=True)",
+        "    two = torch.load(",
+        '        path, map_location="cpu",',
+        "    )",
+        "    return one, two, torch.load((path))",  # not worth a parser
+    ]
+
+
+ENDS = """\
+import os
+import torch
+import torch.distributed as dist
+
+def setup():
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl")
+    return 0
+
+def main():
+    rank = setup()
+    print(rank)
+    return rank
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_the_group_ends_where_the_program_does():
+    after = unsafe(ENDS)
+    ended = "    if dist.is_initialized():\n        dist.destroy_process_group()\n    return rank\n"
+    assert ended in after
+    assert "LS019" not in rules(after)
+    early = ENDS.replace("    print(rank)\n", "    if rank:\n        return 1\n")
+    assert "LS019" in rules(early)
+    assert unsafe(early) == early
+
+
+def test_a_state_is_saved_and_loaded_by_plain_names():
+    text = RULES["LS014"].bad + "\n"
+    assert "module" not in text
+    assert "LS014" not in rules(unsafe(text))
+
+
+SAVES = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(loader, rank):
+    dist.init_process_group("nccl")
+    model = DDP(nn.Linear(4, 2).to(rank), device_ids=[rank])
+    torch.save(
+        model.module.state_dict(),
+        "model.pt",
+    )
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main([], 0)
+"""
+
+
+def test_a_save_of_every_rank_is_kept_to_one():
+    assert rules(SAVES) == {"LS014"}
+    after = unsafe(SAVES)
+    assert "    if torch.distributed.get_rank() == 0:\n        torch.save(\n            model.module" in after
+    assert rules(after) == set()
+
+
+def test_no_proposal_makes_a_new_mistake(tmp_path):
+    texts = all_examples("bad", "good")
+    for case in (case for base in SCRIPTS for case in cases(base)):
+        case.write(tmp_path)
+        texts.append((tmp_path / f"{case.base}.py").read_text(encoding="utf-8"))
+    changed = [(text, after) for text in texts if (after := unsafe(text)) != text]
+    assert len(changed) > 25
+    for text, after in changed:
+        assert rules(after) <= rules(text), after
+
+
+def test_it_is_said_that_there_is_nothing_to_propose(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(
+        LOADS.replace("torch.load(path, weights_only=False)", "0").replace("two = torch.load", "two = print")
+    )
+    assert command(["--unsafe-fixes", "train.py"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "nothing to propose" in err
+    (tmp_path / "train.py").write_text("import torch\n")
+    assert command(["--unsafe-fixes", "train.py"]) == 0
+    assert capsys.readouterr().err == "no findings\n"
 
 
 def test_the_diff_applies_and_nothing_is_written(tmp_path, capsys, monkeypatch):

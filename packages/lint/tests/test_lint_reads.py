@@ -130,7 +130,8 @@ parser.add_argument({flag})
             {"after": "args = parser.parse_args()\nif args.local_rank < 0: args.local_rank = os.environ['LOCAL_RANK']"},
             True,
         ),
-        ({"after": "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"}, True),
+        ({"after": "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"}, False),  # the flag is left over
+        ({"after": "torch.cuda.set_device(int(os.environ.get('LOCAL_RANK', args.local_rank)))"}, True),
         ({"flag": "'--local_rank', default=int(os.environ['LOCAL_RANK'])"}, False),
         ({"flag": "'--local_rank', default=os.getenv('LOCAL_RANK', 0)"}, False),
         ({"after": "def work(rank): pass\nmp.spawn(work, nprocs=2)"}, False),

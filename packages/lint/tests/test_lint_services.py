@@ -49,6 +49,7 @@ def check_sarif(log):
             (place,) = (item["physicalLocation"] for item in result["locations"])
             assert re.fullmatch(r"[\w.~%:/!$&'()*+,;=@-]+", place["artifactLocation"]["uri"], re.ASCII)
             assert all(isinstance(n, int) and n >= 1 for n in place["region"].values())
+            assert re.fullmatch(r"[0-9a-f]{16}:\d+", result["partialFingerprints"]["primaryLocationLineHash"])
 
 
 def test_sarif(folder, capsys):
@@ -60,12 +61,35 @@ def test_sarif(folder, capsys):
     place = run["results"][0]["locations"][0]["physicalLocation"]
     assert place == {
         "artifactLocation": {"uri": "a%20folder/b%C3%A4d.py"},
-        "region": {"startLine": 3, "startColumn": 12},
+        "region": {"startLine": 3, "startColumn": 12, "endLine": 3, "endColumn": 33},
     }
     command(["idle.py", "--ignore", "LS015", "--format", "sarif"])
     empty = json.loads(capsys.readouterr().out)
     check_sarif(empty)
     assert empty["runs"][0]["results"] == []
+
+
+def prints(path, text, capsys):
+    path.write_text(text, encoding="utf-8")
+    command([path.name, "--format", "sarif"])
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    return [result["partialFingerprints"]["primaryLocationLineHash"] for result in run["results"]]
+
+
+def test_a_finding_is_known_again_when_its_line_moves(folder, capsys):
+    path = folder / "twice.py"
+    before = prints(path, BAD + BAD.splitlines()[-1] + "\n", capsys)
+    assert len(set(before)) == 2
+    assert prints(path, BAD.replace("\n\n", "\n\n\nx = 1\n") + "y = 2\n" + BAD.splitlines()[-1], capsys) == before
+    assert prints(path, BAD.replace("cuda.pt", "other.pt"), capsys)[0] not in before
+
+
+def test_sarif_beside_another_format(folder, capsys):
+    assert command([".", "--sarif-file", "found.sarif"]) == 1
+    assert "bäd.py:3:12: LS015" in capsys.readouterr().out
+    check_sarif(json.loads((folder / "found.sarif").read_text(encoding="utf-8")))
+    assert command([".", "--sarif-file", "nowhere/found.sarif"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def run_action(folder, **inputs):
@@ -91,6 +115,10 @@ def test_the_action(folder):
     check_sarif(json.loads((folder / "found.sarif").read_text(encoding="utf-8")))
     clean = run_action(folder, paths="idle.py", arguments="--ignore LS015")
     assert (clean.returncode, clean.stdout.strip()) == (0, "")
+    for paths in ("'a folder' idle.py", '"a folder"\nidle.py\n', "'a folder/bäd.py'"):
+        assert run_action(folder, paths=paths).stdout.count("title=LS015") == 1
+    unclosed = run_action(folder, paths="'a folder")
+    assert (unclosed.returncode != 0, unclosed.stdout) == (True, "")
     wrong = run_action(folder, **{"paths": "missing.py", "sarif-file": "x.sarif"})
     assert wrong.returncode == 2
     assert "no file or folder 'missing.py'" in wrong.stderr

@@ -4,6 +4,7 @@ The extra `lint` installs the linter. No other file of lockstep imports it.
 """
 
 from lockstep_lint.analysis.budget import WORK, TooIntricate
+from lockstep_lint.analysis.context import loops
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import argument, constant, dotted, idents, is_true, keyword, last, walk
@@ -33,6 +34,7 @@ __all__ = [
     "is_true",
     "keyword",
     "last",
+    "loops",
     "parse",
     "place",
     "read",

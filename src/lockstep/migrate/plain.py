@@ -25,6 +25,7 @@ from lockstep.migrate.parsing import (
     idents,
     keyword,
     last,
+    loops,
     walk,
 )
 
@@ -149,6 +150,7 @@ def loop_rows(script: ParsedScript) -> Iterator[MigrationRow]:
     for site, full in script.call_names:
         yield from _loader_rows(script, site, full)
         yield from _step_rows(script, site, full)
+    yield from _scheduler_rows(script)
     for training in script.view.training:
         yield from _loop_rows(script, training)
     yield from _loss_rows(script)
@@ -185,9 +187,7 @@ def _loader_rows(script: ParsedScript, site: Site, full: str) -> Iterator[Migrat
 
 def _step_rows(script: ParsedScript, site: Site, full: str) -> Iterator[MigrationRow]:
     steps, name = script.view.steps, site.name
-    if steps.steps_scheduler(site):
-        yield script.row(site.call, STAYS, "call it once per step, after engine.step(), on any number of processes")
-    elif steps.steps_optimizer(site):
+    if steps.steps_optimizer(site):
         scaled = bool(site.receiver is not None and script.view.kinds.is_scaler(site.receiver, site.scope))
         if (site.call.args or site.call.keywords) and not scaled and name == "step":
             yield script.row(
@@ -203,6 +203,18 @@ def _step_rows(script: ParsedScript, site: Site, full: str) -> Iterator[Migratio
         yield script.row(site.call, GOES, f"clip={clip} of lockstep.engine")
     elif name == "clip_grad_value_" and full:
         yield script.row(site.call, REFUSED, "engines clip by norm: clip= of lockstep.engine")
+
+
+def _scheduler_rows(script: ParsedScript) -> Iterator[MigrationRow]:
+    """Yield a row for each step of a scheduler: it keeps its clock, the step or the epoch."""
+    each_step = {site.call for training in script.view.training for site in script.view.trainings.each_step(training)}
+    for site, _ in script.call_names:
+        if not script.view.steps.steps_scheduler(site):
+            continue
+        advice = "call it once per step, after engine.step(), on any number of processes"
+        if each_step and site.call not in each_step:
+            advice = "once per epoch, as now: if (step.number + 1) % (len(loader) // epochs) == 0, after engine.step()"
+        yield script.row(site.call, STAYS, advice)
 
 
 def _loop_rows(script: ParsedScript, training: Training) -> Iterator[MigrationRow]:
@@ -270,6 +282,9 @@ _WRAPPERS = {
 }
 _SAVE_STATE = "lockstep.save_state(folder, world, step.number + 1, engine=engine, scheduler=scheduler, loader=loader)"
 _LOAD_STATE = "lockstep.load_state(folder, world, engine=engine, scheduler=scheduler, loader=loader)"
+_LOAD_WEIGHTS = "load pretrained weights before the engine is built, on every rank; lockstep.load_state resumes a run"
+# What a checkpoint to resume from has besides the model's weights.
+_RESUMES = re.compile(r"optim|sched|scaler|epoch|global_step|resume", re.IGNORECASE)
 _DIST = {
     "init_process_group": (BECOMES, "world = lockstep.World.join()"),
     "destroy_process_group": (BECOMES, "world.leave()"),
@@ -304,13 +319,17 @@ def rows(script: ParsedScript) -> Iterator[MigrationRow]:
 
 
 def _engine_of(full: str) -> str:
-    return _WRAPPERS.get(full.rpartition(".")[2], "") if full.startswith("torch.") else ""
+    name = full.rpartition(".")[2]
+    return _WRAPPERS.get(name, "") if full.startswith("torch.") or name == "fully_shard" else ""
 
 
 def _engine_rows(script: ParsedScript, wrapped: list[Site]) -> Iterator[MigrationRow]:
     """Yield rows for where to build the engine: in place of a wrapper, else after the optimizer."""
     for site in wrapped:
         name = _engine_of(script.view.full(site))
+        if site.name == "fully_shard" and loops(site.stmt, site.module):
+            yield script.row(site.call, GOES, 'lockstep.engine("fsdp", ...) shards each block by itself')
+            continue
         model = ast.unparse(site.call.args[0]) if site.call.args else "model"
         if name == "zero":
             yield script.row(site.call, BECOMES, f'the optimizer itself, and lockstep.engine("{name}", ...)')
@@ -356,12 +375,20 @@ def _call_rows(script: ParsedScript, site: Site, full: str) -> Iterator[Migratio
     elif full == "torch.save":
         yield script.row(call, BECOMES, _SAVE_STATE)
     elif full == "torch.load":
-        yield script.row(call, BECOMES, _LOAD_STATE)
+        yield script.row(call, *((BECOMES, _LOAD_STATE) if _resumes(site) else (STAYS, _LOAD_WEIGHTS)))
     elif name == "convert_sync_batchnorm":
         advice = 'may stay; lockstep.engine(..., batchnorm="replay") does not depend on the number of processes'
         yield script.row(call, STAYS, advice)
     elif script.view.steps.backwards(site):
         yield script.row(call, BECOMES, "with engine.accumulate(batch.last): engine.backward(loss, batch.weight)")
+
+
+def _resumes(site: Site) -> bool:
+    """Whether a load is of a run's state: it says so, or more of it is read than a model's weights."""
+    names = {bind.key for bind in site.scope.bound(site.stmt)}
+    uses = [stmt for stmt in site.scope.stmts if stmt is site.stmt or names & set(idents(stmt))]
+    loaded = [stmt for stmt in uses if isinstance(stmt, ast.Assign | ast.Expr | ast.Return)]
+    return any(_RESUMES.search(ast.unparse(stmt)) for stmt in loaded) or bool(_RESUMES.search(site.scope.name))
 
 
 def _environment_rows(script: ParsedScript) -> Iterator[MigrationRow]:

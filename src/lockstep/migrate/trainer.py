@@ -93,6 +93,9 @@ def _classify_argument(name: str | None, value: ast.expr, exact: bool) -> tuple[
     """Return an argument's action and advice; `exact`: the class is TrainingArguments itself."""
     if name is None:
         return STAYS, "its content is unknown: see the table in docs/hf-trainer.md"
+    if name in _RENAMED:
+        action, advice = _classify_argument(_RENAMED[name], value, exact)
+        return (REFUSED, advice) if action == REFUSED else (BECOMES, f"{_RENAMED[name]}=..., its new name, {advice}")
     row, setting = ARGUMENTS.get(name), constant(value)
     literal = isinstance(value, ast.Constant)
     if row is None:
@@ -109,6 +112,8 @@ def _classify_argument(name: str | None, value: ast.expr, exact: bool) -> tuple[
     return REFUSED, row.what if literal or not isinstance(value, ast.Name | ast.Attribute) else f"if set: {row.what}"
 
 
+# Arguments of older versions of transformers.
+_RENAMED = {"evaluation_strategy": "eval_strategy"}
 _DEFAULTS = (("torch_compile_backend", "inductor"), ("torch_compile_mode", "default"))
 
 

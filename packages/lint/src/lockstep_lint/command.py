@@ -107,6 +107,7 @@ def parser(prog: str = "lockstep lint") -> argparse.ArgumentParser:
     flags.add_argument("--select", metavar="CODES", help="the rules to run, such as LS004,LS018, or ALL")
     flags.add_argument("--ignore", metavar="CODES", help="rules to leave out")
     flags.add_argument("--format", choices=OUTPUT_FORMATS, default="text", help="how to print findings (default: text)")
+    flags.add_argument("--sarif-file", metavar="FILE", help="write the findings to FILE as SARIF too")
     flags.add_argument("--fix", action="store_true", help="make the corrections that are safe")
     flags.add_argument("--unsafe-fixes", action="store_true", help="print the next corrections as a diff to read")
     flags.add_argument("--explain", metavar="CODE", help="print what a rule finds, why it matters and what to write")
@@ -115,7 +116,7 @@ def parser(prog: str = "lockstep lint") -> argparse.ArgumentParser:
 
 
 def _migrate(args: argparse.Namespace, prog: str) -> int:
-    for name in ("select", "ignore", "fix", "unsafe_fixes", "explain"):
+    for name in ("select", "ignore", "fix", "unsafe_fixes", "explain", "sarif_file"):
         if getattr(args, name):
             raise MigrateProblem(f"--migrate checks nothing and writes nothing: leave out --{name.replace('_', '-')}")
     if args.format not in FORMATS:
@@ -137,12 +138,26 @@ def check(args: argparse.Namespace, prog: str) -> int:
     findings = check_all(groups)
     if args.fix:
         findings = fix(findings, groups)
+    if args.sarif_file:
+        write_sarif(args.sarif_file, findings, prog)
     if args.unsafe_fixes:
-        print(diff(findings), end="")
+        proposed = diff(findings)
+        print(proposed, end="")
         print(summary(findings), file=sys.stderr)
+        if findings and not proposed:
+            print("nothing to propose: no finding has a correction that can be written here", file=sys.stderr)
         return 1 if findings else 0
     print(render(findings, args.format, sources(findings), prog))
     return 1 if findings else 0
+
+
+def write_sarif(path: str, findings: list[Finding], prog: str) -> None:
+    """Write the findings to a file as SARIF. Raises ConfigProblem where it cannot be written."""
+    try:
+        Path(path).write_text(render(findings, "sarif", sources(findings), prog) + "\n", encoding="utf-8")
+    except OSError as error:
+        message = f"--sarif-file: cannot write '{path}' ({error.strerror}): name a file in a folder that exists"
+        raise ConfigProblem(message) from None
 
 
 def fix(findings: list[Finding], groups: list[tuple[Config, list[str]]]) -> list[Finding]:

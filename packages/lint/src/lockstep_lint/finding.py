@@ -52,7 +52,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Finding:
-    """One place where a rule found its pitfall; in a notebook `line` counts within the cell."""
+    """One place where a rule found its pitfall; in a notebook `line` and `end` count within the cell.
+
+    Columns count characters from 1; `end` is the last line of the place, `end_column` the first column after it.
+    """
 
     path: str
     line: int
@@ -66,6 +69,7 @@ class Finding:
     end: int = 0
     proposal: tuple[Change, ...] = ()
     cell: int = 0
+    end_column: int = 0
 
     @property
     def place(self) -> tuple[str, int, int, int, str]:

@@ -1,5 +1,6 @@
 """Print findings as text, JSON, SARIF 2.1.0 or annotations for GitHub."""
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -21,8 +22,9 @@ LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "
 OTHERS = {"LS000": "a file that was not checked", "LS900": "a comment that silences nothing"}
 
 
-def log(findings: list[Finding]) -> dict[str, object]:
+def log(findings: list[Finding], lines: dict[str, list[str]]) -> dict[str, object]:
     """The SARIF log of one run: the rules that found something, and each finding with its place."""
+    prints = fingerprints(findings, lines)
     codes = sorted({finding.rule for finding in findings})
     driver = {"name": "lockstep lint", "version": _version(), "rules": [_rule(code) for code in codes]}
     return {
@@ -32,10 +34,32 @@ def log(findings: list[Finding]) -> dict[str, object]:
             {
                 "tool": {"driver": driver},
                 "columnKind": "unicodeCodePoints",
-                "results": [_result(finding, codes.index(finding.rule)) for finding in findings],
+                "results": [
+                    {**_result(finding, codes.index(finding.rule)), "partialFingerprints": {FINGERPRINT: made}}
+                    for finding, made in zip(findings, prints, strict=True)
+                ],
             }
         ],
     }
+
+
+# What GitHub knows a finding again by, after lines have moved.
+FINGERPRINT = "primaryLocationLineHash"
+
+
+def fingerprints(findings: list[Finding], lines: dict[str, list[str]]) -> list[str]:
+    """A name for each finding that stays when its line moves: of its rule, its file and the text of its line, and the
+    number of such a finding in the file.
+    """
+    seen: Counter[str] = Counter()
+    made: list[str] = []
+    for finding in findings:
+        file = lines.get(finding.where, [])
+        text = "".join(file[finding.line - 1].split()) if 0 < finding.line <= len(file) else ""
+        digest = hashlib.sha256("\0".join((finding.rule, _uri(finding.path), text)).encode()).hexdigest()[:16]
+        seen[digest] += 1
+        made.append(f"{digest}:{seen[digest]}")
+    return made
 
 
 def _version() -> str:
@@ -62,7 +86,7 @@ def _rule(code: str) -> dict[str, object]:
 
 def _result(finding: Finding, index: int) -> dict[str, object]:
     text = f"cell {finding.cell}, line {finding.line}: {finding.message}" if finding.cell else finding.message
-    region = {"startLine": 1} if finding.cell else {"startLine": finding.line, "startColumn": finding.column}
+    region = {"startLine": 1} if finding.cell else _region(finding)
     place = {"artifactLocation": {"uri": _uri(finding.path)}, "region": region}
     return {
         "ruleId": finding.rule,
@@ -73,6 +97,12 @@ def _result(finding: Finding, index: int) -> dict[str, object]:
     }
 
 
+def _region(finding: Finding) -> dict[str, int]:
+    """The lines and columns of a finding, and where it ends if that is known."""
+    region = {"startLine": finding.line, "startColumn": finding.column}
+    return region | ({"endLine": finding.end, "endColumn": finding.end_column} if finding.end_column else {})
+
+
 def _uri(path: str) -> str:
     """A path as a URI: relative to the present folder where it is below it, as services match it to a checkout."""
     relative = os.path.relpath(path)
@@ -80,7 +110,7 @@ def _uri(path: str) -> str:
 
 
 def text(findings: list[Finding], lines: dict[str, list[str]], prog: str) -> str:
-    """Each finding on a line, with the source line under it, and a summary."""
+    """Each finding on a line, the gravest first, with the source line under it, and a summary."""
     parts = []
     for finding in folded(findings):
         place = f"{finding.where}:{finding.line}:{finding.column}"
@@ -106,23 +136,37 @@ def _excerpt(finding: Finding, lines: list[str]) -> str:
 
 # Rules that find the same habit in many places of a file: a person needs to be told once.
 FOLDED = ("LS028", "LS036")
+# A rule of several habits, of which each is told once.
+ALIKE = ("LS023",)
+GRAVEST = list(Severity)
 
 
 def folded(findings: list[Finding]) -> list[Finding]:
-    """The findings for a person: of a rule that repeats itself the first of each file, and how many more."""
-    others = Counter((finding.path, finding.rule) for finding in findings if finding.rule in FOLDED)
-    told = set()
-    kept = []
+    """The findings for a person: errors before warnings, and of a rule that repeats itself the first of each file, with
+    how many more there are.
+    """
+    others = Counter(map(habit, findings))
+    told: set[tuple[object, ...]] = set()
+    chosen: list[Finding] = []
     for finding in findings:
-        key = (finding.path, finding.rule)
+        key = habit(finding)
         more = others[key] - 1
         if key not in told and more > 0:
             places = f"{more} more place{'s' * (more > 1)} in this file"
-            kept.append(replace(finding, message=f"{finding.message} (and {places})"))
-        elif key not in told or finding.rule not in FOLDED:
-            kept.append(finding)
+            chosen.append(replace(finding, message=f"{finding.message} (and {places})"))
+        elif key not in told:
+            chosen.append(finding)
         told.add(key)
-    return kept
+    return sorted(chosen, key=lambda finding: GRAVEST.index(finding.severity))
+
+
+def habit(finding: Finding) -> tuple[object, ...]:
+    """What a finding repeats, where a person is told it once a file; else its own place."""
+    if finding.rule in FOLDED:
+        return finding.path, finding.rule
+    if finding.rule in ALIKE:
+        return finding.path, finding.rule, finding.message
+    return finding.place
 
 
 def summary(findings: list[Finding]) -> str:
@@ -159,5 +203,5 @@ def render(findings: list[Finding], form: str, lines: dict[str, list[str]], prog
     if form == "json":
         return json.dumps([finding.as_dict() for finding in findings], indent=2)
     if form == "sarif":
-        return json.dumps(log(findings), indent=2)
+        return json.dumps(log(findings, lines), indent=2)
     return github(findings) if form == "github" else text(findings, lines, prog)

@@ -1,5 +1,6 @@
 """Check files: parse them together, run the rules on each, and apply `# noqa`."""
 
+import ast
 import contextlib
 import gc
 import io
@@ -212,11 +213,12 @@ def _check(sources: list[Source], project: Project, config: Config) -> list[Find
 
 
 def _located(finding: Finding, source: Source) -> Finding:
-    """A notebook's finding with its cell, and the line in that cell."""
+    """A notebook's finding with its cell, and the lines in that cell."""
     if not source.cells:
         return finding
     cell, line = place(source.cells, finding.line)
-    return replace(finding, cell=cell, line=line, edit=None, proposal=())
+    end = finding.end - finding.line + line if finding.end else 0
+    return replace(finding, cell=cell, line=line, end=end, edit=None, proposal=())
 
 
 def _check_module(module: Module, analysis: Analysis, config: Config) -> Iterator[Finding]:
@@ -242,9 +244,7 @@ def _run(rule: Rule, view: View, config: Config) -> Iterator[Finding]:
 
 
 def _finding(rule: Rule, found: Found, module: Module) -> Finding:
-    line, offset = getattr(found.node, "lineno", 1), getattr(found.node, "col_offset", 0)
-    text = module.source.lines[line - 1] if line <= len(module.source.lines) else ""
-    column = len(text.encode()[:offset].decode(errors="replace")) + 1
+    line, column = getattr(found.node, "lineno", 1), _column(module, found.node, "")
     severity = Severity.INFO if found.opinion else rule.severity
     end = getattr(found.node, "end_lineno", line) or line
     remedy = rule.remedy or None
@@ -260,7 +260,15 @@ def _finding(rule: Rule, found: Found, module: Module) -> Finding:
         found.edit,
         end,
         found.proposal,
+        end_column=_column(module, found.node, "end_"),
     )
+
+
+def _column(module: Module, node: ast.AST, which: str) -> int:
+    """The column where a node begins, or the first one after its end: in characters, where `ast` counts bytes."""
+    line, offset = getattr(node, f"{which}lineno", None) or 1, getattr(node, f"{which}col_offset", None) or 0
+    text = module.source.lines[line - 1] if line <= len(module.source.lines) else ""
+    return len(text.encode()[:offset].decode(errors="replace")) + 1
 
 
 def _problem(source: Source) -> Finding:

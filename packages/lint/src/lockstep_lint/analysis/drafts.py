@@ -2,15 +2,25 @@
 
 import ast
 
-from lockstep_lint.analysis.context import Loop, loops
+from lockstep_lint.analysis.context import Loop, above, loops
 from lockstep_lint.analysis.index import Module, Site
-from lockstep_lint.analysis.nodes import dotted, is_true, keyword, walk
+from lockstep_lint.analysis.nodes import constant, dotted, is_true, keyword, walk
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.steps import Accumulation
 from lockstep_lint.finding import Change
 
-__all__ = ["epoch_set", "sampler_given", "synced_last", "unscaled", "wrapped"]
+__all__ = [
+    "end_process_group",
+    "epoch_set",
+    "guard_save",
+    "load_safely",
+    "plain_state",
+    "sampler_given",
+    "synced_last",
+    "unscaled",
+    "wrapped",
+]
 
 
 def indent(module: Module, stmt: ast.stmt) -> str:
@@ -173,3 +183,86 @@ def wrapped(view: View) -> tuple[Change, ...]:
 
 def _height(stmt: ast.stmt) -> int:
     return (stmt.end_lineno or stmt.lineno) - stmt.lineno + 1
+
+
+def load_safely(view: View, site: Site) -> tuple[Change, ...]:
+    """`torch.load` with a `map_location`, or with `weights_only=True` in the place of False."""
+    weights = keyword(site.call, "weights_only")
+    if weights is not None and constant(weights) is False:
+        return respelled(view.module, weights, "True")
+    final = (*site.call.args, *(item.value for item in site.call.keywords))[-1:]
+    return tuple(
+        change
+        for value in final
+        for change in respelled(view.module, value, f'{source_of(view.module, value)}, map_location="cpu"')
+    )
+
+
+def plain_state(view: View, site: Site) -> tuple[Change, ...]:
+    """`model.module.state_dict()` in the place of a wrapper's, and so where the file loads it back into the wrapper."""
+    model = dotted(site.receiver)
+    if model is None or site.receiver is None:
+        return ()
+    changes = respelled(view.module, site.receiver, f"{model}.module")
+    for load in site.scope.named("load_state_dict"):
+        if dotted(load.receiver) == model and load.receiver is not None:
+            changes += respelled(view.module, load.receiver, f"{model}.module")
+    return changes
+
+
+def guard_save(view: View, site: Site) -> tuple[Change, ...]:
+    """A save under `if torch.distributed.get_rank() == 0:`, where the program has a process group."""
+    stmt, module = site.stmt, site.module
+    started = "torch" in module.imports and view.effects.mentioned(module, "init_process_group")
+    if not started or not isinstance(stmt, ast.Expr) or any(map(of_several_lines, walk(stmt))):
+        return ()
+    block = module.source.lines[stmt.lineno - 1 : stmt.end_lineno]
+    head = f"{indent(module, stmt)}if torch.distributed.get_rank() == 0:"
+    return (Change(stmt.lineno, len(block), (head, *(f"    {line}" for line in block))),)
+
+
+def of_several_lines(node: ast.AST) -> bool:
+    """Whether an indent would change the text of a string."""
+    return isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno != node.end_lineno
+
+
+def end_process_group(view: View, site: Site) -> tuple[Change, ...]:
+    """`destroy_process_group()` at the end of the function that starts the program, where its end is one place."""
+    scope, chain = site.scope, [site]
+    while scope.kind == "function" and scope.owner is None:
+        callers = view.calls.callers(scope)
+        direct = len(callers) == 1 and view.calls.target(callers[0].call, callers[0].scope) is scope
+        if not direct or callers[0].module is not view.module or callers[0].scope.kind != "function":
+            break
+        chain.append(callers[0])
+        scope = callers[0].scope
+    final = scope.stmts and getattr(scope.node, "body", [None])[-1]
+    if scope.kind != "function" or scope.module is not view.module or not isinstance(final, ast.stmt):
+        return ()
+    returns = [stmt for stmt in scope.stmts if isinstance(stmt, ast.Return)]
+    if any(stmt is not final for stmt in returns) or isinstance(final, ast.Raise | ast.While):
+        return ()
+    package = dotted(site.receiver) or ("torch.distributed" if "torch" in view.module.imports else "")
+    if not package or (scope is not site.scope and package.split(".")[0] not in view.module.imports):
+        return ()
+    call, ahead = f"{package}.destroy_process_group()", indent(view.module, final)
+    lines = [ahead + call]
+    if any(True for each in chain for _ in above(each.stmt, view.module)):  # where it is started by chance only
+        lines = [f"{ahead}if {package}.is_initialized():", f"{ahead}    {call}"]
+    end = final.lineno if isinstance(final, ast.Return) else (final.end_lineno or final.lineno) + 1
+    return (Change(end, 0, tuple(lines)),)
+
+
+def source_of(module: Module, node: ast.expr) -> str:
+    """How an expression of one line is written."""
+    line = module.source.lines[node.lineno - 1].encode()
+    return line[node.col_offset : node.end_col_offset].decode()
+
+
+def respelled(module: Module, node: ast.expr, text: str) -> tuple[Change, ...]:
+    """An expression of one line written anew."""
+    if node.lineno != node.end_lineno:
+        return ()
+    line = module.source.lines[node.lineno - 1].encode()
+    after = line[: node.col_offset] + text.encode() + line[node.end_col_offset :]
+    return (Change(node.lineno, 1, (after.decode(),)),)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lockstep_lint.analysis.source import MAX_BYTES
 
-__all__ = ["KNOWN", "SKIPPED", "Graph", "Importers", "Paths", "draw", "oldest_torch"]
+__all__ = ["KNOWN", "SKIPPED", "Graph", "Importers", "Paths", "draw", "oldest_torch", "root_of"]
 
 
 EXTERNAL = sys.stdlib_module_names | {"torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "sklearn"}
@@ -92,7 +92,10 @@ class Paths:
         if not parts or (parts[0] in EXTERNAL and not self.hides(folder, parts[0])):
             return None
         more = self.added(self.root(folder)) if self.added is not None else ()
-        found = (self.locate(start, parts) for start in (*self.bases(folder), *above(folder, parts[0]), *more))
+        found = (
+            self.locate(start, parts)
+            for start in (*self.bases(folder), *above(folder, parts[0], self.root(folder)), *more)
+        )
         return next((path for path in found if path is not None), None)
 
     def hides(self, folder: str, name: str) -> bool:
@@ -124,11 +127,14 @@ class Paths:
         return next((candidate for candidate in candidates if self.is_file(candidate)), None)
 
 
-def above(folder: str, name: str) -> Iterator[str]:
+def above(folder: str, name: str, root: str) -> Iterator[str]:
     """Where a package starts that a file of its own names: `import model.layers` in model/parts/ means the folder that
-    holds model/, however high.
+    holds model/, however high within the project. The project's own folder counts where it is a package; what it is
+    called otherwise, and what lies above it, is its user's.
     """
-    parents = os.path.abspath(folder).split(os.sep)[-MAX_UP:]
+    parents = os.path.relpath(os.path.realpath(folder), root).split(os.sep)[-MAX_UP:]
+    if os.path.isfile(os.path.join(root, "__init__.py")):
+        parents = [os.path.basename(root), *(part for part in parents if part != ".")]
     if name in parents:
         yield os.path.join(folder, *[".."] * (len(parents) - parents.index(name)))
 

@@ -40,7 +40,7 @@ STARTERS = (
 MAX_CALLERS = 20
 MAX_DEPTH = 5
 
-NAMES = tuple({name for names in LAUNCHES.values() for name in names} | COMMANDS | {"remote", "run_elastic"})
+NAMES = tuple(sorted({name for names in LAUNCHES.values() for name in names} | COMMANDS | {"remote", "run_elastic"}))
 
 
 def driven(calls: Calls, stmt: ast.stmt, scope: Scope, depth: int = 0) -> bool:
@@ -458,13 +458,13 @@ class Programs:
         tops, seen, queue = set(), {scope}, [scope]
         while queue and len(seen) < 60:
             current = queue.pop()
-            callers = {site.scope for site in self.calls.callers(current)} if current.kind == "function" else set()
+            callers = dict.fromkeys(s.scope for s in self.calls.callers(current) if current.kind == "function")
             if current.kind == "module":
                 tops.add(current)
             elif not callers:
                 return False
-            queue += callers - seen
-            seen |= callers
+            queue += [scope for scope in callers if scope not in seen]
+            seen.update(callers)
         return bool(tops) and not any(top.module is scope.module or self.parallel(top) for top in tops)
 
     @kept

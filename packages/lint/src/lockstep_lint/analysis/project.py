@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import PurePath
 
 from lockstep_lint.analysis.budget import forget, kept
-from lockstep_lint.analysis.imports import EXTERNAL, KNOWN, Graph, Paths
+from lockstep_lint.analysis.imports import EXTERNAL, KNOWN, Graph, Paths, root_of
 from lockstep_lint.analysis.index import Module, index
 from lockstep_lint.analysis.source import Source, read
 
@@ -158,8 +158,10 @@ class Project:
         return tuple(seen)
 
 
+@kept
 def unit_test(module: Module) -> bool:
-    """Whether a file holds unit tests, by its name or folder and what it imports."""
-    path = PurePath(module.path)
+    """Whether a file holds unit tests, by its name or folder within the project and what it imports."""
+    real = os.path.realpath(module.path)
+    path = PurePath(os.path.relpath(real, root_of(os.path.dirname(real))))
     named = path.stem.startswith("test_") or path.stem.endswith("_test") or {"test", "tests"} & set(path.parts[-4:-1])
     return bool(named) and ("pytest" in module.imports or "unittest" in module.imports or "def test_" in module.text)

@@ -124,7 +124,7 @@ def cells_of(data: bytes) -> Notebook:
     broken: list[tuple[int, str]] = []
     for number, source in _code(data):
         cells.append(Cell(number, len(lines) + 1))
-        text = plain(source)
+        text = plain(unindented(source))
         try:
             parsed(text, FLAGS)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -149,6 +149,13 @@ def _code(data: bytes) -> Iterator[tuple[int, str]]:
             source = "".join(item for item in source if isinstance(item, str))
         if isinstance(source, str):
             yield number, source.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def unindented(source: str) -> str:
+    """A cell without the indent of its first line, which IPython takes off every line that begins with it."""
+    first = next((line for line in source.split("\n") if line.strip()), "")
+    indent = first[: len(first) - len(first.lstrip(" \t"))]
+    return "\n".join(line.removeprefix(indent) for line in source.split("\n")) if indent else source
 
 
 def plain(source: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import COLLECTIVES, passed
 from lockstep_lint.analysis.context import Guard, above, apart, guards, inside, withs
+from lockstep_lint.analysis.drafts import guard_save, plain_state
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import (
     Words,
@@ -391,6 +392,7 @@ def check(view: View) -> Iterator[Found]:
                 yield at(
                     site,
                     f"saves the {kind} wrapper's state, with names in 'module.': save {plain}.state_dict()",
+                    proposal=() if kind == ACCELERATE else plain_state(view, site),
                 )
     for site in view.sites("save"):
         kind = whole(view, site)
@@ -400,7 +402,8 @@ def check(view: View) -> Iterator[Found]:
         path = written(view, site)
         if path is not None and by_all(view, site, path):
             for place in unguarded(view, site, path):
-                yield at(place, "every rank writes this file at once: save on rank 0 only")
+                proposal = guard_save(view, place)
+                yield at(place, "every rank writes this file at once: save on rank 0 only", proposal=proposal)
     for site in view.sites():
         if SAVES.search(site.name) and handed_over(view, site):
             yield at(site, "every rank has this helper write one file at once: call it on rank 0 only")

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.drafts import load_safely
 from lockstep_lint.analysis.nodes import argument, constant, has_star, keyword
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
@@ -19,10 +20,17 @@ def check(view: View) -> Iterator[Found]:
         weights = keyword(site.call, "weights_only")
         if isinstance(weights, ast.Constant) and constant(weights) is False:
             yield at(
-                site, "runs whatever code the file holds: load with weights_only=True, or from a trusted source only"
+                site,
+                "runs whatever code the file holds: load with weights_only=True, or from a trusted source only",
+                proposal=load_safely(view, site),
             )
         elif argument(site.call, 1, "map_location") is None and not has_star(site.call) and not view.cpu_only:
-            yield at(site, "loads onto the GPU that saved the file, on every rank: pass map_location")
+            whose = "on every rank" if view.distributed else "which may not be there"
+            yield at(
+                site,
+                f"loads onto the GPU that saved the file, {whose}: pass map_location",
+                proposal=load_safely(view, site),
+            )
 
 
 RULE = Rule(

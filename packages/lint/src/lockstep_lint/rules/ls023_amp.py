@@ -4,7 +4,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import above
+from lockstep_lint.analysis.calls import turns_off_gradients
+from lockstep_lint.analysis.context import above, withs
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, is_true, keyword, last, walk
 from lockstep_lint.analysis.view import View
@@ -163,8 +164,11 @@ def modern(view: View, site: Site, full: str) -> Edit | None:
 
 
 def trains_under(view: View, site: Site) -> bool:
-    """Whether an autocast belongs to a loop that computes gradients."""
-    return any(view.trainings.trains([s]) or view.steps.backwards(s) for s in site.scope.sites if s.line >= site.line)
+    """Whether an autocast belongs to a loop that computes gradients, and does not stand where none are kept."""
+    around = (*withs(site.stmt, site.module), *site.scope.decorators)
+    return not any(map(turns_off_gradients, around)) and any(
+        view.trainings.trains([s]) or view.steps.backwards(s) for s in site.scope.sites if s.line >= site.line
+    )
 
 
 RULE = Rule(

@@ -27,6 +27,8 @@ MOVED = {
 }
 # The variable that torchrun sets.
 READS = re.compile(r"""["']LOCAL_RANK["']""")
+# What reads the flag, or all flags at once.
+OPTION = re.compile(r"""\.local_rank\b|["']local_rank["']|\bvars\(|\*\*""")
 
 
 def check(view: View) -> Iterator[Found]:
@@ -48,12 +50,21 @@ def check(view: View) -> Iterator[Found]:
 
 
 def handled(view: View, site: Site) -> bool:
-    """Whether the flag takes its default from the environment, or another launcher than torch's passes it."""
-    if READS.search(ast.unparse(site.call)):
+    """Whether the flag takes its default from the environment, is left over where that is read, or another launcher
+    than torch's passes it.
+    """
+    if READS.search(ast.unparse(site.call)) or left_over(view):
         return True
     if view.ranks.programs.spawned(view.module) is not None:
         return True  # the script starts its processes itself, and a flag of that name is its own
     return bool(view.frameworks & {"deepspeed", "colossalai", "megatron"})
+
+
+def left_over(view: View) -> bool:
+    """Whether the programs read the rank from the environment, and never what the flag says."""
+    members = view.project.family(view.module)
+    read = any(READS.search(member.text) for member in members)
+    return read and not any(OPTION.search(member.text) for member in members)
 
 
 def sharded(view: View) -> Iterator[Found]:
@@ -161,7 +172,8 @@ def wrap(model):
     remedy="Use torchrun, fully_shard, sdpa_kernel, torch.amp",
     note=(
         "The flag `--local_rank` is told even if the script also reads the variable, unless the variable is the flag's "
-        "default or another launcher passes the flag (DeepSpeed, or the script itself with `mp.spawn`). A package is "
+        "default, the flag is left over and nothing reads it, or another launcher passes it (DeepSpeed, or the script "
+        "itself with `mp.spawn`). A package is "
         "told at the import of its old part (`from apex import amp`) and not again where that is used; only where a "
         "plain `import apex` names no part, each call of `apex.amp...` or `apex.parallel...` is told. FSDP1 is told "
         "where it wraps."
