@@ -117,7 +117,7 @@ def test_evaluate_and_export(place, tmp_path, capsys):
     assert dispatch(["evaluate", str(result.folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"loss": found["loss"], **found["metrics"]} == shown
-    with pytest.raises(ConfigError, match="trained TextClassification, which is no language model"):
+    with pytest.raises(ConfigError, match="trained TextClassification, .*lockstep evaluate"):
         dispatch(["generate", str(result.folder), "--prompt", "a"])
     assert dispatch(["export", str(result.folder), str(tmp_path / "hf"), "--format", "hf"]) == 0
     back = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()

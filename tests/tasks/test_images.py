@@ -274,7 +274,7 @@ def test_the_classes_lie_with_the_run_and_a_resume_with_others_is_refused(tmp_pa
     write_images(tmp_path / "others", 2, ("circle", "star"))
     with pytest.raises(DataError, match="the data now has circle, star"):
         dispatch(["evaluate", str(tmp_path / "r"), "--data", str(tmp_path / "others")])
-    with pytest.raises(ConfigError, match="trained ImageClassification, which is no language model .* writes no text"):
+    with pytest.raises(ConfigError, match="trained ImageClassification, .*lockstep evaluate"):
         dispatch(["generate", str(tmp_path / "r"), "--prompt", "a"])
     out = tmp_path / "out.pt"
     assert dispatch(["export", str(tmp_path / "r"), str(out), "--format", "torch"]) == 0

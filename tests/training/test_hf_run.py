@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import sys
 
 import hub_files
 import pytest
@@ -51,8 +52,17 @@ def home(tmp_path, weights_folder):
     return home
 
 
+def _import_again():
+    """Forget the packages that read HF_HOME as they are imported: the server of the ranks may have imported them."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("huggingface_hub", "transformers", "datasets"):
+            del sys.modules[name]
+
+
 def go(world, places, argv):
     """(exit code, fingerprint of the weights) of a run in a process of its own, which knows HF_HOME by `places`."""
+    if os.environ.get("HF_HOME") != places["HF_HOME"]:
+        _import_again()
     os.environ |= places
     config = cli.parse([*NAMED, "--seq-len", "32", "--device", "cpu", *argv])
     result = lockstep.train(config, None, world)

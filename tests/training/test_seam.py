@@ -430,7 +430,7 @@ def grown(world):
 
 
 def test_zero_says_that_it_takes_no_group_later():
-    assert all("zero cannot take a parameter group that is added later" in said for said in run(grown, 2))
+    assert all("--engine zero does not support parameter groups added later" in said for said in run(grown, 2))
 
 
 class Replacing(nn.Module):

@@ -219,12 +219,12 @@ def test_an_evaluation_that_is_not_deterministic_is_found_after_the_last_step():
 
 @pytest.mark.parametrize(("task", "word"), [(tasks.Hanging, "sign of life for 4 s"), (tasks.Dying, "the last words")])
 def test_a_hang_and_a_death_are_failures_and_leave_no_process(task, word):
-    began = time.monotonic()
+    began, before = time.monotonic(), set(multiprocessing.active_children())  # those of other tests' helpers
     table = lockstep.verify(task(samples=60), config(timeout=4.0), engines=("ddp",), **QUICK)
     assert table.rows[1].verdict == "failed"
     assert word in table.rows[1].reason or "rank" in table.rows[1].reason, table.rows[1].reason
     assert time.monotonic() - began < 100
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_fault_that_does_no_harm_is_said_to_have_done_none():
