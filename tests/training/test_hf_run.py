@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import hub_files
 import pytest
@@ -52,18 +53,22 @@ def home(tmp_path, weights_folder):
     return home
 
 
-def _import_again():
-    """Forget the packages that read HF_HOME as they are imported: the server of the ranks may have imported them."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ("huggingface_hub", "transformers", "datasets"):
-            del sys.modules[name]
+def _use_home(places):
+    """Set HF_HOME in packages that the server of the ranks may have imported, since they read it then."""
+    hub = Path(places["HF_HOME"]) / "hub"
+    for module, name, value in (
+        ("huggingface_hub.constants", "HF_HOME", places["HF_HOME"]),
+        ("huggingface_hub.constants", "HF_HUB_CACHE", str(hub)),
+        ("datasets.config", "HF_DATASETS_CACHE", Path(places["HF_DATASETS_CACHE"])),
+    ):
+        if hasattr(sys.modules.get(module), name):
+            setattr(sys.modules[module], name, value)
 
 
 def go(world, places, argv):
     """(exit code, fingerprint of the weights) of a run in a process of its own, which knows HF_HOME by `places`."""
-    if os.environ.get("HF_HOME") != places["HF_HOME"]:
-        _import_again()
     os.environ |= places
+    _use_home(places)
     config = cli.parse([*NAMED, "--seq-len", "32", "--device", "cpu", *argv])
     result = lockstep.train(config, None, world)
     return result.exit_code, checkpoint.fingerprint(checkpoint.newest(result.folder, say=print))
