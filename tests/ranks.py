@@ -9,6 +9,7 @@ It is the package's own starter with a test's manners: warnings are errors, and 
 failure, and no process outlives its test.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 
 from lockstep.distributed.spawn import RankFailure, start
 
-__all__ = ["RankError", "run"]
+__all__ = ["RankError", "forget_exact_runs", "run"]
 
 
 class RankError(AssertionError):
@@ -49,6 +50,7 @@ def run(
     Raises:
         RankError: a rank raised (its traceback is in the message), died, or had not ended after `timeout` seconds.
     """
+    forget_exact_runs()
     before = _strict if device == "cpu" else None  # CUDA libraries have warnings of their own
     try:
         return start(
@@ -62,6 +64,11 @@ def run(
         text = str(failed).replace("gave no sign of life for", "had not ended after")
         stacks = "\n--- then ".join(f"rank {rank}: {found}" for rank, found in failed.details.items())
         raise RankError(failed.rank, f"{text}\n--- {stacks}") from None
+
+
+def forget_exact_runs() -> None:
+    """Unset the variable that an exact run leaves: the server of the ranks keeps what it finds at its start."""
+    os.environ.pop("TORCHINDUCTOR_DETERMINISTIC", None)
 
 
 def _libraries() -> list[str]:

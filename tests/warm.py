@@ -35,7 +35,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from ranks import run
+from ranks import forget_exact_runs, run
 
 from lockstep.trace.record import imports
 
@@ -79,6 +79,7 @@ def python() -> str:
     client.write_text(_CLIENT.format(python=sys.executable, place=place))
     client.chmod(0o755)
     context = multiprocessing.get_context("forkserver")
+    forget_exact_runs()
     context.Process(target=_serve, args=(listening, str(client)), daemon=True).start()
     listening.close()
     return str(client)
