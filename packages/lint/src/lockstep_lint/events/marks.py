@@ -59,7 +59,7 @@ class Marks:
         self.kinds = analysis.kinds
 
     def of(self, site: Site) -> tuple[tuple[Mark, ...], tuple[Scope, ...]]:
-        """What a call does, and the functions of the project that it runs."""
+        """Return the mark of a call, and the project's functions that it runs."""
         functions = tuple(f for f in self.calls.runs(site) if f.kind == "function") or tuple(self.handed(site))
         functions += tuple(self.analysis.trainings.overrides(site)) if functions else ()
         found = list(self.read(site, bool(functions)))
@@ -67,7 +67,7 @@ class Marks:
         return tuple(marks), functions
 
     def read(self, site: Site, known: bool) -> Found:
-        """The kinds of events that a call is; `known` says that it runs functions of the project."""
+        """Return a call's kinds of events; `known`: it runs functions of the project."""
         name = site.name
         if site.call in self.evaluations(site.scope.module):
             yield "evaluate", self.run_by(site), ""
@@ -100,7 +100,7 @@ class Marks:
         return func.value if isinstance(func, ast.Attribute) and RUNS.search(func.attr) else func
 
     def handed(self, site: Site) -> Iterator[Scope]:
-        """The functions of the project that a call out of sight is given, which may run them."""
+        """Return the project's functions among the arguments of an unknown call, which may run them."""
         for given in site.call.args[:3]:
             if isinstance(given, ast.Name):
                 found = self.calls.names.definition(given, site.scope)
@@ -241,7 +241,7 @@ class Marks:
             yield "seed", next(iter(site.call.args), None), root if site.name == "seed" or root == "torch" else "all"
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
-        """What an assignment does: gradients are cleared one by one (`p.grad = None`)."""
+        """Return the mark of an assignment: `p.grad = None` clears gradients."""
         if isinstance(stmt, ast.Assign) and is_none(stmt.value):
             for target in stmt.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "grad":

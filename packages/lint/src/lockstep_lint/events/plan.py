@@ -24,7 +24,7 @@ ENDS = ("exit", "_exit", "quit", "abort")
 
 @dataclass(eq=False, slots=True)
 class Do:
-    """What a call or an assignment does, and the functions of the project that it runs."""
+    """The mark of a call or an assignment, and the project's functions that it runs."""
 
     site: Site | None
     marks: tuple[Mark, ...]
@@ -131,7 +131,7 @@ class _Planner:
         self, steps: list[Step], tests: tuple[tuple[ast.expr, bool], ...], rest: list[Step], more: list[Exit]
     ) -> tuple[list[Step], list[Exit]]:
         """The rest of a block, where a way out before it was not taken."""
-        test, when = joined(tests)
+        test, when = join_tests(tests)
         more = [(what, ((test, not when), *conditions)) for what, conditions in more]
         last = steps[-1] if steps else None
         if isinstance(last, Branch) and last.test is test:
@@ -265,8 +265,8 @@ class _Planner:
         return inner
 
 
-def joined(tests: tuple[tuple[ast.expr, bool], ...]) -> tuple[ast.expr, bool]:
-    """Several tests that must all have come out so, as one."""
+def join_tests(tests: tuple[tuple[ast.expr, bool], ...]) -> tuple[ast.expr, bool]:
+    """Join tests and their outcomes into one test by `and`."""
     if len(tests) == 1:
         return tests[0]
     values = [test if when else ast.copy_location(ast.UnaryOp(ast.Not(), test), test) for test, when in tests]
@@ -274,17 +274,17 @@ def joined(tests: tuple[tuple[ast.expr, bool], ...]) -> tuple[ast.expr, bool]:
 
 
 def end(call: ast.Call) -> tuple[int, int]:
-    """Where a call ends, which says in what order calls are made."""
+    """Return the end of a call in the file: inner calls end, and run, first."""
     return call.end_lineno or 0, call.end_col_offset or 0
 
 
 def name_of(call: ast.Call) -> str:
-    """The last name of what is called."""
+    """Return the last part of the called name."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 def below(start: Plan, of: Callable[[Scope], Plan], limit: int) -> Iterator[Plan]:
-    """A plan, and those of all functions that it runs."""
+    """Yield a plan, and the plans of all functions that it runs."""
     seen = {start.scope}
     queue = [start]
     while queue and len(seen) < limit:

@@ -55,7 +55,7 @@ KEEPING = ("compile", "convert_sync_batchnorm", "prepare_model", "unwrap_model",
 
 @kept
 def things(view: View, node: ast.expr | None, scope: Scope) -> frozenset[object]:
-    """What an object was made by, through wrappers: equal members mean that two objects may be one."""
+    """Return what made an object, through wrappers; two objects may be one if they share a member."""
     found: set[object] = set()
     queue = [(node, scope)]
     seen: set[tuple[ast.expr, Scope]] = set()
@@ -98,9 +98,7 @@ def owner_of(node: ast.expr, scope: Scope) -> object:
 
 
 def subject(event: Event, within: Scope | None = None) -> tuple[ast.expr | None, Scope]:
-    """What an event is done to: where that is a parameter, what the calls that lead to the event pass for it, up to a
-    function.
-    """
+    """Return the objects an event acts on; a parameter stands for what the calls before it pass."""
     node, scope = event.mark.subject, event.scope
     for block in reversed(event.path):
         if isinstance(block, CallBlock) and block.function is scope and isinstance(node, ast.Name):
@@ -114,7 +112,7 @@ def subject(event: Event, within: Scope | None = None) -> tuple[ast.expr | None,
 
 
 def same(view: View, one: Event, other: Event) -> bool:
-    """Whether two events may concern one object: by its name in one function, or by what made it."""
+    """Whether two events may act on one object: same name in one function, or same maker."""
     (first, here), (second, there) = subject(one), subject(other)
     if dotted(first) is not None and dotted(first) == dotted(second) and here is there:
         return True

@@ -42,7 +42,7 @@ Known = dict[str, object]
 
 @dataclass(eq=False)
 class Run:
-    """What a program does, from an entry on: a file's own lines, or a function that nothing in sight calls."""
+    """The events of a program from its entry: a file's top level, or a function without a known caller."""
 
     entry: Scope
     events: list[Event] = field(default_factory=list)
@@ -240,7 +240,7 @@ def plainly(test: ast.expr, when: bool) -> tuple[ast.expr, bool]:
 
 
 def literals(call: ast.Call, function: Scope, known: Known) -> Known:
-    """What the parameters of a function are in a call, as far as it is written out, there or in the calls before."""
+    """Return the literal values of a function's parameters in a call, as far as calls give them."""
     found: Known = {}
     for name in function.params:
         if name in function.binds or name in ("self", "cls"):
@@ -256,7 +256,7 @@ def literals(call: ast.Call, function: Scope, known: Known) -> Known:
 
 
 def outcome(test: ast.expr, scope: Scope, known: Known) -> bool | None:
-    """How a test comes out, as far as literals decide it; None if they do not."""
+    """Evaluate a test by literals alone; None if they do not decide it."""
     if isinstance(test, ast.Constant):
         return bool(test.value)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -276,7 +276,7 @@ def outcome(test: ast.expr, scope: Scope, known: Known) -> bool | None:
 
 
 def compared(test: ast.Compare, known: Known) -> bool | None:
-    """How a comparison of a parameter with a literal comes out."""
+    """Evaluate a comparison of a parameter with a literal."""
     name, op, right = test.left, test.ops[0], test.comparators[0]
     if not isinstance(name, ast.Name) or name.id not in known or not isinstance(right, ast.Constant):
         return None
