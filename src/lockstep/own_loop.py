@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep import checkpoint
 from lockstep.checkpoint.check import read_contents
-from lockstep.checkpoint.files import on_all_ranks
+from lockstep.checkpoint.files import await_all_ranks
 from lockstep.checkpoint.format import read_manifest
 from lockstep.clock import HostClock
 from lockstep.data.batches import Batches, Loading, MicroBatch, StepPlan
@@ -409,7 +409,7 @@ def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
     if objects != stored:
         expected, actual = (", ".join(sorted(names)) or "nothing" for names in (objects, stored))
         raise CheckpointError(f"{path} has {actual} besides an engine, not {expected}; pass the same objects")
-    tensors = on_all_ranks(world, lambda: _allocate(path, tuple(f"{name}/" for name in plain)))  # collective
+    tensors = await_all_ranks(world, lambda: _allocate(path, tuple(f"{name}/" for name in plain)))  # collective
     engine = what[_ENGINE].state_dict() if _ENGINE in what else {}
     checkpoint.load(path, engine | tensors, world, verified=True)  # collective
     if _ENGINE in what:

@@ -19,7 +19,7 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint import saver, write
 from lockstep.checkpoint import write as writing
-from lockstep.checkpoint.files import on_all_ranks
+from lockstep.checkpoint.files import await_all_ranks
 from lockstep.checkpoint.layout import in_file_order, share_out
 from lockstep.distributed.world import World
 from lockstep.engines.optimizer_step import OptimizerStep
@@ -629,10 +629,10 @@ def test_a_rank_that_was_interrupted_does_not_say_that_it_has_ended():
 
     world, heard = Telling(size=2), []
     world.told = []
-    assert on_all_ranks(world, lambda: 7, progress=lambda: 3, on_progress=heard.append) == 7
+    assert await_all_ranks(world, lambda: 7, progress=lambda: 3, on_progress=heard.append) == 7
     assert (world.told, heard) == ([[True, 3]], [[3, 0]])
     with pytest.raises(KeyboardInterrupt):
-        on_all_ranks(world, interrupted)
+        await_all_ranks(world, interrupted)
     for thread in threading.enumerate():
         if thread.name == "lockstep-signs":
             thread.join()

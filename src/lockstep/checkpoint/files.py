@@ -3,8 +3,8 @@
     written = write_file(folder / "state.json", [b"{}"])      {"size": 2, "xxh3_64": "..."}
     problem = file_damage(folder / "state.json", written["size"], written["xxh3_64"])
 
-The files' meaning is in format.py. Text from a file goes through `printable` before a user sees it. `on_all_ranks` runs
-an action on every rank and shares its errors.
+The files' meaning is in format.py. Text from a file goes through `printable` before a user sees it.
+`await_all_ranks` runs an action on every rank and shares its errors.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from lockstep.files import create_file, retry_io, storage_error
 
 __all__ = [
     "OnRead",
+    "await_all_ranks",
     "file_damage",
-    "on_all_ranks",
     "parse_json",
     "printable",
     "read_file",
@@ -203,7 +203,7 @@ T = TypeVar("T")
 _SIGN = 5.0  # seconds between two signs of life, or a quarter of the timeout if that is less
 
 
-def on_all_ranks(
+def await_all_ranks(
     world: World,
     action: Callable[[], T],
     *,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.check import check_contents, check_sizes, data_files, find_damage, find_strays, resume_problems
-from lockstep.checkpoint.files import on_all_ranks, printable
+from lockstep.checkpoint.files import await_all_ranks, printable
 from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
 from lockstep.checkpoint.store import list_steps, path_of
 from lockstep.distributed.progress import rank_label
@@ -54,7 +54,7 @@ def find_resume(folder: Path, world: World, say: Say) -> tuple[Path, dict[str, A
         world.check(error if world.is_main else None)  # collective
     if path is None:
         return None
-    state = on_all_ranks(world, lambda: read_state(path) if world.is_main else {})  # collective
+    state = await_all_ranks(world, lambda: read_state(path) if world.is_main else {})  # collective
     return path, world.gather(state)[0]  # collective
 
 
@@ -64,7 +64,7 @@ def find_newest(folder: Path, world: World, say: Say) -> Path | None:
 
 
 def _steps(folder: Path, world: World) -> list[int]:
-    own = on_all_ranks(world, lambda: list_steps(folder) if world.is_main else [])  # collective
+    own = await_all_ranks(world, lambda: list_steps(folder) if world.is_main else [])  # collective
     steps: list[int] = world.gather(own)[0]  # collective
     return steps
 
@@ -83,15 +83,18 @@ def _newest(folder: Path, steps: list[int], world: World, say: Say) -> Path | No
 
 def _problems(path: Path, world: World, say: Say) -> list[str]:
     """Return what is wrong with the checkpoint, the same on every rank; [] if nothing."""
-    problems, checksum = world.gather(on_all_ranks(world, lambda: _quick_check(path, world)))[0]  # collective
+    problems, checksum = world.gather(await_all_ranks(world, lambda: _quick_check(path, world)))[0]  # collective
     if problems:
         return list(problems)
     reading = _ReadProgress(path, world, say)
-    own = on_all_ranks(  # collective
+    own = await_all_ranks(  # collective
         world, lambda: _read(path, checksum, world, reading), progress=lambda: reading.bytes, on_progress=reading.report
     )
     damage = sorted(problem for each in world.gather(own) for problem in each)  # collective
-    return damage or list(world.gather(on_all_ranks(world, lambda: _check_all_contents(path, world)))[0])  # collective
+    if damage:
+        return damage
+    own_problems = await_all_ranks(world, lambda: _check_all_contents(path, world))  # collective
+    return list(world.gather(own_problems)[0])  # collective
 
 
 def _quick_check(path: Path, world: World) -> tuple[list[str], str]:

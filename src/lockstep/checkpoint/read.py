@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from lockstep.checkpoint.check import StoredTensor, check_sizes, data_files, find_damage, read_contents
-from lockstep.checkpoint.files import on_all_ranks, printable
+from lockstep.checkpoint.files import await_all_ranks, printable
 from lockstep.checkpoint.format import PAIRS, dtype_name, read_manifest
 from lockstep.checkpoint.layout import SliceEntry, TensorBox, block_of
 from lockstep.checkpoint.write import bytes_of
@@ -53,8 +53,8 @@ def load(path: Path, tensors: dict[str, torch.Tensor], world: World | None, *, v
         PeerError: the same on another rank.
     """
     everybody = world or World()
-    contents = on_all_ranks(everybody, lambda: _check_files(path, tensors, world, verified))  # collective
-    on_all_ranks(everybody, lambda: _fill_all(path, tensors, contents))  # collective
+    contents = await_all_ranks(everybody, lambda: _check_files(path, tensors, world, verified))  # collective
+    await_all_ranks(everybody, lambda: _fill_all(path, tensors, contents))  # collective
 
 
 def _check_files(

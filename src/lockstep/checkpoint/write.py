@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.check import not_finite_line, verify
-from lockstep.checkpoint.files import on_all_ranks, remove, write_file
+from lockstep.checkpoint.files import await_all_ranks, remove, write_file
 from lockstep.checkpoint.format import FORMAT, MANIFEST, STATE, Manifest, dtype_name, dump, step_name, stored_as
 from lockstep.checkpoint.layout import Share, TensorPiece, in_file_order, share_out
 from lockstep.distributed.world import World
@@ -263,7 +263,7 @@ def save(
             inspection, and its manifest marks it as unusable for a resume.
         PeerError: the same, on a rank other than this one.
     """
-    share = on_all_ranks(world, lambda: share_out(tensors, world))  # collective
+    share = await_all_ranks(world, lambda: share_out(tensors, world))  # collective
     return write_share(folder, step, share, state, world, engine=engine, exempt=exempt)
 
 
@@ -284,7 +284,7 @@ def write_share(
     tensors = {piece.name: piece.local for piece in share.pieces if piece.name not in exempt}
     shares = world.gather([size, not_finite(tensors)])  # collective
     total, bad = sum(size for size, _ in shares), sorted({name for _, names in shares for name in names})
-    temporary = on_all_ranks(world, lambda: _begin(final, state, total) if world.is_main else None)  # collective
+    temporary = await_all_ranks(world, lambda: _begin(final, state, total) if world.is_main else None)  # collective
     temporary = world.gather(temporary)[0]  # collective
     if temporary is not None:
         _write_new(final, temporary, step, share, state, world, engine, bad)  # collective
@@ -309,10 +309,12 @@ def _write_new(
     """Write to the temporary folder `name`, and rename it. Collective."""
     temporary = final.parent / name
     try:
-        own = on_all_ranks(world, lambda: _write_share(temporary, share, world.rank))  # collective
+        own = await_all_ranks(world, lambda: _write_share(temporary, share, world.rank))  # collective
         files = {file: entry for each in world.gather(own) for file, entry in each.items()}  # collective
         manifest = Manifest(step, world.size, engine, int(time.time()), files, not_finite=bad)
-        on_all_ranks(world, lambda: _finish(temporary, final, manifest, state) if world.is_main else None)  # collective
+        await_all_ranks(
+            world, lambda: _finish(temporary, final, manifest, state) if world.is_main else None
+        )  # collective
     except BaseException:  # also Ctrl-C: half a checkpoint is useless
         if world.is_main:
             remove(temporary)

@@ -74,7 +74,7 @@ from lockstep.training.trainable import apply_body_changes, base_tensor_names, c
 from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = [
-    "Built",
+    "RunParts",
     "announce",
     "build",
     "build_batches",
@@ -119,7 +119,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass
-class Built:
+class RunParts:
     """The parts of a run, as `build` makes them.
 
     Attributes:
@@ -289,7 +289,7 @@ def build(
     steps: int = 0,
     joining: bool = False,
     min_steps: int = 0,
-) -> Built:
+) -> RunParts:
     """Build the parts of a run. Collective.
 
     Args:
@@ -350,7 +350,7 @@ def build(
         compiles = joining or _can_compile(settings, requested, task, model, engine, batches, world)  # collective
     final = resolved if compiles else resolved.without_compile()
     state.compile = final.config.compile
-    built = Built(
+    built = RunParts(
         config=final.config,
         world=world,
         folder=folder,
@@ -500,7 +500,7 @@ def _print_line(is_main: bool, line: str) -> None:
 _LOG = logging.getLogger("lockstep")
 
 
-def announce(built: Built) -> None:
+def announce(built: RunParts) -> None:
     """Log each rank's device, the size of a step, the optimizer and warnings. Collective."""
     log_ranks(built.world)  # collective
     _LOG.info(describe_step(built.run_plan, built.world.size))

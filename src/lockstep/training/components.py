@@ -30,7 +30,7 @@ from lockstep.logging import Sinks
 from lockstep.loop import StepControl, seeder
 from lockstep.records import Best, Step, StepRecord, exact_sums, fill_numbers, flatten_numbers, mean_numbers, merge_sums
 from lockstep.task import items_of_a_sample
-from lockstep.training.build import Built
+from lockstep.training.build import RunParts
 from lockstep.training.build_engine import choose_kernels
 from lockstep.training.evaluation import all_numbers
 from lockstep.training.guards import RunGuards, ShareReporter
@@ -85,7 +85,7 @@ class StepComponents(NamedTuple):
     last_step: int
 
 
-def build_components(session: Session, built: Built) -> StepComponents:
+def build_components(session: Session, built: RunParts) -> StepComponents:
     """Build the components, from the step after the last one trained. Collective."""
     config, world, state, step_plan = built.config, built.world, built.state, built.run_plan.step_plan
     step_loader = built.batches.from_step(built.start)
@@ -138,7 +138,7 @@ def build_components(session: Session, built: Built) -> StepComponents:
     return StepComponents(*parts, step_plan.steps, built.last_step)
 
 
-def record_step(session: Session, built: Built, components: StepComponents, record: StepRecord) -> Step:
+def record_step(session: Session, built: RunParts, components: StepComponents, record: StepRecord) -> Step:
     """Record a step, run the guards, and return the step for the caller."""
     global_step, late = record.step + 1, components.guards.late
     session.sinks.progress(global_step)
@@ -160,7 +160,7 @@ def record_step(session: Session, built: Built, components: StepComponents, reco
     )
 
 
-def save_and_evaluate(session: Session, built: Built, components: StepComponents, step: Step, ending: bool) -> bool:
+def save_and_evaluate(session: Session, built: RunParts, components: StepComponents, step: Step, ending: bool) -> bool:
     """Save and evaluate, if they are due.
 
     Returns:
@@ -191,7 +191,7 @@ def save_and_evaluate(session: Session, built: Built, components: StepComponents
     return saves
 
 
-def finish_evaluation(session: Session, built: Built, global_step: int) -> None:
+def finish_evaluation(session: Session, built: RunParts, global_step: int) -> None:
     """Mark the step as evaluated, and call the task's hooks."""
     session.evaluated_step = global_step
     if built.task.hooks and session.evaluation:
@@ -207,7 +207,7 @@ def save(components: StepComponents, global_step: int) -> None:
             components.recorder.save(global_step)
 
 
-def record_body_change(components: StepComponents, built: Built, global_step: int) -> None:
+def record_body_change(components: StepComponents, built: RunParts, global_step: int) -> None:
     """Record a change of the trained parameters that came after the step's checkpoint began."""
     if components.recorder.saved_step == global_step and built.config.checkpoint.mode != "none":
         store_body_change(built.engine, built.state, built.folder, global_step, built.world)
@@ -303,7 +303,7 @@ def prepare_recovery(components: StepComponents) -> Iterator[None]:
         raise
 
 
-def finish_run(built: Built, stop_request: int, saved: int, losses: str = "") -> tuple[str, int]:
+def finish_run(built: RunParts, stop_request: int, saved: int, losses: str = "") -> tuple[str, int]:
     """Write the run's status and exit code into its folder, and return them.
 
     A code other than 0 is reported to the launcher too.
@@ -323,14 +323,14 @@ def finish_run(built: Built, stop_request: int, saved: int, losses: str = "") ->
     return status, code
 
 
-def after_first_step(built: Built, components: StepComponents) -> None:
+def after_first_step(built: RunParts, components: StepComponents) -> None:
     """Log memory and prepare saves, once step 1 has made the optimizer's states. Collective."""
     if built.world.is_first:
         _log_memory(built)
     components.recorder.prepare()
 
 
-def _log_memory(built: Built) -> None:
+def _log_memory(built: RunParts) -> None:
     """Log each rank's memory. Collective."""
     footprints = built.world.gather(footprint(built.engine))  # collective
     _LOG.info(described(name_of(built.config.engine, built.world), footprints))

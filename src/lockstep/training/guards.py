@@ -38,7 +38,7 @@ from lockstep.guards.straggler import Straggler
 from lockstep.loop import NO_AUDIT, Audits, loss_of
 from lockstep.records import StepRecord
 from lockstep.task import has_step_loss
-from lockstep.training.build import Built
+from lockstep.training.build import RunParts
 from lockstep.training.build_engine import choose_kernels
 from lockstep.training.open_run import describe_ranks, find_bad_parameters
 from lockstep.training.trainable import trained_digest
@@ -131,7 +131,7 @@ class ShareReporter:
         LockstepError: the ranks divide the first step differently.
     """
 
-    def __init__(self, built: Built, clock: Clock) -> None:
+    def __init__(self, built: RunParts, clock: Clock) -> None:
         self._built, self._balancer, self._clock = built, built.balancer, clock
         data = built.config.data
         self._ahead = data.workers * data.prefetch  # steps that loader processes may prefetch, at one slot a step
@@ -246,7 +246,7 @@ class RunGuards:
 
     def __init__(
         self,
-        built: Built,
+        built: RunParts,
         exchange: StepExchange,
         step_loader: StepLoader,
         seed: Callable[[int, int], None],

@@ -30,7 +30,7 @@ from lockstep.logging.trackers import masked, remote_sinks
 from lockstep.run_state import LauncherState, RunState
 from lockstep.tensors import local_of, not_finite
 from lockstep.training import run_dir
-from lockstep.training.build import Built
+from lockstep.training.build import RunParts
 from lockstep.training.resume import find_weights
 from lockstep.training.selection import abbreviate_best
 from lockstep.training.trainable import restore_trained_set
@@ -50,7 +50,7 @@ __all__ = [
 # --- tensors that are not finite
 
 
-def _record_bad_at_start(built: Built) -> None:
+def _record_bad_at_start(built: RunParts) -> None:
     """Record which tensors are not finite when a new run starts. Collective then."""
     if built.state.not_finite_at_start is None:
         model = {f"model/{name}": each for name, each in built.model.state_dict().items() if isinstance(each, Tensor)}
@@ -62,7 +62,7 @@ def exempt_names(state: RunState, names: Iterable[str]) -> set[str]:
     return {*(state.not_finite_at_start or ())} | {name for name in names if name.startswith("kept.")}
 
 
-def find_bad_tensors(built: Built) -> dict[str, list[int]]:
+def find_bad_tensors(built: RunParts) -> dict[str, list[int]]:
     """Find tensors that should be finite and are not. Collective.
 
     Returns:
@@ -71,7 +71,7 @@ def find_bad_tensors(built: Built) -> dict[str, list[int]]:
     return _find_bad(built, built.tensors())  # collective
 
 
-def find_bad_parameters(built: Built) -> dict[str, list[int]]:
+def find_bad_parameters(built: RunParts) -> dict[str, list[int]]:
     """Find parameters that should be finite and are not. Collective.
 
     Returns:
@@ -80,7 +80,7 @@ def find_bad_parameters(built: Built) -> dict[str, list[int]]:
     return _find_bad(built, {f"model/{name}": each for name, each in built.model.named_parameters()})  # collective
 
 
-def _find_bad(built: Built, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+def _find_bad(built: RunParts, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     exempt = exempt_names(built.state, tensors)
     return _gather_bad({name: each for name, each in tensors.items() if name not in exempt}, built.world)  # collective
 
@@ -105,7 +105,7 @@ def _gather_bad(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[i
 _LOG = logging.getLogger("lockstep")
 
 
-def lock_folder(built: Built) -> None:
+def lock_folder(built: RunParts) -> None:
     """Check that the run's folder is writable, and lock it. On rank 0.
 
     Raises:
@@ -127,7 +127,7 @@ def count_restarts(state: RunState) -> None:
     state.restarts, state.job = before + count, LauncherState(job, before)
 
 
-def open_sinks(built: Built) -> Sinks:
+def open_sinks(built: RunParts) -> Sinks:
     """Clean the run's folder, write its metadata, and open the sinks. On rank 0.
 
     Raises:
@@ -142,7 +142,7 @@ def open_sinks(built: Built) -> Sinks:
         ) from error
 
 
-def _make_sinks(built: Built) -> Sinks:
+def _make_sinks(built: RunParts) -> Sinks:
     config, folder = built.config, built.folder
     checkpoint.clean(folder.path)
     for each in (folder.path, folder.checkpoints):
@@ -161,7 +161,7 @@ def _make_sinks(built: Built) -> Sinks:
     return sinks
 
 
-def _run_metadata(built: Built) -> dict[str, Any]:
+def _run_metadata(built: RunParts) -> dict[str, Any]:
     """Return the run's configuration for the sinks, without secrets."""
     config, samples = built.config, built.run_plan.samples
     return masked(
@@ -176,7 +176,7 @@ def _run_metadata(built: Built) -> dict[str, Any]:
     )
 
 
-def load_state(built: Built) -> None:
+def load_state(built: RunParts) -> None:
     """Load the checkpoint to resume from, or the weights of --init-from. Collective.
 
     Raises:
@@ -196,7 +196,7 @@ def load_state(built: Built) -> None:
     _record_bad_at_start(built)  # collective in a new run
 
 
-def _load_init_weights(built: Built, path: Path) -> None:
+def _load_init_weights(built: RunParts, path: Path) -> None:
     source, verified = find_weights(path, built.world, _LOG.warning)  # collective
     has_adapters = on_all_ranks(built.world, lambda: checkpoint.read_run_state(source).lora is not None)  # collective
     if has_adapters and not built.base_names:

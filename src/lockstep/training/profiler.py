@@ -47,7 +47,7 @@ from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
 from lockstep.errors import ConfigError
-from lockstep.training.build import Built
+from lockstep.training.build import RunParts
 from lockstep.training.recorder import peak_memory
 
 __all__ = [
@@ -308,13 +308,13 @@ _MIN_IDLE = 1.0  # milliseconds: the cost of cold caches is measured if a step w
 _LOG = logging.getLogger("lockstep")
 
 
-def _folder_of(built: Built) -> Path:
+def _folder_of(built: RunParts) -> Path:
     """Return the folder of the traces."""
     first, last = parse_profile(built.config.profile) or (0, 0)
     return built.folder.path / "profile" / f"{first}-{last}"
 
 
-def check_range(built: Built) -> None:
+def check_range(built: RunParts) -> None:
     """Raise ConfigError if `--profile` ends after the run, or its folder is not writable."""
     span, total = parse_profile(built.config.profile), built.run_plan.step_plan.steps
     if span is None:
@@ -338,7 +338,7 @@ class StepProfiler:
         clock: the clock to train with: the constructor's, with marks for the trace if there is one.
     """
 
-    def __init__(self, built: Built, clock: Clock, step_loader: StepLoader) -> None:
+    def __init__(self, built: RunParts, clock: Clock, step_loader: StepLoader) -> None:
         self._built, self._step_loader = built, step_loader
         self._span = parse_profile(built.config.profile)
         self._marks = MarkingClock(clock) if self._span else None

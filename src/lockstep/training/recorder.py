@@ -40,7 +40,7 @@ from lockstep.logging import Sinks
 from lockstep.records import TRAIN, EvaluationRecord, StepRecord, exact_sums, mean_numbers, merge_sums
 from lockstep.report.goodput import EVALUATION, SAVES, Timeline, waits
 from lockstep.run_state import RunningSums, RunState
-from lockstep.training.build import Built
+from lockstep.training.build import RunParts
 from lockstep.training.evaluation import all_numbers, evaluate_all
 from lockstep.training.open_run import describe_ranks, exempt_names, find_bad_tensors
 from lockstep.training.run_dir import RunFolder
@@ -241,7 +241,7 @@ class RunRecorder:
 
     def __init__(
         self,
-        built: Built,
+        built: RunParts,
         meter: Meter,
         sinks: Sinks,
         exchange: StepExchange,

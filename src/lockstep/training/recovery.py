@@ -32,7 +32,7 @@ from lockstep.errors import PeerError, RankLost
 from lockstep.guards.startup import program
 from lockstep.logging.log import open_log
 from lockstep.run_state import RunningSums, RunState
-from lockstep.training.build import Built, build, build_batches, notify
+from lockstep.training.build import RunParts, build, build_batches, notify
 from lockstep.training.build_engine import build_engine, build_optimizer
 from lockstep.training.evaluation import build_evaluation_batches
 from lockstep.training.open_run import lock_folder, open_sinks
@@ -78,7 +78,7 @@ def register_member(world: World | None) -> Member | None:
     return Member.of_this_process()
 
 
-def explain_no_recovery(built: Built) -> str:
+def explain_no_recovery(built: RunParts) -> str:
     """Return why a lost rank ends this run; "" if the run survives it."""
     name = name_of(built.config.engine, built.world)
     if not ENGINES[name].survives_loss:
@@ -92,7 +92,7 @@ def explain_no_recovery(built: Built) -> str:
     return ""
 
 
-def build_joiner(session: Session, world: World, member: Member) -> Built:
+def build_joiner(session: Session, world: World, member: Member) -> RunParts:
     """Build, without the other ranks, what this process needs to join a run."""
     config = session.config
     config = dataclasses.replace(config, experiment_name=member.experiment() or config.experiment_name)
@@ -102,7 +102,7 @@ def build_joiner(session: Session, world: World, member: Member) -> Built:
     return built
 
 
-def regroup(session: Session, built: Built, member: Member) -> None:
+def regroup(session: Session, built: RunParts, member: Member) -> None:
     """Form new groups with the survivors, and bring all to one state. Changes `built`.
 
     Raises:
@@ -203,7 +203,7 @@ def _most_advanced(generation: Generation) -> str | None:
     return best if reports[best].steps >= 0 else None
 
 
-def run_digest(built: Built) -> str:
+def run_digest(built: RunParts) -> str:
     """Hash what must be equal on processes that train together."""
     config = cli.flatten(built.config)
     del config["experiment_name"]  # may contain the time; a new process adopts the others'
@@ -211,7 +211,7 @@ def run_digest(built: Built) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _free_engine(session: Session, built: Built) -> None:
+def _free_engine(session: Session, built: RunParts) -> None:
     """Free the engine and all groups: DDP's reducer must go before its group."""
     groups = [
         session.exchange.release_group() if session.exchange else None,
@@ -223,7 +223,7 @@ def _free_engine(session: Session, built: Built) -> None:
     built.world.drop_groups(groups)
 
 
-def _restore(session: Session, built: Built, generation: Generation, best: str, state: dict[str, Tensor]) -> None:
+def _restore(session: Session, built: RunParts, generation: Generation, best: str, state: dict[str, Tensor]) -> None:
     """Load the state of member `best` everywhere, and rebuild what depends on ranks. Collective.
 
     Args:
@@ -294,7 +294,7 @@ def _broadcast(tensors: list[Tensor], source: int, world: World) -> None:
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # the clone is aligned for its dtype
 
 
-def _set_position(session: Session, built: Built, best: LeaveReport) -> None:
+def _set_position(session: Session, built: RunParts, best: LeaveReport) -> None:
     """Set session and state to the step from which the run continues. Collective.
 
     The values are those that a checkpoint of the step would have.
@@ -312,7 +312,7 @@ def _set_position(session: Session, built: Built, best: LeaveReport) -> None:
     session.save_due = bool(last) and max(built.world.gather(checkpoints)[0], default=0) < last  # collective
 
 
-def _take_over(session: Session, built: Built, rank: int, was_main: bool) -> None:
+def _take_over(session: Session, built: RunParts, rank: int, was_main: bool) -> None:
     """Open this process's log, and on a new rank 0 the folder and the sinks. Collective."""
     if built.world.rank != rank:
         open_log(built.folder.path, built.world.rank)
@@ -325,7 +325,7 @@ def _take_over(session: Session, built: Built, rank: int, was_main: bool) -> Non
     on_all_ranks(built.world, open_as_main)  # collective
 
 
-def _log_regroup(generation: Generation, reason: str, built: Built, seconds: float) -> None:
+def _log_regroup(generation: Generation, reason: str, built: RunParts, seconds: float) -> None:
     for line in generation.lost:
         _LOG.warning("%s; the others go on", line)
     if not generation.lost and not generation.fresh:

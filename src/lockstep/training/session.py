@@ -23,7 +23,7 @@ from lockstep.logging import Sinks
 from lockstep.records import Best, EvaluationRecord, Step
 from lockstep.report.goodput import Timeline
 from lockstep.run_state import RunState
-from lockstep.training.build import Built
+from lockstep.training.build import RunParts
 
 __all__ = [
     "HookContext",
@@ -83,7 +83,7 @@ class Session:
     caller_world: World | None
     status: str = "new"
     exit_code: int = 0
-    built: Built | None = None
+    built: RunParts | None = None
     sinks: Sinks = field(default_factory=lambda: Sinks([]))
     model: nn.Module | None = None
     caller_objects: dict[str, Any] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Session:
         if self.member or "rollback" in (self.config.guards.nonfinite, self.config.guards.spike):
             self.initial_tensors |= {name: tensor.detach().clone() for name, tensor in own.items()}
 
-    def restore_initial_tensors(self, built: Built) -> None:
+    def restore_initial_tensors(self, built: RunParts) -> None:
         """Restore the initial values for a rollback without a checkpoint."""
         own = built.own_tensors
         with torch.no_grad():
@@ -151,7 +151,7 @@ class Session:
 class HookContext:
     """Access of a task's hooks to the run, as `lockstep.hooks.RunContext`."""
 
-    def __init__(self, session: Session, built: Built) -> None:
+    def __init__(self, session: Session, built: RunParts) -> None:
         self._session, self._built = session, built
         self.state: dict[str, Any] = hook_state(built.state)
         self.log_freq: int = built.config.log_freq

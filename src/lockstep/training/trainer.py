@@ -31,7 +31,7 @@ from lockstep.loop import steps
 from lockstep.records import Step
 from lockstep.report.goodput import BODY, ENDING, RECOVERY, START, TRAINING
 from lockstep.report.page import write
-from lockstep.training.build import Built, announce, build, notify
+from lockstep.training.build import RunParts, announce, build, notify
 from lockstep.training.components import (
     StepComponents,
     after_first_step,
@@ -108,7 +108,7 @@ class CollectorFreeze:
 _LOG = logging.getLogger("lockstep")
 
 
-def _write_report(session: Session, built: Built, error: BaseException | None) -> None:
+def _write_report(session: Session, built: RunParts, error: BaseException | None) -> None:
     """Write report.html into the folder of a run that has ended.
 
     Not after a signal: the run will continue, and must exit in time. Not if one of several ranks failed: the launcher
@@ -127,7 +127,7 @@ def _write_report(session: Session, built: Built, error: BaseException | None) -
         _LOG.warning("report.html was not written: %s: %s", type(problem).__name__, str(problem).split("\n", 1)[0])
 
 
-def _describe_no_steps(built: Built) -> str:
+def _describe_no_steps(built: RunParts) -> str:
     """Describe why a restarted run has no steps to train, and how to continue it."""
     path, total = built.folder.path, built.run_plan.step_plan.steps
     if built.start < built.last_step:
@@ -266,7 +266,7 @@ def _join(session: Session, member: Member) -> Training:
         yield from _train_to_end(session, built)
 
 
-def _train_to_end(session: Session, built: Built) -> Training:
+def _train_to_end(session: Session, built: RunParts) -> Training:
     """Train to the end; after a lost rank continue with the others."""
     if session.member and not session.member.is_new:
         session.digest, obstacle = run_digest(built), explain_no_recovery(built)
@@ -300,7 +300,7 @@ def _free_parts(session: Session) -> None:
     gc.collect()  # hooks form cycles with the model
 
 
-def _train_in_folder(session: Session, built: Built) -> Training:
+def _train_in_folder(session: Session, built: RunParts) -> Training:
     """Lock the folder, open log and sinks, load the state, and train."""
     world = built.world
     on_all_ranks(world, lambda: check_range(built))
@@ -327,7 +327,7 @@ def _train_in_folder(session: Session, built: Built) -> Training:
 
 
 @contextmanager
-def _close_at_end(session: Session, built: Built) -> Iterator[None]:
+def _close_at_end(session: Session, built: RunParts) -> Iterator[None]:
     """Close sinks, log and folder at the end, and record any error in them."""
     reason: BaseException | None = None
     try:
@@ -354,7 +354,7 @@ def _close_at_end(session: Session, built: Built) -> Iterator[None]:
         built.folder.release()
 
 
-def _train_steps(session: Session, built: Built) -> Training:
+def _train_steps(session: Session, built: RunParts) -> Training:
     """Train; after each step record, check, evaluate, save and run the loop's body."""
     first, world = built.start, built.world  # read now: a save moves `built.start`
     ongoing = build_components(session, built)
@@ -417,7 +417,7 @@ def _train_steps(session: Session, built: Built) -> Training:
         _finish(session, built, ongoing, context, stop_request)
 
 
-def _catch_up(session: Session, built: Built, recorder: RunRecorder, done: int) -> None:
+def _catch_up(session: Session, built: RunParts, recorder: RunRecorder, done: int) -> None:
     """Make up for the evaluation and the save that step `done` lacks. Collective."""
     if built.state.evaluation_due:
         built.state.evaluation_due = False
@@ -430,7 +430,7 @@ def _catch_up(session: Session, built: Built, recorder: RunRecorder, done: int) 
 
 
 def _finish(
-    session: Session, built: Built, ongoing: StepComponents, context: HookContext | None, stop_request: int
+    session: Session, built: RunParts, ongoing: StepComponents, context: HookContext | None, stop_request: int
 ) -> None:
     """End profile, hooks, membership and saves, and write the summary. Collective."""
     recorder = ongoing.recorder
@@ -446,7 +446,7 @@ def _finish(
 
 
 def _ends_early(
-    session: Session, built: Built, ongoing: StepComponents, step: Step, heartbeats: Heartbeats | None
+    session: Session, built: RunParts, ongoing: StepComponents, step: Step, heartbeats: Heartbeats | None
 ) -> bool:
     """Save and return True if patience or `run.stop()` ends the run after this step."""
     if step.evaluation and out_of_patience(built.config, built.state.selection):  # the same on every rank
@@ -461,7 +461,7 @@ def _ends_early(
     return False
 
 
-def _record_regroup(session: Session, built: Built) -> None:
+def _record_regroup(session: Session, built: RunParts) -> None:
     """Record new groups in the timeline; a new rank 0 opens the file."""
     if built.world.is_main and not session.timeline.is_open:
         session.timeline.open(built.folder.timeline, built.start, built.world.size, recovered=True)
@@ -482,7 +482,7 @@ def _end_status(session: Session, reason: BaseException | None) -> str:
     return session.status if reason is None or isinstance(reason, GeneratorExit) else "failed"
 
 
-def _write_exit(session: Session, built: Built, error: BaseException) -> None:
+def _write_exit(session: Session, built: RunParts, error: BaseException) -> None:
     """Record the end of a run that failed, or that its caller left early."""
     if not built.world.is_main:
         return

@@ -35,7 +35,7 @@ from lockstep.logging.plots import curve, rates_picture
 from lockstep.loop import StepControl, loss_of, seeder, steps
 from lockstep.run_state import RunState
 from lockstep.task import items_of_a_sample
-from lockstep.training.build import Built, build, build_batches
+from lockstep.training.build import RunParts, build, build_batches
 from lockstep.training.build_engine import choose_kernels
 from lockstep.training.inference import join_world
 from lockstep.training.open_run import load_state
@@ -168,7 +168,7 @@ def rate_at(step: int) -> float:
     return float(LOWEST * (HIGHEST / LOWEST) ** (step / (STEPS - 1)))
 
 
-def _train_losses(built: Built) -> list[float]:
+def _train_losses(built: RunParts) -> list[float]:
     """Train, and return the losses until they diverge, the same on every rank. Collective."""
     world, step_plan, per_sample = built.world, built.run_plan.step_plan, items_of_a_sample(built.task)
     step_loader = built.batches.from_step(0)
@@ -204,7 +204,7 @@ def _diverges(losses: list[float]) -> bool:
     )
 
 
-def _restore_own_tensors(built: Built, first: dict[str, torch.Tensor]) -> None:
+def _restore_own_tensors(built: RunParts, first: dict[str, torch.Tensor]) -> None:
     """Restore the task's own tensors."""
     own = built.own_tensors
     with torch.no_grad():
@@ -368,7 +368,7 @@ def choose_size(costs: list[SizeCost], total: int, extra: int = 0) -> int:
     return best
 
 
-def _exact_sum_bytes(built: Built) -> int:
+def _exact_sum_bytes(built: RunParts) -> int:
     """Return the most bytes that exact sums need in addition to a gradient."""
     if not built.config.exact:
         return 0
@@ -376,7 +376,7 @@ def _exact_sum_bytes(built: Built) -> int:
     return trained * built.config.batch_size.bit_length()
 
 
-def _measure_sizes(built: Built, measure: MeasureCost) -> list[SizeCost]:
+def _measure_sizes(built: RunParts, measure: MeasureCost) -> list[SizeCost]:
     """Try each size until one does not fit on some rank. Collective."""
     world, batch_size, costs = built.world, built.config.batch_size, list[SizeCost]()
     sizes = [1 << power for power in range(batch_size.bit_length()) if batch_size % (1 << power) == 0]
@@ -393,7 +393,9 @@ def _measure_sizes(built: Built, measure: MeasureCost) -> list[SizeCost]:
     return costs
 
 
-def _measure_on_rank(built: Built, size: int, measure: MeasureCost) -> tuple[tuple[int, float], LockstepError | None]:
+def _measure_on_rank(
+    built: RunParts, size: int, measure: MeasureCost
+) -> tuple[tuple[int, float], LockstepError | None]:
     """Return (peak, seconds) on this rank, and any error but a lack of memory."""
     try:
         batch = _first_batch(built, size)
@@ -409,7 +411,7 @@ def _measure_on_rank(built: Built, size: int, measure: MeasureCost) -> tuple[tup
             torch.cuda.empty_cache()
 
 
-def _first_batch(built: Built, size: int) -> MicroBatch:
+def _first_batch(built: RunParts, size: int) -> MicroBatch:
     config = dataclasses.replace(built.config, micro_batch_size=size)
     run_plan = dataclasses.replace(built.run_plan, config=config)
     stream, _ = build_batches(config, built.task, built.training, run_plan, built.world, RunState())
@@ -419,7 +421,7 @@ def _first_batch(built: Built, size: int) -> MicroBatch:
         return first
 
 
-def _forward_and_backward(built: Built, batch: MicroBatch) -> None:
+def _forward_and_backward(built: RunParts, batch: MicroBatch) -> None:
     """Run a forward and a backward without the engine, whose exchange needs all ranks."""
     loss_sum: Callable[[nn.Module, MicroBatch], Tensor] = loss_of(built.task)
     seeder(built.config.seed, "micro", built.world.device)(0, batch.index)

@@ -29,7 +29,7 @@ from lockstep.files import write_whole
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.records import StepRecord
 from lockstep.task import Task, as_task, items_of_a_sample
-from lockstep.training.build import Built, build
+from lockstep.training.build import RunParts, build
 from lockstep.training.build_engine import choose_kernels
 from lockstep.training.evaluation import evaluate_all
 from lockstep.training.named_task import make_task
@@ -137,7 +137,7 @@ def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, A
 
 
 def _run_steps(
-    built: Built, recorder: StepRecorder, spec: RunSpec, context: FaultContext, end: int, say: Callable[..., None]
+    built: RunParts, recorder: StepRecorder, spec: RunSpec, context: FaultContext, end: int, say: Callable[..., None]
 ) -> None:
     """Run and record the steps up to `end`."""
     assert context.step_loader is not None
@@ -155,7 +155,9 @@ def _run_steps(
     spec.fault.close()
 
 
-def _training(built: Built, engine: Engine, step_loader: StepLoader, watched: Any, seed: Seed) -> Iterator[StepRecord]:
+def _training(
+    built: RunParts, engine: Engine, step_loader: StepLoader, watched: Any, seed: Seed
+) -> Iterator[StepRecord]:
     """Start the real loop over `watched`, as `training/` does."""
     each, step_plan = items_of_a_sample(built.task), built.run_plan.step_plan
     exchange = StepExchange(
@@ -175,11 +177,11 @@ def _training(built: Built, engine: Engine, step_loader: StepLoader, watched: An
     return steps(engine, built.task, watched, exchange, control)
 
 
-def _seed(built: Built) -> Seed:
+def _seed(built: RunParts) -> Seed:
     return seeder(built.config.seed, "micro", built.world.device)
 
 
-def _build(spec: RunSpec, world: World, context: FaultContext, name: str) -> Built:
+def _build(spec: RunSpec, world: World, context: FaultContext, name: str) -> RunParts:
     """Build the parts of the run in a folder of its own, away from the user's files."""
     base, engine = spec.request.config, spec.combination.engine
     config = dataclasses.replace(

@@ -25,7 +25,7 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import LockstepError
 from lockstep.guards.desync import Digests, leaves, of_digests
 from lockstep.loop import loss_of, seeder
-from lockstep.training.build import Built, build
+from lockstep.training.build import RunParts, build
 from lockstep.training.defaults import MisplacedTensor, find_misplaced
 
 __all__ = [
@@ -73,7 +73,7 @@ def task(place: CheckContext) -> CheckResult:
         return CheckResult([fail("task", text, mend or "see above")])
 
 
-def _train_steps(built: Built) -> CheckResult:
+def _train_steps(built: RunParts) -> CheckResult:
     world, device = built.world, built.world.device
     steps = min(_STEPS, built.run_plan.step_plan.steps)
     loading, computing, misplaced = [], [], list[MisplacedTensor]()
@@ -111,7 +111,7 @@ def _train_steps(built: Built) -> CheckResult:
     return CheckResult(findings, facts)
 
 
-def _step(built: Built, step: int, micro: list[Any], items: float) -> None:
+def _step(built: RunParts, step: int, micro: list[Any], items: float) -> None:
     """Take a step as the training loop does."""
     engine, loss_sum = built.engine, loss_of(built.task)
     seed = seeder(built.config.seed, "micro", built.world.device)
@@ -124,7 +124,7 @@ def _step(built: Built, step: int, micro: list[Any], items: float) -> None:
 
 
 @contextmanager
-def _record_gradients(built: Built, gradients: dict[str, str]) -> Iterator[None]:
+def _record_gradients(built: RunParts, gradients: dict[str, str]) -> Iterator[None]:
     """Context manager that digests the first update's unsharded gradients as the optimizer gets them."""
 
     def look(*_: Any) -> None:
@@ -151,7 +151,7 @@ def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
     return bits.read()
 
 
-def _batch_digest(built: Built) -> str:
+def _batch_digest(built: RunParts) -> str:
     """Digest the first micro-batch, loaded on this rank."""
     digest = hashlib.sha256()
     for path, leaf in leaves(built.batches.alone(0, 0).held):
