@@ -14,6 +14,7 @@ from pathlib import Path
 
 from labelled import ASIDE, SECOND, WHOLE_FILE, matches
 
+from lockstep_lint.config import default_codes
 from lockstep_lint.rules import RULES
 
 
@@ -66,7 +67,7 @@ def report(entries, first, second):
     print(f"{len(entries)} scripts read by {first} and by {second}")
     print(f"| rule | {first} | {second} | strong in common | or arguable | kappa |")
     print("|---|---|---|---|---|---|")
-    default = [code for code, rule in RULES.items() if rule.default]
+    default = sorted(default_codes())
     for name, rules in [*((code, [code]) for code in RULES), ("default rules", default), ("all rules", list(RULES))]:
         print(f"| {' | '.join(row(entries, first, second, name, rules))} |")
 

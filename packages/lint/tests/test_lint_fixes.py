@@ -42,9 +42,9 @@ def test_the_safe_corrections(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.py"
     path.write_text(SCRIPT, encoding="utf-8")
-    command(["--fix", "train.py"])
+    command(["--hints", "--fix", "train.py"])
     once = path.read_text(encoding="utf-8")
-    command(["--fix", "train.py"])
+    command(["--hints", "--fix", "train.py"])
     capsys.readouterr()
     assert path.read_text(encoding="utf-8").replace("torch.long, non_blocking=True", "torch.long") == FIXED
     assert "non_blocking" in once
@@ -53,7 +53,7 @@ def test_the_safe_corrections(tmp_path, capsys, monkeypatch):
 def test_what_is_not_safe_stays(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text("import torch\nx = torch.load('cuda.pt')\n")
-    assert command(["--fix", str(path)]) == 1
+    assert command(["--hints", "--fix", str(path)]) == 0
     assert path.read_text() == "import torch\nx = torch.load('cuda.pt')\n"
     capsys.readouterr()
 
@@ -79,7 +79,7 @@ def test_fix_says_what_it_did(tmp_path, capsys, text, said):
     (tmp_path / "requirements.txt").write_text("torch>=2.4\n")
     path = tmp_path / "train.py"
     path.write_text(f"import torch\n{text}")
-    command(["--fix", str(path)])
+    command(["--hints", "--fix", str(path)])
     assert capsys.readouterr().err == said
 
 
@@ -107,6 +107,6 @@ def test_a_file_in_another_encoding_stays(tmp_path, capsys):
     path = tmp_path / "train.py"
     text = "# -*- coding: latin-1 -*-\n# é\nimport torch\nscaler = torch.cuda.amp.GradScaler()\n"
     path.write_bytes(text.encode("latin-1"))
-    assert command(["--fix", str(path)]) == 1
+    assert command(["--hints", "--fix", str(path)]) == 0
     assert path.read_bytes() == text.encode("latin-1")
     capsys.readouterr()

@@ -44,7 +44,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("listed", [True, False])
 def test_cell_and_line(folder, listed):
     (folder / "train.ipynb").write_bytes(book(listed=listed))
-    findings = check_paths(["train.ipynb"], configure({}, None, None))
+    findings = check_paths(["train.ipynb"], configure({}, None, None, hints=True))
     assert [(f.cell, f.line, f.rule) for f in findings] == [(4, 3, "LS015"), (5, 1, "LS000"), (6, 4, "LS021")]
 
 
@@ -59,26 +59,26 @@ def test_cell_and_line(folder, listed):
 )
 def test_an_indented_cell_is_read_as_ipython_reads_it(folder, source, found):
     (folder / "train.ipynb").write_bytes(book([("code", source)]))
-    assert [(f.rule, f.line) for f in check_paths(["train.ipynb"], configure({}, None, None))] == found
+    assert [(f.rule, f.line) for f in check_paths(["train.ipynb"], configure({}, None, None, hints=True))] == found
 
 
 def test_formats(folder, capsys):
-    assert command(["."]) == 1
+    assert command([".", "--hints"]) == 1
     out = capsys.readouterr().out
-    assert "train.ipynb:cell 4:3:9: LS015 warning: " in out
+    assert "train.ipynb:cell 4:3:9: LS015 hint: " in out
     assert "    | state = torch.load('cuda.pt')\n    |         ^" in out
-    command([".", "--format", "json"])
+    command([".", "--hints", "--format", "json"])
     first = json.loads(capsys.readouterr().out)[0]
     assert (first["path"], first["cell"], first["line"]) == ("train.ipynb", 4, 3)
-    command([".", "--format", "github"])
+    command([".", "--hints", "--format", "github"])
     assert "::warning file=train.ipynb,title=LS015::cell 4, line 3: loads" in capsys.readouterr().out
 
 
 def test_a_notebook_is_never_written(folder, capsys):
     before = book([("code", "import torch\ns = torch.cuda.amp.GradScaler()\n")])
     (folder / "train.ipynb").write_bytes(before)
-    assert command(["--fix", "."]) == 1
-    assert command(["--unsafe-fixes", "."]) == 1
+    assert command(["--hints", "--fix", "."]) == 0
+    assert command(["--hints", "--unsafe-fixes", "."]) == 0
     assert (folder / "train.ipynb").read_bytes() == before
     capsys.readouterr()
 
@@ -87,7 +87,7 @@ def test_what_a_notebook_imports_is_followed(folder):
     (folder / "steps.py").write_text("import torch\n\ndef clear(optimizer):\n    optimizer.zero_grad()\n")
     cells = [("code", "import torch\nimport steps"), ("code", CELLS[5][1])]
     (folder / "train.ipynb").write_bytes(book(cells))
-    assert check_paths(["train.ipynb"], configure({}, None, None)) == []
+    assert check_paths(["train.ipynb"], configure({}, None, None, hints=True)) == []
 
 
 @pytest.mark.parametrize("data", [b"", b"[1]", b"{}", b'{"cells": 3}', b"\xff", b"[" * 100_000])

@@ -46,7 +46,7 @@ def project(tmp_path):
 
 
 def rules(*paths):
-    findings = check_paths([str(path) for path in paths], configure({}, None, None))
+    findings = check_paths([str(path) for path in paths], configure({}, None, None, hints=True))
     return [(finding.path.rsplit("/", 1)[-1], finding.rule, finding.line) for finding in findings]
 
 

@@ -254,12 +254,12 @@ def test_it_is_said_that_there_is_nothing_to_propose(tmp_path, capsys, monkeypat
     (tmp_path / "train.py").write_text(
         LOADS.replace("torch.load(path, weights_only=False)", "0").replace("two = torch.load", "two = print")
     )
-    assert command(["--unsafe-fixes", "train.py"]) == 1
+    assert command(["--select", "ALL", "--unsafe-fixes", "train.py"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert "nothing to propose" in err
     (tmp_path / "train.py").write_text("import torch\n")
-    assert command(["--unsafe-fixes", "train.py"]) == 0
+    assert command(["--hints", "--unsafe-fixes", "train.py"]) == 0
     assert capsys.readouterr().err == "no findings\n"
 
 

@@ -53,7 +53,7 @@ def check_sarif(log):
 
 
 def test_sarif(folder, capsys):
-    assert command([".", "--format", "sarif"]) == 1
+    assert command([".", "--hints", "--format", "sarif"]) == 1
     log = json.loads(capsys.readouterr().out)
     check_sarif(log)
     (run,) = log["runs"]
@@ -71,7 +71,7 @@ def test_sarif(folder, capsys):
 
 def prints(path, text, capsys):
     path.write_text(text, encoding="utf-8")
-    command([path.name, "--format", "sarif"])
+    command([path.name, "--hints", "--format", "sarif"])
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     return [result["partialFingerprints"]["primaryLocationLineHash"] for result in run["results"]]
 
@@ -85,7 +85,7 @@ def test_a_finding_is_known_again_when_its_line_moves(folder, capsys):
 
 
 def test_sarif_beside_another_format(folder, capsys):
-    assert command([".", "--sarif-file", "found.sarif"]) == 1
+    assert command([".", "--select", "LS015", "--sarif-file", "found.sarif"]) == 1
     assert "bäd.py:3:12: LS015" in capsys.readouterr().out
     check_sarif(json.loads((folder / "found.sarif").read_text(encoding="utf-8")))
     assert command([".", "--sarif-file", "nowhere/found.sarif"]) == 2
@@ -116,7 +116,7 @@ def test_the_action(folder):
     clean = run_action(folder, paths="idle.py", arguments="--ignore LS015")
     assert (clean.returncode, clean.stdout.strip()) == (0, "")
     for paths in ("'a folder' idle.py", '"a folder"\nidle.py\n', "'a folder/bäd.py'"):
-        assert run_action(folder, paths=paths).stdout.count("title=LS015") == 1
+        assert run_action(folder, paths=paths, arguments="--hints").stdout.count("title=LS015") == 1
     unclosed = run_action(folder, paths="'a folder")
     assert (unclosed.returncode != 0, unclosed.stdout) == (True, "")
     wrong = run_action(folder, **{"paths": "missing.py", "sarif-file": "x.sarif"})

@@ -60,7 +60,7 @@ def test_opinions_need_to_be_asked_for():
 
 
 def test_per_file(tmp_path):
-    config = configure({"per-file": {"tests/**": ["LS015"]}}, None, None, str(tmp_path))
+    config = configure({"per-file": {"tests/**": ["LS015"]}}, None, None, str(tmp_path), hints=True)
     assert "LS015" not in config.codes_for(str(tmp_path / "tests" / "a.py"))
     assert "LS015" in config.codes_for(str(tmp_path / "src" / "a.py"))
 

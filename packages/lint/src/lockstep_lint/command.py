@@ -1,4 +1,4 @@
-"""`lockstep lint [PATH ...]`: checks files and folders; exits 0 if clean, 1 with findings, 2 for bad input."""
+"""`lockstep lint [PATH ...]`: check files and folders; exit 0 without errors, 1 with some, 2 for bad input."""
 
 import argparse
 import os
@@ -104,6 +104,7 @@ def parser(prog: str = "lockstep lint") -> argparse.ArgumentParser:
     """Build the parser of the command's flags."""
     flags = _Parser(prog=prog, description="Finds mistakes in PyTorch training scripts.")
     flags.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="files and folders (default: here)")
+    flags.add_argument("--hints", action="store_true", help="report what only costs time or memory too; exits 0 for it")
     flags.add_argument("--select", metavar="CODES", help="the rules to run, such as LS004,LS018, or ALL")
     flags.add_argument("--ignore", metavar="CODES", help="rules to leave out")
     flags.add_argument("--format", choices=OUTPUT_FORMATS, default="text", help="how to print findings (default: text)")
@@ -116,7 +117,7 @@ def parser(prog: str = "lockstep lint") -> argparse.ArgumentParser:
 
 
 def _migrate(args: argparse.Namespace, prog: str) -> int:
-    for name in ("select", "ignore", "fix", "unsafe_fixes", "explain", "sarif_file"):
+    for name in ("hints", "select", "ignore", "fix", "unsafe_fixes", "explain", "sarif_file"):
         if getattr(args, name):
             raise MigrateProblem(f"--migrate checks nothing and writes nothing: leave out --{name.replace('_', '-')}")
     if args.format not in FORMATS:
@@ -135,7 +136,7 @@ def check(args: argparse.Namespace, prog: str) -> int:
         if args.format == "text":
             return 0
     groups = settings(args, paths)
-    findings = check_all(groups)
+    findings, hints = check_all(groups), any(config.hints or config.named for config, _ in groups)
     if args.fix:
         findings = fix(findings, groups)
     if args.sarif_file:
@@ -143,12 +144,18 @@ def check(args: argparse.Namespace, prog: str) -> int:
     if args.unsafe_fixes:
         proposed = diff(findings)
         print(proposed, end="")
-        print(summary(findings), file=sys.stderr)
+        print(summary(findings, hints), file=sys.stderr)
         if findings and not proposed:
             print("nothing to propose: no finding has a correction that can be written here", file=sys.stderr)
-        return 1 if findings else 0
-    print(render(findings, args.format, sources(findings), prog))
-    return 1 if findings else 0
+        return 1 if fail(findings, groups) else 0
+    print(render(findings, args.format, sources(findings), prog, hints=hints))
+    return 1 if fail(findings, groups) else 0
+
+
+def fail(findings: list[Finding], groups: list[tuple[Config, list[str]]]) -> bool:
+    """Whether some finding makes the command exit with 1, under the configuration that holds for its file."""
+    configs = {path: config for config, paths in groups for path in paths}
+    return any(configs[finding.path].fails(finding) for finding in findings)
 
 
 def write_sarif(path: str, findings: list[Finding], prog: str) -> None:
@@ -199,7 +206,7 @@ def settings(args: argparse.Namespace, paths: list[str]) -> list[tuple[Config, l
     for folder, files in (homes or {os.getcwd(): []}).items():
         table, root = find_table(Path(folder))
         if root not in groups:
-            groups[root] = configure(table, args.select, args.ignore, root), []
+            groups[root] = configure(table, args.select, args.ignore, root, hints=args.hints), []
         groups[root][1].extend(files)
     return list(groups.values())
 

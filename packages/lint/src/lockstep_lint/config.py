@@ -6,30 +6,50 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep_lint.finding import Finding, Severity
 from lockstep_lint.rules import RULES
 
 __all__ = ["Config", "ConfigProblem", "configure", "find_table"]
 
-KEYS = ("select", "ignore", "per-file")
+KEYS = ("select", "ignore", "hints", "per-file")
 
 
 class ConfigProblem(Exception):
     """A setting that does not hold. The message is one line: what, where, and the way out."""
 
 
-def default_codes() -> frozenset[str]:
-    """The rules that run unless something else is asked for."""
-    return frozenset(code for code, rule in RULES.items() if rule.default)
+def default_codes(hints: bool = True) -> frozenset[str]:
+    """Return the rules that run unless others are selected: those of errors, and with `hints` those of hints."""
+    off = {Severity.OPINION} if hints else {Severity.OPINION, Severity.HINT}
+    return frozenset(code for code, rule in RULES.items() if rule.severity not in off)
 
 
 @dataclass(frozen=True)
 class Config:
-    """The rules that run, those whose opinions are wanted too, and the rules ignored in files that match a pattern."""
+    """Which rules run, and which of their findings are reported.
+
+    Attributes:
+        codes: the rules that run.
+        named: the rules that were selected, whose findings of all levels are reported and count.
+        hints: report hints.
+        per_file: pairs of a pattern and the rules that are ignored in files that match it.
+        root: the folder that patterns are relative to.
+    """
 
     codes: frozenset[str] = field(default_factory=default_codes)
-    opinions: frozenset[str] = frozenset()
+    named: frozenset[str] = frozenset()
+    hints: bool = True
     per_file: tuple[tuple[str, frozenset[str]], ...] = ()
     root: str = ""
+
+    def reports(self, finding: Finding) -> bool:
+        """Whether a finding's level is asked for."""
+        wanted = finding.severity is Severity.ERROR or (self.hints and finding.severity is Severity.HINT)
+        return wanted or finding.rule in self.named
+
+    def fails(self, finding: Finding) -> bool:
+        """Whether a finding makes the command exit with 1: an error, or one of a rule that was selected."""
+        return finding.severity is Severity.ERROR or finding.rule in self.named
 
     def codes_for(self, path: str) -> frozenset[str]:
         """The rules that run on one file."""
@@ -40,8 +60,10 @@ class Config:
         return self.codes.difference(*ignored)
 
 
-def configure(table: dict[str, object], select: str | None, ignore: str | None, root: str = "") -> Config:
-    """The configuration from the file's table and the flags; a flag replaces the file's setting."""
+def configure(
+    table: dict[str, object], select: str | None, ignore: str | None, root: str = "", *, hints: bool = False
+) -> Config:
+    """Return the configuration from the file's table and the flags; a flag replaces the file's setting."""
     unknown = sorted(set(table) - set(KEYS))
     if unknown:
         raise ConfigProblem(f"pyproject.toml: [tool.lockstep.lint] has no key '{unknown[0]}': use {', '.join(KEYS)}")
@@ -52,8 +74,9 @@ def configure(table: dict[str, object], select: str | None, ignore: str | None, 
         ignored = _codes(ignore.split(","), "--ignore")
     else:
         ignored = _codes(_listed(table.get("ignore", []), "ignore"), "ignore")
-    codes = (default_codes() if chosen is None else chosen) - ignored
-    return Config(codes, codes & (chosen or frozenset()), _per_file(table.get("per-file", {})), root)
+    hints = hints or _switched(table.get("hints", False))
+    codes = (default_codes(hints) if chosen is None else chosen) - ignored
+    return Config(codes, codes & (chosen or frozenset()), hints, _per_file(table.get("per-file", {})), root)
 
 
 def find_table(start: Path) -> tuple[dict[str, object], str]:
@@ -84,6 +107,12 @@ def _read_table(path: Path) -> dict[str, object] | None:
     if not isinstance(data, dict):
         raise ConfigProblem(f"{path}: tool.lockstep.lint must be a table")
     return data
+
+
+def _switched(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ConfigProblem("pyproject.toml: [tool.lockstep.lint] hints must be true or false")
 
 
 def _listed(value: object, key: str) -> list[str]:

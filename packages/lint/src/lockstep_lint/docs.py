@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from lockstep_lint.finding import Severity
 from lockstep_lint.rules import RULES
 from lockstep_lint.rules.base import Rule
 
@@ -15,13 +16,19 @@ FIXES = {
 }
 
 
+ASKED = {
+    Severity.ERROR: "",
+    Severity.HINT: " (with `--hints`)",
+    Severity.OPINION: " (with `--select` of the rule, or ALL)",
+}
+
+
 def page(rule: Rule) -> str:
     """The Markdown page of a rule."""
-    state = "on by default" if rule.default else "an opinion: off by default, on with `--select ALL`"
     parts = [
         f"# {rule.code} {rule.name}",
         f"{rule.what}",
-        f"**Severity** {rule.severity.value}, **confidence** {rule.confidence.value}, {state}.",
+        f"**Severity** {rule.severity.value}{ASKED[rule.severity]}, **confidence** {rule.confidence.value}.",
         f"## Why\n\n{rule.why}",
         *([f"## Where it is told\n\n{rule.note}"] if rule.note else []),
         f"## Found\n\n```python\n{rule.bad.strip()}\n```",
@@ -35,11 +42,10 @@ def page(rule: Rule) -> str:
 
 def index() -> str:
     """The list of all rules."""
-    lines = ["# The rules of `lockstep lint`", "", "| rule | finds | severity | confidence | default | fix |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = ["# The rules of `lockstep lint`", "", "| rule | finds | severity | confidence | fix |"]
+    lines.append("|---|---|---|---|---|")
     for code, rule in RULES.items():
-        default = "on" if rule.default else "off"
-        cells = (f"[{code}]({code}.md)", rule.name, rule.severity.value, rule.confidence.value, default, rule.fix)
+        cells = (f"[{code}]({code}.md)", rule.name, rule.severity.value, rule.confidence.value, rule.fix)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

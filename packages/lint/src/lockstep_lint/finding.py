@@ -7,11 +7,15 @@ __all__ = ["Change", "Confidence", "Edit", "Finding", "Severity"]
 
 
 class Severity(StrEnum):
-    """Severity: a wrong or failing run, a worse or slower one, or a matter of taste."""
+    """The three levels of findings, gravest first.
+
+    An error makes training wrong, hangs it, ends it or loses files. A hint costs time, memory or clarity. An opinion is
+    a matter of taste.
+    """
 
     ERROR = "error"
-    WARNING = "warning"
-    INFO = "info"
+    HINT = "hint"
+    OPINION = "opinion"
 
 
 class Confidence(StrEnum):

@@ -17,7 +17,7 @@ __all__ = ["FORMATS", "render", "summary"]
 
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
+LEVELS = {Severity.ERROR: "error", Severity.HINT: "warning", Severity.OPINION: "note"}
 # What is reported beside the rules' findings.
 OTHERS = {"LS000": "a file that was not checked", "LS900": "a comment that silences nothing"}
 
@@ -109,7 +109,7 @@ def _uri(path: str) -> str:
     return Path(path).resolve().as_uri() if relative.startswith("..") else quote(Path(relative).as_posix())
 
 
-def text(findings: list[Finding], lines: dict[str, list[str]], prog: str) -> str:
+def text(findings: list[Finding], lines: dict[str, list[str]], prog: str, hints: bool) -> str:
     """Each finding on a line, the gravest first, with the source line under it, and a summary."""
     parts = []
     for finding in folded(findings):
@@ -118,7 +118,7 @@ def text(findings: list[Finding], lines: dict[str, list[str]], prog: str) -> str
             f"{place}: {finding.rule} {finding.severity.value}: {finding.message}"
             + _excerpt(finding, lines.get(finding.where, []))
         )
-    parts.append(summary(findings))
+    parts.append(summary(findings, hints))
     known = [finding.rule for finding in findings if finding.rule in RULES]
     if known:
         parts.append(f"why, and what to write instead: {prog} --explain {known[0]}")
@@ -134,17 +134,11 @@ def _excerpt(finding: Finding, lines: list[str]) -> str:
     return f"\n    | {shown}\n    | {' ' * min(indent, 160)}^"
 
 
-# Rules that find the same habit in many places of a file: a person needs to be told once.
-FOLDED = ("LS028", "LS036")
-# A rule of several habits, of which each is told once.
-ALIKE = ("LS023",)
 GRAVEST = list(Severity)
 
 
 def folded(findings: list[Finding]) -> list[Finding]:
-    """The findings for a person: errors before warnings, and of a rule that repeats itself the first of each file, with
-    how many more there are.
-    """
+    """Return the findings for a person: errors first, then one hint for each file and rule, with how many more."""
     others = Counter(map(habit, findings))
     told: set[tuple[object, ...]] = set()
     chosen: list[Finding] = []
@@ -161,18 +155,16 @@ def folded(findings: list[Finding]) -> list[Finding]:
 
 
 def habit(finding: Finding) -> tuple[object, ...]:
-    """What a finding repeats, where a person is told it once a file; else its own place."""
-    if finding.rule in FOLDED:
-        return finding.path, finding.rule
-    if finding.rule in ALIKE:
-        return finding.path, finding.rule, finding.message
-    return finding.place
+    """Return what identifies a finding for a person: an error its place, a hint or an opinion its file and rule."""
+    if finding.severity is Severity.ERROR:
+        return finding.place
+    return finding.path, finding.rule, finding.severity
 
 
-def summary(findings: list[Finding]) -> str:
-    """Count the findings by rule."""
+def summary(findings: list[Finding], hints: bool = True) -> str:
+    """Count the findings by rule; without `hints` only errors were looked for."""
     if not findings:
-        return "no findings"
+        return "no findings" if hints else "no errors; --hints looks for what costs time or memory too"
     counts = Counter(finding.rule for finding in findings)
     rules = ", ".join(f"{code} {count}" for code, count in sorted(counts.items()))
     files = len({finding.path for finding in findings})
@@ -181,7 +173,7 @@ def summary(findings: list[Finding]) -> str:
 
 def github(findings: list[Finding]) -> str:
     """GitHub's workflow commands: one annotation a finding."""
-    levels = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
+    levels = {Severity.ERROR: "error", Severity.HINT: "warning", Severity.OPINION: "notice"}
     lines = []
     for f in folded(findings):
         spot = "" if f.cell else f",line={f.line},col={f.column}"  # GitHub counts the lines of the notebook's file
@@ -198,10 +190,18 @@ def _escape(value: str, in_property: bool = False) -> str:
 FORMATS = ("text", "json", "github", "sarif")
 
 
-def render(findings: list[Finding], form: str, lines: dict[str, list[str]], prog: str = "lockstep lint") -> str:
-    """Format the findings as one of FORMATS; `prog` is the command that explains a rule."""
+def render(
+    findings: list[Finding], form: str, lines: dict[str, list[str]], prog: str = "lockstep lint", *, hints: bool = True
+) -> str:
+    """Format the findings as one of FORMATS.
+
+    Args:
+        lines: the lines of each file that has findings.
+        prog: the command that explains a rule.
+        hints: hints were looked for too.
+    """
     if form == "json":
         return json.dumps([finding.as_dict() for finding in findings], indent=2)
     if form == "sarif":
         return json.dumps(log(findings, lines), indent=2)
-    return github(findings) if form == "github" else text(findings, lines, prog)
+    return github(findings) if form == "github" else text(findings, lines, prog, hints)

@@ -98,7 +98,7 @@ class Silencer:
     def unused(self, comment: _Comment, codes: list[str]) -> Finding:
         message = f"this comment silences {', '.join(codes)}, which found nothing here: remove it"
         place = (self.source.path, comment.line, comment.column + 1)
-        return Finding(*place, UNUSED, Severity.INFO, Confidence.HIGH, message, "remove the comment")
+        return Finding(*place, UNUSED, Severity.HINT, Confidence.HIGH, message, "remove the comment")
 
 
 def comments(source: Source) -> Iterator[tuple[int, int, str]]:
@@ -113,6 +113,7 @@ def comments(source: Source) -> Iterator[tuple[int, int, str]]:
 
 # The code under which a file that could not be checked is reported.
 PROBLEM = "LS000"
+LEVELS = tuple(Severity)  # gravest first
 # Files are checked in parts of this many, each one process's work: it bounds the memory. Files that import each other
 # are in one part where they fit; the project's other files are read as they are needed, so that a file's findings
 # depend neither on the part nor on what else is checked.
@@ -208,7 +209,7 @@ def _check(sources: list[Source], project: Project, config: Config) -> list[Find
         if module is not None and module.whole:
             found = list(_check_module(module, analysis, config))
         kept = Silencer(source, config.codes_for(source.path)).filter(found)
-        findings.extend(_located(finding, source) for finding in kept)
+        findings.extend(_located(finding, source) for finding in kept if config.reports(finding))
     return findings
 
 
@@ -228,24 +229,25 @@ def _check_module(module: Module, analysis: Analysis, config: Config) -> Iterato
         view = analysis.view(module)
         for rule in RULES.values():
             if rule.code in codes and not rule.moot & view.frameworks:
-                yield from _run(rule, view, config)
+                yield from _run(rule, view)
     except (TooIntricate, RecursionError):
         problem = Problem(1, "is too large or nested for all rules: split it")
         yield _problem(Source(module.path, problem=problem))
 
 
-def _run(rule: Rule, view: View, config: Config) -> Iterator[Finding]:
-    seen: set[int] = set()
+def _run(rule: Rule, view: View) -> Iterator[Finding]:
+    """Yield a rule's findings, of each line the gravest."""
+    gravest: dict[int, Finding] = {}
     for found in rule.check(view):
-        line = getattr(found.node, "lineno", 1)
-        if line not in seen and (not found.opinion or rule.code in config.opinions):
-            seen.add(line)
-            yield _finding(rule, found, view.module)
+        finding = _finding(rule, found, view.module)
+        other = gravest.get(finding.line)
+        if other is None or LEVELS.index(finding.severity) < LEVELS.index(other.severity):
+            gravest[finding.line] = finding
+    yield from gravest.values()
 
 
 def _finding(rule: Rule, found: Found, module: Module) -> Finding:
     line, column = getattr(found.node, "lineno", 1), _column(module, found.node, "")
-    severity = Severity.INFO if found.opinion else rule.severity
     end = getattr(found.node, "end_lineno", line) or line
     remedy = rule.remedy or None
     return Finding(
@@ -253,7 +255,7 @@ def _finding(rule: Rule, found: Found, module: Module) -> Finding:
         line,
         column,
         rule.code,
-        severity,
+        found.severity or rule.severity,
         rule.confidence,
         found.message,
         remedy,

@@ -13,11 +13,11 @@ __all__ = ["Found", "Rule", "at", "edit"]
 
 @dataclass(frozen=True)
 class Found:
-    """A place where a check found its pitfall. An opinion is reported only where its rule is asked for by name."""
+    """A place where a check found its pitfall; `severity` is its own where it is not the rule's."""
 
     node: ast.AST
     message: str
-    opinion: bool = False
+    severity: Severity | None = None
     edit: Edit | None = None
     proposal: tuple[Change, ...] = ()
 
@@ -45,16 +45,20 @@ class Rule:
     check: Check
     fix: str = "none"
     remedy: str = ""
-    default: bool = True
     moot: frozenset[str] = frozenset()
     note: str = ""
 
 
 def at(
-    site: Site, message: str, *, opinion: bool = False, edit: Edit | None = None, proposal: tuple[Change, ...] = ()
+    site: Site,
+    message: str,
+    *,
+    severity: Severity | None = None,
+    edit: Edit | None = None,
+    proposal: tuple[Change, ...] = (),
 ) -> Found:
     """A finding at a call."""
-    return Found(site.call, message, opinion, edit, proposal)
+    return Found(site.call, message, severity, edit, proposal)
 
 
 def edit(kind: str, node: ast.expr, name: str, value: str = "", needs: tuple[int, int] = (0, 0)) -> Edit:

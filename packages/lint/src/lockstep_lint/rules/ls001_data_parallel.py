@@ -104,7 +104,7 @@ from torch.nn.parallel import DistributedDataParallel
 def wrap(model, local_rank):
     return DistributedDataParallel(model.to(local_rank), device_ids=[local_rank])
 """,
-    severity=Severity.WARNING,
+    severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",

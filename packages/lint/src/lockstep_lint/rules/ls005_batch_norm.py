@@ -514,7 +514,7 @@ def wrap(local_rank):
     model = nn.SyncBatchNorm.convert_sync_batchnorm(torchvision.models.resnet50()).to(local_rank)
     return DDP(model, device_ids=[local_rank])
 """,
-    severity=Severity.WARNING,
+    severity=Severity.HINT,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",

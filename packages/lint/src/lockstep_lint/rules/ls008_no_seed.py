@@ -313,7 +313,11 @@ def check(view: View) -> Iterator[Found]:
         return  # told there
     site = model_made(view, view.module)
     if site is not None:
-        yield at(site, "no seed is set before the model is made: call torch.manual_seed(seed) first", opinion=True)
+        yield at(
+            site,
+            "no seed is set before the model is made: call torch.manual_seed(seed) first",
+            severity=Severity.OPINION,
+        )
 
 
 def steps(view: View) -> bool:
@@ -337,7 +341,7 @@ def before_trainer(view: View) -> Iterator[Found]:
     site = next(drawn_before(view, alone), None)
     if site is not None and not seeds(view, alone, (site,)):
         message = "weights are drawn before a Trainer is made, which seeds only then: call set_seed(seed) first"
-        yield at(site, message, opinion=True)
+        yield at(site, message, severity=Severity.OPINION)
 
 
 def trains(view: View) -> bool:
@@ -550,12 +554,11 @@ def main(loader, seed):
 if __name__ == "__main__":
     main([], 1)
 """,
-    severity=Severity.INFO,
+    severity=Severity.OPINION,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",
     remedy="Call torch.manual_seed(seed) before the model is made",
-    default=False,
     moot=frozenset({"lockstep"}),
     note=(
         "It is told at the line where a script first makes a model, and in a file that holds a training loop of its "

@@ -96,7 +96,7 @@ def train(model, loader, optimizer, criterion, local_rank, steps):
             optimizer.step()
             optimizer.zero_grad()
 """,
-    severity=Severity.WARNING,
+    severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",

@@ -172,14 +172,14 @@ def check(view: View) -> Iterator[Found]:
         value = keyword(site.call, "find_unused_parameters")
         made = view.origins.of(value, site.scope) if value is not None else []
         if value is not None and (asked(value) or (len(made) == 1 and asked(made[0].node))):
-            yield from () if needed(view, site) else (at(site, MESSAGE),)
+            yield from () if needed(view, site) else (at(site, MESSAGE, severity=Severity.HINT),)
         elif keyword(site.call, "strategy") is not None and "find_unused_parameters_true" in view.module.text:
             strategy = keyword(site.call, "strategy")
             if any(
                 "find_unused_parameters_true" in str(getattr(o.node, "value", ""))
                 for o in view.origins.of(strategy, site.scope)
             ):
-                yield at(site, MESSAGE)
+                yield at(site, MESSAGE, severity=Severity.HINT)
         else:
             yield from unpacked(view, site)
 
@@ -201,7 +201,7 @@ def unpacked(view: View, site: Site) -> Iterator[Found]:
                 if isinstance(origin.node, ast.Dict):
                     pairs = zip(origin.node.keys, origin.node.values, strict=True)
                     if any(getattr(k, "value", None) == "find_unused_parameters" and is_true(v) for k, v in pairs):
-                        yield at(site, MESSAGE)
+                        yield at(site, MESSAGE, severity=Severity.HINT)
 
 
 def needed(view: View, site: Site) -> bool:
@@ -259,7 +259,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 def wrap(model, local_rank, flag):
     return DDP(model.to(local_rank), device_ids=[local_rank], find_unused_parameters=flag)
 """,
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",

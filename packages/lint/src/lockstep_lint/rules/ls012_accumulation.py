@@ -288,7 +288,7 @@ def train(model, loader, optimizer, criterion, n):
             optimizer.step()
             optimizer.zero_grad()
 """,
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",

@@ -272,7 +272,7 @@ def train(model, loader, optimizer, criterion, epochs):
             optimizer.step()
             scheduler.step()
 """,
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",

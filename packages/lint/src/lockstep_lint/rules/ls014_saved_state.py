@@ -392,12 +392,14 @@ def check(view: View) -> Iterator[Found]:
                 yield at(
                     site,
                     f"saves the {kind} wrapper's state, with names in 'module.': save {plain}.state_dict()",
+                    severity=Severity.HINT,
                     proposal=() if kind == ACCELERATE else plain_state(view, site),
                 )
     for site in view.sites("save"):
         kind = whole(view, site)
         if kind:
-            yield at(site, f"saves the {kind} wrapper itself, which only such a program can load: save model.module")
+            message = f"saves the {kind} wrapper itself, which only such a program can load: save model.module"
+            yield at(site, message, severity=Severity.HINT)
     for site in view.sites("save", "save_file", "save_pretrained"):
         path = written(view, site)
         if path is not None and by_all(view, site, path):
@@ -673,7 +675,7 @@ def main(model, local_rank, rank):
     model.module.load_state_dict(torch.load("model.pt", map_location="cpu"))
     dist.destroy_process_group()
 """,
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",

@@ -55,7 +55,7 @@ def resume(model, path):
     model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     model.cuda()
 """,
-    severity=Severity.WARNING,
+    severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",

@@ -99,7 +99,7 @@ def main():
 if __name__ == "__main__":
     main()
 """,
-    severity=Severity.WARNING,
+    severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",

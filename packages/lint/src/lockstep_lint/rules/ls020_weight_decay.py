@@ -44,7 +44,8 @@ def check(view: View) -> Iterator[Found]:
         if parameters is None or not (decays(view, site, full) or each_decays(view, parameters, site)):
             continue
         if alike(view, parameters, site.scope) and not lone_matrix(view, parameters, site.scope):
-            yield at(site, "decays biases and norms too: put them in a group with weight_decay=0", opinion=True)
+            message = "decays biases and norms too: put them in a group with weight_decay=0"
+            yield at(site, message, severity=Severity.OPINION)
 
 
 def other_optimizer(view: View, site: Site) -> bool:
@@ -284,10 +285,9 @@ def make(model):
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-3)
 """,
-    severity=Severity.INFO,
+    severity=Severity.OPINION,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",
     remedy="Give biases and norms a group with weight_decay=0",
-    default=False,
 )

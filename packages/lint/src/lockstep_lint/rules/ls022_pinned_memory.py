@@ -419,10 +419,10 @@ def check(view: View) -> Iterator[Found]:
         return
     for site in view.sites("DataLoader"):
         if view.full(site).startswith("torch") and no_workers(view, site):
-            yield at(site, "loads in the training process: give the loader num_workers", opinion=True)
+            yield at(site, "loads in the training process: give the loader num_workers", severity=Severity.OPINION)
     for site in view.sites("__init__"):
         if own_loader(view, site) and no_workers(view, site):
-            yield at(site, "loads in the training process: give the loader num_workers", opinion=True)
+            yield at(site, "loads in the training process: give the loader num_workers", severity=Severity.OPINION)
 
 
 def pinned(view: View) -> bool:
@@ -644,7 +644,7 @@ def train(model, data, optimizer, criterion, device):
         criterion(model(x), y).backward()
         optimizer.step()
 """,
-    severity=Severity.WARNING,
+    severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="safe",

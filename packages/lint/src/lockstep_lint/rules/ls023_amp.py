@@ -30,10 +30,12 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("GradScaler", "ShardedGradScaler", "autocast"):
         full = view.full(site)
         if site.name != "autocast" and full and bf16 and not fp16 and enabled(site) and not half(view, site):
-            yield at(site, "bfloat16 has float32's range: drop the GradScaler, or use float16")
+            message = "bfloat16 has float32's range: drop the GradScaler, or use float16"
+            yield at(site, message, severity=Severity.HINT)
         elif full.startswith(OLD) and not by_version(site.stmt, site.call, view.module):
             new = f'torch.amp.{site.name}("{full.split(".")[1]}", ...)'
-            yield at(site, f"torch.cuda.amp is deprecated: use {new}", edit=modern(view, site, full))
+            message = f"torch.cuda.amp is deprecated: use {new}"
+            yield at(site, message, severity=Severity.HINT, edit=modern(view, site, full))
     yield from handed_on(view)
     for scope in view.scopes:
         for decorator in scope.decorators:
@@ -41,7 +43,7 @@ def check(view: View) -> Iterator[Found]:
                 continue
             old = view.names.qualify(decorator, scope.parent or scope).startswith(OLD)
             if old and not by_version(scope.node, decorator, view.module):
-                yield Found(decorator, "torch.cuda.amp is deprecated: use torch.amp")
+                yield Found(decorator, "torch.cuda.amp is deprecated: use torch.amp", Severity.HINT)
     for site in view.sites("MixedPrecision", "MixedPrecisionPolicy") if not scaled and trains(view) else ():
         if view.full(site).startswith("torch.distributed") and shards_in_half(view, site):
             yield at(site, "float16 gradients underflow without a ShardedGradScaler: scale the loss, or use bfloat16")
@@ -60,7 +62,7 @@ def handed_on(view: View) -> Iterator[Found]:
             for node in values(bind.value) if bind.value is not None and bind.how == "assign" else ():
                 old = view.names.qualify(node, scope) in (f"{prefix}autocast" for prefix in OLD)
                 if old and not by_version(bind.stmt, node, view.module):
-                    yield Found(node, "torch.cuda.amp is deprecated: use torch.amp")
+                    yield Found(node, "torch.cuda.amp is deprecated: use torch.amp", Severity.HINT)
 
 
 def values(node: ast.expr) -> Iterator[ast.expr]:
@@ -200,7 +202,7 @@ def train(model, loader, optimizer, criterion):
         scaler.step(optimizer)
         scaler.update()
 """,
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="safe",

@@ -458,7 +458,7 @@ def validate(model, val_loader, criterion, device):
     model.train()
     return total[0] / total[1]
 """,
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="none",

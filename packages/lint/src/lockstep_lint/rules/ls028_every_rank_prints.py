@@ -68,7 +68,7 @@ def check(view: View) -> Iterator[Found]:
             continue
         grouped = what == "tracker" and apart_run(site)
         if (prefixed(view, site) and (grouped or what != "tracker")) or (what == "log" and setting.prefixed):
-            yield at(site, "every rank writes this line: keep it on rank 0", opinion=True)
+            yield at(site, "every rank writes this line: keep it on rank 0", severity=Severity.OPINION)
         elif what == "print":
             yield at(site, "every rank prints this: print on rank 0 only")
         elif what == "tracker":
@@ -275,7 +275,7 @@ def main(loss):
     say("loss", loss)
     dist.destroy_process_group()
 """,
-    severity=Severity.WARNING,
+    severity=Severity.HINT,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",

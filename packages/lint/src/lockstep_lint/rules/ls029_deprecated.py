@@ -165,7 +165,7 @@ local_rank = int(os.environ["LOCAL_RANK"])
 def wrap(model):
     return fully_shard(model)
 """,
-    severity=Severity.WARNING,
+    severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",

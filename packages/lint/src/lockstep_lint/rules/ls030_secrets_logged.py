@@ -295,7 +295,7 @@ import torch
 print(os.environ.get("CUDA_HOME"), sorted(os.environ))
 print(os.environ["CUDA_VISIBLE_DEVICES"])
 """,
-    severity=Severity.ERROR,
+    severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",

@@ -56,7 +56,7 @@ def main(rank, world_size):
         torch.save({"rng": states}, "state.pt")
     dist.destroy_process_group()
 """,
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",

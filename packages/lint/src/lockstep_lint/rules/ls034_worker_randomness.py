@@ -209,7 +209,7 @@ class Noisy(Dataset):
 
 loader = DataLoader(Noisy(), batch_size=2, num_workers=2)
 """,
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",

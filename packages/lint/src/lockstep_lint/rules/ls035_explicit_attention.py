@@ -240,7 +240,7 @@ import torch.nn.functional as F
 def attend(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 """,
-    severity=Severity.WARNING,
+    severity=Severity.HINT,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",

@@ -410,7 +410,7 @@ def train(model, loader, optimizer, criterion):
         if i % 100 == 0:
             print(total.item())
 """,
-    severity=Severity.WARNING,
+    severity=Severity.HINT,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",

@@ -92,7 +92,7 @@ def train(model, loader, optimizer, criterion, steps):
         criterion(model(x), y).backward()
         optimizer.step()
 """,
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",

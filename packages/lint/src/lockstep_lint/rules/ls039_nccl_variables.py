@@ -92,7 +92,7 @@ os.environ["NCCL_SOCKET_IFNAME"] = "eth0"
 def start():
     dist.init_process_group("nccl", timeout=timedelta(minutes=60))
 """,
-    severity=Severity.WARNING,
+    severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",

@@ -161,7 +161,7 @@ def groups(model, base_lr, decay=0.9):
         found.append({"params": layer.parameters(), "lr": base_lr * decay ** (count - 1 - i)})
     return torch.optim.SGD(found, lr=base_lr)
 """,
-    severity=Severity.WARNING,
+    severity=Severity.HINT,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",

@@ -131,7 +131,7 @@ class Images(Dataset):
 def loader(paths):
     return DataLoader(Images(paths), batch_size=8, num_workers=8)
 """,
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="none",
