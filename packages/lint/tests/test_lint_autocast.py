@@ -1,4 +1,4 @@
-"""LS023: the old autocast under another name, and beside the new one for other versions of torch."""
+"""LS029: the old autocast under another name, and beside the new one for other versions of torch."""
 
 import pytest
 
@@ -42,11 +42,11 @@ def main(model, mixed, context):
     ],
 )
 def test_the_old_autocast_and_who_uses_it(body, lines):
-    found = check_text(f"{HEADER}    {body}\n", configure({}, "LS023", ""))
+    found = check_text(f"{HEADER}    {body}\n", configure({}, "LS029", ""))
     assert [f.line for f in found] == lines
 
 
-def test_a_name_for_the_old_one_is_told_where_it_is_called():
+def test_a_name_for_the_old_one_is_told_where_it_is_given_and_used():
     text = "import torch\n\nautocast = torch.cuda.amp.autocast\n\n"
     text += "def main(model):\n    with autocast():\n        model()\n"
-    assert [f.line for f in check_text(text, configure({}, "LS023", ""))] == [6]
+    assert [f.line for f in check_text(text, configure({}, "LS029", ""))] == [3, 6]

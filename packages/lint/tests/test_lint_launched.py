@@ -74,10 +74,10 @@ APEX = "import torch\ntry:\n    import apex\nexcept ImportError:\n    pass\n"
         ("import deepspeed\ndeepspeed.initialize()\n" + FLAG, []),
         (APEX + "apex.amp.scale_loss(1)\nmodel = apex.amp.initialize(2)\n", [6, 7]),
         (APEX + "apex.parallel.convert_syncbn_model(1)\n", [6]),
-        (APEX + "from apex import amp\napex.amp.scale_loss(1)\napex.parallel.Reducer(2)\n", [6, 8]),
+        (APEX + "from apex import amp\napex.amp.scale_loss(1)\napex.parallel.Reducer(2)\n", [7, 8]),
         (APEX + "norm = apex.normalization.FusedLayerNorm(3)\n", []),
         (APEX, []),
-        ("import torch\nfrom apex import amp\nm = amp.initialize(1)\n", [2]),
+        ("import torch\nfrom apex import amp\nm = amp.initialize(1)\n", [3]),
     ],
 )
 def test_what_is_deprecated_is_told_where_it_is_used(text, told):

@@ -237,15 +237,15 @@ def main(model, x, mixed):
         ("context = nullcontext if not mixed else amp.autocast", [9]),
         ("context = autocast if mixed else nullcontext", [9]),
         ("context = partial(autocast, enabled=mixed)", [9]),
-        ("context = autocast", [9]),
-        ("autocast = context = torch.cuda.amp.autocast\n    autocast()", [9, 10]),
+        ("context = autocast", [9, 10]),
+        ("autocast = context = torch.cuda.amp.autocast\n    autocast()", [9, 10, 11]),
         ("context = torch.autocast if mixed else nullcontext", []),
         ("context = nullcontext", []),
         ("context = lambda: autocast(enabled=mixed)", [9]),
     ],
 )
 def test_an_autocast_that_is_called_by_another_name(given, lines):
-    found = check_text(NAMED_CONTEXT.format(given=given), configure({}, "LS023", ""))
+    found = check_text(NAMED_CONTEXT.format(given=given), configure({}, "LS029", ""))
     assert [finding.line for finding in found] == lines
 
 

@@ -127,7 +127,7 @@ def test_no_scaler_is_asked_for_where_no_gradient_is_kept():
 
 
 def test_a_moved_name_is_told_a_person_once_a_file():
-    findings = told(MOVED, "LS023")
+    findings = told(MOVED, "LS029")
     assert len(findings) == 4
     assert [finding.line for finding in folded(findings)] == [5]  # one line for the rule
     assert "3 more places" in folded(findings)[0].message

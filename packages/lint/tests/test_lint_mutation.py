@@ -111,7 +111,7 @@ MUTATIONS = [
     ("LS021", "fsdp", [drop("optimizer.zero_grad()"), append("loss.backward()", "optimizer.zero_grad()")]),
     ("LS022", "ddp", [replace("x, y = ", "x, y = x.to(device), y.to(device)")]),
     ("LS022", "fsdp", [replace("loader = ", "loader = DataLoader(data, batch_size=8, sampler=sampler)")]),
-    ("LS023", "ddp", [Swap("torch.amp.GradScaler('cuda')", "torch.cuda.amp.GradScaler()")]),
+    ("LS029", "ddp", [Swap("torch.amp.GradScaler('cuda')", "torch.cuda.amp.GradScaler()")]),
     ("LS023", "ddp", [Swap("torch.float16", "torch.bfloat16")]),
     ("LS024", "ddp", [
         drop("torch.cuda.set_device"), prepend("torch.manual_seed", "Net().cuda()\ntorch.cuda.set_device(local_rank)"),
@@ -185,7 +185,7 @@ MUTATIONS = [
         prepend("for epoch in", "if rank == 0:\n    epochs = len(os.listdir('x'))"),
     ]),
     ("LS038", "ddp", [replace("x, y = ", "x, y = next(iter(loader))")]),
-    ("LS039", "ddp", [append("local_rank = ", "os.environ['NCCL_BLOCKING_WAIT'] = '1'")]),
+    ("LS029", "ddp", [append("local_rank = ", "os.environ['NCCL_BLOCKING_WAIT'] = '1'")]),
     ("LS040", "ddp", [
         prepend("model = DistributedDataParallel", (
             "rates = [{'params': b.parameters(), 'lr': lr * 0.9 ** i} for i, b in enumerate(model.layers)]"

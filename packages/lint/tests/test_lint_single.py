@@ -90,7 +90,7 @@ def test_attributes_that_are_asked_for_in_the_same_line(line, found):
     ],
 )
 def test_a_variable_that_the_program_reads_itself(use, found):
-    assert bool(lines(f"{START}os.environ['NCCL_TIMEOUT'] = '60'\n{use}\n", "LS039")) == found
+    assert bool(lines(f"{START}os.environ['NCCL_TIMEOUT'] = '60'\n{use}\n", "LS029")) == found
 
 
 GROUPS = """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep_lint.finding import Finding, Severity
-from lockstep_lint.rules import RULES
+from lockstep_lint.rules import MERGED, RULES
 
 __all__ = ["Config", "ConfigProblem", "configure", "find_table"]
 
@@ -131,6 +131,8 @@ def _codes(names: list[str], where: str) -> frozenset[str]:
             found.update(RULES)
         elif name in RULES:
             found.add(name)
+        elif name in MERGED:
+            found.add(MERGED[name])
         elif name:
             raise ConfigProblem(f"{where}: there is no rule '{name}': use ALL or codes from LS001 to {max(RULES)}")
     return frozenset(found)

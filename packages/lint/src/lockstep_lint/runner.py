@@ -19,7 +19,7 @@ from lockstep_lint.analysis.source import Problem, Source, parse, place, read
 from lockstep_lint.analysis.view import Analysis, View
 from lockstep_lint.config import Config
 from lockstep_lint.finding import Confidence, Finding, Severity
-from lockstep_lint.rules import RULES
+from lockstep_lint.rules import MERGED, RULES
 from lockstep_lint.rules.base import Found, Rule
 
 __all__ = ["check_paths", "check_text", "in_order"]
@@ -66,7 +66,7 @@ class Silencer:
         if match is None:
             return
         named = frozenset(re.findall(r"[A-Z]+[0-9]+", (match["codes"] or "").upper()))
-        ours = frozenset(code for code in named if code.startswith("LS"))
+        ours = frozenset(MERGED.get(code, code) for code in named if code.startswith("LS"))
         if named and not ours:
             return  # another tool's comment
         comment = _Comment(line, column + match.start(), ours, not named)

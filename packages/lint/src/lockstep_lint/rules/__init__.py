@@ -5,7 +5,10 @@ import pkgutil
 
 from lockstep_lint.rules.base import Rule
 
-__all__ = ["RULES"]
+__all__ = ["MERGED", "RULES"]
+
+# Rules that are part of another one by now; their codes stand for it.
+MERGED = {"LS039": "LS029"}
 
 
 def _collect() -> dict[str, Rule]:
