@@ -119,6 +119,20 @@ def test_no_rank_outlives_the_process_that_started_it(tmp_path):
     assert ended(rank)
 
 
+def start_method(world, say):
+    return multiprocessing.get_start_method()
+
+
+@pytest.mark.parametrize("method", [None, "spawn"])
+def test_a_ranks_own_processes_start_as_its_callers_do(method):
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        assert start(start_method, 1) == [multiprocessing.get_start_method()]
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
 def compiles_with(world, say, devices, cores):
     """Threads that torch's compiler has, and what a process that it starts would read."""
     import torch

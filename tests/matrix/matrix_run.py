@@ -8,7 +8,6 @@ A case is one to three starts of `lockstep.train`: up to where it is stopped or 
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -204,9 +203,6 @@ def _said(root: Path, start: Start, rank: int) -> Path:
 def _all(world, todo, root):
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    # As under a launcher: loader processes are forked, which a daemon may not do.
-    multiprocessing.current_process()._config["daemon"] = False
-    multiprocessing.set_start_method("fork", force=True)
     world.timeout = _SECONDS
     # A few norms are enough to judge a spike: the runs are short.
     spike._WINDOW, spike._LEAST, spike._EVERY = 16, 4, 1

@@ -1,7 +1,6 @@
 """--guards.audit: a rank that computes wrongly is named, a healthy run is silent and trains what it trains without."""
 
 import contextlib
-import multiprocessing
 import re
 
 import pytest
@@ -41,7 +40,6 @@ def one(world, folder, task, name, share, **changes):
 
 def each(world, folder, cases):
     """`one` of each case (task, name, share, changes)."""
-    multiprocessing.set_start_method("fork", force=True)  # of loader processes, as under a launcher
     return [one(world, folder, *case[:3], **case[3]) for case in cases]
 
 

@@ -1,6 +1,5 @@
 """--shares auto: shares that change while a run goes on, with the bits of one process; measured, told and kept."""
 
-import multiprocessing
 import re
 
 import pytest
@@ -20,8 +19,6 @@ AUTO = {"engine": "ddp", "shares": "auto", "log_freq": 1, "ckpt_freq": 4}
 
 def each(world, folder, cases):
     """Of each case (task, name, changes): what it trained, and the shares of its records."""
-    multiprocessing.current_process()._config["daemon"] = False  # as under a launcher: loader processes are forked
-    multiprocessing.set_start_method("fork", force=True)
     found = []
     for number, (task, name, changes) in enumerate(cases):
         shaken(number)

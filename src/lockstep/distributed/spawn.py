@@ -72,6 +72,7 @@ class _RankSpec(NamedTuple):
     logged: bool
     before: Callable[[], None] | None
     flags: bool  # whether messages name settings as flags, as in the calling process
+    start_method: str | None  # of the calling process, for the rank's own processes; None: Python's default
 
 
 class _FailureReport(NamedTuple):
@@ -130,7 +131,8 @@ def start(  # noqa: PLR0913
                 receiver, sender = context.Pipe(duplex=False)
                 variables = _environment(rank, size, port)
                 spec = _RankSpec(
-                    function, args, variables, device, patience, place, folder is not None, before, SETTINGS.flags
+                    *(function, args, variables, device, patience, place, folder is not None, before, SETTINGS.flags),
+                    multiprocessing.get_start_method(allow_none=True),
                 )
                 process = context.Process(
                     target=_run_rank, args=(sender, spec)
@@ -262,6 +264,8 @@ def _run_rank(pipe: Connection, spec: _RankSpec) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= spec.environment
     SETTINGS.flags = spec.flags
+    # Python gives a process its own start method on: each loader process would load torch, where a run's are forked.
+    multiprocessing.set_start_method(spec.start_method, force=True)
     rank, size = int(spec.environment["RANK"]), int(spec.environment["WORLD_SIZE"])
     if not spec.folder.exists():  # the caller was interrupted while it started this process
         os._exit(1)
