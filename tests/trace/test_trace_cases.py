@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from lockstep.verify import FAULTS
 
@@ -16,7 +17,7 @@ SCRIPTS = ("ddp", "accelerate", "lightning", "hf")
 
 def cases(*names: str, seconds: float) -> str:
     """What cases.py prints of these; it ends with 0 only where 0.9 of the mistakes are named and no pair alarms."""
-    words = [sys.executable, str(BENCH / "cases.py"), "--only", ",".join(names)]
+    words = [warm.python(), str(BENCH / "cases.py"), "--only", ",".join(names)]
     source = str(BENCH.parents[1] / "src")
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH", "")])])
     done = subprocess.run(
