@@ -119,8 +119,11 @@ def _escape(character: str) -> str:
 
 
 def _environment_values(text: str, environ: Mapping[str, str]) -> Iterator[tuple[int, int]]:
-    for name, value in environ.items():
-        if len(value) >= _MIN_LENGTH and is_secret_name(name):
+    if len(text) < _MIN_LENGTH:
+        return
+    for name in filter(is_secret_name, environ):  # the names first: to read all values takes longer than all else here
+        value = environ.get(name, "")
+        if len(value) >= _MIN_LENGTH:
             # Also as quoted in a URL and as printed in a list.
             for form in {value, quote(value, safe="", errors="replace"), repr(value)[1:-1]}:
                 start = text.find(form)
