@@ -96,7 +96,7 @@ def test_r1_plain_torchrun_recovers_ten_times(data, tmp_path, whole, seed):
 
 
 def test_r3_a_signal_to_one_rank_saves_and_says_75(data, tmp_path):
-    run = launch(data, tmp_path, *LONG, faults=[{"rank": 1, "step": 6, "at": BEAT, "do": "usr1"}])
+    run = launch(data, tmp_path, *LONG, faults=[{"rank": 1, "step": 6, "at": BEAT, "do": "usr1"}], python=warm.python())
     assert run.code == 75, run.said
     assert run.last.startswith("ended by a signal: saved after step ")
     assert run.steps[-1] == run.state["global_step"]  # nothing that was computed is lost
@@ -108,7 +108,7 @@ def test_r3_a_signal_in_a_long_step_ends_the_run_after_it(data, tmp_path):
     place = "lockstep.tasks.language_model:CausalLM.loss"
     long = {"step": 0, "at": place, "do": "sleep", "seconds": 0.3, "always": True}
     faults = [{**long, "rank": 0}, {**long, "rank": 1}, {"rank": 1, "step": 4, "at": BEAT, "do": "term"}]
-    run = launch(data, tmp_path, faults=faults)
+    run = launch(data, tmp_path, faults=faults, python=warm.python())
     assert run.code == 75, run.said
     assert run.state["global_step"] == run.steps[-1] == 5
 
@@ -126,7 +126,7 @@ def test_r11_a_stopped_rank_is_named_within_the_timeout(data, tmp_path):
 
 def test_r7_a_nan_is_named_and_never_saved(data, tmp_path):
     fault = {"rank": 1, "step": 7, "at": BLOCK, "do": "nan", "always": True}
-    run = launch(data, tmp_path, faults=[fault])
+    run = launch(data, tmp_path, faults=[fault], python=warm.python())
     assert run.code == 1, run.said
     assert "step 7: the gradient is not finite (norm nan) and was not applied; micro-batch 1 (samples " in run.last
     assert "module 'blocks.0" in run.last
@@ -137,7 +137,7 @@ def test_r7_a_nan_is_named_and_never_saved(data, tmp_path):
 def test_r24_a_weight_that_an_update_spoils_is_named_and_its_checkpoint_is_not_whole(data, tmp_path):
     """The checkpoint of step 10 is begun between the update and the next step."""
     faults = [{"rank": rank, "step": 9, "at": UPDATE, "do": "spoil"} for rank in (0, 1)]
-    run = launch(data, tmp_path, faults=faults)
+    run = launch(data, tmp_path, faults=faults, python=warm.python())
     assert run.code == 1, run.said
     assert "model/blocks.0.attention.inputs.weight" in run.last
     assert "sample" not in run.last
@@ -159,7 +159,7 @@ def test_r24_each_policy_ends_rightly(data, tmp_path, policy, step, code):
 
 def test_r8_a_flipped_bit_names_the_tensor(data, tmp_path):
     fault = {"rank": 1, "step": 7, "at": UPDATE, "do": "flip"}
-    run = launch(data, tmp_path, "--guards.desync-freq", "2", faults=[fault])
+    run = launch(data, tmp_path, "--guards.desync-freq", "2", faults=[fault], python=warm.python())
     assert run.code == 3, run.said
     assert "after step 8 rank 0 and rank 1 differ" in run.last
     assert "in model/blocks.0.attention.inputs.weight" in run.last

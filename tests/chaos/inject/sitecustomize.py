@@ -145,7 +145,13 @@ def _plant(module, faults):
         for part in outer:
             owner = getattr(owner, part)
         mine = [fault for fault in faults if fault["at"] == place]
-        setattr(owner, last, _wrapped(getattr(owner, last), mine, place == _BEAT))
+        original = getattr(owner, last)
+        wrapped = _wrapped(original, mine, place == _BEAT)
+        setattr(owner, last, wrapped)
+        if owner is module:  # in a process of tests/warm.py others may have imported it already
+            for other in [other for name, other in sys.modules.items() if name.partition(".")[0] == "lockstep"]:
+                for key in [key for key, value in vars(other).items() if value is original]:
+                    setattr(other, key, wrapped)
 
 
 class _Loader(importlib.abc.Loader):
@@ -163,12 +169,12 @@ class _Loader(importlib.abc.Loader):
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, faults):
         self._faults = faults
-        self._names = {fault["at"].partition(":")[0] for fault in faults} | {"lockstep.distributed.exchange"}
+        self.names = {fault["at"].partition(":")[0] for fault in faults} | {"lockstep.distributed.exchange"}
 
     def find_spec(self, name, path, target=None):
-        if name not in self._names:
+        if name not in self.names:
             return None
-        self._names.discard(name)
+        self.names.discard(name)
         spec = importlib.util.find_spec(name)
         spec.loader = _Loader(spec.loader, self._faults)
         return spec
@@ -189,4 +195,8 @@ def _is_worker():
 if os.environ.get("LOCKSTEP_CHAOS") and _is_worker():
     found = [fault for fault in json.loads(os.environ["LOCKSTEP_CHAOS"]) if _mine(fault)]
     if found:
-        sys.meta_path.insert(0, _Finder(found))
+        finder = _Finder(found)
+        sys.meta_path.insert(0, finder)
+        for name in [name for name in finder.names if name in sys.modules]:  # loaded before it could watch
+            finder.names.discard(name)
+            _plant(sys.modules[name], found)
