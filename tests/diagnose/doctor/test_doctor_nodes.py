@@ -39,7 +39,7 @@ def nodes():
                 ip("netns", "del", name)
 
 
-def on_node(names, rank, folder, master="10.78.0.1", **more):
+def on_node(names, rank, folder, *, master="10.78.0.1", wait=15, **more):
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": "0",
@@ -50,7 +50,7 @@ def on_node(names, rank, folder, master="10.78.0.1", **more):
     return subprocess.Popen(
         [
             *("ip", "netns", "exec", names[rank], sys.executable, "-m", "lockstep", "doctor"),
-            *("--wait", "15", "--save-dir", str(folder)),
+            *("--wait", str(wait), "--save-dir", str(folder)),
         ],
         env=environment(**variables, MASTER_ADDR=master, **more),
         stdout=subprocess.PIPE,
@@ -82,8 +82,8 @@ def test_two_nodes_whose_names_lead_to_loopback_and_then_the_way_out(nodes, tmp_
 
 def test_a_master_at_an_address_that_nobody_has_or_that_a_firewall_hides(nodes, tmp_path):
     ip("-n", nodes[1], "route", "add", "blackhole", "10.79.0.0/24")
-    hidden = on_node(nodes, 1, tmp_path, master="10.79.0.1")
-    loop = on_node(nodes, 1, tmp_path, master="127.0.0.1")
+    hidden = on_node(nodes, 1, tmp_path, master="10.79.0.1", wait=2)
+    loop = on_node(nodes, 1, tmp_path, master="127.0.0.1", wait=2)
     code, _, error = ended(hidden)
     assert code == 3
     assert f"rank 1 on {HOST} cannot reach rank 0 at 10.79.0.1:29666: " in error

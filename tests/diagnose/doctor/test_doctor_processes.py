@@ -60,9 +60,9 @@ def test_a_master_that_is_not_there():
 
 def test_a_rank_that_came_twice_and_one_too_many():
     port = free_port()
-    others = [started(1, port, size=3), started(1, port, size=3), started(3, port, size=4)]
-    time.sleep(3.0)  # these look for rank 0 by then, or while it waits for rank 2
-    code, out, _ = ended(started(0, port, "--wait", "8", size=3))
+    others = [started(rank, port, "--wait", "8", size=size) for rank, size in ((1, 3), (1, 3), (3, 4))]
+    time.sleep(0.5)  # these look for rank 0 by then, or while it waits for rank 2
+    code, out, _ = ended(started(0, port, "--wait", "6", size=3))
     others = list(map(ended, others))
     assert code == 3
     assert re.search(r"FAIL  meeting +rank 1 connected twice: process \d+ on \S+ and process \d+ on", out), out
