@@ -29,12 +29,17 @@ def by_flags(monkeypatch):
 LONGEST = (
     "matrix/test_matrix",
     "chaos/test_chaos",
-    "trace/test_trace_cases",
     "chaos/test_lost_ranks",
-    "test_examples",
-    "trace/test_trace_command",
     "transforms/test_graphs",
-    "transforms/test_weight_copies",
+    "training/test_user",
+    "training/test_trained_set",
+    "trace/test_trace_cases",
+    "test_examples",
+    "training/test_whole_step",
+    "engines/test_deepspeed_average",
+    "verify/test_verify",
+    "trace/test_trace_command",
+    "commands/test_command",
 )
 
 
