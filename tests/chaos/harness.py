@@ -197,6 +197,15 @@ def until_step(out, step, process, seconds=60.0):
     raise AssertionError(f"step {step} did not come")
 
 
+def until_idle(pid, seconds=60.0):
+    """Waits until a process that computed for a second or more has computed nothing for another."""
+    ticks, deadline = [], time.monotonic() + seconds
+    while len(ticks) <= 10 or ticks[-1] > ticks[-11] or ticks[-1] < os.sysconf("SC_CLK_TCK"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        ticks.append(sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])))
+
+
 def workers(process):
     """The pids of the launcher's ranks, by rank: of those that were forked the system knows a name."""
     found = {}

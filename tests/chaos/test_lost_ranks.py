@@ -26,6 +26,7 @@ from harness import (
     preloaded,
     start,
     torchrun,
+    until_idle,
     until_step,
     workers,
 )
@@ -108,7 +109,7 @@ def test_the_new_process_is_forked_from_one_that_has_loaded_everything_and_outli
         until_step(tmp_path / "lost", 7, process)
         while preloaded(process) is None and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(6.0)  # it says to the launcher alone when it has loaded
+        until_idle(preloaded(process))  # it says to the launcher alone when it has loaded
         os.kill(workers(process)[1], signal.SIGKILL)
         while "2 ranks go on" not in log.read_text() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.1)
@@ -132,7 +133,7 @@ def test_a_second_rank_is_lost_while_the_others_recover_from_the_first(data, tmp
         {"rank": 1, "step": 6, "at": BEAT, "do": "kill"},
         {"rank": 2, "step": 5, "at": PLACE, "do": "kill"},
     ]
-    run = survived(data, tmp_path, whole, faults, "--data.workers", "1", processes=4)
+    run = survived(data, tmp_path, whole, faults, "--data.workers", "1", processes=4, python=warm.python())
     assert run.state["losses"] == 2
 
 
@@ -267,7 +268,7 @@ def test_r23_an_error_is_told_once_absorbed_and_ends_the_run_where_it_comes_agai
     """Rank 0 meets it when it computes what rank 1 left, with a text that could be of a lost connection."""
     fault = {"step": 7, "at": LOSS, "do": "raise", "text": TEXT}
     faults = [{**fault, "rank": 1}, {**fault, "rank": 0, "call": 3}]  # of two micro-batches
-    run = launch(data, tmp_path, *FOUR, faults=faults, processes=2, losses=8)
+    run = launch(data, tmp_path, *FOUR, faults=faults, processes=2, losses=8, python=warm.python())
     assert run.code == 1, run.said
     (absorbed,) = (line for line in run.said.splitlines() if line.endswith("the others go on"))
     assert absorbed.startswith(f"warning: rank 1 failed first at step 7 (loading or computing): RuntimeError: {TEXT}")
@@ -279,7 +280,8 @@ def test_r23_an_error_is_told_once_absorbed_and_ends_the_run_where_it_comes_agai
 
 
 def test_r26_a_rank_that_exits_with_0_in_the_middle_is_lost_and_the_others_go_on(data, tmp_path, whole):
-    run = survived(data, tmp_path, whole, [{"rank": 1, "step": 7, "at": LOSS, "do": "exit", "code": 0}], processes=2)
+    fault = {"rank": 1, "step": 7, "at": LOSS, "do": "exit", "code": 0}
+    run = survived(data, tmp_path, whole, [fault], processes=2, python=warm.python())
     assert "warning: rank 1 ended with code 0 before the run's end, at step 7" in run.said
     assert run.state["losses"] == 1
 
