@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import warm
 from shell import environment
 from small_runs import config
 from toys import Ragged
@@ -128,7 +129,8 @@ class Breaks(Ragged):
 def test_a_run_that_goes_on_and_one_that_a_signal_ended(tmp_path, number, state):
     quick = number != signal.SIGKILL
     code = SLOW.format(tests=os.path.dirname(os.path.dirname(__file__)), folder=str(tmp_path), quick=quick)
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True)
+    python = warm.python() if quick else sys.executable
+    process = subprocess.Popen([python, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True)
     try:
         assert any(line == "ready\n" for line in process.stdout)
         assert rows(tmp_path)["slow"].state == "running"

@@ -194,10 +194,13 @@ def test_a_script_that_asks_for_torch_first_and_a_disk_that_is_full(tmp_path):
     (path,) = (tmp_path / "one").glob("rank*")
     first, second = (step["fwd"][0]["rng"][1]["python"] for step in read(tmp_path / "one").parts[0].ranks[0].steps)
     assert first != second
-    again = ran("-m", "lockstep", "trace", "-o", "two", "--", sys.executable, "train.py", cwd=tmp_path)
+    python = warm.python()
+    again = ran("-m", "lockstep", "trace", "-o", "two", "--", python, "train.py", cwd=tmp_path, python=python)
     assert again.returncode == 0
     path.write_bytes(path.read_bytes() + b"3\n\xff\xfe\n")  # no lines of a trace: they end it
-    done = ran("-m", "lockstep", "compare", "one", "two", cwd=tmp_path)  # forwards draw from Python's generator
+    done = ran(
+        "-m", "lockstep", "compare", "one", "two", cwd=tmp_path, python=python
+    )  # forwards draw from Python's generator
     assert done.stdout.startswith("NOT PROVED"), done.stdout + done.stderr
     assert " 4 gradients" in done.stdout
 
