@@ -271,7 +271,7 @@ def wrap(model):
     fix="safe",
     remedy="Use torch.amp, fully_shard, sdpa_kernel, torchrun, and the TORCH_NCCL_ names",
     note=(
-        "It is told where a name of the table is used, under any name, and a package at its import if nothing uses it; not "
+        "It is told where a name of the table is used, under any name, a package at its import; not "
         "where a test of torch's version, `hasattr(torch, ...)` or an `except ImportError` chooses one. "
         "The flag `--local_rank` is told even if the script also reads the variable, unless the variable is the flag's "
         "default, nothing reads the flag, or another launcher passes it (DeepSpeed, or the script itself with "
