@@ -38,7 +38,7 @@ check: .venv/dev ## ruff (lint and format), mypy (strict), lockstep lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lockstep lint src packages/lint/src examples
+	$(BIN)/lockstep lint --select ALL --ignore LS008,LS020 src packages/lint/src examples
 
 test: .venv/dev .venv/lightning-2.5.6 ## every test that needs no GPU, except the slow ones, two files at a time
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder

@@ -88,11 +88,11 @@ def test_what_is_shown_where_something_is_wrong_is_true(here, tmp_path, capsys):
     assert run.status == "finished"
     (tmp_path / "train.py").write_text(script)
     capsys.readouterr()
-    assert cli.dispatch(["lint", "train.py"]) == 1
+    assert cli.dispatch(["lint", "--hints", "train.py"]) == 1
     text = (ROOT / "docs" / "wrong.md").read_text(encoding="utf-8")
     found = set(re.findall(r"LS\d{3}", capsys.readouterr().out))
     assert found == set(
-        re.findall(r"LS\d{3}", text.partition("`lockstep lint train.py` finds")[2].partition(", each")[0])
+        re.findall(r"LS\d{3}", text.partition("`lockstep lint --hints train.py` finds")[2].partition(", each")[0])
     )
     rules = ROOT / "packages" / "lint" / "docs" / "rules"
     assert all((rules / f"{rule}.md").is_file() for rule in re.findall(r"LS\d{3}", text))
