@@ -3,6 +3,9 @@
 lockstep launch --nproc-per-node 2 -- train --experiment-name a
 lockstep launch --nproc-per-node 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -- train ...     (on the first node)
 lockstep launch --nproc-per-node 8 --max-restarts 3 --dry-run -- train ...                      (prints the command)
+lockstep launch --kubernetes run.yaml --image ... -- train ...           (writes a manifest, see kubernetes.py)
+
+torchrun's PET_ variables, which Kubeflow Trainer sets in a pod, stand for the flags of their names.
 
 A script with a `lockstep.Run` of its own is started in the same way: ... -- script.py [arguments]. The flags of
 `train` are parsed here before anything starts, so that a wrong flag is reported once, not once per process.
@@ -24,6 +27,7 @@ from lockstep.config.cli import Parser
 from lockstep.config.hints import FOREIGN
 from lockstep.distributed.launcher import OPENCV_THREADS, check_reachable, cores, is_own_address, torch_variables
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.launch import kubernetes
 from lockstep.launch.job import Job, create_log_folder, log_folder, log_variables
 
 __all__ = ["command"]
@@ -45,7 +49,11 @@ def command(argv: list[str]) -> int:
     """
     own, target = _split(argv)
     try:
-        args = _parser().read(own)
+        parser = _parser()
+        args = parser.read([*kubernetes.torchrun_flags(os.environ), *own])
+        if args.kubernetes:
+            return kubernetes.write_manifest(parser, parser.read(own), target)
+        kubernetes.check_flags(args)
         exact = _is_exact(target)
     except SystemExit:  # --help
         return 0
@@ -114,7 +122,7 @@ def _parser() -> Parser:
         foreign=elsewhere,
     )
     add = parser.add_argument
-    add("--nproc-per-node", type=int, default=1, metavar="N", help="processes on this node (default: 1)")
+    add("--nproc-per-node", type=int, metavar="N", help="processes on this node (default: 1)")
     add("--nnodes", default="1", metavar="N|MIN:MAX", help="nodes; MIN:MAX continues with fewer (default: 1)")
     add("--node-rank", type=int, default=0, metavar="K", help="0 on the node that --master-addr names (default: 0)")
     add("--master-addr", metavar="HOST", help="address of node 0, on the interface to be used")
@@ -134,11 +142,14 @@ def _parser() -> Parser:
     )
     text = "NCCL's logs, one file per process, into DIR (default: logs in the run's folder)"
     add("--nccl-debug", nargs="?", const="", metavar="DIR", help=text)
-    add("--dry-run", action="store_true", help="print the closest torchrun command, and start nothing")
+    text = "print the closest torchrun command, or with --kubernetes the manifest, and start nothing"
+    add("--dry-run", action="store_true", help=text)
+    kubernetes.add_flags(parser)
     return parser
 
 
 def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
+    args.nproc_per_node = 1 if args.nproc_per_node is None else args.nproc_per_node
     nodes = _nodes(args.nnodes)
     for flag, value, least in (
         ("--nproc-per-node", args.nproc_per_node, 1),
@@ -192,6 +203,8 @@ def _endpoint(args: argparse.Namespace, nodes: tuple[int, int]) -> tuple[str, in
         return host or _LOOPBACK, port
     if not host:
         raise ConfigError(f"--nnodes {args.nnodes} needs --master-addr, the address of node 0 that all nodes reach")
+    if not args.rdzv_endpoint and host == os.environ.get(kubernetes.MASTER_VARIABLE):
+        kubernetes.wait_for_master(host, own=args.node_rank == 0)
     check_reachable("--rdzv-endpoint" if args.rdzv_endpoint else "--master-addr", host)
     is_own_address(host)  # whether it resolves
     return host, port or 29400
