@@ -1,6 +1,7 @@
 """The examples run as they stand, alone and on two processes."""
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import warm
 from hub_files import texts, write_jsonl
-from shell import environment, inspected
+from shell import environment, free_port, inspected
 
 from lockstep.logging.jsonl import read
 
@@ -138,3 +139,31 @@ def test_there_is_no_example_without_a_test():
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
     own = Path(__file__).read_text(encoding="utf-8")
     assert {name for name in files if f'"{name}"' not in own} == set()
+
+
+def test_the_command_for_skypilot_trains_on_two_machines(tmp_path):
+    """Its file says what each machine runs; SkyPilot sets these variables."""
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
+    program = tmp_path / "lockstep"
+    program.write_text(f'#!/bin/sh\nexec {warm.python()} -m lockstep "$@"\n')
+    program.chmod(0o755)
+    variables = {"SKYPILOT_NUM_NODES": str(job["num_nodes"]), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
+    variables |= {"SKYPILOT_NUM_GPUS_PER_NODE": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    variables |= {"SAVE_DIR": str(tmp_path / "runs"), "FLAGS": "--max-steps 4 --device cpu --timeout 30"}
+    variables |= {"PET_MASTER_PORT": str(free_port())}
+    machines = [
+        subprocess.Popen(
+            ["bash", "-c", job["run"]],
+            env=environment(**variables, SKYPILOT_NODE_RANK=str(rank)),
+            cwd=EXAMPLES.parent,
+            stdout=-1,
+            stderr=-2,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    shown = [machine.communicate(timeout=120)[0] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], shown
+    assert "over 2 ranks" in shown[0]
+    assert job["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]

@@ -23,6 +23,8 @@ RANK = {"RANK": "1", "WORLD_SIZE": "8"}
         ({**STEP, "SLURM_STEP_NUM_NODES": "1"}, "srun -n1 lockstep launch --nproc-per-node 8 -- train"),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun -n1 lockstep launch --nproc-per-node 2"),
         ({"PMI_RANK": "0", "PMI_SIZE": "3"}, "mpirun -n1 lockstep launch --nproc-per-node 3"),
+        ({"PET_NODE_RANK": "0", "PET_NNODES": "2"}, "lockstep launch -- train"),
+        ({"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2"}, "lockstep launch --nnodes $SKYPILOT_NUM_NODES"),
     ],
 )
 def test_tasks_that_would_each_train_alone_are_told_the_command_that_was_meant(environ, command):
@@ -40,6 +42,7 @@ def test_tasks_that_would_each_train_alone_are_told_the_command_that_was_meant(e
         {**STEP, "SLURM_STEP_NUM_TASKS": "1"},  # srun -n1, and the shell of salloc
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script
         {"SLURM_STEP_NUM_TASKS": "8"},
+        {"PET_NODE_RANK": "0", "PET_NNODES": "1"},  # a TrainJob of one node
         {**STEP, "SLURM_STEP_NUM_TASKS": "many"},
     ],
 )

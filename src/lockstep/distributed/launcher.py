@@ -182,7 +182,14 @@ _STARTERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "srun"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "", "mpirun"),
     ("PMI_RANK", "PMI_SIZE", "", "mpirun"),
+    ("PET_NODE_RANK", "PET_NNODES", "PET_NNODES", "Kubernetes"),  # as Kubeflow Trainer and our JobSet set them
+    ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_NODES", "SkyPilot"),
 )
+
+_ONE_A_NODE = {
+    "Kubernetes": "lockstep launch",  # which reads the PET_ variables
+    "SkyPilot": "lockstep launch --nnodes $SKYPILOT_NUM_NODES --node-rank $SKYPILOT_NODE_RANK --master-addr ...",
+}
 
 
 class LaunchMistake(NamedTuple):
@@ -242,6 +249,8 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 
 
 def _command(processes: int, nodes: int, starter: str) -> str:
+    if starter in _ONE_A_NODE:
+        return f"as in `{_ONE_A_NODE[starter]} -- train ...` in each"
     if starter != "srun" or nodes == 1:
         return f"as in `{starter} -n1 lockstep launch --nproc-per-node {processes} -- train ...` on one node"
     host = "$(scontrol show hostnames | head -n1)"

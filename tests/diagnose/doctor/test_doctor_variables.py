@@ -55,6 +55,7 @@ def test_one_device_that_is_the_process_s_own_is_enough():
     [
         {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"},
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+        {"PET_NODE_RANK": "0", "PET_NNODES": "2"},
     ],
 )
 def test_a_schedulers_tasks_that_would_each_train_alone(environ):

@@ -1,0 +1,304 @@
+"""Train on the nodes of a Ray cluster.
+
+    folder = lockstep.ray.train(config, "task.py:Digits", nodes=2, gpus_per_node=8)
+
+Ray places one actor a node, and each starts `lockstep launch` there. If an actor or a node is lost, or a rank fails,
+all start again from the newest checkpoint. The package ray is imported here only: pip install 'torch-lockstep[ray]'.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import cli
+from lockstep.config.schema import Config
+from lockstep.distributed.launcher import LAUNCHER_VARIABLE
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.launch.workers import life_pipe, private_folder
+
+__all__ = ["train"]
+
+_FINAL = (2, 3)  # exit codes of bad input, and of a difference that a check found: another start would not help
+_PATIENCE = 1800.0  # seconds until Ray has the nodes, which it may have to start
+_GRACE = 60.0  # seconds for the nodes to end after one has, on top of --timeout
+_KILL = 30.0  # seconds between SIGTERM and SIGKILL
+_LOST = -1  # in place of an exit code
+
+
+def train(
+    config: Config,
+    task: type | str | None = None,
+    *,
+    nodes: int = 1,
+    processes_per_node: int = 0,
+    gpus_per_node: int = 0,
+    cpus_per_node: int = 0,
+    restarts: int = 3,
+    env: Mapping[str, str] | None = None,
+) -> Path:
+    """Train on Ray's nodes to the end.
+
+    Args:
+        config: everything except the task. `save_dir` must be on storage that all nodes share.
+        task: a class in a file, or FILE.py:CLASS, that every node can read; None: the task that `config` names.
+        nodes: how many; Ray puts them on different machines where it can.
+        processes_per_node: 0: one for each GPU, else one.
+        gpus_per_node: GPUs that Ray reserves.
+        cpus_per_node: cores that Ray reserves, shared by the processes; 0: one for each.
+        restarts: how often all start again after a loss or a failure.
+        env: further environment variables of the processes.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        ConfigError: ray is not installed, or an argument is invalid.
+        LockstepError: the run failed; the line names the node and quotes its last line.
+    """
+    for name, value, least in (
+        ("nodes", nodes, 1),
+        ("processes_per_node", processes_per_node, 0),
+        ("gpus_per_node", gpus_per_node, 0),
+        ("cpus_per_node", cpus_per_node, 0),
+        ("restarts", restarts, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{name} is {value}: it must be at least {least}")
+    ray = _import_ray()
+    if not ray.is_initialized():
+        ray.init()
+    if "://" not in config.save_dir:
+        config = dataclasses.replace(config, save_dir=str(Path(config.save_dir).expanduser().absolute()))
+    processes = processes_per_node or gpus_per_node or 1
+    cores = cpus_per_node or processes
+    threads = 1 if config.exact else max(1, cores // processes)  # Ray would give all of them to each process
+    job = _Job(
+        settings=cli.to_toml(config, own_task=task is not None),
+        flags=["--task", _task_name(task)] if task is not None else [],
+        nodes=nodes,
+        processes=processes,
+        bundle={"CPU": float(cores)} | ({"GPU": float(gpus_per_node)} if gpus_per_node else {}),
+        variables={"OMP_NUM_THREADS": str(threads), **(env or {})},
+        timeout=config.timeout,
+    )
+    earlier: list[int] = []  # launchers of lost actors
+    for attempt in range(restarts + 1):
+        code, line = _run_round(ray, job, earlier)
+        if code == 0:
+            return Path(config.save_dir) / config.experiment_name
+        if code in _FINAL or attempt == restarts:
+            break
+        print(f"lockstep: {line}; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
+    error = LockstepError(f"{line}; the same call goes on from the newest checkpoint, if there is one")
+    error.exit_code = max(code, 1)
+    raise error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What every round starts.
+
+    Attributes:
+        settings: the configuration, as a file's text.
+        flags: of `train`, besides.
+        bundle: what Ray reserves for a node.
+        variables: of the launchers.
+        timeout: seconds for a rank to answer.
+    """
+
+    settings: str
+    flags: list[str]
+    nodes: int
+    processes: int
+    bundle: dict[str, float]
+    variables: dict[str, str]
+    timeout: float
+
+
+def _import_ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"lockstep.ray needs the package ray ({error.name} is missing): pip install 'torch-lockstep[ray]'"
+        ) from error
+
+
+def _task_name(task: type | str) -> str:
+    """Return FILE.py:CLASS with the file's whole path.
+
+    Raises:
+        ConfigError: the class is in no file.
+    """
+    if isinstance(task, str):
+        file, colon, name = task.rpartition(":")
+        return f"{Path(file).absolute()}{colon}{name}" if Path(file).is_file() else task
+    try:
+        path = inspect.getsourcefile(task)
+    except (TypeError, OSError):
+        path = None
+    if path is None or not isinstance(task, type) or "." in task.__qualname__:
+        raise ConfigError(f"task is {task!r}: it must be a class that a file defines, or 'FILE.py:CLASS'")
+    return f"{Path(path).absolute()}:{task.__qualname__}"
+
+
+def _run_round(ray: Any, job: _Job, earlier: list[int]) -> tuple[int, str]:
+    """Start all nodes, and wait for their end.
+
+    Args:
+        earlier: process ids of launchers that may still be ending; this round's are added.
+
+    Returns:
+        (exit code, 0 if all succeeded; what happened first, for the last line).
+    """
+    groups = importlib.import_module("ray.util")
+    placement = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+    group = groups.placement_group([job.bundle] * job.nodes, strategy="SPREAD")
+    actors: list[Any] = []
+    try:
+        _wait_for_nodes(ray, job, group)
+        actors = [
+            ray.remote(_Node)
+            .options(
+                num_cpus=job.bundle["CPU"],
+                num_gpus=job.bundle.get("GPU", 0.0),
+                max_concurrency=4,  # `stop` arrives while `run` waits
+                scheduling_strategy=placement(group, placement_group_bundle_index=index),
+            )
+            .remote()
+            for index in range(job.nodes)
+        ]
+        return _follow(ray, job, actors, earlier)
+    finally:
+        with contextlib.suppress(Exception):  # an actor that is gone needs no stop
+            ray.get([actor.stop.remote() for actor in actors], timeout=_KILL + 10)
+        for actor in actors:
+            ray.kill(actor)
+        groups.remove_placement_group(group)
+
+
+def _wait_for_nodes(ray: Any, job: _Job, group: Any) -> None:
+    ready, until = group.ready(), time.monotonic() + _PATIENCE
+    while not ray.wait([ready], timeout=15.0)[0]:
+        what = f"{job.nodes} nodes with {' and '.join(f'{amount:g} {name}' for name, amount in job.bundle.items())}"
+        if time.monotonic() >= until:
+            raise LockstepError(f"Ray had not {what} within {_PATIENCE:g} s; `ray status` shows what it has")
+        print(f"lockstep: waiting until Ray has {what}", file=sys.stderr, flush=True)
+
+
+def _follow(ray: Any, job: _Job, actors: Sequence[Any], earlier: list[int]) -> tuple[int, str]:
+    lost = ray.exceptions.RayError
+    try:
+        places = ray.get([actor.place.remote() for actor in actors])
+        host, port = places[0]
+        runs = [
+            actor.run.remote(job, [*_meeting(job, host, port), f"--node-rank={index}"], earlier)
+            for index, actor in enumerate(actors)
+        ]
+        pids = ray.get([actor.pid.remote() for actor in actors])
+    except lost as error:
+        return _LOST, f"a node of Ray was lost before the run began ({_last_line(str(error))})"
+    earlier += pids
+    nodes = {run: f"node {index} ({places[index][0]})" for index, run in enumerate(runs)}
+    waiting, ends, until = list(runs), list[tuple[int, str]](), 0.0
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=1.0)
+        for run in done:
+            try:
+                code, line = ray.get(run)
+                ends.append((code, f"{nodes[run]} ended with code {code}: {line}"))
+            except lost as error:
+                ends.append((_LOST, f"{nodes[run]} was lost ({type(error).__name__})"))
+        if any(code for code, _ in ends):
+            until = until or time.monotonic() + job.timeout + _GRACE
+            if time.monotonic() > until:
+                break  # the others are stopped
+    failed = [end for end in ends if end[0]]
+    if not failed:
+        return 0, ""
+    # Bad input first, then a loss, since the others failed for it; then the first.
+    return min(failed, key=lambda end: 0 if end[0] in _FINAL else 1 if end[0] == _LOST else 2)
+
+
+def _meeting(job: _Job, host: str, port: int) -> list[str]:
+    own = [f"--nproc-per-node={job.processes}"]
+    return [*own, f"--nnodes={job.nodes}", f"--master-addr={host}", f"--master-port={port}"] if job.nodes > 1 else own
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
+
+
+class _Node:
+    """The actor of a node: starts the launcher there, which ends with the actor."""
+
+    def __init__(self) -> None:
+        self._folder = private_folder()
+        self._pipe = life_pipe(self._folder)
+        self._launcher: subprocess.Popen[str] | None = None
+
+    def place(self) -> tuple[str, int]:
+        """Return this node's address, and a port that is free there."""
+        host = importlib.import_module("ray.util").get_node_ip_address()
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+            return host, int(server.getsockname()[1])
+
+    def run(self, job: _Job, flags: Sequence[str], earlier: Sequence[int]) -> tuple[int, str]:
+        """Run the launcher to its end; return its exit code and its last line."""
+        _wait_for_end(earlier)
+        settings = self._folder / "config.toml"
+        settings.write_text(job.settings, encoding="utf-8")
+        words = ["launch", *flags, "--", "train", "--config", str(settings), *job.flags]
+        self._launcher = subprocess.Popen(
+            [sys.executable, "-m", "lockstep", *words],
+            env=os.environ | job.variables | {LAUNCHER_VARIABLE: str(self._pipe)},
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        last = ""
+        assert self._launcher.stderr
+        for line in self._launcher.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            last = line.strip() or last
+        return self._launcher.wait(), last
+
+    def pid(self) -> int:
+        """Return the launcher's process id, once it has one; 0 if it could not be started."""
+        until = time.monotonic() + 2 * _KILL
+        while self._launcher is None and time.monotonic() < until:
+            time.sleep(0.05)
+        return self._launcher.pid if self._launcher else 0
+
+    def stop(self) -> None:
+        """Let the run save itself; kill what does not end."""
+        if self._launcher and self._launcher.poll() is None:
+            self._launcher.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(_KILL)
+                return
+            self._launcher.kill()  # its ranks end with it
+
+
+def _wait_for_end(pids: Sequence[int]) -> None:
+    """Wait for the launchers of lost actors on this machine: they hold the run's folder until they have saved it."""
+    until = time.monotonic() + _KILL
+    while time.monotonic() < until and any(_is_launcher(pid) for pid in pids if pid):
+        time.sleep(0.1)
+
+
+def _is_launcher(pid: int) -> bool:
+    try:
+        return b"lockstep\0launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
