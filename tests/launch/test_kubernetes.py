@@ -177,6 +177,11 @@ def test_variables_of_torchrun_are_flags_that_the_users_override(monkeypatch):
     assert command(["--", "train"]) == command(["--nnodes", "1", "--nproc-per-node", "2", "--", "train"]) == 0
     assert [(job.nodes, job.processes, job.is_host) for job in jobs] == [((3, 3), 4, False), ((1, 1), 2, False)]
     assert jobs[0].endpoint == "127.0.0.1:29555"
+    monkeypatch.setenv("PET_NNODES", "1")
+    monkeypatch.setenv("PET_MASTER_ADDR", "a-node-0-0.a")
+    assert command(["--", "train"]) == 0
+    assert jobs[-1].endpoint == "127.0.0.1:0"
+    monkeypatch.setenv("PET_MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("PET_NPROC_PER_NODE", "auto")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 6)
     assert "--nproc-per-node=6" in kubernetes.torchrun_flags(os.environ)

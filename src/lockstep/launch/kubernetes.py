@@ -402,6 +402,8 @@ def torchrun_flags(environ: Mapping[str, str]) -> list[str]:
         ConfigError: PET_NPROC_PER_NODE or PET_NODE_RANK is no number.
     """
     values = {name: environ.get(f"PET_{name.upper()}", "") for name in _VARIABLES}
+    if values["nnodes"] == "1":  # one pod meets on loopback: the name of its own may not resolve yet
+        values |= {"master_addr": "", "master_port": ""}
     if values["nproc_per_node"] in ("auto", "gpu", "cpu"):
         values["nproc_per_node"] = str(_count_devices(values["nproc_per_node"]))
     for name in ("nproc_per_node", "node_rank", "master_port", "max_restarts"):
