@@ -202,3 +202,18 @@ def test_the_linters_wheel_runs_without_torch(empty, tmp_path):
 
 
 FIXABLE = "import torch\n\nwith torch.cuda.amp.autocast():\n    pass\n"
+
+
+def test_the_image_is_built_of_what_its_context_holds():
+    """What the Dockerfile copies is there and not ignored, and its user may write to a manifest's volumes."""
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    copied = [
+        word for line in lines if line.startswith("COPY ") and "--from" not in line for word in line.split()[1:-1]
+    ]
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert {word.removeprefix("./") for word in copied} <= allowed
+    assert all((ROOT / word).exists() for word in copied)
+    assert "USER 1000" in lines
+    manifest = (ROOT / "src/lockstep/launch/kubernetes.py").read_text(encoding="utf-8")
+    assert "fsGroup: 1000" in manifest
+    assert f"ARG TORCH={re.search(r'torch==([0-9.]+)', (ROOT / 'Makefile').read_text())[1]}" in lines
