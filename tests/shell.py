@@ -6,6 +6,7 @@ import os
 import random
 import re
 import socket
+import time
 
 from lockstep import cli
 
@@ -23,6 +24,17 @@ def free_port():
         port = drawn.randrange(20_000, 32_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
+
+
+def await_listener(port, process):
+    """Wait until a process on loopback listens at `port`, or ends.
+
+    On loopback torch's rendezvous takes any node for the one that serves it; so node 0 must be there first.
+    """
+    while process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+            return
+        time.sleep(0.05)
 
 
 def inspected(folder):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import warm
 from hub_files import texts, write_jsonl
-from shell import environment, free_port, inspected
+from shell import await_listener, environment, free_port, inspected
 
 from lockstep.logging.jsonl import read
 
@@ -151,18 +151,13 @@ def test_the_command_for_skypilot_trains_on_two_machines(tmp_path):
     variables = {"SKYPILOT_NUM_NODES": str(job["num_nodes"]), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
     variables |= {"SKYPILOT_NUM_GPUS_PER_NODE": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     variables |= {"SAVE_DIR": str(tmp_path / "runs"), "FLAGS": "--max-steps 4 --device cpu --timeout 30"}
-    variables |= {"PET_MASTER_PORT": str(free_port())}
-    machines = [
-        subprocess.Popen(
-            ["bash", "-c", job["run"]],
-            env=environment(**variables, SKYPILOT_NODE_RANK=str(rank)),
-            cwd=EXAMPLES.parent,
-            stdout=-1,
-            stderr=-2,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    port, machines = free_port(), []
+    variables |= {"PET_MASTER_PORT": str(port)}  # the test's own, in place of the default
+    for rank in range(2):
+        environ = environment(**variables, SKYPILOT_NODE_RANK=str(rank))
+        words = ["bash", "-c", job["run"]]
+        machines.append(subprocess.Popen(words, env=environ, cwd=EXAMPLES.parent, stdout=-1, stderr=-2, text=True))
+        await_listener(port, machines[0])
     shown = [machine.communicate(timeout=120)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], shown
     assert "over 2 ranks" in shown[0]

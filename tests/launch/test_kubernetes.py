@@ -13,7 +13,7 @@ import pytest
 import warm
 from namespaces import CABLE, cluster
 from refusals import refuses
-from shell import environment, free_port
+from shell import await_listener, environment, free_port
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch import kubernetes
@@ -260,10 +260,11 @@ def made(capsys, tmp_path, kind, *flags, name="pods", steps=4):
 def test_the_pods_of_a_manifest_train_together(tmp_path, capsys, kind):
     manifests, port = made(capsys, tmp_path, kind), str(free_port())
     loopback = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(words, env=environment(**(variables | loopback)), stdout=-1, stderr=-2, text=True)
-        for words, variables in pods(manifests, tmp_path, warm.python())
-    ]
+    started = []
+    for words, variables in pods(manifests, tmp_path, warm.python()):
+        variables = environment(**(variables | loopback))
+        started.append(subprocess.Popen(words, env=variables, stdout=-1, stderr=-2, text=True))
+        await_listener(int(port), started[0])
     shown = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], shown
     assert "over 2 ranks" in shown[0]
