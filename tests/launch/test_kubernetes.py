@@ -306,7 +306,8 @@ def test_pods_on_machines_of_their_own_meet_by_name_and_resume_after_an_eviction
             assert time.monotonic() < until, [process.kill() or process.communicate()[0] for process in first]
             time.sleep(0.1)
         first[1].terminate()  # the kubelet's SIGTERM
-        assert [process.wait(60) for process in first] == [75, 75]
+        said = [process.communicate(timeout=60)[0] for process in first]
+        assert [process.returncode for process in first] == [75, 75], said
         second = start()
         shown = [process.communicate(timeout=120)[0] for process in second]
         assert [process.returncode for process in second] == [0, 0], shown
