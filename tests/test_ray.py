@@ -54,7 +54,7 @@ if lose == "one":
     ray.init(num_cpus=2, include_dashboard=False)
 else:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    workers = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    workers = [cluster.add_node(num_cpus=1) for _ in range(2 + (lose == "node"))]  # one to spare
     ray.init(cluster.address)
 
 def actor():
@@ -74,8 +74,9 @@ def harm():
     if lose == "actor":
         os.kill(actor(), signal.SIGKILL)
     else:
-        cluster.remove_node(workers[1], allow_graceful=False)
-        cluster.add_node(num_cpus=1)
+        raylet = int(Path(f"/proc/{actor()}/stat").read_text().rpartition(")")[2].split()[1])
+        (node,) = [each for each in workers if raylet in [process.pid for _, process in each.live_processes()]]
+        cluster.remove_node(node, allow_graceful=False)
     print("HARMED", flush=True)
 
 if lose in ("actor", "node"):
