@@ -335,23 +335,35 @@ class World:
             print(*values, flush=True)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order. Two small collectives.
+        """Return every rank's `value`, in rank order. One small collective, or two if a value is long.
 
         Values travel as JSON, never as pickles.
         """
         if self.size == 1:
             return [value]
-        payload = bytearray(json.dumps(value).encode())
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        payload = json.dumps(value).encode()
         try:
-            dist.all_gather(lengths, torch.tensor([len(payload)]), group=self.control)  # collective
-            longest = max(int(length) for length in lengths)
-            padded = torch.frombuffer(payload + bytes(longest - len(payload)), dtype=torch.uint8)
-            received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(received, padded, group=self.control)  # collective
+            first = self._gather_bytes(len(payload).to_bytes(_LENGTH, "little") + payload[:_SHORT], _LENGTH + _SHORT)
+            lengths = [int.from_bytes(row[:_LENGTH], "little") for row in first]
+            texts = [row[_LENGTH : _LENGTH + length] for row, length in zip(first, lengths, strict=True)]
+            if (longest := max(lengths)) > _SHORT:
+                rest = self._gather_bytes(payload[_SHORT:], longest - _SHORT)
+                texts = [
+                    text + row[: max(0, length - _SHORT)]
+                    for text, row, length in zip(texts, rest, lengths, strict=True)
+                ]
         except RuntimeError as error:
             raise lost_peers(self.rank) from error
-        return [json.loads(bytes(data[: int(length)].numpy())) for data, length in zip(received, lengths, strict=True)]
+        values: list[Any] = json.loads(b"[" + b",".join(texts) + b"]")
+        return values
+
+    def _gather_bytes(self, payload: bytes, length: int) -> list[bytes]:
+        """Return every rank's payload, padded with zeros to `length`, the same on every rank. Collective."""
+        own = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
+        received = torch.empty(self.size, length, dtype=torch.uint8)
+        dist.all_gather(list(received.unbind()), own, group=self.control)  # collective
+        flat = received.numpy().tobytes()
+        return [flat[start : start + length] for start in range(0, len(flat), length)]
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
@@ -504,6 +516,8 @@ def _forget_group() -> None:
             function.__defaults__ = tuple(None if isinstance(each, dist.ProcessGroup) else each for each in defaults)
 
 
+_LENGTH = 8  # bytes in front of a gathered value, with its length
+_SHORT = 120  # bytes of a value that one collective carries
 _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
 _ABANDONED: list[World] = []
 _REGROUP_SECONDS = 0.75  # seconds for ranks that have just reported to arrive; gloo waits five times as long
