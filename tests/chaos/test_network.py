@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from refusals import names
-
 from harness import SETTINGS, end, environment, finish, launch, text_in, until_step
+from refusals import names
 
 pytestmark = pytest.mark.slow
 

@@ -57,8 +57,6 @@ def test_a_rank_is_given_two_words_of_a_second_each_to_say_that_it_went_on(monke
 
 def test_a_rank_that_went_on_is_seen_by_its_place_and_one_that_is_silent_after_patience():
     began = time.monotonic()
-    assert not all_do(
-        Heartbeats(Store(after=60.0, places=("step 7 a", "step 9 b")), "k", 2), "stop", 7, lambda: 30.0
-    )
+    assert not all_do(Heartbeats(Store(after=60.0, places=("step 7 a", "step 9 b")), "k", 2), "stop", 7, lambda: 30.0)
     assert not all_do(Heartbeats(Store(after=60.0), "k", 2), "stop", 7, lambda: 0.2)
     assert time.monotonic() - began < 15.0

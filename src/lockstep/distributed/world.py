@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from lockstep.distributed.descriptors import CONNECT_ON_DEMAND, descriptors_of, ensure_descriptors
 from lockstep.distributed.launcher import check_launched, check_reachable, launcher_number, listen
 from lockstep.distributed.membership import check_store, lost_peers
 from lockstep.distributed.progress import MEETING_VARIABLE, rank_label, renumber
@@ -38,9 +39,13 @@ from lockstep.errors import ConfigError, LockstepError, PeerError
 
 __all__ = [
     "World",
+    "compare",
+    "gather_results",
     "meeting_point",
     "meeting_store",
     "on_all_ranks",
+    "outcome",
+    "results",
 ]
 
 
@@ -239,6 +244,7 @@ class World:
         """Create another gloo group of all ranks. Collective."""
         wait = timedelta(seconds=self._patience or self.timeout)
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=wait)  # collective
+        _connect(group)
         if self._patience:
             _let_wait(group, self.timeout)
         return group
@@ -246,6 +252,9 @@ class World:
     def _make_groups(self, scope: str = "") -> None:
         wait = timedelta(seconds=self._patience or self.timeout)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        hosts_store = self.rank == 0 and not meeting_point()[2]
+        ensure_descriptors(descriptors_of(self.size, hosts_store), f"rank {self.rank} of {self.size}")
+        os.environ.setdefault(CONNECT_ON_DEMAND, "1")
         store = None
         try:
             store = meeting_store(self.rank, self.size, wait)
@@ -254,6 +263,8 @@ class World:
             own = PrefixStore(self._scope, store)
             dist.init_process_group(backend, timeout=wait, store=own, rank=self.rank, world_size=self.size)
             _forget_group()
+            if backend == "gloo":
+                _connect(None)
             if dist.group.WORLD is not None:
                 _let_wait(dist.group.WORLD, self.timeout)
             self.control = self.new_group()
@@ -380,15 +391,11 @@ class World:
         only (reading data, opening a folder) ends with this call, or the others would wait. The exit code is the
         failed rank's, so that bad input ends every process with 2.
         """
-        failure = None if error is None else [str(error) or type(error).__name__, getattr(error, "exit_code", 1)]
-        failed = [(rank, *entry) for rank, entry in enumerate(self.gather(failure)) if entry]
-        if error is not None:
-            raise error
-        if failed:
-            rank, message, code = failed[0]
-            problem = PeerError(f"{rank_label(rank)}: {message}")
-            problem.exit_code, problem.relayed = code, True
-            raise problem
+        self.gather_checked(None, error)
+
+    def gather_checked(self, value: Any, error: Exception | None) -> list[Any]:
+        """Return every rank's `value`, in rank order, or raise as `check` if a rank passes an error. Collective."""
+        return results(self.gather(outcome(value, error)), error)  # collective
 
     def check_same(self, subject: str, values: dict[str, Any]) -> None:
         """Raise LockstepError unless all ranks hold equal values. Collective.
@@ -397,14 +404,7 @@ class World:
             subject: names the values in the error, which also gives the differing keys and the rank.
             values: to be compared with rank 0's.
         """
-        gathered = self.gather(values)
-        for rank, own in enumerate(gathered):
-            keys = [key for key in values if own.get(key) != gathered[0].get(key)]
-            if keys:
-                differences = ", ".join(f"{key} ({gathered[0].get(key)!r} on rank 0, {own.get(key)!r})" for key in keys)
-                raise LockstepError(
-                    f"the {subject} of {rank_label(rank)} differs from rank 0's: {differences}; start all ranks alike"
-                )
+        compare(subject, self.gather(values))  # collective
 
     def leave(self, patience: float | None = None) -> None:
         """Leave without hanging: collect wrappers, wait for every rank, then destroy the groups.
@@ -438,6 +438,51 @@ class World:
         """Leave at the next join: other ranks may be gone, and tracebacks hold the engine."""
         if self.control is not None:
             _ABANDONED.append(self)
+
+
+def compare(subject: str, ranks: list[dict[str, Any]]) -> None:
+    """Raise LockstepError unless all ranks gathered equal values; see `World.check_same`."""
+    for rank, own in enumerate(ranks):
+        keys = [key for key in ranks[0] if own.get(key) != ranks[0].get(key)]
+        if keys:
+            differences = ", ".join(f"{key} ({ranks[0].get(key)!r} on rank 0, {own.get(key)!r})" for key in keys)
+            raise LockstepError(
+                f"the {subject} of {rank_label(rank)} differs from rank 0's: {differences}; start all ranks alike"
+            )
+
+
+def outcome(value: Any, error: Exception | None) -> list[Any]:
+    """Return what a rank sends about an action: its value, or its error as message and exit code."""
+    if error is None:
+        return [value, None]
+    return [None, [str(error) or type(error).__name__, getattr(error, "exit_code", 1)]]
+
+
+def results(outcomes: list[list[Any]], error: Exception | None) -> list[Any]:
+    """Return the values of all ranks' outcomes, or raise this rank's error, or a PeerError about the first failed."""
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(outcomes):
+        if failure:
+            message, code = failure
+            problem = PeerError(f"{rank_label(rank)}: {message}")
+            problem.exit_code, problem.relayed = code, True
+            raise problem
+    return [value for value, _ in outcomes]
+
+
+def gather_results(world: World, action: Callable[[], T]) -> list[T]:
+    """Run `action`, and return all ranks' results, in rank order, if it succeeded on all; else raise. Collective.
+
+    Args:
+        action: returns a JSON value.
+    """
+    value, error = None, None
+    try:
+        value = action()
+    except Exception as problem:
+        error = problem
+    return world.gather_checked(value, error)  # collective
 
 
 def on_all_ranks(world: World, action: Callable[[], T]) -> T:
@@ -498,6 +543,14 @@ def meeting_store(rank: int, size: int, wait: timedelta, *, all_ranks: bool = Tr
 def _start() -> str:
     """Return the prefix of these processes' keys in the meeting point, new after each restart."""
     return f"lockstep/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _connect(group: dist.ProcessGroup | None) -> None:
+    """Connect the ranks of a gloo group as its rings and trees will; None: the default group. Collective.
+
+    The later loss of a rank is then a closed link, which fails at once; a new connection to it would be tried again.
+    """
+    dist.barrier(group=group)  # collective
 
 
 def _let_wait(group: dist.ProcessGroup, seconds: float) -> None:

@@ -183,7 +183,7 @@ def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[],
         return
     cache: dict[Any, _Holders] = {}
     holders = {name: _holders_of(tensor, world, cache) for name, tensor in state.items()}
-    own = fingerprints({name: tensor for name, tensor in state.items() if holders[name].count > 1})
+    own = fingerprints({name: tensor for name, tensor in state.items() if holders[name].size > 1})
     digests: dict[_Holders, Any] = {}
     for name, value in own.items():  # sorted by name, the same on every rank
         digests.setdefault(holders[name], xxhash.xxh3_64()).update(repr((name, value)).encode())
@@ -194,13 +194,13 @@ def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[],
 
 
 class _Holders(NamedTuple):
-    """The ranks with the same part of a tensor: a digest of their numbers, and their count.
+    """The ranks with the same part of a tensor: a digest of their numbers, and how many they are.
 
     The digest is as short for a thousand ranks as for two: what is exchanged grows with the ranks, not their square.
     """
 
     key: str
-    count: int
+    size: int
 
 
 def _holders_of(tensor: Tensor, world: World, cache: dict[Any, _Holders]) -> _Holders:
@@ -230,14 +230,14 @@ def _differing(gathered: list[list[list[Any]]]) -> set[str]:
     """Return the keys of the sets of ranks whose digests differ, or of which a rank sent none.
 
     Args:
-        gathered: by rank, [key, count, digest] of each set that it belongs to.
+        gathered: by rank, [key, size, digest] of each set that it belongs to.
     """
     values: dict[str, set[str]] = {}
     missing: dict[str, int] = {}
     for own in gathered:
-        for key, count, digest in own:
+        for key, size, digest in own:
             values.setdefault(key, set()).add(digest)
-            missing[key] = missing.get(key, count) - 1
+            missing[key] = missing.get(key, size) - 1
     return {key for key, each in values.items() if len(each) > 1 or missing[key]}
 
 

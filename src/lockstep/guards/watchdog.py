@@ -84,6 +84,11 @@ class Heartbeats:
         full = f"{self.keys}/{key}"
         return self.store.get(full).decode() if self.store.check([full]) else ""
 
+    def append(self, key: str, text: str) -> None:
+        """Append to the value of `key`."""
+        store: Any = self.store  # torch's stub lacks it
+        store.append(f"{self.keys}/{key}", text)
+
     def passed(self, step: int) -> list[int]:
         """Return the ranks that are past `step`, or at the end. Two requests to the store, for any number of ranks.
 
@@ -203,7 +208,9 @@ _LOG = logging.getLogger("lockstep")
 _ANSWER_TIME = 0.6  # seconds in which the ranks must answer a call, in a small world
 _ANSWER_SHARE = 0.002  # and so many seconds more for each rank
 _CALL_INTERVAL = 0.25  # seconds between two checks for a call: well below the time to answer
-_ANSWER_LOOKS = 20  # looks at the answers, or for the verdict, within the time to answer
+_ANSWER_LOOKS = 12  # looks of the rank that called at the answers, within the time to answer
+_PUBLISH_TIME = 0.5  # seconds after that in which its verdict arrives
+_LEAST_WAIT = 0.01  # seconds; torch takes 0 for no limit
 _STORE = timedelta(seconds=1.0)
 
 
@@ -273,24 +280,27 @@ class Inquiry:
 
     def _ask(self, line: str, waits: bool, verdicts: list[str]) -> None:
         """Append the verdict on the ranks' answers to `verdicts`; nothing if the store does not answer."""
-        heartbeats = self.connect()  # the first one may block for ever
-        if heartbeats is None:
-            return
-        store, end = heartbeats.store, time.monotonic() + self.answer_time
-        key = f"{self._keys}/verdict"
-        with contextlib.suppress(RuntimeError):
-            self._answer(heartbeats, line, waits)
-            if store.add(f"{self._keys}/call", 1) == 1:
-                answers = self._collect_answers(heartbeats, end)
-                verdicts.append(self._describe_missing(answers, heartbeats))
-                store.set(key, verdicts[0])
+        end = time.monotonic() + self.answer_time
+        heartbeats = self.heartbeats  # no new connection: a thousand at once take the store seconds
+        while heartbeats and not verdicts:
+            with contextlib.suppress(RuntimeError):
+                verdicts.append(self._verdict_from(heartbeats, line, waits, end))
                 return
-            while not store.check([key]) and time.monotonic() < end:
-                time.sleep(self.answer_time / _ANSWER_LOOKS)
-            if store.check([key]):
-                verdicts.append(store.get(key).decode())
-            else:  # the rank that called first is gone too
-                verdicts.append(self._describe_missing(self._collect_answers(heartbeats, end), heartbeats))
+            heartbeats = self.connect()  # one whose request timed out may take the next answer for its own
+
+    def _verdict_from(self, heartbeats: Heartbeats, line: str, waits: bool, end: float) -> str:
+        """Answer; as the first that calls, also collect the answers and publish the verdict, else wait for it."""
+        store, key = heartbeats.store, f"{self._keys}/verdict"
+        self._answer(heartbeats, line, waits)
+        if store.add(f"{self._keys}/call", 1) == 1:
+            verdict = self._describe_missing(self._collect_answers(heartbeats, end), heartbeats)
+            store.set(key, verdict)
+            return verdict
+        with contextlib.suppress(RuntimeError):  # not in time: the rank that called first is gone too
+            store.wait([key], timedelta(seconds=max(_LEAST_WAIT, end + _PUBLISH_TIME - time.monotonic())))
+        if store.check([key]):
+            return store.get(key).decode()
+        return self._describe_missing(self._collect_answers(heartbeats, end), heartbeats)
 
     def _answer(self, heartbeats: Heartbeats, line: str, waits: bool) -> None:
         """Publish where this rank is, once per process."""
@@ -298,15 +308,16 @@ class Inquiry:
             if not self._has_answered:
                 place = self._progress.place
                 answer = {"rank": self._world.rank, "step": place.step, "line": line, "waits": waits}
-                heartbeats.store.append(f"{self._keys}/answers", json.dumps(answer) + "\n")
+                heartbeats.append("answers", json.dumps(answer) + "\n")
                 self._has_answered = True
 
     def _collect_answers(self, heartbeats: Heartbeats, end: float) -> dict[int, dict[str, Any]]:
         """Return the answers by rank once all are there, or at the time `end`."""
         while True:
             lines = heartbeats.store.get(f"{self._keys}/answers").decode().splitlines()
-            if len(lines) >= self._world.size or time.monotonic() >= end:
-                return {answer["rank"]: answer for answer in map(json.loads, lines)}
+            answers = {answer["rank"]: answer for answer in map(json.loads, lines)}
+            if len(answers) >= self._world.size or time.monotonic() >= end:
+                return answers
             time.sleep(self.answer_time / _ANSWER_LOOKS)
 
     def _describe_silence(self) -> str:
@@ -345,7 +356,7 @@ class Inquiry:
         return f": it was in {heartbeat} at its last heartbeat" if heartbeat else ""
 
     def connect(self, wait: timedelta = _STORE) -> Heartbeats | None:
-        """Open another connection to the store, since a thread may be blocked in the first.
+        """Open another connection to the store, since a thread may be blocked in an earlier one.
 
         None in a world of one, or without a rendezvous store: then the ranks end by their timeouts, without names.
         """
