@@ -61,8 +61,7 @@ def alike():
     """All ranks send what this one does, at once."""
 
     def all_gather(buffers, own, group=None, async_op=False):
-        for each in buffers:
-            each.copy_(own)
+        torch._foreach_copy_(buffers, [own] * len(buffers))
         return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 
     before, dist.all_gather = dist.all_gather, all_gather

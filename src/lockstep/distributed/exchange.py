@@ -132,6 +132,7 @@ RAGGED_SECONDS = 0.02
 # Without items it only carries stop requests.
 STEADY_SECONDS = 0.25
 MOST_STEPS = 16
+_EXACT = 2.0**53  # up to here float64 has all whole numbers
 _HEADER = 6  # stop request, seconds per step, the run's last step on this rank, and its busy seconds
 
 
@@ -372,13 +373,13 @@ class StepExchange:
         rows = pending.rows.numpy()
         self._agreed_stop = int(rows[:, 0].max())
         _check_even(rows[:, 2], pending.due)
-        self.busy_by_rank = [BusySeconds(*row) for row in rows[:, 3:_HEADER].tolist()]
+        self.busy_by_rank = list(map(BusySeconds._make, rows[:, 3:_HEADER].tolist()))
         self.extra_by_rank = rows[:, _HEADER : pending.items].tolist()
         self.count += 1
-        items = [
-            number(_exact_sum(rows[:, pending.items + k :: MOST_STEPS]))
-            for k in range(0 if self._constant else pending.length)
-        ]
+        items: list[float] = []
+        if not self._constant:
+            sums = _exact_sums(rows[:, pending.items :].reshape(-1, MOST_STEPS)[:, : pending.length])
+            items = [number(each) for each in sums]
         return _ExchangeResult(pending.due, pending.length, items, self._interval(float(rows[:, 1].max())))
 
     def has_failed(self) -> bool:
@@ -401,9 +402,12 @@ class StepExchange:
         return torch.empty(self._world.size, length, dtype=torch.float64)
 
 
-def _exact_sum(values: "np.ndarray[Any, np.dtype[np.float64]]") -> float:
-    """Sum numbers with one rounding; zeros, which most parts of counts are, cost nothing."""
-    return math.fsum(values[values != 0].tolist())
+def _exact_sums(values: "np.ndarray[Any, np.dtype[np.float64]]") -> list[float]:
+    """Sum each column with one rounding, so that the order of the rows does not count."""
+    if (values == np.floor(values)).all() and np.abs(values).sum() < _EXACT:  # whole numbers: no sum is rounded
+        sums: list[float] = values.sum(axis=0).tolist()
+        return sums
+    return [math.fsum(column[column != 0].tolist()) for column in values.T]
 
 
 def _check_even(lasts: "np.ndarray[Any, np.dtype[np.float64]]", step: int) -> None:
