@@ -226,6 +226,8 @@ class StepExchange:
             self._group = world.new_group()  # collective
         self._stop_request = self._agreed_stop = CONTINUE
         self._pending: _PendingExchange | None = None
+        self._rows: Tensor | None = None
+        self._rows_by_rank: list[Tensor] = []
         self._result = _ExchangeResult(0, 0, [], 1)
         self._busy, self._steps = 0.0, 0  # over the steps since the last exchange
         self._step_start: float | None = None
@@ -329,10 +331,12 @@ class StepExchange:
         if not self._constant:
             coming = [parts(self._ahead(due + k) if k < length else 0) for k in range(MOST_STEPS)]
             row += [part for column in zip(*coming, strict=True) for part in column]  # MOST_STEPS numbers of each part
-        rows = self._buffer(len(row))
+        if self._rows is None or self._rows.shape[1] != len(row):  # one exchange is in flight, and read before the next
+            self._rows = self._buffer(len(row))
+            self._rows_by_rank = list(self._rows.unbind())
         own = torch.tensor(row, dtype=torch.float64)
-        work = dist.all_gather(list(rows.unbind()), own, group=self._group, async_op=True)  # collective
-        return _PendingExchange(due, length, work, rows, _HEADER + len(extra))
+        work = dist.all_gather(self._rows_by_rank, own, group=self._group, async_op=True)  # collective
+        return _PendingExchange(due, length, work, self._rows, _HEADER + len(extra))
 
     def _busy_seconds(self) -> BusySeconds:
         """Return the busy seconds per step since the last exchange, without waits for others."""
@@ -374,7 +378,7 @@ class StepExchange:
         self._agreed_stop = int(rows[:, 0].max())
         _check_even(rows[:, 2], pending.due)
         self.busy_by_rank = list(map(BusySeconds._make, rows[:, 3:_HEADER].tolist()))
-        self.extra_by_rank = rows[:, _HEADER : pending.items].tolist()
+        self.extra_by_rank = rows[:, _HEADER : pending.items].tolist() if pending.items > _HEADER else [[]] * len(rows)
         self.count += 1
         items: list[float] = []
         if not self._constant:
