@@ -252,6 +252,8 @@ def groups(size):
     for rank in range(size):
         here, there = os.pipe()
         if os.fork() == 0:
+            for pipe in (here, *pipes):
+                os.close(pipe)
             store = dist.FileStore(place, size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
             made = [None, *(dist.new_group(backend="gloo") for _ in range(3))]
