@@ -4,10 +4,8 @@ import dataclasses
 import io
 import os
 import time
-from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 from ranks import RankError, run
 from states import differing, full, sharded, zeros
 
@@ -23,7 +21,7 @@ IMPATIENT = 1.0  # seconds after which a collective of the impatient world fails
 
 
 def impatient(world):
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=IMPATIENT))
+    group = dataclasses.replace(world, timeout=IMPATIENT).new_group()
     return dataclasses.replace(world, control=group, timeout=IMPATIENT)
 
 
@@ -93,15 +91,14 @@ def test_all_ranks_fall_back_to_the_same_older_checkpoint(tmp_path):
     paths = {step: checkpoint.path_of(tmp_path, step) for step in range(1, 6)}
     flip(paths[5] / "rank-00000.safetensors")
     flip(paths[4] / "rank-00001.safetensors")
-    flip(paths[3] / "rank-00001.json")
+    flip(paths[3] / "index.json")
     (paths[2] / "manifest.json").unlink()
     lines = [
         "skipped checkpoint step-00000005: step-00000005/rank-00000.safetensors is damaged: its checksum is not the "
         "manifest's",
         "skipped checkpoint step-00000004: step-00000004/rank-00001.safetensors is damaged: its checksum is not the "
         "manifest's",
-        "skipped checkpoint step-00000003: step-00000003/rank-00001.json is damaged: its checksum is not the "
-        "manifest's",
+        "skipped checkpoint step-00000003: step-00000003/index.json is damaged: its checksum is not the manifest's",
         "skipped checkpoint step-00000002: step-00000002/manifest.json is missing",
     ]
     for size in (1, 2, 3):

@@ -53,13 +53,12 @@ def test_files_manifest_folder_name_and_parent_reach_the_disk_in_that_order(tmp_
     folder = tmp_path.resolve() / "run"
     found = run(recorded, size, folder, 7)
     events = [event for _, event in sorted(event for each in found for event in each)]
-    files = [
-        f"sync C/.step-00000007/rank-{rank:05d}.{kind}" for rank in range(size) for kind in ("json", "safetensors")
-    ]
+    files = [f"sync C/.step-00000007/rank-{rank:05d}.safetensors" for rank in range(size)]
     assert events[0] == "sync ."  # the folder of all checkpoints is new
-    assert sorted(events[1 : 1 + 2 * size]) == files
-    assert events[1 + 2 * size :] == [
+    assert sorted(events[1 : 1 + size]) == files
+    assert events[1 + size :] == [
         "sync C/.step-00000007/state.json",
+        "sync C/.step-00000007/index.json",
         "sync C/.step-00000007/manifest.json",
         "sync C/.step-00000007",
         "rename C/.step-00000007 C/step-00000007",
@@ -78,20 +77,20 @@ def test_a_damaged_one_makes_way_only_when_the_new_one_is_on_the_disk(tmp_path):
     assert checkpoint.verify(checkpoint.path_of(folder, 7)) == []
 
 
-def cut_short(world, folder, victim, kind, by):
-    """The file of `kind` that `victim` wrote loses its last bytes before the manifest is written."""
+def cut_short(world, folder, victim, by):
+    """The file that `victim` wrote loses its last bytes before the manifest is written."""
     real = write._write_share
 
     def writing(temporary, share, rank):
         listed = real(temporary, share, rank)
         if rank == victim:
-            name = next(name for name in listed if name.endswith(kind))
+            (name,) = listed
             os.truncate(temporary / name, listed[name]["size"] - by)
         return listed
 
     write._write_share = writing
     tensors = {"model/a": torch.ones(8), "model/b": torch.ones(8)}
-    name = f"rank-{victim:05d}.{kind}"
+    name = f"rank-{victim:05d}.safetensors"
     with pytest.raises(
         PeerError if world.rank else CheckpointError, match=f"{name}: rank 0 sees another size"
     ) as found:
@@ -103,8 +102,7 @@ def cut_short(world, folder, victim, kind, by):
 @pytest.mark.parametrize(("size", "victim"), [(1, 0), (2, 0), (2, 1)])
 def test_a_file_that_is_shortened_before_the_manifest_is_noticed(tmp_path, size, victim):
     first = checkpoint.save(tmp_path, 1, {"model/a": torch.ones(2)}, {}, World(), engine="single")
-    for kind, by in (("safetensors", 1), ("json", 5)):
-        run(cut_short, size, tmp_path, victim, kind, by)
+    run(cut_short, size, tmp_path, victim, 1)
     assert list((tmp_path / "checkpoints").iterdir()) == [first]
 
 

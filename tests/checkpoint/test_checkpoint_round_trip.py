@@ -1,5 +1,6 @@
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run
 from states import differing, full, gathered, sharded, zeros
+from torch.distributed.tensor import Replicate, Shard
 
 from lockstep import checkpoint
 from lockstep.checkpoint.check import StoredTensor, covers_once
 from lockstep.checkpoint.format import CODES, PAIRS
-from lockstep.checkpoint.layout import SliceEntry, TensorBox
+from lockstep.checkpoint.grid import Grid, grid_of
+from lockstep.checkpoint.layout import SliceEntry, TensorBox, block_of
 from lockstep.checkpoint.read import _fill
 from lockstep.checkpoint.write import bytes_of
 from lockstep.distributed.world import World
@@ -59,10 +62,10 @@ def test_every_world_reads_what_any_world_wrote(tmp_path, writers):
 def test_replicated_tensors_are_shared_out_and_ties_are_kept_once(tmp_path):
     run(write, 2, tmp_path, "plain")
     path = checkpoint.path_of(tmp_path, 0)
-    ranks = [json.loads((path / f"rank-0000{rank}.json").read_text()) for rank in range(2)]
-    names = [entry["name"] for rank in ranks for entry in rank["tensors"]]
+    index = json.loads((path / "index.json").read_text())
+    names = [entry["name"] for entry in index["tensors"]]
     assert len(names) == len(set(names)) == len(full()) - 1
-    assert {**ranks[0]["aliases"], **ranks[1]["aliases"]} == {"model/head.weight": "model/embed.weight"}
+    assert index["aliases"] == {"model/head.weight": "model/embed.weight"}
     sizes = [(path / f"rank-0000{rank}.safetensors").stat().st_size for rank in range(2)]
     assert max(sizes) < 1.5 * min(sizes)
 
@@ -277,3 +280,43 @@ def test_any_box_is_filled_from_any_slices(cut, random):
 def test_the_bytes_of_a_tensor_with_strides_are_its_elements_in_order():
     for tensor in (torch.arange(6, dtype=torch.int16)[::2], torch.arange(6, dtype=torch.int16).view(3, 2).t()):
         assert bytes(bytes_of(tensor)) == np.array(tensor.tolist(), dtype="<i2").tobytes()
+
+
+@st.composite
+def shardings(draw):
+    """A mesh of up to 1024 ranks, a shape, and which dimension of the mesh cuts which of the tensor."""
+    sizes = draw(st.sampled_from([(1,), (4,), (1024,), (2, 3), (32, 32), (2, 2, 3), (8, 128)]))
+    shape = tuple(draw(st.lists(st.integers(1, 1100 if len(sizes) == 1 else 70), min_size=1, max_size=3)))
+    axes = draw(st.lists(st.sampled_from(range(len(sizes))), unique=True))
+    return sizes, shape, {axis: draw(st.integers(0, len(shape) - 1)) for axis in sorted(axes)}
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(shardings(), st.randoms(use_true_random=False))
+def test_the_grid_on_rank_0_has_what_each_rank_of_a_thousand_writes(case, random):
+    sizes, shape, shards = case
+    mesh = torch.arange(torch.Size(sizes).numel()).reshape(sizes)
+    grid = grid_of(shape, mesh, shards)
+    by_file = {file: (offsets, local) for file, offsets, local in grid.slices()}
+    assert grid.shape == shape
+    assert covers_once([TensorBox(*each) for each in by_file.values()], shape)
+    for rank in random.sample(range(mesh.numel()), min(mesh.numel(), 40)):
+        at = [int(each) for each in (mesh == rank).nonzero()[0]]
+        kinds = [Shard(shards[axis]) if axis in shards else Replicate() for axis in range(len(sizes))]
+        own = SimpleNamespace(shape=sizes, get_coordinate=lambda at=at: at)
+        tensor = SimpleNamespace(shape=shape, dim=lambda: len(shape), placements=kinds, device_mesh=own)
+        block = block_of(tensor)
+        is_writer = not any(at[axis] for axis in range(len(sizes)) if axis not in shards) and all(block.shape)
+        assert ((block.offsets, block.shape) == by_file.get(rank)) == is_writer
+        low = [random.randrange(size) for size in shape]
+        extent = [random.randint(1, size - begin) for size, begin in zip(shape, low, strict=True)]
+        overlapping = {
+            each
+            for each in grid.slices()
+            if all(a < b + n and b < a + m for a, m, b, n in zip(low, extent, each[1], each[2], strict=True))
+        }
+        assert set(grid.within(low, extent)) == overlapping
+    fields = json.loads(json.dumps(grid.to_json()))
+    assert Grid.from_json(fields["cuts"], fields["files"], len(grid.files)) == grid
+    if len(shards) == 1:
+        assert len(json.dumps(fields)) < 200  # whatever the number of ranks

@@ -75,7 +75,7 @@ def saved(folder, *steps):
 
 @pytest.mark.parametrize("number", SILENT)
 @pytest.mark.parametrize(
-    "name", ["checkpoints", "step-00000002", "manifest.json", "rank-00000.safetensors", "rank-00000.json", "state.json"]
+    "name", ["checkpoints", "step-00000002", "manifest.json", "rank-00000.safetensors", "index.json", "state.json"]
 )
 def test_what_cannot_be_read_now_is_no_damage(tmp_path, monkeypatch, number, name):
     saved(tmp_path, 1, 2)

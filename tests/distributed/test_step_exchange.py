@@ -7,17 +7,28 @@ import re
 import statistics
 import time
 from datetime import timedelta
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from ranks import run
 from refusals import names, refuses
 from toys import Ragged, parts
 
+from lockstep import counts as exact
 from lockstep.clock import make_clock
 from lockstep.counts import total
-from lockstep.distributed.exchange import CONTINUE, INTERRUPT, MOST_STEPS, SAVE_AND_END, BusySeconds, StepExchange
+from lockstep.distributed.exchange import (
+    CONTINUE,
+    INTERRUPT,
+    MOST_STEPS,
+    SAVE_AND_END,
+    BusySeconds,
+    StepExchange,
+    _exact_sums,
+)
 from lockstep.distributed.progress import COMPUTING, WAITING
 from lockstep.distributed.world import World
 from lockstep.errors import PeerError
@@ -230,6 +241,9 @@ class Wire:
         self.groups.append((backend, timeout))
         return "own"
 
+    def barrier(self, group):
+        assert group == "own"
+
     def destroy_process_group(self, group):
         self.ended.append(group)
 
@@ -388,3 +402,14 @@ def test_counts_that_are_no_whole_numbers_add_up_to_the_same_bits_on_any_ranks()
     assert alone == [math.fsum(counts) for counts in _COUNTS]
     for ranks in (2, 3):
         assert run(_weights, ranks) == [alone] * ranks
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_sums_of_a_thousand_ranks_have_the_same_bits_in_any_order(whole):
+    draw = random.Random(3)
+    counts = [[draw.randrange(2**40) if whole else draw.random() * 2.0 ** draw.randrange(50) for _ in range(16)]]
+    counts = [[each * draw.randrange(1, 9) for each in counts[0]] for _ in range(1024)]
+    rows = np.array([part for row in counts for part in zip(*map(exact.parts, row), strict=True)])
+    found = _exact_sums(rows)
+    assert found == [float(sum(map(Fraction, column), Fraction(0))) for column in zip(*counts, strict=True)]
+    assert _exact_sums(rows[::-1]) == found == _exact_sums(np.random.default_rng(0).permutation(rows))

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.distributed.world import World
+from lockstep.errors import DifferenceError
 from lockstep.guards import desync
 from lockstep.guards import desync as digests
 from lockstep.guards.desync import word_sum
@@ -105,3 +108,34 @@ def test_what_differs_is_said_in_kind_and_memory_is_blamed_where_nothing_else_ex
         said = told(kinds, *odd)
         assert named in said, (odd, said)
         assert ("memory" in said) == memory, (odd, said)
+
+
+@pytest.mark.parametrize("size", [8, 1024])
+def test_what_a_rank_sends_does_not_grow_with_the_ranks_and_who_differs_is_found(monkeypatch, size):
+    sent = {}
+
+    def gather(world, value):
+        """What all ranks would send: as this one, but for the odd rank."""
+        sent[world.rank] = value
+        if isinstance(value, dict):  # the fingerprints, after a difference
+            odd = {name: [part, "0" * 16] for name, (part, _) in value.items()}
+            return [odd if rank == 5 else value for rank in range(size)]
+        return [odd_value if rank == 5 else value for rank in range(size)]
+
+    monkeypatch.setattr(World, "gather", gather)
+    state = {f"model/{k}": torch.full((4,), float(k)) for k in range(20)}
+    world = World(rank=3, size=size, control=object())
+    key = desync._holders_of(state["model/0"], world, {}).key
+    odd_value = [[key, size, "0" * 16]]
+    with pytest.raises(DifferenceError, match="rank 5 differs from the other ranks in model/0"):
+        desync.check(state, world, 7)
+    del sent[3]
+    odd_value = [[key, size, xxhash.xxh3_64_hexdigest(b"x")]]
+    monkeypatch.setattr(World, "gather", lambda world, value: sent.setdefault(world.rank, value) and [value] * size)
+    desync.check(state, world, 7)
+    assert len(repr(sent[3])) < 80
+    assert len(repr(desync._holders_of(torch.zeros(1), world, {}))) < 80
+    own = sent[3][0]
+    assert desync._differing([sent[3]] * size) == set()
+    assert desync._differing([sent[3]] * (size - 1) + [[]]) == {own[0]}  # one sent nothing
+    assert desync._differing([sent[3]] * (size - 1) + [odd_value]) == {own[0]}

@@ -22,18 +22,37 @@ class Store:
 
     def __init__(self, gone=False, **held):
         self.held, self.gone = {f"k/{key.replace('_', '/')}": text for key, text in held.items()}, gone
+        self.requests, self.numbers = 0, 0  # requests, and the keys or answers in them
 
     def check(self, keys):
+        self.requests, self.numbers = self.requests + 1, self.numbers + len(keys)
         if self.gone:
             raise RuntimeError("the meeting point is gone")
         return all(key in self.held for key in keys)
 
     def set(self, key, value):
-        self.check([])
+        self.check([key])
         self.held[key] = value
 
     def get(self, key):
+        self.check([key])
+        self.numbers += self.held[key].count("\n")
         return self.held[key].encode()
+
+    def wait(self, keys, timeout):
+        if not self.check(keys):
+            raise dist.DistStoreError("not in time")
+
+    def multi_get(self, keys):
+        self.check(keys)
+        return [self.held[key].encode() for key in keys]
+
+    def append(self, key, value):
+        self.set(key, self.held.get(key, "") + value)
+
+    def add(self, key, number):
+        self.set(key, str(int(self.held.get(key, "0")) + number))
+        return int(self.held[key])
 
 
 @pytest.fixture
@@ -59,30 +78,35 @@ def test_a_rank_tells_where_it_stands_and_hears_a_call_once_for_all(asking):
     inquiry = asking(store)
     inquiry.tell(inquiry.heartbeats)
     assert store.held["k/at/1"] == "step 4 (loading or computing)"
+    inquiry.listen(inquiry.heartbeats)
     assert not inquiry.called
+    assert "k/answers" not in store.held
     store.held["k/call"] = "1"
-    inquiry.tell(inquiry.heartbeats)
-    del store.held["k/call"]
-    inquiry.tell(inquiry.heartbeats)
+    inquiry.listen(inquiry.heartbeats)
+    inquiry.listen(inquiry.heartbeats)
     assert inquiry.called
+    assert store.held["k/answers"].count('"rank": 1') == 1
     store.gone = True
     inquiry.tell(inquiry.heartbeats)  # nobody to tell is no error
 
 
-def answer(step, waits, line="a.py:1 in f"):
-    return f'{{"step": {step}, "phase": "", "line": "{line}", "waits": {str(waits).lower()}}}'
+def answer(rank, step, waits, line="a.py:1 in f"):
+    return f'{{"rank": {rank}, "step": {step}, "line": "{line}", "waits": {str(waits).lower()}}}\n'
 
 
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        # a silent rank is named, with what it said last
-        ({"alive_0": answer(4, True)}, "rank 2 did not arrive"),
-        ({"alive_0": answer(4, True), "at_2": "step 3 (x)"}, "rank 2 did not arrive: it was in step 3 (x) at its last"),
+        # a silent rank is named, with its last heartbeat
+        ({"answers": answer(0, 4, True)}, "rank 2 did not arrive"),
+        (
+            {"answers": answer(0, 4, True), "at_2": "step 3 (x)"},
+            "rank 2 did not arrive: it was in step 3 (x) at its last",
+        ),
         ({}, "rank 0 did not arrive and rank 2 did not arrive"),
         # of those that answer the one that does not wait, else the one that is behind
-        ({"alive_0": answer(4, True), "alive_2": answer(9, False)}, "rank 2 did not arrive: it is in step 9, at a"),
-        ({"alive_0": answer(3, True), "alive_2": answer(4, True)}, "rank 0 did not arrive: it is in step 3, at a"),
+        ({"answers": answer(0, 4, True) + answer(2, 9, False)}, "rank 2 did not arrive: it is in step 9, at a"),
+        ({"answers": answer(0, 3, True) + answer(2, 4, True)}, "rank 0 did not arrive: it is in step 3, at a"),
     ],
 )
 def test_who_is_missing_is_told(asking, told, said):
@@ -91,22 +115,70 @@ def test_who_is_missing_is_told(asking, told, said):
     found = inquiry.verdict("an exchange failed")
     assert found.startswith(said)
     assert found.count("did not arrive") == said.count("did not arrive")
-    assert store.held["k/call"] == "1"  # the others are asked, and hear where this one stands
-    assert '"step": 4' in store.held["k/alive/1"]
+    assert store.held["k/call"] == "1"  # the others are asked, and hear where this one is
+    assert '"rank": 1, "step": 4' in store.held["k/answers"]
+    assert store.held["k/verdict"] == found  # the others read it
     store.held.clear()
     assert inquiry.verdict("another reason") == found  # once a process
+
+
+def test_one_rank_asks_and_the_others_read_its_verdict_or_ask_if_it_is_lost(asking):
+    assert asking(Store(call="1", verdict="rank 2 did not arrive")).verdict("late") == "rank 2 did not arrive"
+    left = asking(Store(call="1", answers=answer(0, 4, True), at_2="step 3 (x)")).verdict("late")
+    assert left.startswith("rank 2 did not arrive: it was in step 3 (x)")
+
+
+@pytest.mark.parametrize("size", [8, 1024])
+@pytest.mark.parametrize("lost", [[1], [0, 700]])
+def test_a_verdict_of_a_thousand_ranks_accuses_the_lost_ones_alone_in_few_requests(tmp_path, monkeypatch, size, lost):
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    monkeypatch.setattr(module, "dump", lambda *_: None)  # the same stacks a thousand times
+    monkeypatch.setattr(module, "_ANSWER_TIME", 0.05)
+    monkeypatch.setattr(module, "_ANSWER_SHARE", 0.0)
+    store, progress = Store(), Progress()
+    progress.at(4, COMPUTING)
+    lost = [rank % size for rank in lost]
+    ranks = [Inquiry(World(rank=rank, size=size), progress, tmp_path) for rank in range(size) if rank not in lost]
+    for each in ranks:
+        each.heartbeats, each._keys = Heartbeats(store, "k", size), "k"
+        each.connect = lambda *_: Heartbeats(store, "k", size)
+        each.tell(each.heartbeats)
+    store.set("k/call", "0")
+    for each in ranks[1:]:
+        each.listen(each.heartbeats)
+    del store.held["k/call"]
+    store.requests = store.numbers = 0
+    verdicts = {each.verdict("an exchange failed") for each in ranks}
+    names = " and ".join(f"rank {rank} did not arrive" for rank in sorted(lost))
+    assert verdicts == {names}
+    assert store.requests < 8 * size + 200  # a few of each rank; before, 2 N of each
+    assert store.numbers < 40 * size  # answers are read by one rank
+
+
+def test_looking_at_all_places_takes_two_requests_and_a_bounded_share_of_the_store():
+    store = Store(**{f"at_{rank}": f"step {rank} (a)" for rank in range(1024)})
+    places = Heartbeats(store, "k", 1024)
+    assert places.passed(1021) == [1022, 1023]
+    assert store.requests == 2
+    assert 1024 * 2 / (places.interval / 4) < 1000  # requests a second where every rank looks
+    del store.held["k/at/7"]  # not in its steps yet: nobody is past one
+    assert places.passed(3) == []
 
 
 def test_where_a_silent_rank_stood_is_read_from_the_launchers_folder_first(asking, tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     Progress.of(2).at(7, SAVING)
-    found = asking(Store(alive_0=answer(4, True), at_2="step 3 (x)")).verdict("late")
+    found = asking(Store(answers=answer(0, 4, True), at_2="step 3 (x)")).verdict("late")
     assert found == f"rank 2 did not arrive: it was in {RankProgress.read(tmp_path / '2')}"
 
 
-def test_a_meeting_point_that_is_silent_and_none_at_all(asking, monkeypatch):
+def test_a_meeting_point_that_is_silent_accuses_its_node_and_no_rank(asking, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setattr(module, "_STORE", module.timedelta(seconds=0.05))
-    assert asking(Store(gone=True)).verdict("late").startswith("rank 0 did not arrive: its rendezvous store")
+    silent = asking(Store(gone=True)).verdict("late")
+    assert "node7:29500" in silent
+    assert "did not arrive" not in silent
     alone = asking(Store())
     alone.heartbeats = None
     assert alone.verdict("late").startswith("rank 1 made no progress: it is in step 4 (loading or computing), at ")
@@ -119,8 +191,8 @@ def test_who_waits_for_others_to_go_on_sees_those_beyond_and_ends_after_patience
     assert waited_for(told, 7, patience=0.0) == []
     gone = Heartbeats(Store(gone=True), "k", 2)
     assert waited_for(gone, 7) == []
-    assert not all_do(gone, 0, "stop", 7, lambda: 9.0)
-    assert all_do(None, 0, "stop", 7, lambda: 9.0)  # a world of one
+    assert not all_do(gone, "stop", 7, lambda: 9.0)
+    assert all_do(None, "stop", 7, lambda: 9.0)  # a world of one
 
 
 class Watch:
@@ -159,7 +231,7 @@ def test_a_loss_that_one_rank_reads_alone_is_told_after_a_second(tmp_path, monke
     assert watch.at(1.1) == ""  # the other may read it too
     watch.held["k/at/1"] = "step 4 (a)"
     assert watch.at(0.9) == ""
-    assert str(watch.at(1.1)).startswith("rank 0: the loss was read after step 4, and not on rank 1")
+    assert str(watch.at(1.4)).startswith("rank 0: the loss was read after step 4, and not on rank 1")
     alone = Watch(tmp_path, monkeypatch, READING, size=1)
     assert (alone.at(7.9), alone.at(8.1)) == ("", "no progress for 8 s")
 

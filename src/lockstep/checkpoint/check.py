@@ -4,23 +4,37 @@ problems = verify(path)                     [] if it is
 tensors = read_contents(path, manifest)     its indexes, checked against the files
 """
 
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.files import OnRead, file_damage, printable
-from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state, stored_as
-from lockstep.checkpoint.layout import Header, SliceEntry, TensorBox, read_header, read_index
+from lockstep.checkpoint.format import INDEX, MANIFEST, Manifest, read_manifest, read_state, stored_as
+from lockstep.checkpoint.grid import Grid
+from lockstep.checkpoint.layout import (
+    GridSlices,
+    Header,
+    SliceEntry,
+    TensorBox,
+    rank_of,
+    read_header,
+    read_index,
+    read_rank_index,
+)
 from lockstep.errors import CheckpointError, StorageError
 from lockstep.files import retry_io
 
 __all__ = [
     "StoredTensor",
     "check_contents",
+    "check_headers",
     "check_sizes",
     "data_files",
     "find_damage",
     "find_strays",
+    "index_files",
     "is_marked",
     "not_finite_line",
     "read_contents",
@@ -28,6 +42,7 @@ __all__ = [
     "verify",
 ]
 
+_RANK_INDEX = re.compile(r"rank-\d{5,9}\.json", re.ASCII)
 _HIDDEN = (".nfs", ".fuse_hidden")  # prefixes that network file systems give to removed files that are still open
 
 
@@ -37,7 +52,11 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    entries: list[SliceEntry]
+    entries: Sequence[SliceEntry]
+
+    def within(self, box: TensorBox) -> Iterable[SliceEntry]:
+        """Return the slices that may overlap `box`; few, whatever the number of ranks that wrote."""
+        return self.entries.within(box) if isinstance(self.entries, GridSlices) else self.entries
 
 
 def verify(path: Path) -> list[str]:
@@ -53,6 +72,7 @@ def verify(path: Path) -> list[str]:
         problems += find_damage(path, manifest, list(manifest.files))
         if not problems:
             check_contents(path, manifest)
+            check_headers(path, manifest, data_files(manifest))
     except CheckpointError as error:
         return [str(error)]
     except OSError as error:
@@ -119,13 +139,45 @@ def data_files(manifest: Manifest, rank: int = 0, size: int = 1) -> list[str]:
 
 
 def check_contents(path: Path, manifest: Manifest) -> None:
-    """Check that the state is valid and that indexes and headers agree.
+    """Check that the state and the index are valid; under format 1, that indexes and headers agree.
 
     Raises:
         CheckpointError: they do not.
     """
     read_state(path)
     read_contents(path, manifest)
+
+
+def index_files(manifest: Manifest) -> list[str]:
+    """Return the files that say which file has which slice: one, or one of each rank under format 1."""
+    return [INDEX] if manifest.format > 1 else sorted(name for name in manifest.files if _RANK_INDEX.fullmatch(name))
+
+
+def check_headers(path: Path, manifest: Manifest, names: list[str]) -> None:
+    """Check that these data files hold what the index says. Under format 1 `read_contents` does, of all files.
+
+    One file's header is in memory at a time.
+
+    Raises:
+        CheckpointError: they do not; the file and the tensor are named.
+    """
+    if manifest.format == 1 or not names:
+        return
+    tensors, _ = read_index(path, manifest.files)
+    by_grid: dict[int, tuple[Grid, list[tuple[str, str]]]] = {}  # by identity: tensors cut alike share one
+    for name, slices in tensors.items():
+        by_grid.setdefault(id(slices.grid), (slices.grid, []))[1].append((name, slices.dtype))
+    places = [({file: local for file, _, local in grid.slices()}, named) for grid, named in by_grid.values()]
+    for file in names:
+        header, number = read_header(path / file), rank_of(file)
+        expected = {
+            name: stored_as(dtype, local[number]) for local, named in places if number in local for name, dtype in named
+        }
+        if header != expected:
+            name = min(name for name in header.keys() | expected.keys() if header.get(name) != expected.get(name))
+            raise CheckpointError(
+                f"{printable(path.name)}/{INDEX} is damaged: {printable(name, 120)!r} does not match {file}"
+            )
 
 
 def find_strays(path: Path, manifest: Manifest) -> list[str]:
@@ -148,21 +200,32 @@ def read_contents(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: indexes and headers contradict each other; the file or the tensor is named.
     """
+    if manifest.format > 1:
+        slices, names = read_index(path, manifest.files)
+        stored = {name: StoredTensor(each.dtype, each.grid.shape, each) for name, each in slices.items()}
+        return stored | _resolve_aliases(path, stored, names)
+    return _read_rank_indexes(path, manifest)
+
+
+def _read_rank_indexes(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
+    """Read the contents of a checkpoint of format 1; takes time for each slice of each tensor."""
     tensors: dict[str, StoredTensor] = {}
+    slices: dict[str, list[SliceEntry]] = {}
     aliases: dict[str, str] = {}
     listed: dict[str, set[str]] = {name: set() for name in manifest.files if name.endswith(".safetensors")}
     headers = {name: read_header(path / name) for name in listed}
-    for index in sorted(name for name in manifest.files if name.startswith("rank-") and name.endswith(".json")):
-        entries, names = read_index(path, index, manifest.files)
+    for index in index_files(manifest):
+        entries, names = read_rank_index(path, index, manifest.files)
         aliases |= names
         for entry in entries:
             problem = f"{printable(path.name)}/{index} is damaged: {printable(entry.name, 120)!r}"
             if headers[entry.file].get(entry.key) != stored_as(entry.dtype, entry.local):
                 raise CheckpointError(f"{problem} does not match {entry.file}")
-            tensor = tensors.setdefault(entry.name, StoredTensor(entry.dtype, entry.shape, []))
+            own = slices.setdefault(entry.name, [])
+            tensor = tensors.setdefault(entry.name, StoredTensor(entry.dtype, entry.shape, own))
             if (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(f"{problem} has another dtype or shape than in another index")
-            tensor.entries.append(entry)
+            own.append(entry)
             listed[entry.file].add(entry.key)
     _check_complete(path, tensors, headers, listed)
     return tensors | _resolve_aliases(path, tensors, aliases)

@@ -19,13 +19,14 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, outcome, results
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.files import create_file, retry_io, storage_error
 
 __all__ = [
     "OnRead",
     "await_all_ranks",
+    "await_results",
     "file_damage",
     "parse_json",
     "printable",
@@ -223,11 +224,33 @@ def await_all_ranks(
         StorageError: the storage did not respond on this rank.
         PeerError: it failed on another rank, which is named, or a rank was lost.
     """
+    box: list[T] = []
+    _gather_outcomes(world, lambda: box.append(action()), progress, on_progress)  # collective
+    return box[0]
+
+
+def await_results(
+    world: World,
+    action: Callable[[], Any],
+    *,
+    progress: Callable[[], int] = lambda: 0,
+    on_progress: Callable[[list[int]], None] = lambda counts: None,
+) -> list[Any]:
+    """Run `action` as `await_all_ranks`, and return all ranks' results, JSON values, in rank order. Collective."""
+    return _gather_outcomes(world, action, progress, on_progress)  # collective
+
+
+def _gather_outcomes(
+    world: World,
+    action: Callable[[], Any],
+    progress: Callable[[], int],
+    on_progress: Callable[[list[int]], None],
+) -> list[Any]:
     signs = _LifeSigns(world, progress, on_progress) if world.size > 1 else None
     error: Exception | None = None
-    result: T | None = None
+    value: Any = None
     try:
-        result = action()
+        value = action()
     except OSError as caught:
         error = refusal_error(caught)
         error.__cause__ = caught
@@ -237,32 +260,38 @@ def await_all_ranks(
         if signs:
             signs.leave()
         raise
-    if signs and (exchange_error := signs.wait()):
-        raise error or exchange_error
-    world.check(error)  # collective
-    return result  # type: ignore[return-value]
+    own = outcome(value, error)
+    outcomes = signs.wait(own) if signs else [own]
+    if isinstance(outcomes, LockstepError):
+        raise error or outcomes
+    return results(outcomes, error)
 
 
 class _LifeSigns:
-    """A thread that sends the other ranks signs of life until all have ended."""
+    """A thread that sends the other ranks signs of life until all have ended, and then the outcome."""
 
     def __init__(self, world: World, progress: Callable[[], int], on_progress: Callable[[list[int]], None]) -> None:
         self._world, self._progress, self._on_progress = world, progress, on_progress
         self._ended = threading.Event()
         self._is_silent = False
-        self._error: LockstepError | None = None
+        self._own: list[Any] = []
+        self._outcomes: list[list[Any]] | LockstepError = []
         self._thread = threading.Thread(target=self._run, name="lockstep-signs", daemon=True)
         self._thread.start()
 
-    def wait(self) -> LockstepError | None:
+    def wait(self, own: list[Any]) -> list[list[Any]] | LockstepError:
         """Wait until every rank has ended.
 
+        Args:
+            own: this rank's outcome.
+
         Returns:
-            None, or the error of the exchange.
+            All outcomes, in rank order, or the error of the exchange.
         """
+        self._own = own
         self._ended.set()
         self._thread.join()
-        return self._error
+        return self._outcomes
 
     def leave(self) -> None:
         """Stop sending."""
@@ -276,9 +305,11 @@ class _LifeSigns:
                 ended = self._ended.wait(pause)
                 if self._is_silent:
                     return
-                replies = self._world.gather([ended, self._progress()])  # collective
-                self._on_progress([count for _, count in replies])
-                if all(each for each, _ in replies):
+                own = self._own if ended else None
+                replies = self._world.gather([self._progress(), own])  # collective
+                self._on_progress([count for count, _ in replies])
+                if all(each for _, each in replies):
+                    self._outcomes = [each for _, each in replies]
                     return
         except LockstepError as error:
-            self._error = error
+            self._outcomes = error

@@ -14,8 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.check import check_contents, check_sizes, data_files, find_damage, find_strays, resume_problems
-from lockstep.checkpoint.files import await_all_ranks, printable
+from lockstep.checkpoint.check import (
+    check_contents,
+    check_headers,
+    check_sizes,
+    data_files,
+    find_damage,
+    find_strays,
+    index_files,
+    resume_problems,
+)
+from lockstep.checkpoint.files import await_results, printable
 from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
 from lockstep.checkpoint.store import list_steps, path_of
 from lockstep.distributed.progress import rank_label
@@ -54,8 +63,7 @@ def find_resume(folder: Path, world: World, say: Say) -> tuple[Path, dict[str, A
         world.check(error if world.is_main else None)  # collective
     if path is None:
         return None
-    state = await_all_ranks(world, lambda: read_state(path) if world.is_main else {})  # collective
-    return path, world.gather(state)[0]  # collective
+    return path, await_results(world, lambda: read_state(path) if world.is_main else {})[0]  # collective
 
 
 def find_newest(folder: Path, world: World, say: Say) -> Path | None:
@@ -64,8 +72,7 @@ def find_newest(folder: Path, world: World, say: Say) -> Path | None:
 
 
 def _steps(folder: Path, world: World) -> list[int]:
-    own = await_all_ranks(world, lambda: list_steps(folder) if world.is_main else [])  # collective
-    steps: list[int] = world.gather(own)[0]  # collective
+    steps: list[int] = await_results(world, lambda: list_steps(folder) if world.is_main else [])[0]  # collective
     return steps
 
 
@@ -83,18 +90,15 @@ def _newest(folder: Path, steps: list[int], world: World, say: Say) -> Path | No
 
 def _problems(path: Path, world: World, say: Say) -> list[str]:
     """Return what is wrong with the checkpoint, the same on every rank; [] if nothing."""
-    problems, checksum = world.gather(await_all_ranks(world, lambda: _quick_check(path, world)))[0]  # collective
+    problems, checksum = await_results(world, lambda: _quick_check(path, world))[0]  # collective
     if problems:
         return list(problems)
     reading = _ReadProgress(path, world, say)
-    own = await_all_ranks(  # collective
+    damage = await_results(  # collective
         world, lambda: _read(path, checksum, world, reading), progress=lambda: reading.bytes, on_progress=reading.report
     )
-    damage = sorted(problem for each in world.gather(own) for problem in each)  # collective
-    if damage:
-        return damage
-    own_problems = await_all_ranks(world, lambda: _check_all_contents(path, world))  # collective
-    return list(world.gather(own_problems)[0])  # collective
+    problems = sorted(problem for each in damage for problem in each)
+    return problems or list(await_results(world, lambda: _check_all_contents(path, world))[0])  # collective
 
 
 def _quick_check(path: Path, world: World) -> tuple[list[str], str]:
@@ -121,7 +125,14 @@ def _read(path: Path, checksum: str, world: World, reading: "_ReadProgress") -> 
     if manifest.checksum != checksum:
         return [f"{path.name}/{MANIFEST} on {rank_label(world.rank)} differs from rank 0's"]
     reading.begin(manifest)
-    return find_damage(path, manifest, data_files(manifest, world.rank, world.size), reading.add)
+    names = data_files(manifest, world.rank, world.size)
+    try:
+        problems = find_damage(path, manifest, [*index_files(manifest), *names], reading.add)
+        if not problems:
+            check_headers(path, manifest, names)
+    except CheckpointError as error:
+        return [str(error)]
+    return problems
 
 
 def _check_all_contents(path: Path, world: World) -> list[str]:

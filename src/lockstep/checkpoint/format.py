@@ -2,10 +2,13 @@
 
     checkpoints/step-00000500/
         rank-00000.safetensors   the tensors, or slices of them, that rank 0 wrote
-        rank-00000.json          its index: [{name, dtype, shape, offsets, local, file, key}], and the aliases
+        index.json               how each tensor is cut, and which rank's file has each slice; the aliases
         state.json               plain numbers and strings of the run
         manifest.json            format, step, world size, engine, size and xxh3_64 of every other file; written last.
                                  `not_finite`, only if there are any: the tensors that prevent a resume
+
+Format 1, which is read too, has in place of index.json a list of its slices for each rank: rank-00000.json, [{name,
+dtype, shape, offsets, local, file, key}], and its aliases.
 
 Sizes and shapes are compared with the real sizes of the files before any memory is allocated for them; names cannot
 leave the folder; links in it are refused. Every function raises CheckpointError, in one line that names the file.
@@ -27,6 +30,7 @@ from lockstep.run_state import RunState
 __all__ = [
     "CODES",
     "FORMAT",
+    "INDEX",
     "JSON_LIMIT",
     "MANIFEST",
     "PAIRS",
@@ -93,14 +97,15 @@ def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]
     return CODES[dtype], shape
 
 
-FORMAT = 1
+FORMAT = 2
+INDEX = "index.json"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 
-_FILE = re.compile(r"rank-\d{5,9}\.(safetensors|json)|state\.json", re.ASCII)
+_FILE = re.compile(r"rank-\d{5,9}\.(safetensors|json)|(state|index)\.json", re.ASCII)
 _STEP = re.compile(r"step-\d{8,18}", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]{16}", re.ASCII)
-JSON_LIMIT = 64 << 20  # bytes: an index of about 300,000 slices, whose parsed form fits into memory
+JSON_LIMIT = 64 << 20  # bytes: an index of about 300,000 tensors, whose parsed form fits into memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +214,7 @@ def _manifest_problem(fields: dict[str, Any]) -> str | None:
     for key in sorted(types.keys() | fields.keys()):
         if key not in types or type(fields.get(key)) is not types[key]:
             return f"its field {printable(key, 40)!r} is missing, unknown or of another type"
-    if fields["format"] != FORMAT or fields["step"] < 0 or fields["world"] < 1 or len(fields["engine"]) > 200:
+    if not 1 <= fields["format"] <= FORMAT or fields["step"] < 0 or fields["world"] < 1 or len(fields["engine"]) > 200:
         return "its format, step, world or engine is out of range"
     if not all(isinstance(name, str) for name in fields.get("not_finite", ["a name"])):
         return "its list of tensors that are not finite has other values than names"
@@ -220,6 +225,8 @@ def _manifest_problem(fields: dict[str, Any]) -> str | None:
             return f"the size of {name} is missing or out of range"
         if not isinstance(file["xxh3_64"], str) or not _HEX.fullmatch(file["xxh3_64"]):
             return f"the checksum of {name} is missing or malformed"
+    if fields["format"] > 1 and INDEX not in fields["files"]:
+        return f"it does not list {INDEX}"
     return None if STATE in fields["files"] else f"it does not list {STATE}"
 
 

@@ -9,7 +9,7 @@ them.
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,15 @@ import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.checkpoint.files import parse_json, printable, read_file
-from lockstep.checkpoint.format import CODES, FORMAT, JSON_LIMIT, dtype_name, is_known, is_size, itemsize
+from lockstep.checkpoint.format import CODES, INDEX, JSON_LIMIT, dtype_name, is_known, is_size, itemsize
+from lockstep.checkpoint.grid import Grid, Slice, grid_of
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 from lockstep.files import retry_io
 from lockstep.tensors import is_dtensor, local_of
 
 __all__ = [
+    "GridSlices",
     "Header",
     "Share",
     "SliceEntry",
@@ -33,10 +35,13 @@ __all__ = [
     "TensorPiece",
     "block_of",
     "check_storable",
+    "data_name",
     "in_file_order",
     "owners_of",
+    "rank_of",
     "read_header",
     "read_index",
+    "read_rank_index",
     "share_out",
 ]
 
@@ -67,11 +72,14 @@ class Share:
         pieces: its parts of tensors.
         aliases: second names of tied tensors, alias -> name.
         summary: what must be equal on all ranks.
+        index: how all ranks' parts form each tensor: name -> (dtype, grid). On rank 0, which writes it; it follows from
+            the meshes and placements, without an exchange. Includes names that are aliases on other ranks alone.
     """
 
     pieces: list[TensorPiece]
     aliases: dict[str, str]
     summary: dict[str, Any]
+    index: dict[str, tuple[str, Grid]]
 
 
 def _kind(placement: object) -> str:
@@ -131,7 +139,42 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
             pieces.append(_piece(name, tensors[name], block))
     own = {piece.name for piece in pieces}
     own_aliases = {alias: name for alias, name in aliases.items() if name in own}
-    return Share(pieces, own_aliases, _summary(tensors, names, replicated))
+    index = {}
+    if world.is_main:
+        grids = _Grids()
+        index = {
+            name: (dtype_name(tensors[name].dtype), grids.of(tensors[name], owners.get(name)))
+            for name in names
+            if name not in aliases
+        }
+    return Share(pieces, own_aliases, _summary(tensors, names, replicated), index)
+
+
+class _Grids:
+    """The grids of tensors; each kind of sharding and shape is computed once."""
+
+    def __init__(self) -> None:
+        self._grids: dict[Any, Grid] = {}
+
+    def of(self, tensor: torch.Tensor, owner: int | None) -> Grid:
+        """Return a tensor's grid.
+
+        Args:
+            owner: the rank that writes all of it; None: the ranks of its mesh write their parts.
+        """
+        shape = tuple(tensor.shape)
+        if owner is not None or not is_dtensor(tensor):
+            key: Any = (owner, shape)
+            return self._grids.setdefault(key, Grid.whole(shape, owner or 0))
+        mesh = tensor.device_mesh
+        placements: tuple[Any, ...] = tuple(tensor.placements)
+        key = (mesh, placements, shape)
+        if key not in self._grids:
+            shards = {axis: place.dim for axis, place in enumerate(placements) if _kind(place) == "Shard"}
+            first = int(mesh.mesh.reshape(-1)[0])
+            empty = tensor.numel() == 0
+            self._grids[key] = Grid.whole(shape, first) if empty else grid_of(shape, mesh.mesh, shards)
+        return self._grids[key]
 
 
 def in_file_order(pieces: list[TensorPiece]) -> list[TensorPiece]:
@@ -251,12 +294,20 @@ def owners_of(sizes: list[tuple[int, str]], ranks: int) -> dict[str, int]:
 
 
 def _summary(tensors: dict[str, torch.Tensor], names: list[str], replicated: list[str]) -> dict[str, Any]:
-    digest = xxhash.xxh3_64()
+    digest, placement = xxhash.xxh3_64(), xxhash.xxh3_64()
+    places: dict[Any, bytes] = {}
     for name in names:
-        digest.update(repr((name, dtype_name(tensors[name].dtype), tuple(tensors[name].shape))).encode())
+        tensor = tensors[name]
+        digest.update(repr((name, dtype_name(tensor.dtype), tuple(tensor.shape))).encode())
+        if is_dtensor(tensor):
+            key = (tensor.device_mesh, tuple(tensor.placements))
+            if key not in places:
+                places[key] = repr((tensor.device_mesh.mesh.tolist(), tensor.placements)).encode()
+            placement.update(places[key])
     return {
         "tensors": len(names),
         "names and shapes": digest.hexdigest(),
+        "meshes and placements": placement.hexdigest(),
         "replicated": xxhash.xxh3_64_hexdigest(repr(replicated).encode()),
     }
 
@@ -265,6 +316,7 @@ def _summary(tensors: dict[str, torch.Tensor], names: list[str], replicated: lis
 
 _HEADER_LIMIT = 100_000_000  # bytes: the safetensors format's own limit
 _DIMENSIONS = 64  # torch's own limit
+_INDEX_FORMAT = 2
 
 Header = dict[str, tuple[str, tuple[int, ...]]]  # key -> dtype code, shape
 
@@ -293,8 +345,111 @@ class SliceEntry:
         return TensorBox(self.offsets, self.local)
 
 
-def read_index(path: Path, name: str, files: dict[str, dict[str, Any]]) -> tuple[list[SliceEntry], dict[str, str]]:
-    """Read the slices and the aliases (alias -> name) of an index file.
+class GridSlices(Sequence[SliceEntry]):
+    """The slices of a tensor that a grid describes, made as they are needed."""
+
+    __slots__ = ("_dtype", "_grid", "_name")
+
+    def __init__(self, name: str, dtype: str, grid: Grid) -> None:
+        self._name, self._dtype, self._grid = name, dtype, grid
+
+    @property
+    def dtype(self) -> str:
+        """Name of the tensor's dtype."""
+        return self._dtype
+
+    @property
+    def grid(self) -> Grid:
+        """How the tensor is cut."""
+        return self._grid
+
+    def __len__(self) -> int:
+        """Return the number of slices."""
+        return len(self._grid.files)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a slice, in row-major order."""
+        return [self._entry(each) for each in self._grid.slices()][index]
+
+    def __iter__(self) -> Iterator[SliceEntry]:
+        """Yield the slices."""
+        return map(self._entry, self._grid.slices())
+
+    def within(self, box: TensorBox) -> Iterator[SliceEntry]:
+        """Yield the slices that overlap `box`."""
+        return map(self._entry, self._grid.within(box.offsets, box.shape))
+
+    def _entry(self, each: Slice) -> SliceEntry:
+        file, offsets, local = each
+        return SliceEntry(self._name, self._dtype, self._grid.shape, offsets, local, data_name(file), self._name)
+
+
+def data_name(rank: int) -> str:
+    """Return the name of the data file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def rank_of(name: str) -> int:
+    """Return the rank that wrote this data file."""
+    return int(name.removeprefix("rank-").partition(".")[0])
+
+
+def read_index(path: Path, files: dict[str, dict[str, Any]]) -> tuple[dict[str, GridSlices], dict[str, str]]:
+    """Read the index: the slices of each tensor, and the aliases (alias -> name).
+
+    Args:
+        path: the checkpoint's folder.
+        files: the manifest's; every slice must be in a data file that it lists.
+    """
+    label = f"{printable(path.name)}/{INDEX}"
+    content = parse_json(read_file(path / INDEX, JSON_LIMIT), path / INDEX)
+    if not isinstance(content, dict) or content.keys() != {"format", "tensors", "aliases"}:
+        raise CheckpointError(f"{label} is damaged: it is not an index")
+    if content["format"] != _INDEX_FORMAT or not isinstance(content["tensors"], list):
+        raise CheckpointError(f"{label} is damaged: it has another format than {_INDEX_FORMAT}")
+    numbers = frozenset(rank_of(name) for name in files if name.endswith(".safetensors"))
+    grids: dict[str, Grid | str] = {}  # most tensors are cut alike
+    tensors: dict[str, GridSlices] = {}
+    for number, fields in enumerate(content["tensors"]):
+        grid = _grid(fields, numbers, grids)
+        if isinstance(grid, str):
+            raise CheckpointError(f"{label} is damaged: entry {number}: {grid}")
+        if fields["name"] in tensors:
+            raise CheckpointError(f"{label} is damaged: it has {printable(fields['name'], 120)!r} twice")
+        tensors[fields["name"]] = GridSlices(fields["name"], fields["dtype"], grid)
+    return tensors, _aliases(content["aliases"], label)
+
+
+def _grid(fields: Any, numbers: frozenset[int], grids: dict[str, "Grid | str"]) -> "Grid | str":
+    """Return the grid of an index's entry, or what is wrong with it.
+
+    Args:
+        numbers: of the data files.
+        grids: cache of parsed grids.
+    """
+    if not isinstance(fields, dict) or fields.keys() != {"name", "dtype", "cuts", "files"}:
+        return "it does not have the fields name, dtype, cuts, files"
+    if type(fields["name"]) is not str or type(fields["dtype"]) is not str:
+        return "its name or dtype is of another type"
+    if not is_known(fields["dtype"]):
+        return f"unknown dtype {printable(fields['dtype'], 40)!r}"
+    key = repr((fields["cuts"], fields["files"]))
+    if key not in grids:
+        grid = Grid.from_json(fields["cuts"], fields["files"], len(numbers))
+        if isinstance(grid, Grid) and (len(grid.edges) > _DIMENSIONS or not numbers.issuperset(grid.files)):
+            grid = "it has a file that is not in the manifest, or too many dimensions"
+        grids[key] = grid
+    return grids[key]
+
+
+def _aliases(aliases: Any, label: str) -> dict[str, str]:
+    if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
+        raise CheckpointError(f"{label} is damaged: its aliases are not names")
+    return aliases
+
+
+def read_rank_index(path: Path, name: str, files: dict[str, dict[str, Any]]) -> tuple[list[SliceEntry], dict[str, str]]:
+    """Read the slices and the aliases (alias -> name) of a rank's index file, of format 1.
 
     Args:
         path: the checkpoint's folder.
@@ -305,8 +460,8 @@ def read_index(path: Path, name: str, files: dict[str, dict[str, Any]]) -> tuple
     content = parse_json(read_file(path / name, JSON_LIMIT), path / name)
     if not isinstance(content, dict) or content.keys() != {"format", "tensors", "aliases"}:
         raise CheckpointError(f"{label} is damaged: it is not an index")
-    if content["format"] != FORMAT or not isinstance(content["tensors"], list):
-        raise CheckpointError(f"{label} is damaged: it has another format than {FORMAT}")
+    if content["format"] != 1 or not isinstance(content["tensors"], list):
+        raise CheckpointError(f"{label} is damaged: it has another format than 1")
     entries = []
     for number, fields in enumerate(content["tensors"]):
         problem = _entry_problem(fields, files)
@@ -314,10 +469,7 @@ def read_index(path: Path, name: str, files: dict[str, dict[str, Any]]) -> tuple
             raise CheckpointError(f"{label} is damaged: entry {number}: {problem}")
         values: dict[str, Any] = {key: tuple(value) if type(value) is list else value for key, value in fields.items()}
         entries.append(SliceEntry(**values))
-    aliases = content["aliases"]
-    if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
-        raise CheckpointError(f"{label} is damaged: its aliases are not names")
-    return entries, aliases
+    return entries, _aliases(content["aliases"], label)
 
 
 def _entry_problem(fields: Any, files: dict[str, dict[str, Any]]) -> str | None:

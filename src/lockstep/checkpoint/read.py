@@ -19,9 +19,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from lockstep.checkpoint.check import StoredTensor, check_sizes, data_files, find_damage, read_contents
+from lockstep.checkpoint.check import (
+    StoredTensor,
+    check_headers,
+    check_sizes,
+    data_files,
+    find_damage,
+    index_files,
+    read_contents,
+)
 from lockstep.checkpoint.files import await_all_ranks, printable
-from lockstep.checkpoint.format import PAIRS, dtype_name, read_manifest
+from lockstep.checkpoint.format import PAIRS, STATE, dtype_name, read_manifest
 from lockstep.checkpoint.layout import SliceEntry, TensorBox, block_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.distributed.world import World
@@ -61,17 +69,22 @@ def _check_files(
     path: Path, tensors: dict[str, torch.Tensor], world: World | None, verified: bool
 ) -> dict[str, StoredTensor]:
     manifest = read_manifest(path)
-    _raise_damage(check_sizes(path, manifest))  # every rank reads the small files, so every rank checks them
+    if world is None:
+        _raise_damage(check_sizes(path, manifest))
+    else:  # the ranks divide the data; each checks what it reads itself
+        _raise_damage(find_damage(path, manifest, [*index_files(manifest), STATE]))
     contents = read_contents(path, manifest)
     for name in _names_without_state(tensors, contents):
         del tensors[name]
     _match(path, tensors, contents)
+    if verified:
+        return contents
     if world is None:
         names = sorted({entry.file for name in tensors for entry in contents[name].entries})
     else:
         names = data_files(manifest, world.rank, world.size)
-    if not verified:
-        _raise_damage(find_damage(path, manifest, names))
+    _raise_damage(find_damage(path, manifest, names))
+    check_headers(path, manifest, names)
     return contents
 
 
@@ -146,7 +159,7 @@ def _to_complex(pairs: torch.Tensor, dtype: str) -> torch.Tensor:
 
 def _fill(target: torch.Tensor, block: TensorBox, source: StoredTensor, read: Read) -> None:
     """Copy the slices' overlap with `block` of the full tensor into `target`."""
-    for entry in source.entries:
+    for entry in source.within(block):
         low = [max(pair) for pair in zip(block.offsets, entry.offsets, strict=True)]
         ends = [_ends(each) for each in (block, entry.block)]
         high = [min(pair) for pair in zip(*ends, strict=True)]
@@ -185,6 +198,7 @@ def open_tensors(path: Path) -> Iterator[FullTensors]:
     manifest = read_manifest(path)
     _raise_damage(find_damage(path, manifest, list(manifest.files)))
     contents = read_contents(path, manifest)
+    check_headers(path, manifest, data_files(manifest))
     with ExitStack() as stack:
         part = _reader(path, stack)
         yield FullTensors(contents, lambda name: _read_full(contents[name], part))

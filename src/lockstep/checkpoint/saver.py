@@ -196,7 +196,7 @@ class Saver:
                 place.copy_(local)
             copies.append(TensorPiece(piece.name, piece.shape, piece.offsets, place))
         ready = self._copy_in_stream(later, now) if later or now else None
-        return Share(copies, share.aliases, share.summary), ready
+        return dataclasses.replace(share, pieces=copies), ready
 
     def _copy_in_stream(self, stable: _Pairs, changing: _Pairs) -> "torch.cuda.Event":
         """Copy each pair's source to its target, on a second stream where possible.

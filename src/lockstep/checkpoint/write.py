@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -30,10 +31,11 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.check import not_finite_line, verify
-from lockstep.checkpoint.files import await_all_ranks, remove, write_file
-from lockstep.checkpoint.format import FORMAT, MANIFEST, STATE, Manifest, dtype_name, dump, step_name, stored_as
-from lockstep.checkpoint.layout import Share, TensorPiece, in_file_order, share_out
-from lockstep.distributed.world import World
+from lockstep.checkpoint.files import await_all_ranks, await_results, remove, write_file
+from lockstep.checkpoint.format import FORMAT, INDEX, MANIFEST, STATE, Manifest, dtype_name, dump, step_name, stored_as
+from lockstep.checkpoint.layout import Share, TensorPiece, data_name, in_file_order, share_out
+from lockstep.distributed.progress import rank_label
+from lockstep.distributed.world import World, compare
 from lockstep.errors import CheckpointError
 from lockstep.files import bytes_text, retry_io, sync
 from lockstep.tensors import not_finite
@@ -278,14 +280,13 @@ def write_share(
     exempt: Collection[str] = (),
 ) -> Path:
     """Write a checkpoint of these shares, as `save`. Collective."""
-    world.check_same("set of tensors to save", {**share.summary, "step": step})  # collective
     final = folder / "checkpoints" / step_name(step)
     size = sum(piece.local.nbytes for piece in share.pieces)
     tensors = {piece.name: piece.local for piece in share.pieces if piece.name not in exempt}
-    shares = world.gather([size, not_finite(tensors)])  # collective
-    total, bad = sum(size for size, _ in shares), sorted({name for _, names in shares for name in names})
-    temporary = await_all_ranks(world, lambda: _begin(final, state, total) if world.is_main else None)  # collective
-    temporary = world.gather(temporary)[0]  # collective
+    shares = world.gather([{**share.summary, "step": step}, size, not_finite(tensors)])  # collective
+    compare("set of tensors to save", [summary for summary, _, _ in shares])
+    total, bad = sum(size for _, size, _ in shares), sorted({name for _, _, names in shares for name in names})
+    temporary = await_results(world, lambda: _begin(final, state, total) if world.is_main else None)[0]  # collective
     if temporary is not None:
         _write_new(final, temporary, step, share, state, world, engine, bad)  # collective
     if bad:  # on every rank
@@ -309,12 +310,18 @@ def _write_new(
     """Write to the temporary folder `name`, and rename it. Collective."""
     temporary = final.parent / name
     try:
-        own = await_all_ranks(world, lambda: _write_share(temporary, share, world.rank))  # collective
-        files = {file: entry for each in world.gather(own) for file, entry in each.items()}  # collective
+        shares = await_results(  # collective
+            world, lambda: [_write_share(temporary, share, world.rank), len(share.pieces), share.aliases]
+        )
+        files = {file: entry for each, _, _ in shares for file, entry in each.items()}
         manifest = Manifest(step, world.size, engine, int(time.time()), files, not_finite=bad)
-        await_all_ranks(
-            world, lambda: _finish(temporary, final, manifest, state) if world.is_main else None
-        )  # collective
+
+        def finish() -> None:
+            aliases = {alias: name for _, _, each in shares for alias, name in each.items()}
+            index = _index(share, aliases, [count for _, count, _ in shares])
+            _finish(temporary, final, manifest, {STATE: dump(state), INDEX: index})
+
+        await_all_ranks(world, lambda: finish() if world.is_main else None)  # collective
     except BaseException:  # also Ctrl-C: half a checkpoint is useless
         if world.is_main:
             remove(temporary)
@@ -343,32 +350,42 @@ def _begin(final: Path, state: dict[str, Any], size: int) -> str | None:
 
 
 def _write_share(temporary: Path, share: Share, rank: int) -> dict[str, dict[str, Any]]:
-    """Write this rank's data and index files.
+    """Write this rank's data file.
 
     Returns:
         {file name: {size, xxh3_64}}, {} if there is nothing.
     """
     if not share.pieces:
         return {}
-    pieces = in_file_order(share.pieces)
-    data, index = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
-    content = {"format": FORMAT, "tensors": [_entry(piece, data) for piece in pieces], "aliases": share.aliases}
-    return {
-        data: retry_io(lambda: write_file(temporary / data, _safetensors(pieces))),
-        index: retry_io(lambda: write_file(temporary / index, [dump(content, indent=None)])),
-    }
+    pieces, data = in_file_order(share.pieces), data_name(rank)
+    return {data: retry_io(lambda: write_file(temporary / data, _safetensors(pieces)))}
 
 
-def _entry(piece: TensorPiece, file: str) -> dict[str, Any]:
-    return {
-        "name": piece.name,
-        "dtype": dtype_name(piece.local.dtype),
-        "shape": piece.shape,
-        "offsets": piece.offsets,
-        "local": list(piece.local.shape),
-        "file": file,
-        "key": piece.name,
-    }
+def _index(share: Share, aliases: dict[str, str], counts: list[int]) -> bytes:
+    """Return the index of all ranks' shares, from rank 0's.
+
+    Args:
+        aliases: of all ranks.
+        counts: number of slices that each rank wrote.
+
+    Raises:
+        CheckpointError: it has other numbers: a tensor is cut in a way that only its ranks know.
+    """
+    tensors = {name: each for name, each in share.index.items() if name not in aliases}
+    numbers = Counter(id(grid) for _, grid in tensors.values())  # most tensors are cut alike, and share their grid
+    grids = {id(grid): grid for _, grid in tensors.values()}
+    fields = {key: grid.to_json() for key, grid in grids.items()}
+    expected = Counter[int]()
+    for key, count in numbers.items():
+        expected.update(dict.fromkeys(grids[key].files, count))
+    for rank, count in enumerate(counts):
+        if count != expected[rank]:
+            raise CheckpointError(
+                f"{rank_label(rank)} wrote {count} slices of tensors, and by their meshes it has {expected[rank]}; "
+                "report this as a bug, with the engine and its options"
+            )
+    rows = [{"name": name, "dtype": dtype, **fields[id(grid)]} for name, (dtype, grid) in tensors.items()]
+    return dump({"format": FORMAT, "tensors": rows, "aliases": aliases}, indent=None)
 
 
 def _safetensors(pieces: list[TensorPiece]) -> Iterator[bytes | memoryview]:
@@ -396,9 +413,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _finish(temporary: Path, final: Path, manifest: Manifest, state: dict[str, Any]) -> None:
-    """Write state and manifest on rank 0, and give the folder its final name."""
-    manifest.files[STATE] = retry_io(lambda: write_file(temporary / STATE, [dump(state)]))
+def _write_document(path: Path, data: bytes) -> dict[str, Any]:
+    return retry_io(lambda: write_file(path, [data]))
+
+
+def _finish(temporary: Path, final: Path, manifest: Manifest, documents: dict[str, bytes]) -> None:
+    """Write index, state and manifest on rank 0, and give the folder its final name."""
+    for name, data in documents.items():
+        manifest.files[name] = _write_document(temporary / name, data)
     for name, file in manifest.files.items():
         if (temporary / name).stat().st_size != file["size"]:
             raise CheckpointError(

@@ -18,8 +18,9 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -131,6 +132,7 @@ RAGGED_SECONDS = 0.02
 # Without items it only carries stop requests.
 STEADY_SECONDS = 0.25
 MOST_STEPS = 16
+_EXACT = 2.0**53  # up to here float64 has all whole numbers
 _HEADER = 6  # stop request, seconds per step, the run's last step on this rank, and its busy seconds
 
 
@@ -153,14 +155,14 @@ class _PendingExchange(NamedTuple):
         due: its first step.
         length: number of steps that it covers.
         work: its handle.
-        rows: buffers, by rank.
+        rows: the numbers of each rank, one row a rank.
         items: index of the items in a row.
     """
 
     due: int
     length: int
     work: dist.Work
-    rows: list[Tensor]
+    rows: Tensor
     items: int
 
 
@@ -224,6 +226,8 @@ class StepExchange:
             self._group = world.new_group()  # collective
         self._stop_request = self._agreed_stop = CONTINUE
         self._pending: _PendingExchange | None = None
+        self._rows: Tensor | None = None
+        self._rows_by_rank: list[Tensor] = []
         self._result = _ExchangeResult(0, 0, [], 1)
         self._busy, self._steps = 0.0, 0  # over the steps since the last exchange
         self._step_start: float | None = None
@@ -310,12 +314,14 @@ class StepExchange:
         """
         if self._world.size == 1:
             return [values]
-        rows = self._buffers(len(values))
+        rows = self._buffer(len(values))
         try:
-            dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self._group)  # collective
+            own = torch.tensor(values, dtype=torch.float64)
+            dist.all_gather(list(rows.unbind()), own, group=self._group)  # collective
         except RuntimeError as error:
             raise lost_peers(self._world.rank) from error
-        return [row.tolist() for row in rows]
+        by_rank: list[list[float]] = rows.tolist()
+        return by_rank
 
     def _issue(self, due: int, length: int) -> "_PendingExchange":
         busy = self._busy / self._steps if self._steps else 0.0
@@ -325,10 +331,12 @@ class StepExchange:
         if not self._constant:
             coming = [parts(self._ahead(due + k) if k < length else 0) for k in range(MOST_STEPS)]
             row += [part for column in zip(*coming, strict=True) for part in column]  # MOST_STEPS numbers of each part
-        rows = self._buffers(len(row))
-        buffer = torch.tensor(row, dtype=torch.float64)
-        work = dist.all_gather(rows, buffer, group=self._group, async_op=True)  # collective
-        return _PendingExchange(due, length, work, rows, _HEADER + len(extra))
+        if self._rows is None or self._rows.shape[1] != len(row):  # one exchange is in flight, and read before the next
+            self._rows = self._buffer(len(row))
+            self._rows_by_rank = list(self._rows.unbind())
+        own = torch.tensor(row, dtype=torch.float64)
+        work = dist.all_gather(self._rows_by_rank, own, group=self._group, async_op=True)  # collective
+        return _PendingExchange(due, length, work, self._rows, _HEADER + len(extra))
 
     def _busy_seconds(self) -> BusySeconds:
         """Return the busy seconds per step since the last exchange, without waits for others."""
@@ -366,16 +374,17 @@ class StepExchange:
         except RuntimeError as error:
             raise lost_peers(self._world.rank, f"before step {pending.due}") from error
         self.wait_seconds += time.perf_counter() - began
-        rows = [row.tolist() for row in pending.rows]
-        self._agreed_stop = int(max(row[0] for row in rows))
-        _check_even([int(row[2]) for row in rows], pending.due)
-        self.busy_by_rank, self.count = [BusySeconds(*row[3:_HEADER]) for row in rows], self.count + 1
-        self.extra_by_rank = [row[_HEADER : pending.items] for row in rows]
-        items = [
-            number(math.fsum(part for row in rows for part in row[pending.items + k :: MOST_STEPS]))
-            for k in range(0 if self._constant else pending.length)
-        ]
-        return _ExchangeResult(pending.due, pending.length, items, self._interval(max(row[1] for row in rows)))
+        rows = pending.rows.numpy()
+        self._agreed_stop = int(rows[:, 0].max())
+        _check_even(rows[:, 2], pending.due)
+        self.busy_by_rank = list(map(BusySeconds._make, rows[:, 3:_HEADER].tolist()))
+        self.extra_by_rank = rows[:, _HEADER : pending.items].tolist() if pending.items > _HEADER else [[]] * len(rows)
+        self.count += 1
+        items: list[float] = []
+        if not self._constant:
+            sums = _exact_sums(rows[:, pending.items :].reshape(-1, MOST_STEPS)[:, : pending.length])
+            items = [number(each) for each in sums]
+        return _ExchangeResult(pending.due, pending.length, items, self._interval(float(rows[:, 1].max())))
 
     def has_failed(self) -> bool:
         """Whether the exchange in flight has failed. For use by another thread."""
@@ -392,12 +401,21 @@ class StepExchange:
         target = STEADY_SECONDS if self._constant else RAGGED_SECONDS
         return min(MOST_STEPS, max(1, math.ceil(target / busy))) if busy else 1
 
-    def _buffers(self, length: int) -> list[Tensor]:
-        return [torch.empty(length, dtype=torch.float64) for _ in range(self._world.size)]
+    def _buffer(self, length: int) -> Tensor:
+        """Return memory for `length` numbers of each rank, one row a rank."""
+        return torch.empty(self._world.size, length, dtype=torch.float64)
 
 
-def _check_even(lasts: list[int], step: int) -> None:
+def _exact_sums(values: "np.ndarray[Any, np.dtype[np.float64]]") -> list[float]:
+    """Sum each column with one rounding, so that the order of the rows does not count."""
+    if (values == np.floor(values)).all() and np.abs(values).sum() < _EXACT:  # whole numbers: no sum is rounded
+        sums: list[float] = values.sum(axis=0).tolist()
+        return sums
+    return [math.fsum(column[column != 0].tolist()) for column in values.T]
+
+
+def _check_even(lasts: "np.ndarray[Any, np.dtype[np.float64]]", step: int) -> None:
     """Raise LockstepError if the ranks plan different numbers of steps."""
-    if min(lasts) != max(lasts):
-        counts = ", ".join(f"{rank_label(rank)} has {last}" for rank, last in enumerate(lasts))
+    if lasts.min() != lasts.max():
+        counts = ", ".join(f"{rank_label(rank)} has {int(last)}" for rank, last in enumerate(lasts))
         raise LockstepError(f"uneven work before step {step}: {counts} steps; give every rank the same data and plan")

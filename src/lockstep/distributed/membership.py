@@ -178,9 +178,19 @@ def _has_closed_link() -> bool:
     for group in groups:
         with suppress(RuntimeError):  # it has no backend for CPU tensors
             backend = group._get_backend(torch.device("cpu"))
-            if backend.name() == "gloo" and not all(_is_open(backend, peer) for peer in range(group.size())):
+            if backend.name() == "gloo" and not all(_is_open(backend, peer) for peer in _peers(group)):
                 return True
     return False
+
+
+def _peers(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks of the group, first those at the distances of gloo's rings and trees.
+
+    A link to any other is made by asking: a thousand ranks ask so only if no link that they use is closed.
+    """
+    distances = [1 << bit for bit in range(group.size().bit_length())]
+    near = [(group.rank() + sign * distance) % group.size() for distance in distances for sign in (1, -1)]
+    return list(dict.fromkeys([*near, *range(group.size())]))
 
 
 def _is_open(backend: Any, peer: int) -> bool:

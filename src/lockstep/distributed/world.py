@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from lockstep.distributed.descriptors import CONNECT_ON_DEMAND, descriptors_of, ensure_descriptors
 from lockstep.distributed.launcher import check_launched, check_reachable, launcher_number, listen
 from lockstep.distributed.membership import check_store, lost_peers
 from lockstep.distributed.progress import MEETING_VARIABLE, rank_label, renumber
@@ -38,9 +39,13 @@ from lockstep.errors import ConfigError, LockstepError, PeerError
 
 __all__ = [
     "World",
+    "compare",
+    "gather_results",
     "meeting_point",
     "meeting_store",
     "on_all_ranks",
+    "outcome",
+    "results",
 ]
 
 
@@ -239,6 +244,7 @@ class World:
         """Create another gloo group of all ranks. Collective."""
         wait = timedelta(seconds=self._patience or self.timeout)
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=wait)  # collective
+        _connect(group)
         if self._patience:
             _let_wait(group, self.timeout)
         return group
@@ -246,6 +252,9 @@ class World:
     def _make_groups(self, scope: str = "") -> None:
         wait = timedelta(seconds=self._patience or self.timeout)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        hosts_store = self.rank == 0 and not meeting_point()[2]
+        ensure_descriptors(descriptors_of(self.size, hosts_store), f"rank {self.rank} of {self.size}")
+        os.environ.setdefault(CONNECT_ON_DEMAND, "1")
         store = None
         try:
             store = meeting_store(self.rank, self.size, wait)
@@ -254,6 +263,8 @@ class World:
             own = PrefixStore(self._scope, store)
             dist.init_process_group(backend, timeout=wait, store=own, rank=self.rank, world_size=self.size)
             _forget_group()
+            if backend == "gloo":
+                _connect(None)
             if dist.group.WORLD is not None:
                 _let_wait(dist.group.WORLD, self.timeout)
             self.control = self.new_group()
@@ -335,23 +346,35 @@ class World:
             print(*values, flush=True)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order. Two small collectives.
+        """Return every rank's `value`, in rank order. One small collective, or two if a value is long.
 
         Values travel as JSON, never as pickles.
         """
         if self.size == 1:
             return [value]
-        payload = bytearray(json.dumps(value).encode())
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        payload = json.dumps(value).encode()
         try:
-            dist.all_gather(lengths, torch.tensor([len(payload)]), group=self.control)  # collective
-            longest = max(int(length) for length in lengths)
-            padded = torch.frombuffer(payload + bytes(longest - len(payload)), dtype=torch.uint8)
-            received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(received, padded, group=self.control)  # collective
+            first = self._gather_bytes(len(payload).to_bytes(_LENGTH, "little") + payload[:_SHORT], _LENGTH + _SHORT)
+            lengths = [int.from_bytes(row[:_LENGTH], "little") for row in first]
+            texts = [row[_LENGTH : _LENGTH + length] for row, length in zip(first, lengths, strict=True)]
+            if (longest := max(lengths)) > _SHORT:
+                rest = self._gather_bytes(payload[_SHORT:], longest - _SHORT)
+                texts = [
+                    text + row[: max(0, length - _SHORT)]
+                    for text, row, length in zip(texts, rest, lengths, strict=True)
+                ]
         except RuntimeError as error:
             raise lost_peers(self.rank) from error
-        return [json.loads(bytes(data[: int(length)].numpy())) for data, length in zip(received, lengths, strict=True)]
+        values: list[Any] = json.loads(b"[" + b",".join(texts) + b"]")
+        return values
+
+    def _gather_bytes(self, payload: bytes, length: int) -> list[bytes]:
+        """Return every rank's payload, padded with zeros to `length`, the same on every rank. Collective."""
+        own = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
+        received = torch.empty(self.size, length, dtype=torch.uint8)
+        dist.all_gather(list(received.unbind()), own, group=self.control)  # collective
+        flat = received.numpy().tobytes()
+        return [flat[start : start + length] for start in range(0, len(flat), length)]
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
@@ -368,15 +391,11 @@ class World:
         only (reading data, opening a folder) ends with this call, or the others would wait. The exit code is the
         failed rank's, so that bad input ends every process with 2.
         """
-        failure = None if error is None else [str(error) or type(error).__name__, getattr(error, "exit_code", 1)]
-        failed = [(rank, *entry) for rank, entry in enumerate(self.gather(failure)) if entry]
-        if error is not None:
-            raise error
-        if failed:
-            rank, message, code = failed[0]
-            problem = PeerError(f"{rank_label(rank)}: {message}")
-            problem.exit_code, problem.relayed = code, True
-            raise problem
+        self.gather_checked(None, error)
+
+    def gather_checked(self, value: Any, error: Exception | None) -> list[Any]:
+        """Return every rank's `value`, in rank order, or raise as `check` if a rank passes an error. Collective."""
+        return results(self.gather(outcome(value, error)), error)  # collective
 
     def check_same(self, subject: str, values: dict[str, Any]) -> None:
         """Raise LockstepError unless all ranks hold equal values. Collective.
@@ -385,14 +404,7 @@ class World:
             subject: names the values in the error, which also gives the differing keys and the rank.
             values: to be compared with rank 0's.
         """
-        gathered = self.gather(values)
-        for rank, own in enumerate(gathered):
-            keys = [key for key in values if own.get(key) != gathered[0].get(key)]
-            if keys:
-                differences = ", ".join(f"{key} ({gathered[0].get(key)!r} on rank 0, {own.get(key)!r})" for key in keys)
-                raise LockstepError(
-                    f"the {subject} of {rank_label(rank)} differs from rank 0's: {differences}; start all ranks alike"
-                )
+        compare(subject, self.gather(values))  # collective
 
     def leave(self, patience: float | None = None) -> None:
         """Leave without hanging: collect wrappers, wait for every rank, then destroy the groups.
@@ -426,6 +438,51 @@ class World:
         """Leave at the next join: other ranks may be gone, and tracebacks hold the engine."""
         if self.control is not None:
             _ABANDONED.append(self)
+
+
+def compare(subject: str, ranks: list[dict[str, Any]]) -> None:
+    """Raise LockstepError unless all ranks gathered equal values; see `World.check_same`."""
+    for rank, own in enumerate(ranks):
+        keys = [key for key in ranks[0] if own.get(key) != ranks[0].get(key)]
+        if keys:
+            differences = ", ".join(f"{key} ({ranks[0].get(key)!r} on rank 0, {own.get(key)!r})" for key in keys)
+            raise LockstepError(
+                f"the {subject} of {rank_label(rank)} differs from rank 0's: {differences}; start all ranks alike"
+            )
+
+
+def outcome(value: Any, error: Exception | None) -> list[Any]:
+    """Return what a rank sends about an action: its value, or its error as message and exit code."""
+    if error is None:
+        return [value, None]
+    return [None, [str(error) or type(error).__name__, getattr(error, "exit_code", 1)]]
+
+
+def results(outcomes: list[list[Any]], error: Exception | None) -> list[Any]:
+    """Return the values of all ranks' outcomes, or raise this rank's error, or a PeerError about the first failed."""
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(outcomes):
+        if failure:
+            message, code = failure
+            problem = PeerError(f"{rank_label(rank)}: {message}")
+            problem.exit_code, problem.relayed = code, True
+            raise problem
+    return [value for value, _ in outcomes]
+
+
+def gather_results(world: World, action: Callable[[], T]) -> list[T]:
+    """Run `action`, and return all ranks' results, in rank order, if it succeeded on all; else raise. Collective.
+
+    Args:
+        action: returns a JSON value.
+    """
+    value, error = None, None
+    try:
+        value = action()
+    except Exception as problem:
+        error = problem
+    return world.gather_checked(value, error)  # collective
 
 
 def on_all_ranks(world: World, action: Callable[[], T]) -> T:
@@ -488,6 +545,14 @@ def _start() -> str:
     return f"lockstep/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
+def _connect(group: dist.ProcessGroup | None) -> None:
+    """Connect the ranks of a gloo group as its rings and trees will; None: the default group. Collective.
+
+    The later loss of a rank is then a closed link, which fails at once; a new connection to it would be tried again.
+    """
+    dist.barrier(group=group)  # collective
+
+
 def _let_wait(group: dist.ProcessGroup, seconds: float) -> None:
     """Set the timeout of the group's collectives, in seconds; NCCL's a little longer."""
     for device in ("cpu", "cuda"):
@@ -504,6 +569,8 @@ def _forget_group() -> None:
             function.__defaults__ = tuple(None if isinstance(each, dist.ProcessGroup) else each for each in defaults)
 
 
+_LENGTH = 8  # bytes in front of a gathered value, with its length
+_SHORT = 120  # bytes of a value that one collective carries
 _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
 _ABANDONED: list[World] = []
 _REGROUP_SECONDS = 0.75  # seconds for ranks that have just reported to arrive; gloo waits five times as long

@@ -8,7 +8,7 @@ Tensors on only one rank are not read.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -181,24 +181,30 @@ def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[],
     """
     if world.size == 1:
         return
-    cache: dict[Any, list[int]] = {}
-    holders = {name: _holders(tensor, world, cache) for name, tensor in state.items()}
-    own = fingerprints({name: tensor for name, tensor in state.items() if len(holders[name]) > 1})
-    digests: dict[str, Any] = {}
+    cache: dict[Any, _Holders] = {}
+    holders = {name: _holders_of(tensor, world, cache) for name, tensor in state.items()}
+    own = fingerprints({name: tensor for name, tensor in state.items() if holders[name].size > 1})
+    digests: dict[_Holders, Any] = {}
     for name, value in own.items():  # sorted by name, the same on every rank
-        digests.setdefault(_key(holders[name]), xxhash.xxh3_64()).update(repr((name, value)).encode())
-    gathered = world.gather({ranks: digest.hexdigest() for ranks, digest in digests.items()})  # collective
-    by_holders = {
-        ranks: [gathered[int(rank)].get(ranks) for rank in ranks.split()] for each in gathered for ranks in each
-    }
-    odd = {ranks for ranks, values in by_holders.items() if len(set(values)) > 1}
+        digests.setdefault(holders[name], xxhash.xxh3_64()).update(repr((name, value)).encode())
+    odd = _differing(world.gather([[*group, digest.hexdigest()] for group, digest in digests.items()]))  # collective
     if odd:
-        details = {name: value for name, value in own.items() if _key(holders[name]) in odd}
+        details = {name: value for name, value in own.items() if holders[name].key in odd}
         raise DifferenceError(_describe(world.gather(details), step, kinds()))  # collective
 
 
-def _holders(tensor: Tensor, world: World, cache: dict[Any, list[int]]) -> list[int]:
-    """Return the ranks with the same part of a tensor; [] if this rank has none.
+class _Holders(NamedTuple):
+    """The ranks with the same part of a tensor: a digest of their numbers, and how many they are.
+
+    The digest is as short for a thousand ranks as for two: what is exchanged grows with the ranks, not their square.
+    """
+
+    key: str
+    size: int
+
+
+def _holders_of(tensor: Tensor, world: World, cache: dict[Any, _Holders]) -> _Holders:
+    """Return the ranks with the same part of a tensor; none if this rank has no part.
 
     Args:
         cache: cache, by mesh and placement.
@@ -210,7 +216,7 @@ def _holders(tensor: Tensor, world: World, cache: dict[Any, list[int]]) -> list[
         if mesh is not None:
             at = mesh.get_coordinate()
             ranks = [] if at is None else _copies(mesh.mesh, placements, at)
-        cache[mesh, placements] = ranks
+        cache[mesh, placements] = _Holders(xxhash.xxh3_64_hexdigest(repr(ranks).encode()), len(ranks))
     return cache[mesh, placements]
 
 
@@ -220,8 +226,19 @@ def _copies(ranks: Tensor, placements: Any, at: list[int]) -> list[int]:
     return sorted(ranks[tuple(same)].reshape(-1).tolist())
 
 
-def _key(ranks: list[int]) -> str:
-    return " ".join(map(str, ranks))
+def _differing(gathered: list[list[list[Any]]]) -> set[str]:
+    """Return the keys of the sets of ranks whose digests differ, or of which a rank sent none.
+
+    Args:
+        gathered: by rank, [key, size, digest] of each set that it belongs to.
+    """
+    values: dict[str, set[str]] = {}
+    missing: dict[str, int] = {}
+    for own in gathered:
+        for key, size, digest in own:
+            values.setdefault(key, set()).add(digest)
+            missing[key] = missing.get(key, size) - 1
+    return {key for key, each in values.items() if len(each) > 1 or missing[key]}
 
 
 def _describe(ranks: list[dict[str, list[Any]]], step: int, kinds: Mapping[str, str]) -> str:

@@ -53,8 +53,11 @@ __all__ = [
 # --- heartbeats and stacks
 
 _STEP = re.compile(r"step (\d+) ")
-_HEARTBEAT_LOOK = 0.005  # seconds between two checks for the others' answers
+_REQUEST_INTERVAL = 0.005  # seconds between two checks whether all ranks requested something, in a small world
+_REQUEST_SHARE = 1e-4  # and at least this many seconds for each rank: all ranks ask one store
 _PLACES_INTERVAL = 0.5  # seconds between two checks of the others' heartbeats
+_HEARTBEAT_INTERVAL = 1.0  # seconds between two heartbeats, in a small world
+_HEARTBEAT_SHARE = 0.02  # and at least this many seconds for each rank
 
 
 class Heartbeats:
@@ -62,6 +65,11 @@ class Heartbeats:
 
     def __init__(self, store: TCPStore, keys: str, size: int) -> None:
         self.store, self.keys, self.size = store, keys, size
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two heartbeats of a rank, so that one store serves any number of ranks."""
+        return max(_HEARTBEAT_INTERVAL, _HEARTBEAT_SHARE * self.size)
 
     def tell(self, rank: int, place: str) -> None:
         """Publish the position of `rank`. Raises RuntimeError if the store is gone."""
@@ -76,19 +84,30 @@ class Heartbeats:
         full = f"{self.keys}/{key}"
         return self.store.get(full).decode() if self.store.check([full]) else ""
 
+    def append(self, key: str, text: str) -> None:
+        """Append to the value of `key`."""
+        store: Any = self.store  # torch's stub lacks it
+        store.append(f"{self.keys}/{key}", text)
+
     def passed(self, step: int) -> list[int]:
-        """Return the ranks that are past `step`, or at the end."""
-        places = {rank: _STEP.match(self.place_of(rank)) for rank in range(self.size)}
-        return [rank for rank, place in places.items() if place and int(place[1]) > step]
+        """Return the ranks that are past `step`, or at the end. Two requests to the store, for any number of ranks.
+
+        None is before every rank has published a heartbeat, which it does as it starts.
+        """
+        keys = [f"{self.keys}/at/{rank}" for rank in range(self.size)]
+        if not self.store.check(keys):
+            return []
+        places = [_STEP.match(place.decode()) for place in self.store.multi_get(keys)]
+        return [rank for rank, place in enumerate(places) if place and int(place[1]) > step]
 
 
-def all_do(heartbeats: Heartbeats | None, rank: int, action: str, step: int, patience: Callable[[], float]) -> bool:
-    """Return whether every rank requests `action` in the body of a step.
+def all_do(heartbeats: Heartbeats | None, action: str, step: int, patience: Callable[[], float]) -> bool:
+    """Return whether every rank requests `action` in the body of a step. Call once a rank and step.
 
     Uses no collective: a rank without the request waits in the next step for this one, which its heartbeat shows.
 
     Args:
-        told: None in a world of one.
+        heartbeats: None in a world of one.
         patience: seconds to wait for silent ranks, called again and again.
 
     Returns:
@@ -98,18 +117,19 @@ def all_do(heartbeats: Heartbeats | None, rank: int, action: str, step: int, pat
         return True
     request = f"{action}-{step}"
     began = looked = time.monotonic()
-    keys = [f"{heartbeats.keys}/{request}/{peer}" for peer in range(heartbeats.size)]
+    by_all = [f"{heartbeats.keys}/{request}/all"]
     with suppress(RuntimeError):  # the store is gone, and the others with it
-        heartbeats.store.set(keys[rank], "1")
-        while not heartbeats.store.check(keys):
+        if heartbeats.store.add(f"{heartbeats.keys}/{request}/ranks", 1) >= heartbeats.size:
+            heartbeats.store.set(by_all[0], "")
+        while not heartbeats.store.check(by_all):
             now = time.monotonic()
-            if now - looked > _PLACES_INTERVAL:
+            if now - looked > max(_PLACES_INTERVAL, heartbeats.interval / 4):
                 looked = now
-                if heartbeats.passed(step) and not heartbeats.store.check(keys):
+                if heartbeats.passed(step) and not heartbeats.store.check(by_all):
                     return False
             if now - began > patience():
                 return False
-            time.sleep(_HEARTBEAT_LOOK)
+            time.sleep(max(_REQUEST_INTERVAL, _REQUEST_SHARE * heartbeats.size))
         return True
     return False
 
@@ -185,12 +205,21 @@ def where_main() -> tuple[str, bool]:
 
 _LOG = logging.getLogger("lockstep")
 
-_ANSWER_TIME = 0.6  # seconds in which the ranks must answer
+_ANSWER_TIME = 0.6  # seconds in which the ranks must answer a call, in a small world
+_ANSWER_SHARE = 0.002  # and so many seconds more for each rank
+_CALL_INTERVAL = 0.25  # seconds between two checks for a call: well below the time to answer
+_ANSWER_LOOKS = 12  # looks of the rank that called at the answers, within the time to answer
+_PUBLISH_TIME = 0.5  # seconds after that in which its verdict arrives
+_LEAST_WAIT = 0.01  # seconds; torch takes 0 for no limit
 _STORE = timedelta(seconds=1.0)
 
 
 class Inquiry:
     """A poll of all ranks for their position, after one made no progress.
+
+    The first rank to call collects the answers and publishes the verdict; the others read it. Ranks answer from their
+    heartbeat thread, also those that wait for the device or other ranks. All answers are in one list of the store, so
+    that each rank sends a few requests, whatever their number.
 
     Args:
         world: the ranks.
@@ -199,7 +228,7 @@ class Inquiry:
 
     Attributes:
         called: whether another rank polls for missing ranks.
-        told: the store connection for this rank's heartbeats; None in a world of one or without a store.
+        heartbeats: the store connection for this rank's heartbeats; None in a world of one or without a store.
     """
 
     def __init__(self, world: World, progress: Progress, folder: Path) -> None:
@@ -207,15 +236,26 @@ class Inquiry:
         self._keys = world.name("watch")
         self.heartbeats = self.connect(timedelta(seconds=world.timeout))
         self.called = False
-        self._calling = threading.Lock()
+        self._calling, self._answering = threading.Lock(), threading.Lock()
         self._verdict = ""
-        self._heard: dict[int, str] = {}
+        self._has_answered = False
+
+    @property
+    def answer_time(self) -> float:
+        """Seconds in which all living ranks answer a call."""
+        return _ANSWER_TIME + _ANSWER_SHARE * self._world.size
 
     def tell(self, heartbeats: Heartbeats) -> None:
-        """Publish this rank's position, and check whether another rank has called."""
+        """Publish this rank's position."""
         with contextlib.suppress(RuntimeError):
             heartbeats.tell(self._world.rank, str(self._progress.place))
-            self.called = self.called or bool(heartbeats.value("call"))
+
+    def listen(self, heartbeats: Heartbeats) -> None:
+        """Answer if another rank has called."""
+        with contextlib.suppress(RuntimeError):
+            if not self.called and heartbeats.store.check([f"{self._keys}/call"]):
+                self._answer(heartbeats, *where_main())
+                self.called = True
 
     def verdict(self, reason: str) -> str:
         """Poll all ranks, and return who is missing. Once per process."""
@@ -232,43 +272,78 @@ class Inquiry:
         _LOG.warning("%s: in %s, at %s", reason, place, line, extra={"only_file": True})
         if self.heartbeats is None:
             return f"{rank_label(self._world.rank)} made no progress: it is in {place}, at {line}"
-        answer = {"step": place.step, "phase": place.phase, "line": line, "waits": waits}
-        answers: dict[int, str] = {}
-        asking = threading.Thread(target=self._collect_answers, args=(json.dumps(answer), answers), daemon=True)
+        verdicts: list[str] = []
+        asking = threading.Thread(target=self._ask, args=(line, waits, verdicts), daemon=True)
         asking.start()
-        asking.join(_ANSWER_TIME + _STORE.total_seconds())
-        if len(answers) < self._world.size:
-            return f"{rank_label(0)} did not arrive{self._last_position(0)}: its rendezvous store does not answer"
-        return self._describe_missing({rank: json.loads(text) if text else None for rank, text in answers.items()})
+        asking.join(self.answer_time + _STORE.total_seconds())
+        return verdicts[0] if verdicts else self._describe_silence()
 
-    def _collect_answers(self, answer: str, answers: dict[int, str]) -> None:
-        """Publish this rank's position, wait for the others, and collect their answers."""
-        heartbeats = self.connect()  # the first one may block for ever
-        if heartbeats is None:
-            return
-        with contextlib.suppress(RuntimeError):
-            heartbeats.store.set(f"{self._keys}/alive/{self._world.rank}", answer)
-            heartbeats.store.set(f"{self._keys}/call", "1")
-            time.sleep(_ANSWER_TIME)
-            replies = {rank: heartbeats.value(f"alive/{rank}") for rank in range(self._world.size)}
-            self._heard = {rank: heartbeats.place_of(rank) for rank, text in replies.items() if not text}
-            answers |= replies
+    def _ask(self, line: str, waits: bool, verdicts: list[str]) -> None:
+        """Append the verdict on the ranks' answers to `verdicts`; nothing if the store does not answer."""
+        end = time.monotonic() + self.answer_time
+        heartbeats = self.heartbeats  # no new connection: a thousand at once take the store seconds
+        while heartbeats and not verdicts:
+            with contextlib.suppress(RuntimeError):
+                verdicts.append(self._verdict_from(heartbeats, line, waits, end))
+                return
+            heartbeats = self.connect()  # one whose request timed out may take the next answer for its own
 
-    def _describe_missing(self, answers: dict[int, dict[str, Any] | None]) -> str:
-        missing = [rank for rank, answer in answers.items() if answer is None]
+    def _verdict_from(self, heartbeats: Heartbeats, line: str, waits: bool, end: float) -> str:
+        """Answer; as the first that calls, also collect the answers and publish the verdict, else wait for it."""
+        store, key = heartbeats.store, f"{self._keys}/verdict"
+        self._answer(heartbeats, line, waits)
+        if store.add(f"{self._keys}/call", 1) == 1:
+            verdict = self._describe_missing(self._collect_answers(heartbeats, end), heartbeats)
+            store.set(key, verdict)
+            return verdict
+        with contextlib.suppress(RuntimeError):  # not in time: the rank that called first is gone too
+            store.wait([key], timedelta(seconds=max(_LEAST_WAIT, end + _PUBLISH_TIME - time.monotonic())))
+        if store.check([key]):
+            return store.get(key).decode()
+        return self._describe_missing(self._collect_answers(heartbeats, end), heartbeats)
+
+    def _answer(self, heartbeats: Heartbeats, line: str, waits: bool) -> None:
+        """Publish where this rank is, once per process."""
+        with self._answering:
+            if not self._has_answered:
+                place = self._progress.place
+                answer = {"rank": self._world.rank, "step": place.step, "line": line, "waits": waits}
+                heartbeats.append("answers", json.dumps(answer) + "\n")
+                self._has_answered = True
+
+    def _collect_answers(self, heartbeats: Heartbeats, end: float) -> dict[int, dict[str, Any]]:
+        """Return the answers by rank once all are there, or at the time `end`."""
+        while True:
+            lines = heartbeats.store.get(f"{self._keys}/answers").decode().splitlines()
+            answers = {answer["rank"]: answer for answer in map(json.loads, lines)}
+            if len(answers) >= self._world.size or time.monotonic() >= end:
+                return answers
+            time.sleep(self.answer_time / _ANSWER_LOOKS)
+
+    def _describe_silence(self) -> str:
+        """Describe a store without an answer. It is evidence about its node alone, not about the ranks."""
+        host, port, _ = meeting_point()
+        return (
+            f"the rendezvous store at {host}:{port}, on the node of {rank_label(0)}, does not answer"
+            f"{self._last_position(0)}: that node or the network to it is down"
+        )
+
+    def _describe_missing(self, answers: dict[int, dict[str, Any]], heartbeats: Heartbeats) -> str:
+        missing = [rank for rank in range(self._world.size) if rank not in answers]
         if missing:
-            return " and ".join(f"{rank_label(rank)} did not arrive{self._last_position(rank)}" for rank in missing[:8])
-        replies = {rank: answer for rank, answer in answers.items() if answer is not None}
-        busy = [rank for rank, answer in replies.items() if not answer["waits"]]
-        behind = min(answer["step"] for answer in replies.values())
-        late = busy or [rank for rank, answer in replies.items() if answer["step"] == behind]
+            return " and ".join(
+                f"{rank_label(rank)} did not arrive{self._last_position(rank, heartbeats)}" for rank in missing[:8]
+            )
+        busy = [rank for rank, answer in answers.items() if not answer["waits"]]
+        behind = min(answer["step"] for answer in answers.values())
+        late = busy or [rank for rank, answer in answers.items() if answer["step"] == behind]
         lines = [
-            f"{rank_label(rank)} did not arrive: it is in step {replies[rank]['step']}, at {replies[rank]['line']}"
-            for rank in late[:8]
+            f"{rank_label(rank)} did not arrive: it is in step {answers[rank]['step']}, at {answers[rank]['line']}"
+            for rank in sorted(late)[:8]
         ]
         return " and ".join(lines)
 
-    def _last_position(self, rank: int) -> str:
+    def _last_position(self, rank: int, heartbeats: Heartbeats | None = None) -> str:
         """Describe the last position of a silent rank.
 
         It comes from the launcher's folder on this machine, or from its last heartbeat.
@@ -277,11 +352,11 @@ class Inquiry:
         place = RankProgress.read(Path(folder) / str(rank)) if folder else None
         if place:
             return f": it was in {place}"
-        heartbeat = self._heard.get(rank)
+        heartbeat = heartbeats.place_of(rank) if heartbeats else ""
         return f": it was in {heartbeat} at its last heartbeat" if heartbeat else ""
 
     def connect(self, wait: timedelta = _STORE) -> Heartbeats | None:
-        """Open another connection to the store, since a thread may be blocked in the first.
+        """Open another connection to the store, since a thread may be blocked in an earlier one.
 
         None in a world of one, or without a rendezvous store: then the ranks end by their timeouts, without names.
         """
@@ -301,7 +376,6 @@ class Inquiry:
 _CHECK_INTERVAL = 0.25  # seconds between two checks of the progress
 _REPLACEMENT_INTERVAL = 0.25  # seconds between two checks for a replacement process
 _STOP_FILE_INTERVAL = 1.0  # seconds between two checks for the file STOP
-_HEARTBEAT_INTERVAL = 1.0  # seconds between two heartbeats, in a small world
 _GRACE = 1.0  # seconds in which the main thread may notice by itself
 _LOSS_GRACE = 5.0  # seconds after `--timeout` in which a wait for a lost rank must end
 _ORPHAN = 1.0  # seconds after twice its longest phase that a rank without a launcher may block
@@ -330,6 +404,7 @@ class HangWatchdog:
         self._ended = threading.Event()
         self._inquiry = Inquiry(world, exchange.progress, folder)
         self._failed_since, self._warned = 0.0, False
+        self._looked = 0.0  # time of the last look at the others' heartbeats
         self._present, self._longest = (0.0, 0.0), 0.0  # start and duration of this phase; longest of others
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
 
@@ -398,7 +473,9 @@ class HangWatchdog:
         heartbeats = self._inquiry.heartbeats
         if heartbeats is None:
             return ""
-        if progress.phase == READING and idle > _READ_ALONE_AFTER:
+        pause = max(_CHECK_INTERVAL, heartbeats.interval / 4)  # all ranks may wait here, each looking at all others
+        if progress.phase == READING and idle > _READ_ALONE_AFTER and now - self._looked >= pause:
+            self._looked = now
             with contextlib.suppress(RuntimeError):
                 ahead = heartbeats.passed(progress.step)
                 if ahead:
@@ -411,8 +488,14 @@ class HangWatchdog:
         return _MISSED if self._inquiry.called else ""
 
     def _publish_heartbeats(self, heartbeats: Heartbeats) -> None:
-        while not self._ended.wait(max(_HEARTBEAT_INTERVAL, 0.02 * self._world.size)):
-            self._inquiry.tell(heartbeats)
+        next_heartbeat = 0.0
+        while True:
+            if time.monotonic() >= next_heartbeat:
+                self._inquiry.tell(heartbeats)
+                next_heartbeat = time.monotonic() + heartbeats.interval
+            self._inquiry.listen(heartbeats)
+            if self._ended.wait(_CALL_INTERVAL):
+                return
 
     def _watch_replacements(self, member: Member) -> None:
         """Watch on rank 0 for a replacement process, and pass the request to the others."""

@@ -33,6 +33,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from lockstep.distributed.descriptors import descriptors_of, ensure_descriptors
 from lockstep.distributed.failures import ProcessFailure, first_failure
 from lockstep.distributed.launcher import LAUNCHER_VARIABLE, listen
 from lockstep.distributed.membership import STOP_SIGNALS, heeds_hangup, leave_terminal
@@ -124,6 +125,8 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
     Raises:
         LockstepError: the job failed; the line names the rank that failed first. Its exit code is that rank's.
     """
+    ranks = job.processes * job.nodes[1]
+    ensure_descriptors(descriptors_of(ranks, hosts_store=job.is_host), f"the launcher of {ranks} ranks")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the last line reports the same
     for name, value in job.environment.items():
         os.environ.setdefault(name, value)

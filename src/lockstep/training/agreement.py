@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lockstep.config.schema import Config
 from lockstep.data.loader import Loader, Loading, check_dataset, generators_kept
 from lockstep.distributed.progress import rank_label
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World, gather_results, on_all_ranks
 from lockstep.errors import ConfigError, DataError
 from lockstep.files import create_file
 from lockstep.guards.contents import KEY, Contents, check_contents
@@ -55,8 +55,12 @@ def make_datasets(task: Task, world: World) -> tuple[Any, dict[str, Any], int]:
     Raises:
         DataError: one is no dataset, or the training set is empty.
     """
-    plain, evaluation = on_all_ranks(world, lambda: _task_datasets(task))  # collective
-    return plain, evaluation, on_all_ranks(world, lambda: _check_size(plain))  # collective
+
+    def make() -> tuple[Any, dict[str, Any], int]:
+        plain, evaluation = _task_datasets(task)
+        return plain, evaluation, _check_size(plain)
+
+    return on_all_ranks(world, make)  # collective
 
 
 def with_retries(config: Config, dataset: Any, world: World) -> RetryingDataset:
@@ -237,7 +241,7 @@ def check_shared_folder(folder: RunFolder, world: World) -> None:
     path = folder.path.absolute()
     with ExitStack() as stack:
         write = lambda: stack.enter_context(_token(folder)) if world.is_main else ("", 0)  # noqa: E731
-        token, above = world.gather(on_all_ranks(world, write))[0]  # collective
+        token, above = gather_results(world, write)[0]  # collective
         visible = world.is_main or _sees_token(path, token, above)
         ranks = world.gather([socket.gethostname(), str(path), visible])  # collective
     blind = [rank for rank, (_, _, visible) in enumerate(ranks) if not visible]

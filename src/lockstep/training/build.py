@@ -33,7 +33,7 @@ from lockstep.config.task_options import OWN, kind_of
 from lockstep.data.batches import Batches, Loading, MicroBatchCosts
 from lockstep.data.sampler import Begun, SizedOrder, order_of
 from lockstep.distributed.balance import Balancer
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World, compare, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.memory import explained
 from lockstep.engines.optimizers import GradientNorms
@@ -397,8 +397,12 @@ def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> 
     check_precision(draft.precision, world.device)
     if draft.micro_batch_size:  # otherwise it depends on the model, and is checked after that
         check_division(draft, world, notify(world))
-    on_all_ranks(world, lambda: check(draft))
-    task = on_all_ranks(world, lambda: make_task(draft, notify(world)) if user_task is None else as_task(user_task))
+
+    def make() -> Task:
+        check(draft)
+        return make_task(draft, notify(world)) if user_task is None else as_task(user_task)
+
+    task = on_all_ranks(world, make)  # collective
     check_auditable_loss(draft, task)
     if state.reduction != "micro-batch":  # "micro-batch" depends on how a step is cut: detect it again
         restore_findings(task, state)
@@ -446,10 +450,10 @@ def _shared_config(config: Config, world: World) -> Config:
 
     A name that contains the time differs between ranks.
     """
-    name = world.gather(config.experiment_name)[0]
-    config = dataclasses.replace(config, experiment_name=name)
-    world.check_same("configuration", cli.flatten(config))
-    return config
+    ranks = world.gather(cli.flatten(config))  # collective
+    name = ranks[0]["experiment_name"]
+    compare("configuration", [values | {"experiment_name": name} for values in ranks])
+    return dataclasses.replace(config, experiment_name=name)
 
 
 def _find_checkpoint(folder: RunFolder, world: World) -> tuple[Path | None, RunState]:

@@ -246,7 +246,7 @@ def leave_early(session: Session, components: StepComponents, heartbeats: Heartb
     if built is None or now or sys.is_finalizing():
         return
     action = "abandon" if session.abandoned else "leave"
-    if all_do(heartbeats, built.world.rank, action, session.global_step - 1, lambda: _LEAVE_TIMEOUT):
+    if all_do(heartbeats, action, session.global_step - 1, lambda: _LEAVE_TIMEOUT):
         if session.abandoned:
             return
         save(components, session.global_step)

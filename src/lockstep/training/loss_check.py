@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.config.schema import Config
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.data.loader import blamed, generators_kept
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World, gather_results
 from lockstep.engines.base import Engine, at_rest
 from lockstep.engines.memory import is_out_of_memory
 from lockstep.engines.registry import undo_step
@@ -206,8 +206,13 @@ class Trial:
                 return HalvedSamples(batch, (first, second), (half, count - half), is_random)
             return None
 
-        samples = on_all_ranks(self.world, load)  # collective
-        return samples if all(self.world.gather(samples is not None)) else None  # collective
+        box: list[HalvedSamples | None] = []
+
+        def load_into_box() -> bool:
+            box.append(load())
+            return box[0] is not None
+
+        return box[0] if all(gather_results(self.world, load_into_box)) else None  # collective
 
     def attempt(self, action: Callable[[], list[Any]]) -> tuple[list[Any], bool] | None:
         """Run `action` on every rank; None if it fails on one. Collective.

@@ -454,7 +454,7 @@ def _ends_early(
         return True
     if session.wants_stop:
         session.wants_stop, world = False, built.world
-        if all_do(heartbeats, world.rank, "stop", step.record.step, lambda: world.timeout):
+        if all_do(heartbeats, "stop", step.record.step, lambda: world.timeout):
             save(ongoing, step.global_step)
             return True
         ongoing.exchange.stop(STOP)  # some ranks train on: all end after the next exchange

@@ -1,0 +1,55 @@
+"""Give a process the open files and connections that its ranks need, or refuse in one line.
+
+    ensure_descriptors(descriptors_of(rank_count, hosts_store=True), "rank 0 of 1024")
+
+Gloo's groups connect on demand (`CONNECT_ON_DEMAND`): a ring and a few trees, so a rank has a few connections to each
+group, whatever the number of ranks. Only an exchange of each rank with each other, as `--exact` and the sharding of
+some optimizers have, connects all of them, in one group. The process that serves the meeting point has a few
+connections to each rank.
+"""
+
+import resource
+
+from lockstep.errors import ConfigError
+
+__all__ = ["CONNECT_ON_DEMAND", "descriptors_of", "ensure_descriptors"]
+
+CONNECT_ON_DEMAND = "TORCH_GLOO_LAZY_INIT"  # torch's variable; a user may set it to 0
+
+_BASE = 160  # data files, logs, libraries, loader processes, and the connections of groups with rings and trees
+_STORE = 3  # a rank's connections to the meeting point: its own, its heartbeats', and its loop's
+_ENOUGH = 1 << 16  # programs that close all descriptors one by one take long with a million
+
+
+def descriptors_of(ranks: int, hosts_store: bool) -> int:
+    """Return how many descriptors a process needs among so many ranks.
+
+    Args:
+        hosts_store: it serves the ranks' meeting point.
+    """
+    return _BASE + ranks + _STORE * ranks * hosts_store
+
+
+def ensure_descriptors(count: int, process: str) -> None:
+    """Raise this process's limit of open files to the hard limit.
+
+    Args:
+        count: descriptors that it needs.
+        process: its name in an error.
+
+    Raises:
+        ConfigError: the hard limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, max(_ENOUGH, count))
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError):  # a container may forbid it
+            pass
+    if soft != resource.RLIM_INFINITY and soft < count:
+        raise ConfigError(
+            f"{process} needs {count} open files and connections, and its hard limit is {hard}: raise it on this node "
+            "(ulimit -Hn, LimitNOFILE of systemd, --ulimit nofile of docker)"
+        )
