@@ -114,9 +114,11 @@ def applies(view: View, row: Moved) -> bool:
 
 def named(view: View, scope: Scope) -> Iterator[tuple[ast.stmt, ast.AST, str]]:
     """Yield each import and each name in a scope's own statements, with its statement and its full name."""
-    for decorator in scope.decorators if isinstance(scope.node, ast.stmt) else ():
+    owner = scope.node
+    for decorator in scope.decorators if isinstance(owner, ast.stmt) else ():
+        assert isinstance(owner, ast.stmt)
         for node in chains(decorator):
-            yield scope.node, node, view.names.qualify(node, scope.parent or scope)
+            yield owner, node, view.names.qualify(node, scope.parent or scope)
     for stmt in scope.stmts:
         for name in imports(stmt):
             yield stmt, stmt, name
