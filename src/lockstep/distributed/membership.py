@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from lockstep.distributed.launcher import ROUND_VARIABLE
 from lockstep.distributed.progress import MEETING_VARIABLE, MEMBER_VARIABLE, Progress, rank_label, renumber
 from lockstep.errors import ConfigError, LockstepError, PeerError, error_line
 
@@ -62,35 +63,37 @@ class _StoreReply(Enum):
     NOBODY = "nobody listens"
 
 
-def check_store(host: str, port: int, wait: float, address: str) -> None:
+def check_store(host: str, port: int, wait: float, address: str) -> str:
     """Raise ConfigError if another service listens where torch's store should.
-
-    If nothing listens yet, torch's client waits for the store.
 
     Args:
         wait: seconds for an answer.
         address: host and port as the user gave them.
+
+    Returns:
+        Why nothing listens there yet, such as "Connection refused"; "" if the store does.
     """
-    answer = _ask(host, port, wait)
+    answer, why = _ask(host, port, wait)
     for _ in range(_TRIES):
         if answer is not _StoreReply.CLOSED:
             break
         time.sleep(_PAUSE)
-        answer = _ask(host, port, wait)
+        answer, why = _ask(host, port, wait)
     if answer not in (_StoreReply.RIGHT, _StoreReply.NOBODY) and _knows_protocol():
         raise ConfigError(
             f"{address}: another service listens there, not the ranks' meeting point; pass all ranks a port that is "
             "free on rank 0's node"
         )
+    return why
 
 
-def _ask(host: str, port: int, wait: float) -> _StoreReply:
-    """Send the greeting of torch's client, and classify the reply."""
+def _ask(host: str, port: int, wait: float) -> tuple[_StoreReply, str]:
+    """Send the greeting of torch's client, and classify the reply; return also why there is no connection."""
     number = random.SystemRandom().getrandbits(31)
     try:
         connection = socket.create_connection((host, port), timeout=_CONNECT)
-    except OSError:
-        return _StoreReply.NOBODY
+    except OSError as error:
+        return _StoreReply.NOBODY, error.strerror or str(error) or "no answer"
     with connection:
         connection.settimeout(wait)
         reply = b""
@@ -99,19 +102,19 @@ def _ask(host: str, port: int, wait: float) -> _StoreReply:
             while len(reply) < 4 and (more := connection.recv(4 - len(reply))):
                 reply += more
         except TimeoutError:
-            return _StoreReply.WRONG
+            return _StoreReply.WRONG, ""
         except OSError:
-            return _StoreReply.CLOSED
+            return _StoreReply.CLOSED, ""
     if not reply:
-        return _StoreReply.CLOSED
-    return _StoreReply.RIGHT if reply == struct.pack("=I", number) else _StoreReply.WRONG
+        return _StoreReply.CLOSED, ""
+    return (_StoreReply.RIGHT if reply == struct.pack("=I", number) else _StoreReply.WRONG), ""
 
 
 @cache
 def _knows_protocol() -> bool:
     """Whether this version of torch uses this protocol."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    return _ask("127.0.0.1", store.port, _CONNECT) is _StoreReply.RIGHT
+    return _ask("127.0.0.1", store.port, _CONNECT)[0] is _StoreReply.RIGHT
 
 
 # Modules in which torch communicates; DDP's reducer does so inside the backward.
@@ -203,9 +206,9 @@ def _exit_error(call: SystemExit) -> LockstepError:
     return error
 
 
-def key_prefix(restart: str | int) -> str:
-    """Return the prefix of this restart's keys in the meeting point's store."""
-    return f"lockstep/members/{restart}"
+def key_prefix(round_: str) -> str:
+    """Return the prefix of this round's keys in the meeting point's store; see ROUND_VARIABLE."""
+    return f"lockstep/members/{round_}"
 
 
 class LeaveReport(NamedTuple):
@@ -278,7 +281,7 @@ class Member:
         host, _, port = variables.get(MEETING_VARIABLE, "").rpartition(":")
         if not name or not host:
             return None
-        keys = key_prefix(variables.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        keys = key_prefix(variables.get(ROUND_VARIABLE, ""))
         return cls(name, -1 if "." in name else 0, keys, (host, int(port)))
 
     @property

@@ -2,10 +2,10 @@
 
     succeeded, stop_signal, code = run(Job(...))
 
-Adds to torch's agent: the rank that failed first, no restart that cannot help, replacement of lost processes, and a
-meeting point that listens on one address. Besides torch's public classes it uses the process handles inside
-LocalElasticAgent and their creation, its set of processes to wait for, and its counter of restarts left; all have the
-same names since torch 2.11.
+Adds to torch's agent: the rank that failed first, no restart that cannot help, replacement of lost processes, a token
+for each round of the launchers, and a meeting point that listens on one address. Besides torch's public classes it uses
+the process handles inside LocalElasticAgent and their creation, its set of processes to wait for, its counter of
+restarts left, and its rendezvous; all have the same names since torch 2.11.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import logging
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -29,12 +30,14 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.utils.store import barrier
 
 from lockstep.distributed.failures import ProcessFailure, first_failure
-from lockstep.distributed.launcher import LAUNCHER_VARIABLE, listen
+from lockstep.distributed.launcher import LAUNCHER_VARIABLE, ROUND_VARIABLE, listen
 from lockstep.distributed.membership import STOP_SIGNALS, heeds_hangup, leave_terminal
 from lockstep.distributed.progress import (
     FOLDER_VARIABLE,
@@ -111,6 +114,8 @@ _GRACE = 2.0  # seconds for the others to report their progress, once one has fa
 _KILLED = 0.3  # the same, if one was killed: no other failure causes that, so it was the first
 _LEAVE = 0.5  # seconds to notify the other nodes that this one leaves
 _POLL = 0.05
+_ROUND = "lockstep/round"  # key of the token, in the round's store
+_EXIT_BARRIER = 10.0  # seconds for the other nodes' ranks to end too; their launchers may be gone
 _PRELOAD_DELAY = 5.0  # seconds after the start before preloading a process to fork from; short runs need none
 
 
@@ -168,7 +173,7 @@ class _Agent(LocalElasticAgent):
             local_world_size=job.processes,
             entrypoint=sys.executable,
             args=tuple(job.command),
-            rdzv_handler=open_rendezvous(job),
+            rdzv_handler=open_rendezvous(job, self._print),
             max_restarts=job.restarts,
             monitor_interval=_POLL,
             local_addr=local_address(job),
@@ -203,6 +208,21 @@ class _Agent(LocalElasticAgent):
         os.environ[MEETING_VARIABLE] = f"{host}:{port}"
         return Membership(store, least=job.least, most=job.losses, describe=self._describe)
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other launchers, and agree on the token of this round.
+
+        A count of restarts would not do: each launcher counts its own.
+        """
+        try:
+            super()._rendezvous(worker_group)
+        except RendezvousClosedError:
+            self._end_reason = "the launcher of another node has ended the run"
+            raise self.error() from None
+        store: Any = worker_group.store
+        if worker_group.group_rank == 0:
+            store.set(_ROUND, secrets.token_hex(8))
+        os.environ[ROUND_VARIABLE] = store.get(_ROUND).decode()
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for place in self._folder.iterdir():
             place.unlink(missing_ok=True)  # of processes before a restart
@@ -210,12 +230,20 @@ class _Agent(LocalElasticAgent):
         self._started = time.monotonic()
         self._names = {worker.local_rank: str(worker.global_rank) for worker in worker_group.workers}
         if self._membership:
-            restart = self._job.restarts - self._remaining_restarts
-            self._membership.begin(restart, [self._names[local] for local in sorted(self._names)])
+            self._membership.begin(os.environ[ROUND_VARIABLE], [self._names[local] for local in sorted(self._names)])
         pids: dict[int, Any] = super()._start_workers(worker_group)
+        os.environ.pop(ENDED_VARIABLE, None)
         for number in STOP_SIGNALS:  # after torch's, which would end the processes before they save
             signal.signal(number, self._hangup if number == signal.SIGHUP else self._forward)
         return pids
+
+    def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
+        """Describe an event for nobody: torch's own asks the name server for this host's name each time."""
+        return Event(state, source)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        os.environ.setdefault(ENDED_VARIABLE, str(time.time()))  # where a node comes or goes, none has failed here
+        super()._stop_workers(worker_group)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         """Forward a signal: processes save and end; a second Ctrl-C kills. No restart follows."""
@@ -433,6 +461,12 @@ class _Agent(LocalElasticAgent):
         before_steps = -code in STOP_SIGNALS and not (failure and failure.message)
         error.exit_code = 128 - code if before_steps else max(code, 1)
         return error
+
+    def _exit_barrier(self) -> None:
+        """Wait a little for the ranks of other nodes to end too; their launchers may be gone."""
+        store: Any = self._store
+        with contextlib.suppress(RuntimeError):
+            barrier(store, self._worker_group.group_world_size or 1, "lockstep/end", _EXIT_BARRIER)
 
     def end(self) -> None:
         """End all processes and notify other nodes."""

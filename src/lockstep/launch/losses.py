@@ -1,7 +1,7 @@
 """Decide how a run continues after losing a process.
 
     membership = Membership(store, least=1, most=8)
-    membership.begin(restart=0, members=["0", "1", "2"])
+    membership.begin("8f3a", members=["0", "1", "2"])       # the round's token
     reason = membership.update(living, ended)   # at each poll of the processes; "" while the run may continue
     membership.replace                          # names to start a new process for
 
@@ -84,9 +84,9 @@ class Membership:
         self._first_report: float | None = None
         self._keys = ""
 
-    def begin(self, restart: int, members: list[str]) -> None:
+    def begin(self, round_: str, members: list[str]) -> None:
         """Reset for a new start of all processes; only the times of losses are kept."""
-        self._keys, self.members, self.number = key_prefix(restart), members, 0
+        self._keys, self.members, self.number = key_prefix(round_), members, 0
         self.replace, self.silent, self.refused, self._starting = [], [], [], []
         self._lost, self._first_report = {}, None
 
