@@ -387,6 +387,7 @@ def test_a_launcher_with_other_settings_than_node_0s_is_refused_at_once():
         launcher(port, is_host=False, said=[], nodes=(3, 3))
     with refuses(ConfigError, "--rdzv-id", "other", "test"):
         launcher(port, is_host=False, said=[], run_id="other")
+    assert names(first._describe(), "1 of 2 nodes", "--rdzv-id other")  # node 0 learns of it
     with refuses(ConfigError, "MASTER_PORT", port):
         launcher(port, is_host=True, said=[])  # node 0 twice
     first.shutdown()

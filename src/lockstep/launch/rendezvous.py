@@ -41,6 +41,7 @@ _READ_SECONDS = 5.0  # seconds to wait for the meeting point to answer, while th
 _MEET_SECONDS = 60.0  # the same in a rendezvous, where a busy node may be late
 _SLOW_SECONDS = 3.0
 _REPORT_SECONDS = 15.0
+_REFUSED = "lockstep/refused"  # key of the last launcher with other settings
 _JOIN_SECONDS = 600  # torch's own limit
 
 
@@ -119,6 +120,7 @@ def _check_settings(job: Job, store: TCPStore) -> None:
     theirs = json.loads(store.compare_set("lockstep/settings", "", json.dumps(own)))
     for flag, value in own.items():
         if value != theirs[flag]:
+            store.set(_REFUSED, f"{socket.gethostname()} with {flag} {value}")
             raise ConfigError(f"{flag} is {value} here, and {theirs[flag]} on node 0; start all launchers alike")
 
 
@@ -192,6 +194,8 @@ class NodeRendezvous(RendezvousHandler):
             return f"{came}; the others have not left the round before"
         if len(names) >= least:
             return f"{came}; more may come, within the last_call_timeout of --rdzv-conf"
+        if self._store and self._store.check([_REFUSED]):
+            came += f"; refused: {self._store.get(_REFUSED).decode()}"
         return f"{came}; check that the launchers of the others run, with --master-addr and --master-port of this one"
 
     def _name(self, node: Any) -> str:
