@@ -34,7 +34,6 @@ from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
-from torch.distributed.elastic.utils.store import barrier
 
 from lockstep.distributed.failures import ProcessFailure, first_failure
 from lockstep.distributed.launcher import LAUNCHER_VARIABLE, ROUND_VARIABLE, listen
@@ -114,7 +113,7 @@ _GRACE = 2.0  # seconds for the others to report their progress, once one has fa
 _KILLED = 0.3  # the same, if one was killed: no other failure causes that, so it was the first
 _LEAVE = 0.5  # seconds to notify the other nodes that this one leaves
 _POLL = 0.05
-_ROUND = "lockstep/round"  # key of the token, in the round's store
+_ROUND, _ENDED = "lockstep/round", "lockstep/ended"  # keys of the token and of a count, in the round's store
 _EXIT_BARRIER = 10.0  # seconds for the other nodes' ranks to end too; their launchers may be gone
 _PRELOAD_DELAY = 5.0  # seconds after the start before preloading a process to fork from; short runs need none
 
@@ -465,8 +464,12 @@ class _Agent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         """Wait a little for the ranks of other nodes to end too; their launchers may be gone."""
         store: Any = self._store
-        with contextlib.suppress(RuntimeError):
-            barrier(store, self._worker_group.group_world_size or 1, "lockstep/end", _EXIT_BARRIER)
+        until = time.monotonic() + _EXIT_BARRIER
+        with contextlib.suppress(RuntimeError):  # node 0's launcher has left
+            ended = store.add(_ENDED, 1)
+            while ended < (self._worker_group.group_world_size or 1) and time.monotonic() < until:
+                time.sleep(_POLL)
+                ended = store.add(_ENDED, 0)
 
     def end(self) -> None:
         """End all processes and notify other nodes."""
