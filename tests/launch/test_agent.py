@@ -17,7 +17,7 @@ from refusals import names, refuses
 from shell import free_port
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
 
 from lockstep.distributed import failures
 from lockstep.distributed.launcher import LAUNCHER_VARIABLE
@@ -415,13 +415,19 @@ def test_other_backends_are_torchs(monkeypatch):
 def test_an_end_on_another_node_is_no_failure_to_meet(watched, monkeypatch):
     mine = watched()[0]
 
-    def closed(*_):
-        raise RendezvousClosedError
+    problems = [RendezvousConnectionError, RendezvousConnectionError, RendezvousClosedError]
 
-    monkeypatch.setattr(agent.LocalElasticAgent, "_rendezvous", closed)
-    mine._failure = failures.ProcessFailure(4, 1, "lost rank 5", follows=True)
-    with refuses(LockstepError, "lost rank 5", "another node"):
+    def meet(*_):
+        raise problems.pop(0)
+
+    monkeypatch.setattr(agent.LocalElasticAgent, "_rendezvous", meet)
+    with pytest.raises(RendezvousConnectionError):  # at the start
         mine._rendezvous(None)
+    mine._failure = failures.ProcessFailure(4, 1, "lost rank 5", follows=True)
+    for words, code in (("node 0", 75), ("another node", 1)):
+        with refuses(LockstepError, "lost rank 5", words) as caught:
+            mine._rendezvous(None)
+        assert caught.value.exit_code == code
 
 
 def test_kills_are_added_up_over_our_groups_and_the_machine(tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
 
 from lockstep.distributed.failures import ProcessFailure, first_failure
 from lockstep.distributed.launcher import LAUNCHER_VARIABLE, ROUND_VARIABLE, listen
@@ -47,7 +47,7 @@ from lockstep.distributed.progress import (
     rank_label,
     read_end,
 )
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, StorageError, UsageError
 from lockstep.launch.job import Job, count_oom_kills
 from lockstep.launch.losses import REPEATED, Membership
 from lockstep.launch.rendezvous import local_address, open_rendezvous
@@ -217,6 +217,13 @@ class _Agent(LocalElasticAgent):
         except RendezvousClosedError:
             self._end_reason = "the launcher of another node has ended the run"
             raise self.error() from None
+        except RendezvousConnectionError:
+            if self._failure is None:
+                raise
+            self._end_reason = "the launcher of node 0, where all meet, is gone"
+            error = self.error()
+            error.exit_code = StorageError.exit_code  # another start may succeed
+            raise error from None
         store: Any = worker_group.store
         if worker_group.group_rank == 0:
             store.set(_ROUND, secrets.token_hex(8))
