@@ -23,7 +23,7 @@ from lockstep.distributed import failures
 from lockstep.distributed.launcher import LAUNCHER_VARIABLE
 from lockstep.distributed.progress import FOLDER_VARIABLE, MEETING_VARIABLE, Progress, RankProgress
 from lockstep.errors import ConfigError, LockstepError, UsageError
-from lockstep.launch import agent, losses, rendezvous
+from lockstep.launch import agent, losses, nodes, rendezvous
 from lockstep.launch import agent as orphans
 from lockstep.launch import job as memory
 from lockstep.launch.job import Job
@@ -57,7 +57,7 @@ def watched(tmp_path, monkeypatch):
         mine._remaining_restarts, mine._oom_kills = left, 7
         mine._membership, mine._end_reason, mine._restart_failures = None, "", []
         mine._names = {local: str(4 + local) for local in range(len(commands))}
-        mine._silenced, mine._spared, mine._preloaded = set(), set(), None
+        mine._silenced, mine._spared, mine._preloaded, mine._failed = set(), set(), None, {}
         processes = [subprocess.Popen(["sh", "-c", command], start_new_session=True) for command in commands]
         started.extend(processes)
         for local in ended:
@@ -447,13 +447,12 @@ def test_kills_are_added_up_over_our_groups_and_the_machine(tmp_path, monkeypatc
     assert memory.count_oom_kills(tmp_path, tmp_path / "none") == 3
 
 
-def test_who_goes_on_is_decided_at_a_meeting_point_of_the_launchers_own(monkeypatch):
+def test_who_goes_on_is_decided_at_a_meeting_point_of_the_launchers_own(tmp_path, monkeypatch):
     monkeypatch.setenv(MEETING_VARIABLE, "elsewhere:1")
-    mine = object.__new__(agent._Agent)
-    assert mine._open_membership(job(losses=0)) is None
+    assert nodes.open_decisions(job(losses=0), str, tmp_path) is None
     assert MEETING_VARIABLE not in os.environ  # of another launcher around this one
-    losses = mine._open_membership(job(losses=3))
-    assert losses is not None  # the store is there as long as it is
+    decisions = nodes.open_decisions(job(losses=3), str, tmp_path)
+    assert decisions is not None  # the store is there as long as it is
     host, _, port = os.environ[MEETING_VARIABLE].rpartition(":")
     assert host == "127.0.0.1"
     assert TCPStore(host, int(port), None, False, timedelta(seconds=5), wait_for_workers=False).add("heard", 1) == 1

@@ -76,12 +76,13 @@ def undisturbed(folder):
     return inspected(folder / "whole" / "default")
 
 
-def test_a_lost_rank_of_either_node_is_restarted_on_both_with_the_same_bits(tmp_path):
+def test_a_second_lost_rank_restarts_both_nodes_with_the_same_bits(tmp_path):
+    """The first is replaced, while the others go on; then --max-losses is reached."""
     port, train = free_port(), training(tmp_path, "out")
     more = environment(VICTIMS="1:10 0:10")  # in step 5, and again five steps after the restart
     processes = [
         subprocess.Popen(
-            launched(python(), number, "127.0.0.1", port, train, "--max-restarts", "4"),
+            launched(python(), number, "127.0.0.1", port, train, "--max-restarts", "4", "--max-losses", "1"),
             env=more,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -129,7 +130,7 @@ def test_a_rank_that_is_killed_on_either_node_comes_back(tmp_path, kind, victim)
 
     def command(number):
         if kind == "launch":
-            return launched(sys.executable, number, "node0", 29400, train, "--max-restarts", "2")
+            return launched(sys.executable, number, "node0", 29400, train, "--max-restarts", "2", "--max-losses", "0")
         return torchrun(number, "node0", 29400, train, kind)
 
     with cluster(2) as nodes:
@@ -142,7 +143,7 @@ def test_a_rank_that_is_killed_on_either_node_comes_back(tmp_path, kind, victim)
 @pytest.mark.slow
 def test_a_node_that_is_lost_and_returns_trains_again(tmp_path):
     train = training(tmp_path, "out", "--max-steps", "2000")
-    elastic = ["--max-restarts", "3", "--rdzv-conf", "last_call_timeout=2"]
+    elastic = ["--max-restarts", "3", "--max-losses", "0", "--rdzv-conf", "last_call_timeout=2"]
 
     def command(number):
         words = launched(sys.executable, number, "node0", 29400, train, *elastic)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from lockstep.errors import ConfigError
 
 __all__ = [
+    "FOLLOWER_VARIABLE",
     "LAUNCHER_VARIABLE",
     "OPENCV_THREADS",
     "ROUND_VARIABLE",
@@ -35,6 +36,7 @@ __all__ = [
     "choose_interface",
     "compile_threads",
     "cores",
+    "die_with_launcher",
     "end_with_launcher",
     "find_launch_mistake",
     "interface_at",
@@ -186,12 +188,25 @@ def compile_threads(ranks: int) -> int:
 
 LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"  # set by `lockstep launch` to the path of its pipe
 ROUND_VARIABLE = "LOCKSTEP_ROUND"  # and to a token of this start of the processes, the same on all nodes
+FOLLOWER_VARIABLE = "LOCKSTEP_FOLLOWER"  # and where another node's launcher decides who goes on after a loss
 
 _LAUNCHER_ENDED = threading.Event()
+_OTHERS_GO_ON = threading.Event()
+
+
+def die_with_launcher(others_go_on: bool) -> None:
+    """Choose whether this process is killed when its launcher dies, since the other nodes' ranks go on without it.
+
+    Only where another node's launcher decides; elsewhere all ranks save and end.
+    """
+    if others_go_on and FOLLOWER_VARIABLE in os.environ:
+        _OTHERS_GO_ON.set()
+    else:
+        _OTHERS_GO_ON.clear()
 
 
 def end_with_launcher() -> None:
-    """Send this process SIGTERM when its launcher dies, so that it saves and ends.
+    """Send this process SIGTERM when its launcher dies, so that it saves and ends (see `die_with_launcher`).
 
     Does nothing if `lockstep launch` did not start this process, or on a second call.
     """
@@ -219,7 +234,7 @@ def _wait(pipe: int) -> None:
 
 def _end() -> None:
     _LAUNCHER_ENDED.set()
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGKILL if _OTHERS_GO_ON.is_set() else signal.SIGTERM)
 
 
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"

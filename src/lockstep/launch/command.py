@@ -138,7 +138,7 @@ def _parser() -> Parser:
         *("--max-losses",),
         type=int,
         metavar="K",
-        help="losses within an hour that the run survives, on one node; 0: a loss ends all (default: 8)",
+        help="losses within an hour that the run survives; 0: a loss ends all; node 0's value counts (default: 8)",
     )
     text = "NCCL's logs, one file per process, into DIR (default: logs in the run's folder)"
     add("--nccl-debug", nargs="?", const="", metavar="DIR", help=text)
@@ -181,15 +181,13 @@ def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
 
 def _losses(args: argparse.Namespace, nodes: tuple[int, int]) -> int:
     """Return how many losses within an hour the run survives; print why an explicit --max-losses has no effect."""
-    if nodes[1] > 1:
+    if nodes[1] > 1 and args.rdzv_backend != "c10d":
         if args.max_losses:
-            text = (
-                f"--max-losses {args.max_losses} has no effect with --nnodes {args.nnodes}: a loss ends the processes"
-            )
-            print(f"lockstep: {text} of all nodes, and --max-restarts starts them again", file=sys.stderr)
+            text = f"--max-losses {args.max_losses} has no effect with --rdzv-backend {args.rdzv_backend}: a loss ends"
+            print(f"lockstep: {text} the processes of all nodes, and --max-restarts starts them again", file=sys.stderr)
         return 0
     most = _MAX_LOSSES if args.max_losses is None else args.max_losses
-    return most if args.nproc_per_node > 1 else 0
+    return most if args.nproc_per_node * nodes[1] > 1 else 0
 
 
 def _nodes(text: str) -> tuple[int, int]:
