@@ -17,6 +17,7 @@ import signal
 import socket
 import stat
 import struct
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,7 @@ _VALIDATE, _PING = 0, 13  # c10d's TCPStoreBackend.hpp: the first byte of a clie
 _MAGIC = 0x3C85F7CE
 _CONNECT = 5.0  # seconds
 _TRIES, _PAUSE = 4, 0.5  # for a store that is stopping or starting
+_SLACK = 2.0  # seconds for an answer beyond the store's own timeout
 
 
 class _StoreReply(Enum):
@@ -321,21 +323,29 @@ class Member:
         Raises:
             PeerError: the launcher did not answer, ends the run, or continues without this process.
         """
-        store = self._connected()
         place = f"{self._keys}/seat/{self.name}" if self.is_new else f"{self._keys}/members/{self.generation + 1}"
-        try:
-            here = "new" if self.is_new else f"here/{self.generation + 1}"
-            store.set(f"{self._keys}/{here}/{self.name}", json.dumps(list(report)))
-            store.wait([place], timedelta(seconds=wait))
-            found = store.get(place).decode()
-        except RuntimeError as error:
+        here = "new" if self.is_new else f"here/{self.generation + 1}"
+        answers: list[str] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):  # the launcher is gone
+                store = self._connected()
+                store.set(f"{self._keys}/{here}/{self.name}", json.dumps(list(report)))
+                store.wait([place], timedelta(seconds=wait))
+                answers.append(store.get(place).decode())
+
+        # In a thread: over a link that is cut, the store's client waits for many minutes, whatever its timeout.
+        asking = threading.Thread(target=ask, name="lockstep-regroup", daemon=True)
+        asking.start()
+        asking.join(wait + _SLACK)
+        if not answers:
             raise PeerError(
-                f"the launcher did not name the ranks that go on within {wait:g} s: it has ended, or is stopped; "
-                "start the same command again"
-            ) from error
-        if not found.startswith("{"):
-            raise PeerError(found)
-        generation = Generation.read(found)
+                f"the launcher did not name the ranks that go on within {wait:g} s: it has ended, is stopped or cannot "
+                "be reached; start the same command again"
+            )
+        if not answers[0].startswith("{"):
+            raise PeerError(answers[0])
+        generation = Generation.read(answers[0])
         if self.name not in generation.members:
             raise PeerError("the others went on without this process, which was silent for too long")
         self.generation = generation.number

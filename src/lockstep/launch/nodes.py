@@ -43,7 +43,7 @@ _CONNECT_SECONDS = 10.0
 _HELLO_SECONDS = 5.0  # for a connection's first line
 _BEAT = 1.0  # seconds between two lines at most
 _DEAF = 5.0  # seconds without a line, after which a node whose ranks do not report is lost
-_LEAVE = 30.0  # the same, once this node's ranks have ended
+_LEAVE = 15.0  # the same, once this node's ranks have ended; and of node 0, once a rank here has failed
 
 
 class Seat(NamedTuple):
@@ -504,7 +504,9 @@ class Follower:
         if self._end:
             return self._end
         self.is_over = self.is_over or not (self._link.is_open or living or ended)
-        if self._link.is_open or not ended:  # without node 0's launcher its ranks save themselves, and these with them
+        is_silent = now - self._link.heard > _LEAVE
+        # If node 0's launcher alone is lost, all ranks save themselves: only a failure here shows that they could not.
+        if not ended or (self._link.is_open and not is_silent):
             return ""
         self.is_orphaned = True
         self.fatal = ProcessFailure(
