@@ -92,10 +92,15 @@ class Launchers:
         self.each[number] = None
 
 
-@pytest.fixture
-def launchers(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch):
+    """The variables of another launcher around these; what these set does not outlive a test."""
     monkeypatch.setenv(MEETING_VARIABLE, "elsewhere:1")
     monkeypatch.setenv(FOLLOWER_VARIABLE, "1")
+
+
+@pytest.fixture
+def launchers(tmp_path):
     made = []
 
     def make(**changes):
@@ -254,8 +259,7 @@ def test_strangers_at_the_launchers_port_are_ignored(launchers, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "survives"), [({"losses": 0}, False), ({"backend": "etcd-v2"}, None), ({"losses": 1}, True)]
 )
-def test_node_0s_max_losses_counts_on_all_nodes(tmp_path, monkeypatch, changes, survives):
-    monkeypatch.setenv(MEETING_VARIABLE, "elsewhere:1")
+def test_node_0s_max_losses_counts_on_all_nodes(tmp_path, changes, survives):
     if survives is None:
         assert nodes.open_decisions(job(is_host=False, **changes), str, tmp_path) is None
         return
