@@ -33,7 +33,7 @@ from harness import Run, arguments, end, launch, start, until_step, workers  # n
 
 FLAGS = ("--batch-size", "12", "--ckpt-freq", "50")
 BACK = 30.0  # seconds for a new process to be there
-LINE = re.compile(r"INFO (\d+) ranks go on from step (\d+)")
+LINE = re.compile(r"INFO (\d+) ranks? go(?:es)? on from step (\d+)")
 
 
 def drained(process):

@@ -123,6 +123,13 @@ def arguments(folder, out, *flags, processes=2, restarts=0, losses=0):
     return [*start, "train", "--save-dir", str(out), *SETTINGS.split(), *data, *flags]
 
 
+def on_node(command, rank, size, port, address="127.0.0.1"):
+    """The command of `arguments`, as the launcher of one of several nodes."""
+    at = command.index("launch") + 1
+    where = ["--nnodes", str(size), "--node-rank", str(rank), "--master-addr", address, "--master-port", str(port)]
+    return [*command[:at], *where, *(["--rdzv-conf", "is_host=0"] if rank else []), *command[at:]]
+
+
 def torchrun(folder, out, *flags, processes=2, restarts=0):
     """The same run under plain torchrun, with its defaults: one meeting point for all restarts."""
     own = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--max-restarts", str(restarts)]

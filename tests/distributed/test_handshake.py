@@ -1,5 +1,6 @@
 """A foreign service in the place of the ranks' meeting point is one line, and a store of torch's is none."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -7,12 +8,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from lockstep.distributed import membership
 from lockstep.distributed.membership import check_store
 from lockstep.distributed.progress import MEETING_VARIABLE
-from lockstep.distributed.world import meeting_store
+from lockstep.distributed.world import World, meeting_store
 from lockstep.errors import ConfigError
 from lockstep.launch.rendezvous import open_rendezvous
 
@@ -110,7 +112,7 @@ def test_ranks_and_launchers_ask(service, monkeypatch):
     endpoint = f"127.0.0.1:{service}"
     job = SimpleNamespace(endpoint=endpoint, backend="c10d", run_id="r", nodes=(2, 2), options={}, is_host=False)
     with pytest.raises(ConfigError, match=f"--master-port {service}"):
-        open_rendezvous(job)
+        open_rendezvous(job, print)
 
 
 @pytest.mark.parametrize("service", [http], indirect=True)
@@ -131,3 +133,46 @@ def test_a_store_of_torchs_and_a_port_where_nobody_listens_are_let_pass(capfd):
     client.set("still", "there")
     assert store.get("still") == b"there"
     assert capfd.readouterr().err == ""
+
+
+def test_ranks_agree_on_a_scope_although_the_store_holds_earlier_starts():
+    store = dist.HashStore()
+    stale = "lockstep/start/dead"  # of processes that were killed while they met
+    store.set("lockstep/start/scope", stale)
+    for key in ("here-0", "here-1", "welcome-other"):
+        store.set(f"{stale}/{key}", "other")
+    scopes = []
+    for _ in range(3):
+        worlds = [World(rank, size=3) for rank in range(3)]
+        threads = [
+            threading.Thread(target=world._agree_on_scope, args=(store, timedelta(seconds=20)))
+            for world in worlds[::-1]
+        ]
+        for thread in threads:  # rank 0 comes last
+            thread.start()
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join()
+        assert len({world._scope for world in worlds}) == 1
+        scopes.append(worlds[0]._scope)
+    assert len({stale, *scopes}) == 4
+
+
+def test_who_is_missing_from_a_join_is_known_on_both_sides():
+    store = dist.HashStore()
+    later = World(1, size=3, timeout=0.3)
+    with pytest.raises(dist.DistError):
+        later._agree_on_scope(store, timedelta(seconds=0.3))
+    assert later._why_apart(store)[0].startswith("rank 0 did not arrive")
+    first = World(0, size=3, timeout=0.5)
+    thread = threading.Thread(target=lambda: suppressed(later._agree_on_scope, store))
+    thread.start()
+    with pytest.raises(RuntimeError):
+        first._agree_on_scope(store, timedelta(seconds=0.5))
+    thread.join()
+    assert first._why_apart(store)[0].startswith("rank 2 did not arrive")
+
+
+def suppressed(call, store):
+    with contextlib.suppress(RuntimeError):
+        call(store, timedelta(seconds=2))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,15 +13,17 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from refusals import names, refuses
+from shell import free_port
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
 
 from lockstep.distributed import failures
 from lockstep.distributed.launcher import LAUNCHER_VARIABLE
 from lockstep.distributed.progress import FOLDER_VARIABLE, MEETING_VARIABLE, Progress, RankProgress
-from lockstep.errors import LockstepError, UsageError
-from lockstep.launch import agent, losses, rendezvous
+from lockstep.errors import ConfigError, LockstepError, UsageError
+from lockstep.launch import agent, losses, nodes, rendezvous
 from lockstep.launch import agent as orphans
 from lockstep.launch import job as memory
 from lockstep.launch.job import Job
@@ -54,7 +57,8 @@ def watched(tmp_path, monkeypatch):
         mine._remaining_restarts, mine._oom_kills = left, 7
         mine._membership, mine._end_reason, mine._restart_failures = None, "", []
         mine._names = {local: str(4 + local) for local in range(len(commands))}
-        mine._silenced, mine._spared, mine._preloaded = set(), set(), None
+        mine._silenced, mine._spared, mine._preloaded, mine._failed = set(), set(), None, {}
+        mine._decisions = None
         processes = [subprocess.Popen(["sh", "-c", command], start_new_session=True) for command in commands]
         started.extend(processes)
         for local in ended:
@@ -308,9 +312,9 @@ def test_an_end_in_the_meeting_is_one_line_and_leaves_nothing(tmp_path, monkeypa
     os.environ.pop("MINE")
 
 
-def test_waiting_nodes_are_asked_for_in_a_thread_and_told_once(monkeypatch):
+def test_waiting_nodes_are_counted_in_a_thread_and_reported_once(monkeypatch):
     asked, may, go_on = [], threading.Event(), threading.Event()
-    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(sleep=lambda _: go_on.wait(60)))
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(sleep=lambda _: go_on.wait(60), monotonic=time.monotonic))
 
     def ask():
         asked.append(threading.current_thread())
@@ -319,7 +323,8 @@ def test_waiting_nodes_are_asked_for_in_a_thread_and_told_once(monkeypatch):
             raise RendezvousError("the link is cut")
         return 3
 
-    handler = rendezvous._count_in_thread(SimpleNamespace(num_nodes_waiting=ask))
+    inner = SimpleNamespace(num_nodes_waiting=ask, next_rendezvous=lambda: "met")
+    handler = rendezvous.NodeRendezvous(inner, job(is_host=False), None, print)
     assert handler.num_nodes_waiting() == 0
     may.set()
     while (found := handler.num_nodes_waiting()) == 0:
@@ -333,27 +338,97 @@ def test_waiting_nodes_are_asked_for_in_a_thread_and_told_once(monkeypatch):
     assert handler.num_nodes_waiting() == 0
     asked[-1].join()
     assert len(asked) == 2  # and its failure is none of ours
+    handler._counter._count = 1  # of a node that the next round takes in
+    assert handler.next_rendezvous() == "met"
+    assert handler.num_nodes_waiting() == 0
 
 
-@pytest.mark.parametrize(
-    ("backend", "is_host", "own"), [("c10d", True, True), ("c10d", False, False), ("etcd-v2", True, False)]
-)
-def test_the_node_that_holds_the_meeting_point_makes_it_and_others_ask_for_it(monkeypatch, backend, is_host, own):
+def launcher(port, *, is_host, said, **changes):
+    """The rendezvous of a launcher on this machine."""
+    asked = job(endpoint=f"127.0.0.1:{port}", is_host=is_host, **{"nodes": (2, 2), **changes})
+    return rendezvous.open_rendezvous(asked, said.append)
+
+
+def test_two_launchers_meet_whoever_comes_first_and_missing_ones_are_reported(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.2)
+    port, said, found = free_port(), [[], []], []
+
+    def join(number):
+        handler = launcher(port, is_host=number == 0, said=said[number])
+        found.append((handler, handler.next_rendezvous()))
+
+    threads = [threading.Thread(target=join, args=(number,)) for number in (1, 0)]
+    threads[0].start()
+    until = time.monotonic() + 30
+    while not said[1] and time.monotonic() < until:
+        time.sleep(0.05)
+    assert names(said[1][0], "node 0", f"127.0.0.1:{port}", "--master-addr", "--master-port")
+    threads[1].start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(info.rank for _, info in found) == [0, 1]
+    for handler, _ in found:
+        handler.shutdown()
+
+
+def test_a_node_that_does_not_come_is_missed_by_count_and_by_who_has_come(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.3)
+    said = []
+    handler = launcher(0, is_host=True, said=said, options={"join_timeout": "1"})
+    with refuses(LockstepError, "1 of 2 nodes", socket.gethostname(), "127.0.0.1", "1 s") as caught:
+        handler.next_rendezvous()
+    assert caught.value.exit_code == 1
+    assert names(said[0], "1 of 2 nodes", socket.gethostname(), "--master-addr")
+
+
+def test_a_launcher_with_other_settings_than_node_0s_is_refused_at_once():
+    port = free_port()
+    first = launcher(port, is_host=True, said=[])
+    with refuses(ConfigError, "--nnodes", 3, 2):
+        launcher(port, is_host=False, said=[], nodes=(3, 3))
+    with refuses(ConfigError, "--rdzv-id", "other", "test"):
+        launcher(port, is_host=False, said=[], run_id="other")
+    assert names(first._describe(), "1 of 2 nodes", "--rdzv-id other")  # node 0 learns of it
+    with refuses(ConfigError, "MASTER_PORT", port):
+        launcher(port, is_host=True, said=[])  # node 0 twice
+    first.shutdown()
+
+
+def test_node_0_that_never_comes_is_named_after_the_limit():
+    port = free_port()
+    with refuses(LockstepError, "node 0", f"127.0.0.1:{port}", "1 s", "--master-port") as caught:
+        launcher(port, is_host=False, said=[], options={"join_timeout": "1"})
+    assert caught.value.exit_code == 1
+
+
+def test_other_backends_are_torchs(monkeypatch):
     made = []
-    monkeypatch.setattr(
-        rendezvous, "get_rendezvous_handler", lambda given: made.append(given) or SimpleNamespace(num_nodes_waiting=int)
-    )
-    monkeypatch.setattr(rendezvous, "create_handler", lambda store, backend, given: given)
-    asked = job(backend=backend, is_host=is_host, nodes=(1, 2), options={"join_timeout": "9"})
-    found = rendezvous.open_rendezvous(asked)
-    given = found if own else made[0]
-    assert bool(made) == (not own)
-    assert (given.min_nodes, given.max_nodes, given.run_id, given.get("join_timeout")) == (1, 2, "test", "9")
-    assert given.local_addr == "127.0.0.1"
-    assert given.get("read_timeout") == (None if own else "5")
-    if not own:
-        rendezvous.open_rendezvous(job(backend=backend, is_host=is_host, options={"read_timeout": "77"}))
-        assert made[1].get("read_timeout") == "77"
+    inner = SimpleNamespace(num_nodes_waiting=int, use_agent_store=True)
+    monkeypatch.setattr(rendezvous, "get_rendezvous_handler", lambda given: made.append(given) or inner)
+    for options, seconds in (({}, "5"), ({"read_timeout": "77", "join_timeout": "9"}, "77")):
+        handler = rendezvous.open_rendezvous(job(backend="etcd-v2", nodes=(1, 2), options=options), print)
+        given = made.pop()
+        assert (given.min_nodes, given.max_nodes, given.run_id, given.local_addr) == (1, 2, "test", "127.0.0.1")
+        assert (given.get("read_timeout"), given.get("join_timeout")) == (seconds, options.get("join_timeout"))
+        assert handler.use_agent_store
+
+
+def test_an_end_on_another_node_is_no_failure_to_meet(watched, monkeypatch):
+    mine = watched()[0]
+
+    problems = [RendezvousConnectionError, RendezvousConnectionError, RendezvousClosedError]
+
+    def meet(*_):
+        raise problems.pop(0)
+
+    monkeypatch.setattr(agent.LocalElasticAgent, "_rendezvous", meet)
+    with pytest.raises(RendezvousConnectionError):  # at the start
+        mine._rendezvous(None)
+    mine._failure = failures.ProcessFailure(4, 1, "lost rank 5", follows=True)
+    for words, code in (("node 0", 75), ("another node", 1)):
+        with refuses(LockstepError, "lost rank 5", words) as caught:
+            mine._rendezvous(None)
+        assert caught.value.exit_code == code
 
 
 def test_kills_are_added_up_over_our_groups_and_the_machine(tmp_path, monkeypatch):
@@ -373,13 +448,12 @@ def test_kills_are_added_up_over_our_groups_and_the_machine(tmp_path, monkeypatc
     assert memory.count_oom_kills(tmp_path, tmp_path / "none") == 3
 
 
-def test_who_goes_on_is_decided_at_a_meeting_point_of_the_launchers_own(monkeypatch):
+def test_who_goes_on_is_decided_at_a_meeting_point_of_the_launchers_own(tmp_path, monkeypatch):
     monkeypatch.setenv(MEETING_VARIABLE, "elsewhere:1")
-    mine = object.__new__(agent._Agent)
-    assert mine._open_membership(job(losses=0)) is None
+    assert nodes.open_decisions(job(losses=0), str, tmp_path) is None
     assert MEETING_VARIABLE not in os.environ  # of another launcher around this one
-    losses = mine._open_membership(job(losses=3))
-    assert losses is not None  # the store is there as long as it is
+    decisions = nodes.open_decisions(job(losses=3), str, tmp_path)
+    assert decisions is not None  # the store is there as long as it is
     host, _, port = os.environ[MEETING_VARIABLE].rpartition(":")
     assert host == "127.0.0.1"
     assert TCPStore(host, int(port), None, False, timedelta(seconds=5), wait_for_workers=False).add("heard", 1) == 1

@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from refusals import refuses
+from refusals import names, refuses
 
 import lockstep
 from lockstep import cli
@@ -80,22 +80,35 @@ def test_a_single_node_meets_on_loopback_at_any_port_under_a_name_of_its_own(mon
         (["--master-addr", "127.0.0.1", "--master-port", "65535"], "127.0.0.1:65535", True),
         (["--rdzv-endpoint", "127.0.0.1:2950"], "127.0.0.1:2950", True),
         (["--rdzv-endpoint", "127.0.0.1:2950", "--node-rank", "1"], "127.0.0.1:2950", False),
+        (["--rdzv-endpoint", "[::1]:2950"], "::1:2950", True),
         (["--rdzv-endpoint", "192.0.2.1:2950"], "192.0.2.1:2950", False),  # no address of this node
     ],
 )
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
 def test_one_of_several_nodes_holds_the_meeting_point(monkeypatch, nodes, flags, endpoint, is_host):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     job = asked(monkeypatch, "--nnodes", nodes, *flags)
     assert (job.endpoint, job.is_host, job.run_id) == (endpoint, is_host, "lockstep")
-    assert "GLOO_SOCKET_IFNAME" not in job.environment
+    if endpoint.startswith(("127", "::1")):
+        assert job.environment["GLOO_SOCKET_IFNAME"] == "lo"  # on the way to node 0
 
 
-def test_lost_processes_are_replaced_on_one_node_where_there_are_others(monkeypatch):
+def test_lost_processes_are_replaced_where_there_are_others(monkeypatch, capsys):
     two = ("--nproc-per-node", "2")
     found = [asked(monkeypatch, *flags) for flags in ((), two, (*two, "--max-losses", "3", "--min-ranks", "2"))]
     assert [(job.least, job.losses) for job in found] == [(1, 0), (1, 8), (2, 3)]
     several = asked(monkeypatch, *two, "--nnodes", "2", "--master-addr", "127.0.0.1", "--min-ranks", "4")
-    assert (several.least, several.losses) == (4, 0)
+    assert (several.least, several.losses) == (4, 8)
+    assert capsys.readouterr().err == ""
+    other = ("--rdzv-backend", "etcd-v2", "--max-losses", "3")
+    assert asked(monkeypatch, *two, "--nnodes", "2", "--master-addr", "127.0.0.1", *other).losses == 0
+    assert names(capsys.readouterr().err, "--max-losses 3", "--rdzv-backend etcd-v2", "--max-restarts")
+
+
+def test_a_gloo_interface_that_this_machine_lacks_is_refused(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with refuses(ConfigError, "GLOO_SOCKET_IFNAME", "eth77", socket.gethostname(), "lo"):
+        command(["--nnodes", "2", "--master-addr", "127.0.0.1", "--dry-run", "--", "train"])
 
 
 def test_what_is_started_and_with_how_many_threads(monkeypatch, tmp_path):
@@ -115,10 +128,11 @@ def test_what_is_started_and_with_how_many_threads(monkeypatch, tmp_path):
         assert asked(monkeypatch).environment["OMP_NUM_THREADS"] == threads
 
 
-def test_nodes_meet_at_the_master(capsys):
+def test_nodes_meet_at_the_master(capsys, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     words = shown(capsys, "--nnodes", "1:2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "2950")
     assert {"--nnodes=1:2", "--rdzv-endpoint=127.0.0.1:2950", "--rdzv-id=lockstep"} <= set(words)
-    assert not any(word.startswith("GLOO_SOCKET_IFNAME") for word in words)
+    assert "GLOO_SOCKET_IFNAME=lo" in words
 
 
 @pytest.mark.parametrize(
@@ -142,6 +156,7 @@ def test_nodes_meet_at_the_master(capsys):
         (["--rdzv-conf", "a=1,=2", "--", "train"], "--rdzv-conf is 'a=1,=2'"),
         (["--rdzv-endpoint", "host:\u0662", "--", "train"], "--rdzv-endpoint is 'host:"),
         (["--rdzv-endpoint", ":29", "--", "train"], "--rdzv-endpoint is ':29'"),
+        (["--rdzv-endpoint", "fd00::1:29400", "--", "train"], "--rdzv-endpoint is 'fd00::1:29400'"),
         (["--master-port", "65536", "--", "train"], "--master-port is 65536"),
         (["--max-restarts", "-1", "--", "train"], "--max-restarts is -1: it must be at least 0"),
         (["--node-rank", "-1", "--", "train"], "--node-rank is -1"),

@@ -53,7 +53,7 @@ class Run:
         self.store, self.time, self.ended = Store(), 0.0, {}
         self.losses = Membership(self.store, now=lambda: self.time, **settings)
         self.living = {str(slot) for slot in range(count)}
-        self.losses.begin(0, [str(slot) for slot in range(count)])
+        self.losses.begin("0", [str(slot) for slot in range(count)])
         for name in self.living:
             self.store.set(f"{KEYS}/ready/{name}", "yes")
 
@@ -253,7 +253,7 @@ def test_processes_that_lose_each_other_again_and_again_though_all_live_end():
 def test_after_a_restart_of_all_nothing_of_before_counts_but_the_losses():
     run = Run(2)
     run.lose("1")
-    run.losses.begin(1, ["0", "1"])
+    run.losses.begin("1", ["0", "1"])
     assert (run.losses.number, run.losses.replace) == (0, [])
     run.report("0")
     run.report("1")
@@ -328,7 +328,7 @@ def test_messages_name_a_rank_by_both_of_its_numbers_once_ranks_were_renumbered(
 def test_a_process_knows_from_its_launcher_whether_and_as_whom_it_takes_part():
     assert Member.of_this_process({}) is None
     assert Member.of_this_process({"RANK": "2"}) is None
-    meeting = {"LOCKSTEP_MEETING": "127.0.0.1:99", "RANK": "2", "TORCHELASTIC_RESTART_COUNT": "3"}
+    meeting = {"LOCKSTEP_MEETING": "127.0.0.1:99", "RANK": "2", "LOCKSTEP_ROUND": "3"}
     first = Member.of_this_process(meeting)
     assert (first.name, first.generation, first.is_new, first._keys) == ("2", 0, False, "lockstep/members/3")
     later = Member.of_this_process(meeting | {"LOCKSTEP_MEMBER": "2.1"})

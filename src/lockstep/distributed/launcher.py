@@ -4,35 +4,47 @@ rank = launcher_number("RANK", 0)           # from the environment; 0 if it is n
 check_launched(os.environ)                  # ConfigError under `srun -n8 lockstep train`
 
 `torch_variables` chooses a rank's environment. `listen`, `check_reachable` and `is_own_address` check addresses of the
-meeting point. `end_with_launcher` ends a worker when its launcher dies.
+meeting point, `route_to` and `choose_interface` this machine's side of the way to it. `end_with_launcher` ends a worker
+when its launcher dies.
 """
 
+import contextlib
 import errno
+import fcntl
 import ipaddress
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import ConfigError
 
 __all__ = [
+    "FOLLOWER_VARIABLE",
     "LAUNCHER_VARIABLE",
     "OPENCV_THREADS",
+    "ROUND_VARIABLE",
+    "address_of",
     "allocator_variables",
     "check_launched",
     "check_reachable",
+    "choose_interface",
     "compile_threads",
     "cores",
+    "die_with_launcher",
     "end_with_launcher",
     "find_launch_mistake",
+    "interface_at",
     "is_own_address",
     "launcher_is_gone",
     "launcher_number",
     "listen",
+    "route_to",
     "torch_variables",
 ]
 
@@ -74,7 +86,7 @@ def check_reachable(name: str, host: str) -> None:
     if address.is_loopback and host != "localhost" and host != str(text):
         raise ConfigError(
             f"{name} {host} is {address} on this node, where no other node can reach it (see /etc/hosts); pass node "
-            "0's network address, and set GLOO_SOCKET_IFNAME to the network interface if host names resolve to loopback"
+            "0's network address"
         )
 
 
@@ -88,6 +100,69 @@ def is_own_address(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+_SIOCGIFADDR = 0x8915  # of linux/sockios.h
+_IPV6 = Path("/proc/net/if_inet6")  # a line per address: 32 hex digits, numbers, the interface
+
+
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of an interface; "" if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(reply[20:24])
+    return ""
+
+
+def interface_at(address: str) -> str:
+    """Return the interface that has this address, such as eth0; "" if unknown."""
+    if ":" not in address:
+        return next((name for _, name in socket.if_nameindex() if address_of(name) == address), "")
+    digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    with contextlib.suppress(OSError):
+        for line in _IPV6.read_text(encoding="ascii").splitlines():
+            if line.startswith(digits):
+                return line.split()[-1]
+    return ""
+
+
+def route_to(host: str) -> str:
+    """Return this machine's address on the route to `host`.
+
+    Its host name may resolve to another network's address, or to loopback.
+
+    Raises:
+        OSError: `host` does not resolve, or there is no route to it.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def choose_interface(host: str, environ: MutableMapping[str, str]) -> None:
+    """Set GLOO_SOCKET_IFNAME to the interface on the route to `host`, unless it is set.
+
+    By default gloo uses what the machine's host name resolves to, which Debian's installer makes loopback.
+
+    Raises:
+        ConfigError: it is set to an interface that this machine lacks.
+    """
+    names = [name for name in environ.get(_INTERFACE, "").split(",") if name]
+    if not names:
+        with contextlib.suppress(OSError):
+            if name := interface_at(route_to(host)):
+                environ[_INTERFACE] = name
+        return
+    own = [name for _, name in socket.if_nameindex()]
+    if not any(name in own for name in names):
+        raise ConfigError(
+            f"{_INTERFACE} is {environ[_INTERFACE]}, but {socket.gethostname()} has no such network interface "
+            f"({', '.join(own)}); unset it, and the one that leads to {host} is used"
+        )
 
 
 OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"  # read when OpenCV is imported
@@ -112,12 +187,26 @@ def compile_threads(ranks: int) -> int:
 
 
 LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"  # set by `lockstep launch` to the path of its pipe
+ROUND_VARIABLE = "LOCKSTEP_ROUND"  # and to a token of this start of the processes, the same on all nodes
+FOLLOWER_VARIABLE = "LOCKSTEP_FOLLOWER"  # and where another node's launcher decides who goes on after a loss
 
 _LAUNCHER_ENDED = threading.Event()
+_OTHERS_GO_ON = threading.Event()
+
+
+def die_with_launcher(others_go_on: bool) -> None:
+    """Choose whether this process is killed when its launcher dies, since the other nodes' ranks go on without it.
+
+    Only where another node's launcher decides; elsewhere all ranks save and end.
+    """
+    if others_go_on and FOLLOWER_VARIABLE in os.environ:
+        _OTHERS_GO_ON.set()
+    else:
+        _OTHERS_GO_ON.clear()
 
 
 def end_with_launcher() -> None:
-    """Send this process SIGTERM when its launcher dies, so that it saves and ends.
+    """Send this process SIGTERM when its launcher dies, so that it saves and ends (see `die_with_launcher`).
 
     Does nothing if `lockstep launch` did not start this process, or on a second call.
     """
@@ -145,7 +234,7 @@ def _wait(pipe: int) -> None:
 
 def _end() -> None:
     _LAUNCHER_ENDED.set()
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGKILL if _OTHERS_GO_ON.is_set() else signal.SIGTERM)
 
 
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"

@@ -17,6 +17,7 @@ import signal
 import socket
 import stat
 import struct
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from lockstep.distributed.launcher import ROUND_VARIABLE
 from lockstep.distributed.progress import MEETING_VARIABLE, MEMBER_VARIABLE, Progress, rank_label, renumber
 from lockstep.errors import ConfigError, LockstepError, PeerError, error_line
 
@@ -53,6 +55,7 @@ _VALIDATE, _PING = 0, 13  # c10d's TCPStoreBackend.hpp: the first byte of a clie
 _MAGIC = 0x3C85F7CE
 _CONNECT = 5.0  # seconds
 _TRIES, _PAUSE = 4, 0.5  # for a store that is stopping or starting
+_SLACK = 2.0  # seconds for an answer beyond the store's own timeout
 
 
 class _StoreReply(Enum):
@@ -62,35 +65,37 @@ class _StoreReply(Enum):
     NOBODY = "nobody listens"
 
 
-def check_store(host: str, port: int, wait: float, address: str) -> None:
+def check_store(host: str, port: int, wait: float, address: str) -> str:
     """Raise ConfigError if another service listens where torch's store should.
-
-    If nothing listens yet, torch's client waits for the store.
 
     Args:
         wait: seconds for an answer.
         address: host and port as the user gave them.
+
+    Returns:
+        Why nothing listens there yet, such as "Connection refused"; "" if the store does.
     """
-    answer = _ask(host, port, wait)
+    answer, why = _ask(host, port, wait)
     for _ in range(_TRIES):
         if answer is not _StoreReply.CLOSED:
             break
         time.sleep(_PAUSE)
-        answer = _ask(host, port, wait)
+        answer, why = _ask(host, port, wait)
     if answer not in (_StoreReply.RIGHT, _StoreReply.NOBODY) and _knows_protocol():
         raise ConfigError(
             f"{address}: another service listens there, not the ranks' meeting point; pass all ranks a port that is "
             "free on rank 0's node"
         )
+    return why
 
 
-def _ask(host: str, port: int, wait: float) -> _StoreReply:
-    """Send the greeting of torch's client, and classify the reply."""
+def _ask(host: str, port: int, wait: float) -> tuple[_StoreReply, str]:
+    """Send the greeting of torch's client, and classify the reply; return also why there is no connection."""
     number = random.SystemRandom().getrandbits(31)
     try:
         connection = socket.create_connection((host, port), timeout=_CONNECT)
-    except OSError:
-        return _StoreReply.NOBODY
+    except OSError as error:
+        return _StoreReply.NOBODY, error.strerror or str(error) or "no answer"
     with connection:
         connection.settimeout(wait)
         reply = b""
@@ -99,19 +104,19 @@ def _ask(host: str, port: int, wait: float) -> _StoreReply:
             while len(reply) < 4 and (more := connection.recv(4 - len(reply))):
                 reply += more
         except TimeoutError:
-            return _StoreReply.WRONG
+            return _StoreReply.WRONG, ""
         except OSError:
-            return _StoreReply.CLOSED
+            return _StoreReply.CLOSED, ""
     if not reply:
-        return _StoreReply.CLOSED
-    return _StoreReply.RIGHT if reply == struct.pack("=I", number) else _StoreReply.WRONG
+        return _StoreReply.CLOSED, ""
+    return (_StoreReply.RIGHT if reply == struct.pack("=I", number) else _StoreReply.WRONG), ""
 
 
 @cache
 def _knows_protocol() -> bool:
     """Whether this version of torch uses this protocol."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    return _ask("127.0.0.1", store.port, _CONNECT) is _StoreReply.RIGHT
+    return _ask("127.0.0.1", store.port, _CONNECT)[0] is _StoreReply.RIGHT
 
 
 # Modules in which torch communicates; DDP's reducer does so inside the backward.
@@ -213,9 +218,9 @@ def _exit_error(call: SystemExit) -> LockstepError:
     return error
 
 
-def key_prefix(restart: str | int) -> str:
-    """Return the prefix of this restart's keys in the meeting point's store."""
-    return f"lockstep/members/{restart}"
+def key_prefix(round_: str) -> str:
+    """Return the prefix of this round's keys in the meeting point's store; see ROUND_VARIABLE."""
+    return f"lockstep/members/{round_}"
 
 
 class LeaveReport(NamedTuple):
@@ -288,7 +293,7 @@ class Member:
         host, _, port = variables.get(MEETING_VARIABLE, "").rpartition(":")
         if not name or not host:
             return None
-        keys = key_prefix(variables.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        keys = key_prefix(variables.get(ROUND_VARIABLE, ""))
         return cls(name, -1 if "." in name else 0, keys, (host, int(port)))
 
     @property
@@ -328,21 +333,29 @@ class Member:
         Raises:
             PeerError: the launcher did not answer, ends the run, or continues without this process.
         """
-        store = self._connected()
         place = f"{self._keys}/seat/{self.name}" if self.is_new else f"{self._keys}/members/{self.generation + 1}"
-        try:
-            here = "new" if self.is_new else f"here/{self.generation + 1}"
-            store.set(f"{self._keys}/{here}/{self.name}", json.dumps(list(report)))
-            store.wait([place], timedelta(seconds=wait))
-            found = store.get(place).decode()
-        except RuntimeError as error:
+        here = "new" if self.is_new else f"here/{self.generation + 1}"
+        answers: list[str] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):  # the launcher is gone
+                store = self._connected()
+                store.set(f"{self._keys}/{here}/{self.name}", json.dumps(list(report)))
+                store.wait([place], timedelta(seconds=wait))
+                answers.append(store.get(place).decode())
+
+        # In a thread: over a link that is cut, the store's client waits for many minutes, whatever its timeout.
+        asking = threading.Thread(target=ask, name="lockstep-regroup", daemon=True)
+        asking.start()
+        asking.join(wait + _SLACK)
+        if not answers:
             raise PeerError(
-                f"the launcher did not name the ranks that go on within {wait:g} s: it has ended, or is stopped; "
-                "start the same command again"
-            ) from error
-        if not found.startswith("{"):
-            raise PeerError(found)
-        generation = Generation.read(found)
+                f"the launcher did not name the ranks that go on within {wait:g} s: it has ended, is stopped or cannot "
+                "be reached; start the same command again"
+            )
+        if not answers[0].startswith("{"):
+            raise PeerError(answers[0])
+        generation = Generation.read(answers[0])
         if self.name not in generation.members:
             raise PeerError("the others went on without this process, which was silent for too long")
         self.generation = generation.number

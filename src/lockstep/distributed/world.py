@@ -11,7 +11,7 @@ for a device nor interleave with the training group's collectives.
 A default group that already exists in this process (from accelerate, or a script) is used, and left open at the end.
 
 A process may join and leave many times, and torchrun's agent keeps one meeting point over all restarts. So ranks write
-there only under a prefix unique to these processes and this join.
+there only under a prefix unique to this join: rank 0 draws it (see `_agree_on_scope`).
 """
 
 import contextlib
@@ -19,8 +19,10 @@ import gc
 import json
 import os
 import platform
+import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,7 +34,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.distributed.descriptors import CONNECT_ON_DEMAND, descriptors_of, ensure_descriptors
-from lockstep.distributed.launcher import check_launched, check_reachable, launcher_number, listen
+from lockstep.distributed.launcher import (
+    ROUND_VARIABLE,
+    check_launched,
+    check_reachable,
+    choose_interface,
+    launcher_number,
+    listen,
+)
 from lockstep.distributed.membership import check_store, lost_peers
 from lockstep.distributed.progress import MEETING_VARIABLE, rank_label, renumber
 from lockstep.errors import ConfigError, LockstepError, PeerError
@@ -218,7 +227,7 @@ class World:
         """
         world = World(rank, self.local_rank, size, self.device, self.timeout)
         world._patience = min(_REGROUP_SECONDS * 2.0 ** min(tries, 5), self.timeout)
-        world._make_groups(f"{_start()}/generation-{generation}")
+        world._make_groups(f"{_round_prefix()}/generation-{generation}")
         return world
 
     def drop_groups(self, extra: "list[dist.ProcessGroup | None]") -> None:
@@ -256,10 +265,15 @@ class World:
         ensure_descriptors(descriptors_of(self.size, hosts_store), f"rank {self.rank} of {self.size}")
         os.environ.setdefault(CONNECT_ON_DEMAND, "1")
         store = None
+        if not _is_one_node():
+            choose_interface(meeting_point()[0], os.environ)
         try:
             store = meeting_store(self.rank, self.size, wait)
-            self._scope = scope or self._new_scope(store)
-            store.set(f"{self._scope}/here-{self.rank}", "")
+            if scope:
+                self._scope = scope
+                store.set(f"{scope}/here-{self.rank}", "")
+            else:
+                self._agree_on_scope(store, wait)
             own = PrefixStore(self._scope, store)
             dist.init_process_group(backend, timeout=wait, store=own, rank=self.rank, world_size=self.size)
             _forget_group()
@@ -283,9 +297,12 @@ class World:
             return f"{why}; check that every process was started, with one MASTER_ADDR and MASTER_PORT", False
         try:
             store.set_timeout(timedelta(seconds=_PATIENCE))
-            absent = [rank for rank in range(self.size) if not store.check([f"{self._scope}/here-{rank}"])]
+            present = (store.check([f"{self._scope}/here-{rank}"]) for rank in range(self.size))
+            absent = [rank for rank, is_here in enumerate(present) if not is_here]
         except RuntimeError:  # the process that holds it is gone
             return "the meeting point is gone; the first error is in the log of the rank that failed", False
+        if not self._scope:  # rank 0 would have drawn it
+            absent = [0]
         if absent:
             names = " and ".join(map(rank_label, absent[:8]))
             return f"{names} did not arrive within --timeout {self.timeout:g} s; see its log", True
@@ -300,7 +317,7 @@ class World:
             )
         self._is_guest = True
         # Not through the meeting point: the group's own store may listen there.
-        self._scope = self._new_scope(dist.distributed_c10d._get_default_store())
+        self._agree_on_scope(dist.distributed_c10d._get_default_store(), timedelta(seconds=self.timeout))
         self.control = self.new_group()
 
     def _check_devices(self) -> None:
@@ -315,15 +332,38 @@ class World:
             self.leave(_PATIENCE)
             raise
 
-    def _new_scope(self, store: Store) -> str:
-        """Return a prefix for this join's keys, unique over restarts and joins.
+    def _agree_on_scope(self, store: Store, wait: timedelta) -> None:
+        """Choose a prefix for this join's keys: new at each join and each restart, the same on all ranks.
 
-        The agent's count covers only restarts after a failure. When a node joins or leaves, it restarts the processes
-        without counting, so arrivals are counted too.
+        Rank 0 draws it. The store may be older than these processes and still hold the prefix of an earlier start,
+        and no count in the environment tells starts apart: on several nodes each torchrun counts its own restarts. So
+        each rank greets rank 0 under the prefix that it finds, and only a rank 0 that runs now answers.
+
+        Raises:
+            RuntimeError: not all ranks came within `wait`.
         """
-        start = f"{_start()}/of-{self.size}"
-        arrived = store.add(f"{start}/arrived", 1)
-        return f"{start}/join-{(arrived - 1) // self.size}"
+        key, own, deadline = f"{_round_prefix()}/scope", secrets.token_hex(8), time.monotonic() + wait.total_seconds()
+        if self.rank == 0:
+            self._scope = f"{_round_prefix()}/{own}"
+            store.set(f"{self._scope}/here-0", "")
+            store.set(key, self._scope)
+            if greetings := [f"{self._scope}/here-{rank}" for rank in range(1, self.size)]:
+                store.wait(greetings, wait)
+                answers = [f"{self._scope}/welcome-{each.decode()}" for each in store.multi_get(greetings)]
+                store.set(key, "")  # the next join waits for the next prefix
+                store.multi_set(answers, [""] * len(answers))  # type: ignore[attr-defined]
+            return
+        store.wait([key], wait)
+        pause = _FIRST_PAUSE
+        while time.monotonic() < deadline:
+            if (scope := store.get(key).decode()) not in ("", self._scope):
+                self._scope = scope
+                store.set(f"{scope}/here-{self.rank}", own)
+            if self._scope and store.check([f"{self._scope}/welcome-{own}"]):
+                return
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LAST_PAUSE)
+        raise dist.DistError("rank 0 did not answer")
 
     def name(self, purpose: str) -> str:
         """Return a key prefix for `purpose`: the same on all ranks, new at each call."""
@@ -540,9 +580,17 @@ def meeting_store(rank: int, size: int, wait: timedelta, *, all_ranks: bool = Tr
     return _STORES[key]
 
 
-def _start() -> str:
-    """Return the prefix of these processes' keys in the meeting point, new after each restart."""
-    return f"lockstep/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+def _round_prefix() -> str:
+    """Return the prefix of these processes' keys in the meeting point.
+
+    Under `lockstep launch` it is new after each restart.
+    """
+    return f"lockstep/{os.environ.get(ROUND_VARIABLE, 'start')}"
+
+
+def _is_one_node() -> bool:
+    """Whether the launcher says that all ranks are on this node."""
+    return launcher_number("LOCAL_WORLD_SIZE", 0) == launcher_number("WORLD_SIZE", 1)
 
 
 def _connect(group: dist.ProcessGroup | None) -> None:
@@ -575,5 +623,6 @@ _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
 _ABANDONED: list[World] = []
 _REGROUP_SECONDS = 0.75  # seconds for ranks that have just reported to arrive; gloo waits five times as long
 _NCCL_MORE = 30.0  # seconds: its watchdog aborts the process, and lockstep's must first report the missing rank
+_FIRST_PAUSE, _LAST_PAUSE = 0.002, 0.25  # seconds between two looks for rank 0's answer
 _PATIENCE = 5.0  # seconds for ranks with the same error to reach the next join
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))

@@ -2,10 +2,10 @@
 
     succeeded, stop_signal, code = run(Job(...))
 
-Adds to torch's agent: the rank that failed first, no restart that cannot help, replacement of lost processes, and a
-meeting point that listens on one address. Besides torch's public classes it uses the process handles inside
-LocalElasticAgent and their creation, its set of processes to wait for, and its counter of restarts left; all have the
-same names since torch 2.11.
+Adds to torch's agent: the rank that failed first, no restart that cannot help, replacement of lost processes, a token
+for each round of the launchers, and a meeting point that listens on one address. Besides torch's public classes it uses
+the process handles inside LocalElasticAgent and their creation, its set of processes to wait for, its counter of
+restarts left, and its rendezvous; all have the same names since torch 2.11.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import logging
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -25,30 +26,31 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
 
 from lockstep.distributed.descriptors import descriptors_of, ensure_descriptors
 from lockstep.distributed.failures import ProcessFailure, first_failure
-from lockstep.distributed.launcher import LAUNCHER_VARIABLE, listen
+from lockstep.distributed.launcher import LAUNCHER_VARIABLE, ROUND_VARIABLE
 from lockstep.distributed.membership import STOP_SIGNALS, heeds_hangup, leave_terminal
 from lockstep.distributed.progress import (
     FOLDER_VARIABLE,
-    MEETING_VARIABLE,
     MEMBER_VARIABLE,
     RankProgress,
     ended_while_running,
     rank_label,
     read_end,
 )
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, StorageError, UsageError
 from lockstep.launch.job import Job, count_oom_kills
-from lockstep.launch.losses import REPEATED, Membership
+from lockstep.launch.losses import REPEATED
+from lockstep.launch.nodes import Decisions, Seat, open_decisions
 from lockstep.launch.rendezvous import local_address, open_rendezvous
 from lockstep.launch.workers import Preloaded, life_pipe, private_folder
 from lockstep.report.goodput import ENDED_VARIABLE
@@ -112,6 +114,8 @@ _GRACE = 2.0  # seconds for the others to report their progress, once one has fa
 _KILLED = 0.3  # the same, if one was killed: no other failure causes that, so it was the first
 _LEAVE = 0.5  # seconds to notify the other nodes that this one leaves
 _POLL = 0.05
+_ROUND, _ENDED = "lockstep/round", "lockstep/ended"  # keys of the token and of a count, in the round's store
+_EXIT_BARRIER = 10.0  # seconds for the other nodes' ranks to end too; their launchers may be gone
 _PRELOAD_DELAY = 5.0  # seconds after the start before preloading a process to fork from; short runs need none
 
 
@@ -139,7 +143,7 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
         with adopt_orphans() as adopted:
             agent = _Agent(job, folder, adopted)
             result = agent.run()
-        code = read_end(folder / "places")
+        code = read_end(folder / "places") or agent.code
     except SignalException as error:
         signal_error = LockstepError(f"ended by {signal.Signals(error.sigval).name}, and the processes with it")
         signal_error.exit_code = 128 + error.sigval
@@ -171,7 +175,7 @@ class _Agent(LocalElasticAgent):
             local_world_size=job.processes,
             entrypoint=sys.executable,
             args=tuple(job.command),
-            rdzv_handler=open_rendezvous(job),
+            rdzv_handler=open_rendezvous(job, self._print),
             max_restarts=job.restarts,
             monitor_interval=_POLL,
             local_addr=local_address(job),
@@ -185,40 +189,85 @@ class _Agent(LocalElasticAgent):
         self._oom_kills, self._oom_check_time = count_oom_kills(), time.monotonic()
         self._end_reason = ""  # why a loss ended the other processes too
         self._names: dict[int, str] = {}  # names of the processes, by local rank
+        self._given_names: list[str] = []  # the same, on a node that came back
         self._spared: set[int] = set()  # local ranks of processes that the run continues without
         self._silenced: set[str] = set()  # names of processes killed for their silence
-        self._membership = self._open_membership(job)
+        self._failed: dict[str, ProcessFailure] = {}  # by name
+        self._decisions = open_decisions(job, self._describe, self._folder)
+        self._membership: Decisions | None = None
         self._preloaded: Preloaded | None = None
         self._can_fork = adopts and Preloaded.can_fork(job.command)
         self._started = time.monotonic()
 
-    def _open_membership(self, job: Job) -> Membership | None:
-        """Open this launcher's own meeting point, to decide who continues after a loss; None: nobody does."""
-        os.environ.pop(MEETING_VARIABLE, None)
-        if not job.losses:
-            return None
-        host = job.endpoint.rpartition(":")[0]
-        listener = listen(host, 0)
-        if listener is None:
-            return None
-        port = listener.getsockname()[1]
-        store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
-        os.environ[MEETING_VARIABLE] = f"{host}:{port}"
-        return Membership(store, least=job.least, most=job.losses, describe=self._describe)
+    def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
+        for local, name in enumerate(self._given_names):  # torch passes what the processes will have
+            envs[local][MEMBER_VARIABLE] = name
+        super()._setup_local_watchdog(envs)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other launchers, and agree on the token of this round.
+
+        A count of restarts would not do: each launcher counts its own.
+        """
+        seat = self._decisions.rejoin(self._job.processes) if self._decisions else None
+        self._given_names = seat.names if seat else []
+        if seat:
+            self._take_seat(worker_group, seat)
+            return
+        try:
+            super()._rendezvous(worker_group)
+        except RendezvousClosedError:
+            self._end_reason = "the launcher of another node has ended the run"
+            raise self.error() from None
+        except RendezvousConnectionError:
+            if self._failure is None:
+                raise
+            self._end_reason = "the launcher of node 0, where all meet, is gone"
+            error = self.error()
+            error.exit_code = StorageError.exit_code  # another start may succeed
+            raise error from None
+        store: Any = worker_group.store
+        if worker_group.group_rank == 0:
+            store.set(_ROUND, secrets.token_hex(8))
+        os.environ[ROUND_VARIABLE] = store.get(_ROUND).decode()
+
+    def _take_seat(self, worker_group: WorkerGroup, seat: Seat) -> None:
+        """Take this node's place again in a run that went on without it."""
+        slots = [int(name.partition(".")[0]) for name in seat.names]
+        worker_group.workers = [
+            Worker(local, global_rank=slot, role_rank=slot, world_size=seat.world, role_world_size=seat.world)
+            for local, slot in enumerate(slots)
+        ]
+        group: Any = worker_group  # torch types what it sets later as None
+        group.group_rank, group.group_world_size, group.store = seat.node, seat.nodes, HashStore()
+        host, _, port = self._job.endpoint.rpartition(":")
+        group.master_addr, group.master_port = host, int(port)  # unused: the launcher has a meeting point
+        os.environ[ROUND_VARIABLE] = seat.token
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for place in self._folder.iterdir():
             place.unlink(missing_ok=True)  # of processes before a restart
         self._oom_kills, self._end_reason, self._silenced, self._spared = count_oom_kills(), "", set(), set()
+        self._failed = {}
         self._started = time.monotonic()
         self._names = {worker.local_rank: str(worker.global_rank) for worker in worker_group.workers}
-        if self._membership:
-            restart = self._job.restarts - self._remaining_restarts
-            self._membership.begin(restart, [self._names[local] for local in sorted(self._names)])
+        self._names.update(enumerate(self._given_names))
+        if self._decisions:
+            token, names = os.environ[ROUND_VARIABLE], list(self._names.values())
+            self._membership = self._decisions if self._decisions.begin(token, names, worker_group) else None
         pids: dict[int, Any] = super()._start_workers(worker_group)
+        os.environ.pop(ENDED_VARIABLE, None)
         for number in STOP_SIGNALS:  # after torch's, which would end the processes before they save
             signal.signal(number, self._hangup if number == signal.SIGHUP else self._forward)
         return pids
+
+    def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
+        """Describe an event for nobody: torch's own asks the name server for this host's name each time."""
+        return Event(state, source)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        os.environ.setdefault(ENDED_VARIABLE, str(time.time()))  # where a node comes or goes, none has failed here
+        super()._stop_workers(worker_group)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         """Forward a signal: processes save and end; a second Ctrl-C kills. No restart follows."""
@@ -227,6 +276,7 @@ class _Agent(LocalElasticAgent):
             leave_terminal()
         if self._membership:
             self._spare([local for local, name in self._names.items() if self._membership.rank_of(name) is None])
+            self._membership.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number  # for other nodes
         is_repeat = self.stop_signal == number == signal.SIGINT
         self.stop_signal = signal.Signals(number)
         # Each process has its own session, so that a Ctrl-C in the terminal does not reach it directly too.
@@ -257,6 +307,7 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         processes = self._processes()
         has_loss = any(self._has_failed(local, process.poll()) for local, process in processes.items())
+        has_loss = has_loss or bool(self._end_reason)  # on another node
         if has_loss:
             self._explain(processes, worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
@@ -267,7 +318,7 @@ class _Agent(LocalElasticAgent):
         slot = self._names[local].partition(".")[0]
         return code is not None and (code != 0 or ended_while_running(self._folder, slot))
 
-    def _continue_without(self, membership: Membership, group: WorkerGroup) -> bool:
+    def _continue_without(self, membership: Decisions, group: WorkerGroup) -> bool:
         """Handle processes that ended; return whether the others continue.
 
         If so, torch's own watch is skipped: it would end all processes for one that has failed since.
@@ -277,19 +328,18 @@ class _Agent(LocalElasticAgent):
         codes = {local: process.poll() for local, process in self._processes().items()}
         living = {self._names[local] for local, code in codes.items() if code is None}
         lost_ranks = {local for local, code in codes.items() if self._has_failed(local, code)}
-        members = {local for local, name in self._names.items() if name in membership.members}
-        if membership.number and all(codes[local] == 0 for local in members) and not lost_ranks & members:
-            self._spare([local for local, name in self._names.items() if name in living])  # it is too late to join
-            return False
-        failed = {
-            self._names[local]: self._read_failure(local, codes[local] or 0, time.time(), group) for local in lost_ranks
-        }
-        if UsageError.exit_code in (failure.code for failure in failed.values()) or not living:
-            return False
-        self._end_reason = membership.update(living, failed)
-        if self._end_reason:
-            return False
+        names = {self._names[local]: local for local in lost_ranks}
+        for name, local in names.items():
+            if name not in self._failed:
+                self._failed[name] = self._read_failure(local, codes[local] or 0, time.time(), group)
+        self._end_reason = membership.update(living, {name: self._failed[name] for name in names})
+        if membership.stop_signal and self.stop_signal is None:  # sent to another node's launcher
+            self._forward(membership.stop_signal, None)
         places = {name: local for local, name in self._names.items()}
+        if membership.is_over:  # too late to join
+            self._spare([local for name, local in places.items() if membership.rank_of(name) is None])
+        if membership.is_over or self._end_reason:
+            return False
         for name in membership.silent:
             self._processes()[places[name]].kill()
             self._silenced.add(name)
@@ -338,9 +388,9 @@ class _Agent(LocalElasticAgent):
         with contextlib.suppress(OSError):  # a closed terminal must not end the run
             print(f"lockstep: {line}", file=sys.stderr, flush=True)
 
-    def _explain(self, processes: dict[int, "subprocess.Popen[bytes]"], group: WorkerGroup) -> None:
-        """Find the first failure, after giving the other processes time to end; announce a restart."""
-        ends: dict[int, tuple[int, float]] = {}  # exit code, and when
+    def _await_ends(self, processes: dict[int, "subprocess.Popen[bytes]"]) -> dict[int, tuple[int, float]]:
+        """Give the other processes time to end; return the exit codes of failed ones, and when each was seen."""
+        ends: dict[int, tuple[int, float]] = {}
         began = time.monotonic()
         while True:
             for local, process in processes.items():
@@ -349,22 +399,30 @@ class _Agent(LocalElasticAgent):
             running = [process for process in processes.values() if process.poll() is None]
             killed = any(process.poll() == -signal.SIGKILL for process in processes.values())
             if all(_is_stopped(process.pid) for process in running):
-                break
+                return ends
             if time.monotonic() - began > (_KILLED if killed else _GRACE):
-                break
+                return ends
             time.sleep(0.01)
-        silent = [local for local, process in processes.items() if process.poll() is None]
+
+    def _explain(self, processes: dict[int, "subprocess.Popen[bytes]"], group: WorkerGroup) -> None:
+        """Find the first failure, and announce a restart."""
+        ends = self._await_ends(processes)
+        silent = [local for local, process in processes.items() if process.poll() is None] if ends else []
         for local in silent:  # a stopped process takes no other signal
             processes[local].kill()
             processes[local].wait()
         failures = [self._read_failure(local, code, when, group) for local, (code, when) in ends.items()]
-        self._failure = first_failure(failures)
-        os.environ[ENDED_VARIABLE] = str(min(when for _, when in ends.values()))  # for the timeline, after a restart
+        elsewhere = self._membership.fatal if self._membership else None
+        self._failure = first_failure([*failures, elsewhere] if elsewhere else failures)
+        whens = [when for _, when in ends.values()] or [self._failure.when]
+        os.environ[ENDED_VARIABLE] = str(min(whens))  # for the timeline, after a restart
+        if self._membership and self._membership.is_orphaned:
+            self._remaining_restarts = 0
         if len(failures) > 1 and len({failure.message for failure in failures}) == 1 and self._failure.message:
             self._failure = dataclasses.replace(self._failure, shared=True)
         if silent and self._failure.names_nobody:
             self._failure = dataclasses.replace(self._failure, message=self._describe_silent(silent, group))
-        if UsageError.exit_code in (failure.code for failure in failures):
+        if UsageError.exit_code in (self._failure.code, *(failure.code for failure in failures)):
             self._remaining_restarts = 0  # bad input stays bad
         if self._remaining_restarts and any(self._failure.repeats(earlier) for earlier in self._restart_failures):
             self._remaining_restarts, self._end_reason = 0, f"{REPEATED}, so it is not restarted once more"
@@ -391,6 +449,11 @@ class _Agent(LocalElasticAgent):
         slot = int(group.workers[local].global_rank)
         now = self._membership.rank_of(self._names[local]) if self._membership else None
         return slot if now is None else now, slot
+
+    @property
+    def code(self) -> int:
+        """The exit code of a run that saved before its end on other nodes; else 0."""
+        return self._membership.code if self._membership else 0
 
     @property
     def has_cause(self) -> bool:
@@ -437,9 +500,23 @@ class _Agent(LocalElasticAgent):
         error.exit_code = 128 - code if before_steps else max(code, 1)
         return error
 
+    def _exit_barrier(self) -> None:
+        """Wait a little for the ranks of other nodes to end too; their launchers may be gone."""
+        if self._membership:  # node 0's launcher has waited for them, and knows of each
+            return
+        store: Any = self._store
+        until = time.monotonic() + _EXIT_BARRIER
+        with contextlib.suppress(RuntimeError):  # node 0's launcher has left
+            ended = store.add(_ENDED, 1)
+            while ended < (self._worker_group.group_world_size or 1) and time.monotonic() < until:
+                time.sleep(_POLL)
+                ended = store.add(_ENDED, 0)
+
     def end(self) -> None:
         """End all processes and notify other nodes."""
         self._shutdown(signal.SIGKILL)
+        if self._decisions:
+            self._decisions.close()
         leaving = threading.Thread(target=self._worker_group.spec.rdzv_handler.shutdown, daemon=True)
         leaving.start()  # over a broken link it would wait for long
         leaving.join(_LEAVE)

@@ -25,13 +25,22 @@ from lockstep.adapters.hf_trainer import flags
 from lockstep.config import cli
 from lockstep.config.cli import Parser
 from lockstep.config.hints import FOREIGN
-from lockstep.distributed.launcher import OPENCV_THREADS, check_reachable, cores, is_own_address, torch_variables
+from lockstep.distributed.launcher import (
+    OPENCV_THREADS,
+    check_reachable,
+    choose_interface,
+    cores,
+    is_own_address,
+    torch_variables,
+)
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch import kubernetes
 from lockstep.launch.job import Job, create_log_folder, log_folder, log_variables
 
 __all__ = ["command"]
 
+_MAX_LOSSES = 8
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "it is not a flag of launch; flags of train go after `-- train`"
 
@@ -136,9 +145,8 @@ def _parser() -> Parser:
     add(
         *("--max-losses",),
         type=int,
-        default=8,
         metavar="K",
-        help="losses within an hour that the run survives, on one node; 0: a loss ends all (default: 8)",
+        help="losses within an hour that the run survives; 0: a loss ends all; node 0's value counts (default: 8)",
     )
     text = "NCCL's logs, one file per process, into DIR (default: logs in the run's folder)"
     add("--nccl-debug", nargs="?", const="", metavar="DIR", help=text)
@@ -158,7 +166,7 @@ def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
         ("--min-ranks", args.min_ranks, 1),
         ("--max-losses", args.max_losses, 0),
     ):
-        if value < least:
+        if value is not None and value < least:
             raise ConfigError(f"{flag} is {value}: it must be at least {least}")
     if args.min_ranks > args.nproc_per_node * nodes[1]:
         most = args.nproc_per_node * nodes[1]
@@ -177,9 +185,20 @@ def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
         is_host=is_host,
         restarts=args.max_restarts if restartable else 0,
         least=args.min_ranks,
-        losses=args.max_losses if restartable and nodes[1] == 1 and args.nproc_per_node > 1 else 0,
-        environment=_environment(args.nproc_per_node, nodes, exact),
+        losses=_losses(args, nodes) if restartable else 0,
+        environment=_environment(args.nproc_per_node, "" if nodes[1] == 1 else host, exact),
     )
+
+
+def _losses(args: argparse.Namespace, nodes: tuple[int, int]) -> int:
+    """Return how many losses within an hour the run survives; print why an explicit --max-losses has no effect."""
+    if nodes[1] > 1 and args.rdzv_backend != "c10d":
+        if args.max_losses:
+            text = f"--max-losses {args.max_losses} has no effect with --rdzv-backend {args.rdzv_backend}: a loss ends"
+            print(f"lockstep: {text} the processes of all nodes, and --max-restarts starts them again", file=sys.stderr)
+        return 0
+    most = _MAX_LOSSES if args.max_losses is None else args.max_losses
+    return most if args.nproc_per_node * nodes[1] > 1 else 0
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -194,9 +213,14 @@ def _endpoint(args: argparse.Namespace, nodes: tuple[int, int]) -> tuple[str, in
     host, port = args.master_addr, args.master_port
     if args.rdzv_endpoint:
         host, _, text = args.rdzv_endpoint.rpartition(":")
+        if ":" in host and not host.startswith("["):  # IPv6 without a port, or without its brackets
+            text = ""
         if not host or not text.isascii() or not text.isdigit():
-            raise ConfigError(f"--rdzv-endpoint is '{args.rdzv_endpoint}': it must be HOST:PORT")
+            raise ConfigError(
+                f"--rdzv-endpoint is '{args.rdzv_endpoint}': it must be HOST:PORT, or [ADDRESS]:PORT for IPv6"
+            )
         port = int(text)
+    host = host and host.removeprefix("[").removesuffix("]")
     if not 0 <= port < 65536:
         raise ConfigError(f"--master-port is {port}: it must be from 0 to 65535")
     if nodes[1] == 1:
@@ -217,8 +241,12 @@ def _settings(text: str) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def _environment(processes: int, nodes: tuple[int, int], exact: bool) -> dict[str, str]:
-    """Return the variables that torchrun leaves to the user, who may override them."""
+def _environment(processes: int, host: str, exact: bool) -> dict[str, str]:
+    """Return the variables that torchrun leaves to the user, who may override them.
+
+    Args:
+        host: node 0, if there are several.
+    """
     threads = 1 if exact else max(1, cores() // processes)
     variables = {
         "OMP_NUM_THREADS": str(threads),  # if every process uses all cores, all are slow
@@ -228,8 +256,10 @@ def _environment(processes: int, nodes: tuple[int, int], exact: bool) -> dict[st
         **torch_variables(processes, os.environ),
     }
     loopback = next((name for name in ("lo", "lo0") if Path("/sys/class/net", name).exists()), None)
-    if nodes[1] == 1 and loopback:
-        variables["GLOO_SOCKET_IFNAME"] = loopback
+    if host:
+        choose_interface(host, variables if _INTERFACE not in os.environ else os.environ)
+    elif loopback:
+        variables[_INTERFACE] = loopback
     return variables
 
 

@@ -1,7 +1,7 @@
 """Decide how a run continues after losing a process.
 
     membership = Membership(store, least=1, most=8)
-    membership.begin(restart=0, members=["0", "1", "2"])
+    membership.begin("8f3a", members=["0", "1", "2"])       # the round's token
     reason = membership.update(living, ended)   # at each poll of the processes; "" while the run may continue
     membership.replace                          # names to start a new process for
 
@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from lockstep.distributed.failures import ProcessFailure
+from lockstep.distributed.failures import ProcessFailure, first_failure
 from lockstep.distributed.membership import Generation, LeaveReport, key_prefix
+from lockstep.errors import UsageError
 
 __all__ = [
     "REPEATED",
@@ -59,6 +60,7 @@ class Membership:
         replace: names of ended processes to be replaced; the caller empties it.
         silent: names of processes to be killed because they do not report; the caller does so.
         refused: names of new processes that may not join: they end, which is not a failure of the run.
+        fatal: the failure that ended the run; None while it continues.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Membership:
         self.replace: list[str] = []
         self.silent: list[str] = []
         self.refused: list[str] = []
+        self.fatal: ProcessFailure | None = None
         self._starting: list[str] = []  # new processes that have not joined yet
         self._lost: dict[str, ProcessFailure] = {}  # lost members without a replacement yet
         self._times: list[float] = []  # of losses
@@ -84,11 +87,11 @@ class Membership:
         self._first_report: float | None = None
         self._keys = ""
 
-    def begin(self, restart: int, members: list[str]) -> None:
+    def begin(self, round_: str, members: list[str]) -> None:
         """Reset for a new start of all processes; only the times of losses are kept."""
-        self._keys, self.members, self.number = key_prefix(restart), members, 0
+        self._keys, self.members, self.number = key_prefix(round_), members, 0
         self.replace, self.silent, self.refused, self._starting = [], [], [], []
-        self._lost, self._first_report = {}, None
+        self._lost, self._first_report, self.fatal = {}, None, None
 
     def rank_of(self, name: str) -> int | None:
         """Return a member's current rank; None if it is not a member."""
@@ -115,10 +118,16 @@ class Membership:
             continues.
         """
         now = self._now()
+        bad_input = [failure for failure in ended.values() if failure.code == UsageError.exit_code]
+        if bad_input or (ended and not living):
+            self.fatal = first_failure(bad_input or ended.values())
+            self._announce_end("-")
+            return "-"
         for name, failure in ended.items():
             if name not in self._lost and (name in self.members or name in self._starting):
                 reason = self._record_loss(name, failure, living, now)
                 if reason:
+                    self.fatal = failure
                     self._announce_end(reason)
                     return reason
         return self._form_generation(living, now)
@@ -130,8 +139,9 @@ class Membership:
             if ready != "yes":
                 return ready or "-"
         repeats = any(failure.repeats(cause) for cause in self._failures)
-        self._times = [when for when in self._times if now - when < _HOUR] + [now]
-        self._failures.append(failure)
+        if failure not in self._failures:  # the processes of a lost node share one, which is one loss
+            self._times = [when for when in self._times if now - when < _HOUR] + [now]
+            self._failures.append(failure)
         if name in self.members:
             self._lost[name] = failure
         else:  # no member waits for it
@@ -177,7 +187,7 @@ class Membership:
         for name in new.keys() - set(fresh):
             self.refused.append(name)
             self._store.set(f"{self._keys}/seat/{name}", _REFUSED)
-        losses = [self._describe(failure) for failure in self._lost.values()]
+        losses = [self._describe(failure) for failure in dict.fromkeys(self._lost.values())]
         if not losses and not new:  # they lost contact though all are alive: limited like losses
             now = self._now()
             self._alarms = [when for when in self._alarms if now - when < _HOUR] + [now]

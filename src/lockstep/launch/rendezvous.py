@@ -1,33 +1,57 @@
-"""Open the rendezvous where the nodes of a run meet.
+"""Open the rendezvous where the launchers of a run's nodes meet.
 
-It is torch's, but its store listens on one address, and a broken link does not block the launcher.
+    handler = open_rendezvous(job, say)        # waits until node 0's launcher listens
+    handler.next_rendezvous()                  # reports every 15 s which nodes are missing
+
+It is torch's, but its store listens on one address, a broken link does not block the launcher, and a launcher that was
+started with other settings is refused at once.
 """
 
 import contextlib
+import json
+import os
 import socket
 import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from lockstep.distributed.launcher import listen
+from lockstep.distributed.launcher import listen, route_to
 from lockstep.distributed.membership import check_store
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.job import Job
 
 __all__ = ["local_address", "open_rendezvous"]
 
 _GREETING_SECONDS = 60.0  # seconds for the meeting point's greeting
-_READ_SECONDS = 5  # seconds to wait for the meeting point to answer
+_READ_SECONDS = 5.0  # seconds to wait for the meeting point to answer, while the processes are watched
+_MEET_SECONDS = 60.0  # the same in a rendezvous, where a busy node may be late
+_SLOW_SECONDS = 3.0
+_REPORT_SECONDS = 15.0
+_REFUSED = "lockstep/refused"  # key of the last launcher with other settings
+_JOIN_SECONDS = 600  # torch's own limit
 
 
-def open_rendezvous(job: Job) -> RendezvousHandler:
-    """Return torch's rendezvous, with a store that listens on the endpoint's address only."""
-    host, _, port = job.endpoint.rpartition(":")
+def open_rendezvous(job: Job, say: Callable[[str], None]) -> "NodeRendezvous":
+    """Return the rendezvous of the launchers, with a store that listens on the endpoint's address only.
+
+    Raises:
+        ConfigError: another service listens there, or this launcher's settings differ from node 0's.
+        LockstepError: node 0's launcher did not listen in time.
+    """
     settings = RendezvousParameters(
         backend=job.backend,
         endpoint=job.endpoint,
@@ -37,44 +61,204 @@ def open_rendezvous(job: Job) -> RendezvousHandler:
         local_addr=local_address(job),
         **job.options,
     )
-    if job.backend != "c10d" or not job.is_host:
-        if job.backend == "c10d":
-            check_store(host, int(port), _GREETING_SECONDS, f"--master-addr {host} --master-port {port}")
-        settings.config.setdefault("read_timeout", str(_READ_SECONDS))
-        return _count_in_thread(get_rendezvous_handler(settings))
+    if job.backend != "c10d":
+        settings.config.setdefault("read_timeout", str(int(_READ_SECONDS)))
+        return NodeRendezvous(get_rendezvous_handler(settings), job, None, say)
+    store = _open_store(job, say)
+    _check_settings(job, store)
+    store.set(_host_key(str(settings.local_addr), os.getpid()), socket.gethostname())
+    handler = create_handler(store, C10dRendezvousBackend(store, job.run_id), settings)
+    return NodeRendezvous(handler, job, store, say)
+
+
+def _open_store(job: Job, say: Callable[[str], None]) -> TCPStore:
+    host, _, port = job.endpoint.rpartition(":")
+    wait = timedelta(seconds=_READ_SECONDS)
+    if not job.is_host:
+        _await_host(host, int(port), join_seconds(job), say)
+        began = time.monotonic()
+        store = TCPStore(host, int(port), None, False, wait, wait_for_workers=False)
+        if (seconds := time.monotonic() - began) > _SLOW_SECONDS:
+            text = f"connecting to node 0 took {seconds:.0f} s, and each process will wait as long; if the name server"
+            say(f"{text} does not answer, add the line `{_mapped(host)} node0` to /etc/hosts")
+        return store
     listener = listen(host, int(port))
     if listener is None:
         raise ConfigError(
-            f"--master-addr {host} is not an address of this node, and --node-rank 0 needs one of its own"
+            f"--master-addr {host} is not an address of this node, and --node-rank 0 needs one of its own; give "
+            "every other node a --node-rank of its own"
         )
-    store = TCPStore(
-        host, listener.getsockname()[1], None, True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return create_handler(store, C10dRendezvousBackend(store, job.run_id), settings)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _count_in_thread(handler: RendezvousHandler) -> RendezvousHandler:
-    """Make a handler count waiting nodes in a thread, every second.
+def _mapped(host: str) -> str:
+    """Return the address that torch asks the name server about: IPv4 as IPv6."""
+    with contextlib.suppress(OSError):
+        host = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    return host if ":" in host else f"::ffff:{host}"
+
+
+def _await_host(host: str, port: int, limit: float, say: Callable[[str], None]) -> None:
+    """Wait until node 0's launcher listens. Raises as `open_rendezvous`."""
+    deadline, report = time.monotonic() + limit, time.monotonic() + _REPORT_SECONDS
+    while why := check_store(host, port, _GREETING_SECONDS, f"--master-addr {host} --master-port {port}"):
+        advice = "check that its launcher runs, --master-addr, --master-port, and the firewall"
+        left = deadline - time.monotonic()
+        if left < 0:
+            raise LockstepError(f"node 0 did not answer at {host}:{port} within {limit:g} s ({why}); {advice}")
+        if time.monotonic() > report:
+            report += _REPORT_SECONDS
+            say(f"waiting for node 0, which does not answer at {host}:{port} ({why}); {advice}; {left:.0f} s left")
+        time.sleep(min(1.0, left))
+
+
+def _check_settings(job: Job, store: TCPStore) -> None:
+    """Raise ConfigError if node 0's launcher, which opened the store, has other settings."""
+    nodes = str(job.nodes[0]) if job.nodes[0] == job.nodes[1] else f"{job.nodes[0]}:{job.nodes[1]}"
+    own = {"--nnodes": nodes, "--rdzv-id": job.run_id}
+    theirs = json.loads(store.compare_set("lockstep/settings", "", json.dumps(own)))
+    for flag, value in own.items():
+        if value != theirs[flag]:
+            store.set(_REFUSED, f"{socket.gethostname()} with {flag} {value}")
+            raise ConfigError(f"{flag} is {value} here, and {theirs[flag]} on node 0; start all launchers alike")
+
+
+def _host_key(address: str, pid: int) -> str:
+    return f"lockstep/host-{address}-{pid}"
+
+
+def join_seconds(job: Job) -> float:
+    """Return how long a launcher waits for the others."""
+    return float(job.options.get("join_timeout", _JOIN_SECONDS))
+
+
+class NodeRendezvous(RendezvousHandler):
+    """Torch's rendezvous, which also reports the missing nodes.
+
+    Args:
+        handler: torch's.
+        store: that of its c10d backend; None with another backend.
+        say: prints a line.
+    """
+
+    def __init__(
+        self, handler: RendezvousHandler, job: Job, store: TCPStore | None, say: Callable[[str], None]
+    ) -> None:
+        self._handler, self._job, self._store, self._say = handler, job, store, say
+        self._counter = _WaitingCounter(handler)
+        self._last = ""  # description, since torch takes all out who waited for too long
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the other launchers.
+
+        Raises:
+            LockstepError: not enough came in time.
+            RendezvousError: the meeting point is closed or gone.
+        """
+        self._counter = _WaitingCounter(self._handler)  # a count from before this round would cause another one
+        met = threading.Event()
+        threading.Thread(target=self._report, args=(met,), name="lockstep-nodes", daemon=True).start()
+        if self._store:
+            self._store.set_timeout(timedelta(seconds=_MEET_SECONDS))
+        try:
+            return self._handler.next_rendezvous()
+        except RendezvousTimeoutError as error:
+            limit = join_seconds(self._job)
+            raise LockstepError(
+                f"the nodes did not meet within {limit:g} s: {self._last or self._describe()}"
+            ) from error
+        finally:
+            met.set()
+            if self._store and not self._job.is_host:
+                self._store.set_timeout(timedelta(seconds=_READ_SECONDS))
+
+    def _report(self, met: threading.Event) -> None:
+        deadline = time.monotonic() + join_seconds(self._job)
+        while not met.wait(_REPORT_SECONDS):
+            self._last = self._describe()
+            self._say(f"waiting: {self._last}; {max(0.0, deadline - time.monotonic()):.0f} s left")
+
+    def _describe(self) -> str:
+        """Describe who has come, and what to check."""
+        least, most = self._job.nodes
+        holder: Any = getattr(self._handler, "_state_holder", None)  # the same name since torch 2.11
+        if holder is None:
+            return f"fewer than {least} nodes have come to {self._job.endpoint}; check the other launchers"
+        state = holder.state
+        own = getattr(self._handler, "_this_node", None)
+        nodes = {*state.participants, *state.wait_list} | ({own} if own else set())
+        names = sorted(map(self._name, nodes))
+        came = f"{len(names)} of {least if least == most else f'{least} to {most}'} nodes came ({', '.join(names)})"
+        if state.complete:
+            return f"{came}; the others have not left the round before"
+        if len(names) >= least:
+            return f"{came}; more may come, within the last_call_timeout of --rdzv-conf"
+        if self._store and self._store.check([_REFUSED]):
+            came += f"; refused: {self._store.get(_REFUSED).decode()}"
+        return f"{came}; check that the launchers of the others run, with --master-addr and --master-port of this one"
+
+    def _name(self, node: Any) -> str:
+        key = _host_key(node.addr, node.pid)
+        if self._store and self._store.check([key]):
+            return f"{self._store.get(key).decode()} {node.addr}"
+        return str(node.addr)
+
+    def num_nodes_waiting(self) -> int:
+        """Count the nodes that wait for the next round; 0 if that is not known yet."""
+        if self._job.backend == "c10d" and self._job.is_host:
+            return int(self._handler.num_nodes_waiting())
+        return self._counter.read()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the ranks share the launcher's store."""
+        return bool(self._handler.use_agent_store)
+
+    def get_backend(self) -> str:
+        """Return the backend's name."""
+        return str(self._handler.get_backend())
+
+    def is_closed(self) -> bool:
+        """Whether no further round follows."""
+        return bool(self._handler.is_closed())
+
+    def set_closed(self) -> None:
+        """Let no further round follow."""
+        self._handler.set_closed()  # type: ignore[no-untyped-call]
+
+    def get_run_id(self) -> str:
+        """Return --rdzv-id."""
+        return str(self._handler.get_run_id())
+
+    def shutdown(self) -> bool:
+        """Close it, and return whether the others know."""
+        return bool(self._handler.shutdown())
+
+
+class _WaitingCounter:
+    """Counts the waiting nodes in a thread, every second.
 
     Over a broken link the count takes minutes, in which the launcher would not poll its processes.
     """
-    ask, result = handler.num_nodes_waiting, {"count": 0}
-    threads: list[threading.Thread] = []
 
-    def poll() -> None:
-        with contextlib.suppress(RendezvousError):
-            result["count"] = ask()
-        time.sleep(1.0)
+    def __init__(self, handler: RendezvousHandler) -> None:
+        self._handler = handler
+        self._count = 0
+        self._thread: threading.Thread | None = None
 
-    def waiting() -> int:
-        if not threads or not threads[0].is_alive():
-            threads[:] = [threading.Thread(target=poll, daemon=True)]
-            threads[0].start()
-        count, result["count"] = result["count"], 0
+    def read(self) -> int:
+        """Return the newest count once, else 0."""
+        count, self._count = self._count, 0
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._poll, daemon=True)
+            self._thread.start()
         return count
 
-    handler.num_nodes_waiting = waiting  # type: ignore[method-assign]
-    return handler
+    def _poll(self) -> None:
+        with contextlib.suppress(RendezvousError):
+            self._count = self._handler.num_nodes_waiting()
+        time.sleep(1.0)
 
 
 def local_address(job: Job) -> str:
@@ -82,11 +266,8 @@ def local_address(job: Job) -> str:
 
     Its host name may resolve to another interface.
     """
-    host, _, port = job.endpoint.rpartition(":")
+    host = job.endpoint.rpartition(":")[0]
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, int(port) or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
+        return route_to(host)
     except OSError as error:
         raise ConfigError(f"--master-addr {host} cannot be reached from here: {error.strerror or error}") from error

@@ -16,7 +16,7 @@ from typing import Self
 
 from lockstep.distributed import failures
 from lockstep.distributed.exchange import CONTINUE, REGROUP, STOP
-from lockstep.distributed.launcher import end_with_launcher
+from lockstep.distributed.launcher import die_with_launcher, end_with_launcher
 from lockstep.distributed.membership import Member, translate_errors
 from lockstep.distributed.progress import COMPUTING, IN_BODY, mark_running
 from lockstep.distributed.world import World, on_all_ranks
@@ -177,6 +177,7 @@ def run_training(session: Session) -> Training:
     except GeneratorExit as exit_request:
         traceback.clear_frames(exit_request.__traceback__)  # the frames hold the engine too
         _free_parts(session)
+        die_with_launcher(False)
         if session.member:
             with suppress(RuntimeError):  # the launcher is gone
                 session.member.report_end("its own loop was left, by an error or a break, so the others do not go on")
@@ -272,6 +273,7 @@ def _train_to_end(session: Session, built: RunParts) -> Training:
         session.digest, obstacle = run_digest(built), explain_no_recovery(built)
         session.member.report_ready(obstacle, built.config.experiment_name)
         session.member = None if obstacle else session.member
+        die_with_launcher(not obstacle)
         session.evaluated_step = -1 if built.state.evaluation_due else built.start
     if session.member is None:
         yield from _train_steps(session, built)
@@ -289,6 +291,7 @@ def _train_to_end(session: Session, built: RunParts) -> Training:
                 session.timeline.enter(RECOVERY)
             if session.member.is_new:  # from now on the run survives the loss of this process too
                 session.member.report_ready("", built.config.experiment_name)
+                die_with_launcher(True)
             regroup(session, built, session.member)
             _record_regroup(session, built)
 
@@ -440,6 +443,7 @@ def _finish(
         built.task.hooks.after_run(context, recorder.saved_step)
     if session.member:
         session.member.report_end()
+        die_with_launcher(False)
     recorder.finish()  # collective
     session.status, session.exit_code = finish_run(built, stop_request, recorder.saved_step, recorder.lost_ranks)
     recorder.close(session.exit_code)

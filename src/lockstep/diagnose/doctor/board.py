@@ -7,21 +7,19 @@ The module also looks up network interfaces and their addresses.
 """
 
 import contextlib
-import fcntl
 import ipaddress
 import json
 import socket
-import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from lockstep.distributed.launcher import address_of, interface_at
 from lockstep.errors import LockstepError
 
 __all__ = [
     "Board",
-    "address_of",
     "gloo_address",
     "infiniband",
     "interfaces",
@@ -30,28 +28,12 @@ __all__ = [
 ]
 
 
-_SIOCGIFADDR = 0x8915  # of linux/sockios.h
-
-
 def interfaces(root: Path) -> list[str]:
     """List the names of the network interfaces."""
     try:
         return sorted(path.name for path in (root / "sys/class/net").iterdir())
     except OSError:
         return [name for _, name in socket.if_nameindex()]
-
-
-def address_of(interface: str) -> str:
-    """Return the IPv4 address of an interface; "" if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
-        reply = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        return socket.inet_ntoa(reply[20:24])
-    return ""
-
-
-def _interface_at(address: str) -> str:
-    """The interface with this IPv4 address; "" for none."""
-    return next((name for _, name in socket.if_nameindex() if address_of(name) == address), "")
 
 
 def gloo_address(environ: Mapping[str, str], host: str) -> tuple[str, str]:
@@ -67,7 +49,7 @@ def gloo_address(environ: Mapping[str, str], host: str) -> tuple[str, str]:
         for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as sock:
                 sock.bind((address[0], 0))
-                return str(address[0]), _interface_at(str(address[0]))
+                return str(address[0]), interface_at(str(address[0]))
     return "127.0.0.1", "lo"
 
 

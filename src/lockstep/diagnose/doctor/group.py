@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lockstep.diagnose.doctor.board import Board, gloo_address, infiniband, interfaces, link_speed
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, warn
 from lockstep.diagnose.doctor.network import NcclChoice, read_log, to_master
+from lockstep.distributed.launcher import ROUND_VARIABLE
 from lockstep.distributed.world import World, meeting_point, meeting_store
 from lockstep.errors import ConfigError
 from lockstep.files import bytes_text
@@ -86,8 +87,8 @@ def meet(place: CheckContext) -> Met:
         return Met(
             findings=[fail(_NAME, f"cannot open the store at {at}: {line}", "check MASTER_ADDR and MASTER_PORT")]
         )
-    restart = place.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    board = Board(store, place.rank, place.size, f"lockstep/doctor/{restart}")
+    start = place.environ.get(ROUND_VARIABLE) or place.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    board = Board(store, place.rank, place.size, f"lockstep/doctor/{start}")
     me = {"rank": place.rank, "host": place.host, "pid": os.getpid(), "size": place.size, "local": place.local_size}
     number = board.count(f"here/{place.rank}")
     if number > 1:

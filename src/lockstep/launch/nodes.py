@@ -1,0 +1,557 @@
+"""Carry the decisions about lost processes over several nodes.
+
+    decisions = open_decisions(job, describe, folder)   # before the first rendezvous; None: a loss ends the run
+    decisions.begin(token, names, group)                # after each rendezvous
+    reason = decisions.update(living, ended)            # at each poll of this node's processes
+
+The launcher of node 0 decides for all nodes (`Coordinator`, which holds the `losses.Membership`). The others report
+their processes to it and obey (`Follower`). Each keeps a TCP connection to it, with one JSON object per line. A store
+would not show that a launcher has ended; the system closes a connection at once. A launcher that only falls silent is
+lost when the others wait for its ranks.
+"""
+
+import contextlib
+import dataclasses
+import hmac
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from lockstep.distributed.failures import ProcessFailure
+from lockstep.distributed.launcher import FOLLOWER_VARIABLE, listen
+from lockstep.distributed.progress import MEETING_VARIABLE, RankProgress, read_end
+from lockstep.errors import LockstepError, StorageError
+from lockstep.launch.job import Job
+from lockstep.launch.link import Link
+from lockstep.launch.losses import Membership
+
+__all__ = ["Coordinator", "Decisions", "Follower", "Seat", "open_decisions"]
+
+_INFO = "lockstep/launcher"  # of each node, in the round's store
+_INFO_SECONDS = 60.0  # for all launchers of a round to write it
+_RUN = "lockstep/run"  # address of the run under way, in the rendezvous' store, for a node that comes back
+_SEAT_SECONDS, _SEAT_PAUSE = 10.0, 0.5  # for the loss of the node to be settled
+_CONNECT_SECONDS = 10.0
+_HELLO_SECONDS = 5.0  # for a connection's first line
+_BEAT = 1.0  # seconds between two lines at most
+_DEAF = 5.0  # seconds without a line, after which a node whose ranks do not report is lost
+_LEAVE = 15.0  # the same, once this node's ranks have ended; and of node 0, once a rank here has failed
+
+
+class Seat(NamedTuple):
+    """The place of a node that comes back to a run.
+
+    Attributes:
+        node, nodes: its number, and how many there are.
+        names: of its processes, by local rank.
+        world: number of ranks at the start.
+        token: of the round.
+    """
+
+    node: int
+    nodes: int
+    names: list[str]
+    world: int
+    token: str
+
+
+class Decisions(Protocol):
+    """Decisions about this node's processes, wherever they are made.
+
+    Attributes:
+        members: names by rank, of all nodes.
+        number: of the generation.
+        causes: failures that were losses, as far as known here.
+        fatal: the failure that ended the run; None if it was one of this node, or none did.
+        replace, silent, refused: names of this node, as in `losses.Membership`; the caller empties them.
+        is_over: the members have ended well, so no process is waited for.
+        code: exit code of a run that saved before its end, once it is over.
+        stop_signal: the signal that requests the end, which reaches all nodes; 0: none. Set here and by the caller.
+        is_orphaned: node 0's launcher is lost, so this one cannot restart anything.
+    """
+
+    @property
+    def members(self) -> list[str]: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def causes(self) -> list[ProcessFailure]: ...
+
+    fatal: ProcessFailure | None
+    replace: list[str]
+    silent: list[str]
+    refused: list[str]
+    is_over: bool
+    code: int
+    stop_signal: int
+    is_orphaned: bool
+
+    def rejoin(self, processes: int) -> Seat | None:
+        """Call before each rendezvous.
+
+        Args:
+            processes: number of them on this node.
+
+        Returns:
+            The place that this node had in a run under way, which needs no rendezvous; None: it has none.
+        """
+        ...
+
+    def begin(self, round_: str, names: list[str], group: Any) -> bool:
+        """Reset for a new start of all processes; return whether a loss is survived.
+
+        Args:
+            round_: the token of the launchers' round.
+            names: of this node's processes.
+            group: torch's WorkerGroup.
+        """
+        ...
+
+    def rank_of(self, name: str) -> int | None: ...
+    def add_new(self, name: str) -> None: ...
+    def update(self, living: set[str], ended: Mapping[str, ProcessFailure]) -> str: ...
+    def close(self) -> None: ...
+
+
+def open_decisions(job: Job, describe: Callable[[ProcessFailure], str], folder: Path) -> Decisions | None:
+    """Open the meeting point of a run that survives losses, or prepare to follow node 0's launcher.
+
+    Args:
+        describe: describes a failure for the log.
+        folder: where this node's ranks record their progress.
+
+    Returns:
+        None: a loss ends the run.
+    """
+    for name in (MEETING_VARIABLE, FOLLOWER_VARIABLE):
+        os.environ.pop(name, None)  # of another launcher around this one
+    several = job.nodes[1] > 1
+    if several and not job.is_host:
+        return Follower(job.endpoint, folder) if job.backend == "c10d" else None
+    host = job.endpoint.rpartition(":")[0]
+    listener = listen(host, 0) if job.losses else None
+    if listener is None:
+        return Coordinator(None, "", None, folder) if several and job.backend == "c10d" else None
+    port = listener.getsockname()[1]
+    store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    membership = Membership(store, least=job.least, most=job.losses, describe=describe)
+    os.environ[MEETING_VARIABLE] = meeting = f"{host}:{port}"
+    return Coordinator(membership, meeting, listen(host, 0) if several else None, folder)
+
+
+@dataclasses.dataclass(slots=True)
+class _Node:
+    """Another node, as its launcher reports it."""
+
+    number: int
+    host: str
+    link: Link
+    slots: list[str]
+    living: set[str]
+    failed: dict[str, ProcessFailure] = dataclasses.field(default_factory=dict)
+    is_lost: bool = False
+    code: int = 0
+    stop_signal: int = 0
+    sent: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sent_at: float = 0.0
+
+
+class Coordinator:
+    """Node 0's launcher: decides for all nodes. Attributes as in `Decisions`.
+
+    Args:
+        membership: None: a loss ends the run, which the other launchers must learn too.
+        meeting: address of the ranks' meeting point.
+        listener: for the other launchers; None on one node.
+        folder: where this node's ranks record their progress.
+    """
+
+    def __init__(
+        self, membership: Membership | None, meeting: str, listener: socket.socket | None, folder: Path
+    ) -> None:
+        self._membership, self._meeting, self._listener, self._folder = membership, meeting, listener, folder
+        if listener:
+            listener.setblocking(False)
+        self._secret = self._token = ""
+        self._published: Any = None  # the rendezvous' store, while it has this run's address
+        self._newest: dict[str, int] = {}  # the last number in the names of another node's process, by slot
+        self._waiting: list[Link] = []  # connections without a first line
+        self._nodes: list[_Node] = []
+        self._world: set[str] = set()
+        self._own: set[str] = set()
+        self.replace: list[str] = []
+        self.silent: list[str] = []
+        self.refused: list[str] = []
+        self.fatal: ProcessFailure | None = None
+        self.is_over = self.is_orphaned = False
+        self.code = self.stop_signal = 0
+
+    @property
+    def members(self) -> list[str]:
+        """Names by rank."""
+        return self._membership.members if self._membership else []
+
+    @property
+    def number(self) -> int:
+        """The generation's."""
+        return self._membership.number if self._membership else 0
+
+    @property
+    def causes(self) -> list[ProcessFailure]:
+        """The failures that were losses, oldest first."""
+        return self._membership.causes if self._membership else []
+
+    def begin(self, round_: str, names: list[str], group: Any) -> bool:
+        """Reset for a new start of all processes; return whether a loss is survived."""
+        self._close_links()
+        self._waiting, self._nodes, self._own = [], [], set(names)
+        self.replace, self.silent, self.refused, self.fatal, self.is_over = [], [], [], None, False
+        self.code = self.stop_signal = 0
+        ranks = [str(rank) for rank in range(group.workers[0].world_size)]
+        self._world = set(ranks)
+        if self._membership:
+            self._membership.begin(round_, ranks)
+        if group.group_world_size > 1 or self._listener:
+            info = None
+            if self._membership and self._listener:
+                self._secret = secrets.token_hex(16)
+                host, port = self._meeting.rpartition(":")[0], self._listener.getsockname()[1]
+                info = {"meeting": self._meeting, "host": host, "port": port, "secret": self._secret}
+            _exchange(group, info)
+            if info and isinstance(group.store, PrefixStore):
+                self._published = group.store.underlying_store
+                self._published.set(_RUN, json.dumps(info))
+        self._token, self._newest = round_, {}
+        return self._membership is not None
+
+    def rejoin(self, processes: int) -> Seat | None:
+        """Withdraw the address: from now on a node that comes back takes part in the rendezvous."""
+        if self._published:
+            self._published.set(_RUN, "null")
+            self._published = None
+        return None
+
+    def rank_of(self, name: str) -> int | None:
+        """Return a member's current rank; None if it is not a member."""
+        return self._membership.rank_of(name) if self._membership else None
+
+    def add_new(self, name: str) -> None:
+        """Add a new process of this node, which has not joined yet."""
+        assert self._membership is not None
+        self._membership.add_new(name)
+
+    def update(self, living: set[str], ended: Mapping[str, ProcessFailure]) -> str:
+        """Record the new losses on all nodes, and decide whether the run continues.
+
+        Args:
+            living: names of running processes of this node.
+            ended: failures by name, of this node.
+
+        Returns:
+            As `Membership.update`.
+        """
+        membership = self._membership
+        assert membership is not None
+        self._accept()
+        for node in self._nodes:
+            self._hear(node, is_last=not living and not ended)
+        unheard = self._world - self._own - {slot for node in self._nodes for slot in node.slots}
+        everyone = set[str].union(living, unheard, *(node.living for node in self._nodes))
+        failures = dict(ended)
+        for node in self._nodes:
+            failures |= node.failed
+        self.is_over = not any(name in everyone or name in failures for name in membership.members)
+        self.stop_signal = max([self.stop_signal, *(node.stop_signal for node in self._nodes)])
+        if self.is_over:
+            self.code = max([read_end(self._folder), *(node.code for node in self._nodes)])
+        reason = "" if self.is_over else membership.update(everyone, failures)
+        self.fatal = None if membership.fatal in ended.values() else membership.fatal
+        self._instruct(reason, membership)
+        return reason
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._close_links()
+        if self._listener:
+            self._listener.close()
+
+    def _close_links(self) -> None:
+        for link in [*self._waiting, *(node.link for node in self._nodes)]:
+            link.close()
+
+    def _accept(self) -> None:
+        """Accept other launchers: a connection is one's once its first line has the secret."""
+        with contextlib.suppress(OSError):  # nobody waits
+            while self._listener:
+                self._waiting.append(Link(self._listener.accept()[0]))
+        for link in list(self._waiting):
+            messages = link.receive()
+            if messages:
+                self._waiting.remove(link)
+                self._add_node(link, messages[0])
+            elif not link.is_open or time.monotonic() - link.heard > _HELLO_SECONDS:
+                self._waiting.remove(link)
+                link.close()
+
+    def _add_node(self, link: Link, hello: dict[str, Any]) -> None:
+        if not hmac.compare_digest(str(hello.get("secret", "")), self._secret):
+            link.close()
+            return
+        if "processes" in hello:
+            seat = self._give_seat(link, hello)
+            link.send({"seat": seat})
+            if seat is None:
+                link.close()
+            return
+        names = [str(name) for name in hello["names"]]
+        self._nodes.append(_Node(int(hello["node"]), str(hello["host"]), link, names, set(names)))
+
+    def _give_seat(self, link: Link, hello: dict[str, Any]) -> Seat | None:
+        """Return the place of a lost node for one that comes back; None while there is none of its size."""
+        present = {name.partition(".")[0] for name in self.members}
+        for node in self._nodes:
+            if node.is_lost and len(node.slots) == hello["processes"] and not present & set(node.slots):
+                names = [f"{slot}.{self._newest.get(slot, 0) + 1}" for slot in node.slots]
+                self._nodes.remove(node)
+                self._nodes.append(_Node(node.number, str(hello["host"]), link, node.slots, set()))
+                return Seat(node.number, len(self._nodes) + 1, names, len(self._world), self._token)
+        return None
+
+    def _hear(self, node: _Node, *, is_last: bool) -> None:
+        if node.is_lost:
+            return
+        for report in node.link.receive():
+            node.living = set(report["living"])
+            node.failed = {name: _failure(values) for name, values in report["failed"].items()}
+            node.code, node.stop_signal = report["code"], report["stop"]
+            for name in report["new"]:
+                self.add_new(name)
+                slot, _, number = name.partition(".")
+                self._newest[slot] = int(number)
+        if not node.link.is_open:
+            self._lose(node, "its launcher has ended")
+        elif is_last and time.monotonic() - node.link.heard > _LEAVE:
+            self._lose(node, "its launcher is silent")
+
+    def _lose(self, node: _Node, why: str) -> None:
+        """Count a node's processes as lost, once; a process that ended well stays so."""
+        node.link.close()
+        node.is_lost = True
+        if not node.living:
+            return
+        places = [self.rank_of(name) for name in sorted(node.living)]
+        ranks = sorted(rank for rank in places if rank is not None)
+        named = f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}" if ranks else "no rank"
+        message = f"node {node.number} ({node.host}, with {named}) is lost: {why}"
+        failure = ProcessFailure(
+            ranks[0] if ranks else 0, 1, message, when=time.time(), place=_progress(self._folder), shared=True
+        )
+        node.failed |= dict.fromkeys(node.living, failure)
+        node.living = set()
+
+    def _instruct(self, reason: str, membership: Membership) -> None:
+        """Send each node what is decided about its processes; keep this node's."""
+        now = time.monotonic()
+        for node in self._nodes:
+            slots = set(node.slots)
+            orders = {
+                "replace": _of(slots, membership.replace),
+                "silent": _of(slots, membership.silent),
+                "refused": _of(slots, membership.refused),
+            }
+            if orders["silent"] and now - node.link.heard > _DEAF and not node.is_lost:
+                self._lose(node, "its launcher is silent")
+            state = {
+                "members": membership.members,
+                "number": membership.number,
+                "over": self.is_over,
+                "code": self.code,
+                "stop": self.stop_signal,
+                "end": reason,
+                "cause": _values(membership.fatal) if reason and membership.fatal else None,
+            }
+            if not node.is_lost and (any(orders.values()) or state != node.sent or now - node.sent_at > _BEAT):
+                node.link.send(state | orders)
+                node.sent, node.sent_at = state, now
+        for name in ("replace", "silent", "refused"):
+            setattr(self, name, _of(self._own, getattr(membership, name)))
+            setattr(membership, name, [])
+
+
+class Follower:
+    """Another node's launcher: reports to node 0's, and obeys. Attributes as in `Decisions`.
+
+    Args:
+        endpoint: host:port of the rendezvous, for messages.
+        folder: where this node's ranks record their progress.
+    """
+
+    def __init__(self, endpoint: str, folder: Path) -> None:
+        self._endpoint, self._folder = endpoint, folder
+        self._link: Link | None = None
+        self._new: list[str] = []
+        self._end = ""
+        self._seat: Seat | None = None
+        self._has_begun = False
+        self._sent: dict[str, Any] = {}
+        self._sent_at = 0.0
+        self.members: list[str] = []
+        self.number = 0
+        self.causes: list[ProcessFailure] = []
+        self.fatal: ProcessFailure | None = None
+        self.replace: list[str] = []
+        self.silent: list[str] = []
+        self.refused: list[str] = []
+        self.is_over = self.is_orphaned = False
+        self.code = self.stop_signal = 0
+
+    def begin(self, round_: str, names: list[str], group: Any) -> bool:
+        """Connect to node 0's launcher; return whether a loss is survived.
+
+        Raises:
+            LockstepError: it cannot be reached.
+        """
+        seat, self._seat, self._has_begun = self._seat, None, True
+        self.members, self.number, self._new, self._end, self._sent = [], 0, [], "", {}
+        self.replace, self.silent, self.refused, self.fatal = [], [], [], None
+        self.is_over = self.is_orphaned = False
+        self.code = self.stop_signal = 0
+        if seat:  # connected since it was given
+            self._new = list(names)
+            return True
+        self.close()
+        for name in (MEETING_VARIABLE, FOLLOWER_VARIABLE):
+            os.environ.pop(name, None)
+        info = _exchange(group, None)
+        if info is None:
+            return False
+        try:
+            self._connect(info, {"node": group.group_rank, "names": names})
+        except OSError as error:
+            raise LockstepError(
+                f"node 0's launcher cannot be reached at {info['host']}:{info['port']} ({error.strerror or error}); "
+                "open the ports between the nodes, or start all launchers with --max-losses 0"
+            ) from error
+        return True
+
+    def rejoin(self, processes: int) -> Seat | None:
+        """Ask for the place of this node in a run under way; see `Decisions`."""
+        if self._has_begun:
+            return None
+        host, _, port = self._endpoint.rpartition(":")
+        store = TCPStore(host, int(port), None, False, timedelta(seconds=_CONNECT_SECONDS), wait_for_workers=False)
+        until = time.monotonic() + _SEAT_SECONDS
+        while time.monotonic() < until:
+            info = json.loads(store.get(_RUN)) if store.check([_RUN]) else None
+            if info is None:  # no run is under way: it meets the others
+                return None
+            with contextlib.suppress(OSError):
+                messages = self._connect(info, {"processes": processes}).wait_for_message(_SEAT_SECONDS)
+                if messages and messages[0]["seat"]:
+                    self._seat = Seat(*messages[0]["seat"])
+                    return self._seat
+            self.close()
+            time.sleep(_SEAT_PAUSE)
+        return None
+
+    def _connect(self, info: dict[str, Any], hello: dict[str, Any]) -> Link:
+        connection = socket.create_connection((info["host"], info["port"]), timeout=_CONNECT_SECONDS)
+        os.environ[MEETING_VARIABLE], os.environ[FOLLOWER_VARIABLE] = info["meeting"], "1"
+        self._link = Link(connection)
+        self._link.send({"secret": info["secret"], "host": socket.gethostname()} | hello)
+        return self._link
+
+    def rank_of(self, name: str) -> int | None:
+        """Return a member's current rank; None if it is not a member."""
+        if not self.members:  # nothing heard yet
+            return int(name) if name.isdigit() else None
+        return self.members.index(name) if name in self.members else None
+
+    def add_new(self, name: str) -> None:
+        """Add a new process of this node, which has not joined yet."""
+        self._new.append(name)
+
+    def update(self, living: set[str], ended: Mapping[str, ProcessFailure]) -> str:
+        """Report this node's processes, and receive what is decided about them. Returns as `Membership.update`."""
+        assert self._link is not None
+        report: dict[str, Any] = {
+            "living": sorted(living),
+            "failed": {name: _values(each) for name, each in ended.items()},
+            "code": 0 if living else read_end(self._folder),
+            "stop": self.stop_signal,
+        }
+        now = time.monotonic()
+        if self._new or report != self._sent or now - self._sent_at > _BEAT:
+            self._link.send(report | {"new": self._new})
+            self._new, self._sent, self._sent_at = [], report, now
+        for message in self._link.receive():
+            self.members, self.number = message["members"], message["number"]
+            self.is_over, self.code, self._end = message["over"], message["code"], message["end"]
+            self.stop_signal = max(self.stop_signal, message["stop"])
+            self.fatal = _failure(message["cause"]) if message["cause"] else None
+            for name in ("replace", "silent", "refused"):
+                getattr(self, name).extend(message[name])
+        if self.fatal and _values(self.fatal) in report["failed"].values():
+            self.fatal = None
+        if self._end:
+            return self._end
+        self.is_over = self.is_over or not (self._link.is_open or living or ended)
+        is_silent = now - self._link.heard > _LEAVE
+        # If node 0's launcher alone is lost, all ranks save themselves: only a failure here shows that they could not.
+        if not ended or (self._link.is_open and not is_silent):
+            return ""
+        self.is_orphaned = True
+        self.fatal = ProcessFailure(
+            0,
+            StorageError.exit_code,
+            f"node 0's launcher at {self._endpoint} is lost, and with it the decision who goes on; the same command "
+            "goes on from the newest checkpoint",
+            when=time.time(),
+            place=next(iter(ended.values())).place,
+            shared=True,
+        )
+        return "-"
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._link:
+            self._link.close()
+            self._link = None
+
+
+def _exchange(group: Any, own: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Exchange the launchers' addresses in a round's store; return the coordinator's, None if there is none."""
+    store, size = group.store, group.group_world_size
+    keys = [f"{_INFO}/{number}" for number in range(size)]
+    store.set(keys[group.group_rank], json.dumps(own))
+    store.wait(keys, timedelta(seconds=_INFO_SECONDS))
+    found = [json.loads(value) for value in store.multi_get(keys)]
+    return next((info for info in found if info), None)
+
+
+def _progress(folder: Path) -> RankProgress | None:
+    """Return the progress of this node's most advanced rank."""
+    places = [RankProgress.read(path) for path in folder.iterdir() if path.name.isdigit()]
+    return max((place for place in places if place), key=lambda place: place.step, default=None)
+
+
+def _of(slots: set[str], names: list[str]) -> list[str]:
+    return [name for name in names if name.partition(".")[0] in slots]
+
+
+def _values(failure: ProcessFailure) -> dict[str, Any]:
+    values = dataclasses.asdict(failure)
+    return values | {"place": list(failure.place) if failure.place else None}
+
+
+def _failure(values: dict[str, Any]) -> ProcessFailure:
+    place = values["place"]
+    return ProcessFailure(**(values | {"place": RankProgress(*place) if place else None}))

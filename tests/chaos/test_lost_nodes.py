@@ -1,0 +1,146 @@
+"""A rank, a launcher or a node of several is lost, and the others go on to the same bits: real launchers.
+
+Most run on loopback. Those marked slow that pull a cable need nodes of their own, as network namespaces.
+"""
+
+import contextlib
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import warm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from harness import BEAT, Run, arguments, end, environment, finish, launch, on_node, start, until_step
+from namespaces import CABLE, cluster
+
+LOSS = "lockstep.tasks.language_model:CausalLM.loss"
+FLAGS = ("--micro-batch-size", "1", "--eval-freq", "5")
+SLOW = {"at": LOSS, "do": "sleep", "seconds": 0.1, "always": True, "replaced": "any"}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="session")
+def whole(data, tmp_path_factory):
+    """What one process leaves that nothing disturbed."""
+    run = launch(data, tmp_path_factory.mktemp("whole"), *FLAGS, processes=0, python=warm.python())
+    assert run.code == 0, run.said
+    return run.mark()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def launchers(data, out, size, *flags, faults=(), ranks=1, **more):
+    """The launchers of `size` nodes on loopback."""
+    port, processes = free_port(), []
+    try:
+        for rank in range(size):
+            command = arguments(data, out, *FLAGS, *flags, processes=ranks, losses=8, **more)
+            processes.append(start(on_node(command, rank, size, port), faults, GLOO_SOCKET_IFNAME="lo"))
+        yield processes
+    finally:
+        for process in processes:
+            with contextlib.suppress(ValueError):
+                end(process)
+
+
+def ended(processes, out, seconds=90.0):
+    return [finish(process, out, time.monotonic(), seconds) for process in processes]
+
+
+def test_a_rank_of_one_node_and_the_launcher_of_another_are_lost_and_the_rest_goes_on(data, tmp_path, whole):
+    faults = [
+        {"rank": 1, "step": 4, "at": BEAT, "do": "kill"},
+        {"rank": 2, "step": 8, "at": BEAT, "do": "killlauncher"},
+    ]
+    with launchers(data, tmp_path, 3, faults=faults) as processes:
+        first, second, third = ended(processes, tmp_path)
+    assert (first.code, second.code, third.code) == (0, 0, -signal.SIGKILL), first.said + second.said
+    assert first.mark()[:3] == whole[:3]
+    assert "rank 1 was the first to end, killed by SIGKILL" in first.said
+    assert f"node 2 ({socket.gethostname()}, with rank" in first.said
+    assert first.state["losses"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["rank", "node"])
+def test_a_lost_rank_is_replaced_and_a_node_may_come_back_and_a_signal_to_any_launcher_ends_all(data, tmp_path, lost):
+    slow = [{**SLOW, "rank": rank} for rank in range(2)]
+    flags = ("--max-steps", "400")
+    kill = {"rank": 1, "step": 4, "at": BEAT, "do": "kill" if lost == "rank" else "killlauncher"}
+    with launchers(data, tmp_path / "lost", 2, *flags, faults=[kill, *slow]) as processes:
+        until_step(tmp_path / "lost", 5, processes[0])
+        if lost == "node":
+            dead = processes.pop()
+            dead.communicate()
+            command = dead.args
+            processes.append(start(command, slow, GLOO_SOCKET_IFNAME="lo"))
+        log, deadline = tmp_path / "lost" / "default" / "logs" / "rank-00000.log", time.monotonic() + 60
+        while "2 ranks go on" not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert "1 of them new" in log.read_text()
+        processes[1].send_signal(signal.SIGTERM)
+        runs = ended(processes, tmp_path / "lost")
+    assert [run.code for run in runs] == [75, 75], runs[0].said + runs[1].said
+    steps = runs[0].state["global_step"]
+    alone = launch(data, tmp_path / "whole", *FLAGS, *flags, "--stop-at", str(steps), processes=0)
+    assert Run(0, "", 0.0, tmp_path / "lost" / "default").mark()[:3] == alone.mark()[:3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", ["killlauncher", "node"])
+def test_without_node_0_the_run_ends_with_75_and_says_so(data, tmp_path, kills):
+    """Where its launcher alone is lost, its ranks save themselves first, and the others with them."""
+    fault = {"rank": 0, "step": 6, "at": BEAT, "do": "killlauncher"}
+    faults = [fault, {**fault, "do": "kill"}] if kills == "node" else [fault]
+    with launchers(data, tmp_path, 2, "--max-steps", "100000", "--ckpt-freq", "3", faults=faults) as processes:
+        first, second = ended(processes, tmp_path)
+    assert (first.code, second.code) == (-signal.SIGKILL, 75), second.said
+    if kills == "node":
+        assert "node 0's launcher at 127.0.0.1:" in second.last
+        assert "goes on from the newest checkpoint" in second.last
+
+
+@pytest.mark.slow
+def test_where_the_states_are_split_a_loss_ends_all_nodes_and_both_say_why(data, tmp_path):
+    fault = {"rank": 1, "step": 6, "at": BEAT, "do": "kill"}
+    with launchers(data, tmp_path, 2, "--engine", "fsdp", faults=[fault]) as processes:
+        runs = ended(processes, tmp_path)
+    for run in runs:
+        assert run.code == 1, run.said
+        assert "rank 1 was the first to end, killed by SIGKILL" in run.last
+        assert "--engine fsdp splits the states" in run.last
+
+
+@pytest.mark.slow
+def test_a_node_whose_cable_is_pulled_is_lost_after_the_timeout_and_the_others_go_on(data, tmp_path, whole):
+    slow = [{**SLOW, "rank": rank} for rank in range(2)]
+    with cluster(2) as nodes:
+        processes = []
+        for rank, node in enumerate(nodes):
+            command = arguments(data, tmp_path, *FLAGS, "--timeout", "6", losses=8, processes=1)
+            variables = environment(slow, GLOO_SOCKET_IFNAME=CABLE)
+            processes.append(node.start(on_node(command, rank, 2, 29400, "node0"), env=variables))
+        try:
+            until_step(tmp_path, 5, processes[0])
+            nodes[1].unplug()
+            first, second = ended(processes, tmp_path)
+        finally:
+            for process in processes:
+                with contextlib.suppress(ValueError):
+                    end(process)
+    assert first.code == 0, first.said
+    assert first.mark()[:3] == whole[:3]
+    assert "node 1 (node1, with rank 1) is lost: its launcher is silent" in first.said
+    assert second.code != 0
