@@ -40,6 +40,7 @@ def open_rendezvous(job: Job) -> RendezvousHandler:
     if job.backend != "c10d" or not job.is_host:
         if job.backend == "c10d":
             check_store(host, int(port), _GREETING_SECONDS, f"--master-addr {host} --master-port {port}")
+            settings.config.setdefault("is_host", "0")  # torch compares addresses, and two launchers may share a host
         settings.config.setdefault("read_timeout", str(_READ_SECONDS))
         return _count_in_thread(get_rendezvous_handler(settings))
     listener = listen(host, int(port))

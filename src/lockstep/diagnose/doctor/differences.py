@@ -18,7 +18,7 @@ from lockstep.config import cli
 from lockstep.config.secrets import mask
 from lockstep.diagnose.doctor.board import address_of, interfaces
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, advice_on, chosen, fail, ok, warn
-from lockstep.distributed.launcher import find_launch_mistake
+from lockstep.distributed.starters import find_launch_mistake
 from lockstep.training.guards import describe_unequal_devices, name_and_memory
 from lockstep.training.run_dir import split_environment
 
