@@ -68,6 +68,9 @@ def test_what_set_says_comes_last_and_nodes_may_be_shared(capsys):
     found = options(script(capsys, "--set", "signal=USR1@60", "--set", "cpus-per-task=4", "--set", "comment=a b"))
     assert (found["signal"], found["cpus-per-task"], found["comment"]) == ("USR1@60", "4", '"a b"')
     assert "exclusive" not in found
+    found = options(script(capsys, "--set", "signal=", "--set", "no-requeue="))
+    assert "signal" not in found
+    assert found["no-requeue"] == ""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A small regression for tests/slurm whose micro-batches take `STEP_SECONDS`; `FAIL_AT` raises there, on rank 1."""
+"""A small regression for tests/slurm whose micro-batches take `STEP_SECONDS`; rank 1 fails in call `FAIL_AT`."""
 
 import os
 import time
@@ -24,6 +24,6 @@ class Slow(lockstep.Task):
     def loss(self, model, batch):
         self.calls += 1
         time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
-        if os.environ.get("RANK") == "1" and self.calls == int(os.environ.get("FAIL_AT", "0")):
+        if os.environ.get("RANK") == "1" and self.calls >= int(os.environ.get("FAIL_AT", "1000000")):
             raise ValueError("planted")
         return ((model(batch[0]) - batch[1]) ** 2).sum()

@@ -180,7 +180,7 @@ def test_a_killed_rank_is_named_in_the_last_line(slurm, tmp_path):
 
 @pytest.mark.slow
 def test_an_error_of_the_task_is_the_last_line_and_ends_a_chain(slurm, tmp_path):
-    run = Submitted(slurm, tmp_path, "--nodes", 2, "--chain", 2, steps=50, seconds=0.02, FAIL_AT="7")
+    run = Submitted(slurm, tmp_path, "--nodes", 2, "--chain", 2, steps=50, seconds=0.02, FAIL_AT="40")
     slurm.wait(run.job, "FAILED")
     assert names(run.last_line, "rank 1", "ValueError", "planted")
     slurm.wait(run.jobs[1], "CANCELLED", "")

@@ -228,7 +228,7 @@ def _seeds(text: str | None) -> list[int]:
 
 
 def _options(args: argparse.Namespace, values: Mapping[str, str], name: str, folder: Path) -> dict[str, str]:
-    """Return the options of sbatch; an empty value is a flag."""
+    """Return the options of sbatch; an empty value is a flag, and drops a value that was chosen here."""
     options = {"job-name": name, "nodes": str(args.nodes or 1), "ntasks-per-node": "1"}
     if args.gpus_per_node:
         options["gpus-per-node"] = str(args.gpus_per_node)
@@ -242,7 +242,8 @@ def _options(args: argparse.Namespace, values: Mapping[str, str], name: str, fol
     options["open-mode"] = "append"
     options["chdir"] = str(Path.cwd())
     options["output"] = f"{folder}/{'%A' if args.seeds else '%j'}.out"
-    return options | values
+    dropped = [key for key, value in values.items() if not value and options.get(key)]
+    return {key: value for key, value in (options | values).items() if key not in dropped}
 
 
 def _fill(
