@@ -39,6 +39,7 @@ SlurmdLogFile={folder}/%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
 ReturnToService=2
 SlurmdParameters=config_overrides
 MpiDefault=none
