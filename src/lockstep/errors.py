@@ -139,10 +139,12 @@ class LockstepError(Exception):
     Attributes:
         exit_code: of the command.
         relayed: another rank raised the error and reports it; this one exits silently.
+        follows: a consequence of a failure elsewhere, which has a line of its own.
     """
 
     exit_code = 1
     relayed = False
+    follows = False
 
     def __str__(self) -> str:
         return name_settings(super().__str__())
@@ -190,6 +192,7 @@ class PeerError(LockstepError):
     """
 
     names_nobody = False
+    follows = True
 
 
 class RankLost(PeerError):

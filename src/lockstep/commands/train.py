@@ -12,8 +12,9 @@ from lockstep.config import cli
 from lockstep.config.cli import Parser
 from lockstep.config.schema import Config
 from lockstep.config.task_options import LIGHTNING
-from lockstep.distributed.launcher import allocator_variables, check_launched
+from lockstep.distributed.launcher import allocator_variables
 from lockstep.distributed.progress import MEMBER_VARIABLE
+from lockstep.distributed.starters import read_starter
 from lockstep.errors import ConfigError
 from lockstep.training.run_dir import RunFolder
 
@@ -32,7 +33,7 @@ def command(argv: list[str]) -> int:
     args = vars(_parser(argv).read(argv))
     options = cli.collect_options(args)
     cli.build(cli.apply_preset(options))  # fail on a wrong value before torch is imported
-    check_launched(os.environ)
+    read_starter(os.environ)
     script = flags.asked(args, options)
     if script:
         _check_alone(args)

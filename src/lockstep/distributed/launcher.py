@@ -1,7 +1,6 @@
 """Read a launcher's environment variables, and configure the processes that it starts.
 
 rank = launcher_number("RANK", 0)           # from the environment; 0 if it is not set
-check_launched(os.environ)                  # ConfigError under `srun -n8 lockstep train`
 
 `torch_variables` chooses a rank's environment. `listen`, `check_reachable` and `is_own_address` check addresses of the
 meeting point, `route_to` and `choose_interface` this machine's side of the way to it. `end_with_launcher` ends a worker
@@ -20,7 +19,6 @@ import sys
 import threading
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import NamedTuple
 
 from lockstep.errors import ConfigError
 
@@ -31,14 +29,12 @@ __all__ = [
     "ROUND_VARIABLE",
     "address_of",
     "allocator_variables",
-    "check_launched",
     "check_reachable",
     "choose_interface",
     "compile_threads",
     "cores",
     "die_with_launcher",
     "end_with_launcher",
-    "find_launch_mistake",
     "interface_at",
     "is_own_address",
     "launcher_is_gone",
@@ -171,8 +167,13 @@ _MAX_COMPILERS = 32  # torch's own limit
 
 
 def cores() -> int:
-    """Count the cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Count the cores that this process may run on.
+
+    A Slurm without a task plugin binds nothing, so its count for this node is a limit too.
+    """
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    granted = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    return min(count, int(granted)) if granted.isdecimal() and int(granted) else count
 
 
 def compile_threads(ranks: int) -> int:
@@ -266,33 +267,6 @@ def torch_variables(processes: int, environ: Mapping[str, str]) -> dict[str, str
     }
 
 
-_STARTERS = (
-    # process, processes, nodes of the step, starter
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "srun"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "", "mpirun"),
-    ("PMI_RANK", "PMI_SIZE", "", "mpirun"),
-    ("PET_NODE_RANK", "PET_NNODES", "PET_NNODES", "Kubernetes"),  # as Kubeflow Trainer and our JobSet set them
-    ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_NODES", "SkyPilot"),
-)
-
-_ONE_A_NODE = {
-    "Kubernetes": "lockstep launch",  # which reads the PET_ variables
-    "SkyPilot": "lockstep launch --nnodes $SKYPILOT_NUM_NODES --node-rank $SKYPILOT_NODE_RANK --master-addr ...",
-}
-
-
-class LaunchMistake(NamedTuple):
-    """Processes of one job that would each train alone.
-
-    Attributes:
-        problem: the starter and the number of processes.
-        remedy: the command to use instead.
-    """
-
-    problem: str
-    remedy: str
-
-
 def launcher_number(name: str, least: int) -> int:
     """Read a launcher's number from the environment; `least` if it is not set.
 
@@ -305,45 +279,3 @@ def launcher_number(name: str, least: int) -> int:
             f"the environment variable {name} is '{text}'; it must be an integer >= {least}, as torchrun sets it"
         )
     return int(text)
-
-
-def find_launch_mistake(environ: Mapping[str, str]) -> LaunchMistake | None:
-    """Detect several processes, started by a scheduler, that would each train alone.
-
-    The shell of an allocation or a batch script is one task for any SLURM_NTASKS, so only the tasks of a step count.
-    """
-    if "RANK" in environ or "WORLD_SIZE" in environ:
-        return None
-    for process, size, nodes, starter in _STARTERS:
-        count = _count(environ, size)
-        if process in environ and count > 1:
-            return LaunchMistake(
-                f"{starter} started {count} processes, and RANK and WORLD_SIZE are not set: each would train alone",
-                f"have {starter} start one torchrun or `lockstep launch` per node, "
-                f"{_command(count, _count(environ, nodes), starter)}; for separate runs unset {process}",
-            )
-    return None
-
-
-def check_launched(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if a scheduler started several processes without a launcher."""
-    mistake = find_launch_mistake(environ)
-    if mistake:
-        raise ConfigError(f"{mistake.problem}; {mistake.remedy}")
-
-
-def _count(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "1")
-    return int(text) if text.isascii() and text.isdigit() else 1
-
-
-def _command(processes: int, nodes: int, starter: str) -> str:
-    if starter in _ONE_A_NODE:
-        return f"as in `{_ONE_A_NODE[starter]} -- train ...` in each"
-    if starter != "srun" or nodes == 1:
-        return f"as in `{starter} -n1 lockstep launch --nproc-per-node {processes} -- train ...` on one node"
-    host = "$(scontrol show hostnames | head -n1)"
-    return (
-        f"as in `srun -N{nodes} --ntasks-per-node=1 sh -c 'lockstep launch --nnodes {nodes} --node-rank $SLURM_NODEID "
-        f"--master-addr {host} --nproc-per-node {max(1, processes // nodes)} -- train ...'`"
-    )

@@ -4,7 +4,7 @@
     ...
     world.leave()
 
-A process that torchrun started joins the others; any other process is a world of one, without a process group. Small
+A process of torchrun or srun joins the others; any other is a world of one, without a process group. Small
 agreements between ranks (`gather`, `barrier`, `check_same`) use one CPU (gloo) group, `control`, so they neither wait
 for a device nor interleave with the training group's collectives.
 
@@ -36,7 +36,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from lockstep.distributed.descriptors import CONNECT_ON_DEMAND, descriptors_of, ensure_descriptors
 from lockstep.distributed.launcher import (
     ROUND_VARIABLE,
-    check_launched,
     check_reachable,
     choose_interface,
     launcher_number,
@@ -44,6 +43,7 @@ from lockstep.distributed.launcher import (
 )
 from lockstep.distributed.membership import check_store, lost_peers
 from lockstep.distributed.progress import MEETING_VARIABLE, rank_label, renumber
+from lockstep.distributed.starters import read_starter
 from lockstep.errors import ConfigError, LockstepError, PeerError
 
 __all__ = [
@@ -189,7 +189,7 @@ class World:
                 invalid, or a scheduler started several processes without a launcher.
             PeerError: not all ranks arrived within the timeout.
         """
-        check_launched(os.environ)
+        read_starter(os.environ)
         renumber([])
         while _ABANDONED:
             _ABANDONED.pop().leave(_PATIENCE)

@@ -495,6 +495,7 @@ class _Agent(LocalElasticAgent):
         failure = self._failure
         advice = "" if self.has_cause else "; the same command goes on from the newest checkpoint, if there is one"
         error = LockstepError(self._summary() + advice)
+        error.follows = failure is None or failure.follows
         code = failure.code if failure else 1
         before_steps = -code in STOP_SIGNALS and not (failure and failure.message)
         error.exit_code = 128 - code if before_steps else max(code, 1)

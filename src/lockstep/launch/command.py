@@ -4,6 +4,8 @@ lockstep launch --nproc-per-node 2 -- train --experiment-name a
 lockstep launch --nproc-per-node 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -- train ...     (on the first node)
 lockstep launch --nproc-per-node 8 --max-restarts 3 --dry-run -- train ...                      (prints the command)
 lockstep launch --kubernetes run.yaml --image ... -- train ...           (writes a manifest, see kubernetes.py)
+srun --ntasks-per-node=1 lockstep launch --nproc-per-node 8 -- train ...          (nodes and address from Slurm)
+lockstep launch --slurm --nodes 4 --gpus-per-node 8 --time 4:00:00 -- train ...   (submits it, see slurm.py)
 
 torchrun's PET_ variables, which Kubeflow Trainer sets in a pod, stand for the flags of their names.
 
@@ -33,8 +35,9 @@ from lockstep.distributed.launcher import (
     is_own_address,
     torch_variables,
 )
+from lockstep.distributed.starters import SlurmTask, node_address
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launch import kubernetes
+from lockstep.launch import kubernetes, slurm
 from lockstep.launch.job import Job, create_log_folder, log_folder, log_variables
 
 __all__ = ["command"]
@@ -66,7 +69,18 @@ def command(argv: list[str]) -> int:
         exact = _is_exact(target)
     except SystemExit:  # --help
         return 0
+    if args.slurm is not None:
+        return slurm.submit(args, target)
+    for flag in slurm.FLAGS:
+        if getattr(args, flag) is not None:
+            raise ConfigError(f"--{flag.replace('_', '-')} needs --slurm, which submits the command to Slurm")
+    with slurm.record_end():
+        return _launch(args, target, exact)
+
+
+def _launch(args: argparse.Namespace, target: list[str], exact: bool) -> int:
     logs = None if args.nccl_debug is None else log_folder(args.nccl_debug, target)
+    _use_slurm(args)
     job = _job(args, target, exact)
     if logs:
         job.environment.update(log_variables(logs))
@@ -132,8 +146,9 @@ def _parser() -> Parser:
     )
     add = parser.add_argument
     add("--nproc-per-node", type=int, metavar="N", help="processes on this node (default: 1)")
-    add("--nnodes", default="1", metavar="N|MIN:MAX", help="nodes; MIN:MAX continues with fewer (default: 1)")
-    add("--node-rank", type=int, default=0, metavar="K", help="0 on the node that --master-addr names (default: 0)")
+    add("--nnodes", metavar="N|MIN:MAX", help="nodes; MIN:MAX continues with fewer (default: 1; under srun its tasks)")
+    text = "0 on the node that --master-addr names (default: 0; under srun the task's number)"
+    add("--node-rank", type=int, metavar="K", help=text)
     add("--master-addr", metavar="HOST", help="address of node 0, on the interface to be used")
     add("--master-port", type=int, default=0, metavar="PORT", help="its port (default: 29400; one node: any free one)")
     add("--rdzv-backend", default="c10d", metavar="NAME", help="rendezvous of torch's elastic agent (default: c10d)")
@@ -150,14 +165,40 @@ def _parser() -> Parser:
     )
     text = "NCCL's logs, one file per process, into DIR (default: logs in the run's folder)"
     add("--nccl-debug", nargs="?", const="", metavar="DIR", help=text)
-    text = "print the closest torchrun command, or with --kubernetes the manifest, and start nothing"
+    text = "print the closest torchrun command, or the manifest or script of --kubernetes or --slurm; start nothing"
     add("--dry-run", action="store_true", help=text)
     kubernetes.add_flags(parser)
+    slurm.add_slurm_flags(parser)
     return parser
 
 
+def _use_slurm(args: argparse.Namespace) -> None:
+    """Take what the flags leave out from srun, if it started several launchers.
+
+    Each task counts as a node, so that several launchers on one node are served too. With `--nnodes 1` each is a run
+    of its own.
+    """
+    task = SlurmTask.read(os.environ)
+    if task is None or args.nnodes == "1":
+        return
+    if args.nnodes is not None and _nodes(args.nnodes)[1] != task.size:
+        raise ConfigError(
+            f"--nnodes is {args.nnodes}, but srun started {task.size} launchers: leave --nnodes out, or start one "
+            f"launcher for each node (srun -N{task.nodes} --ntasks-per-node=1)"
+        )
+    args.nnodes = args.nnodes or str(task.size)
+    args.node_rank = task.rank if args.node_rank is None else args.node_rank
+    args.rdzv_id = args.rdzv_id or task.step
+    if not args.rdzv_endpoint:
+        args.master_port = args.master_port or (29400 if args.master_addr else task.port)
+        args.master_addr = args.master_addr or node_address(task.host)
+
+
 def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
-    args.nproc_per_node = 1 if args.nproc_per_node is None else args.nproc_per_node
+    defaults = {"nproc_per_node": 1, "nnodes": "1", "node_rank": 0}  # None: not given, for srun and --slurm
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     nodes = _nodes(args.nnodes)
     for flag, value, least in (
         ("--nproc-per-node", args.nproc_per_node, 1),

@@ -6,7 +6,7 @@ import pytest
 from doctor_places import LAUNCHED, place, silent, wrong
 
 from lockstep.diagnose.doctor.board import gloo_address, infiniband, link_speed
-from lockstep.diagnose.doctor.differences import launcher, numbers, settings
+from lockstep.diagnose.doctor.differences import launcher, numbers, settings, slurm
 from lockstep.diagnose.doctor.finding import chosen, page_rows
 
 
@@ -53,7 +53,7 @@ def test_one_device_that_is_the_process_s_own_is_enough():
 @pytest.mark.parametrize(
     "environ",
     [
-        {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"},
+        {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"},  # without srun's other variables
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
         {"PET_NODE_RANK": "0", "PET_NNODES": "2"},
     ],
@@ -66,6 +66,18 @@ def test_a_schedulers_tasks_that_would_each_train_alone(environ):
 def test_nothing_is_wrong_with_what_launchers_set(environ):
     silent(launcher(place(environ)).findings)
     silent(settings(place(environ)).findings)
+
+
+def test_what_slurm_granted_and_what_is_usable(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {5})
+    job = LAUNCHED | {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "64", "SLURM_GPUS_ON_NODE": "8"}
+    wrong(slurm(place(job)).findings, "Slurm", "8 GPUs", "CUDA_VISIBLE_DEVICES")
+    wrong(slurm(place(job, devices=8)).findings, "Slurm", "2 of this node's 8 GPUs", "--nproc-per-node")
+    launched = {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "64", "TORCHELASTIC_RUN_ID": "7"} | LAUNCHED
+    wrong(slurm(place(launched)).findings, "Slurm", "bound .* 1 of 64 cores", "--cpu-bind=none")
+    for fine in (LAUNCHED, job | {"SLURM_GPUS_ON_NODE": "0"}, job | {"SLURM_GPUS_ON_NODE": "2"}):
+        silent(slurm(place(fine, devices=2)).findings)
+    silent(slurm(place(job, config={"device": "cpu"})).findings)
 
 
 def test_where_a_process_stands():

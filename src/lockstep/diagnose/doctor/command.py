@@ -20,6 +20,7 @@ from lockstep.config.secrets import mask, printable
 from lockstep.diagnose.doctor.differences import numbers
 from lockstep.diagnose.doctor.examine import DoctorReport, Line, examine
 from lockstep.diagnose.doctor.finding import FAIL, OK, WARN, CheckContext
+from lockstep.distributed.starters import read_starter
 from lockstep.errors import ConfigError, DifferenceError
 from lockstep.files import bytes_text
 from lockstep.training.guards import format_ranges
@@ -118,6 +119,8 @@ def run(own: argparse.Namespace) -> int:
 
 def place_of(config: Config, *, with_task: bool, patience: float) -> CheckContext:
     """Return this process's context from the launcher's variables; alone if they are invalid."""
+    with contextlib.suppress(ConfigError):  # the check of the variables reports it
+        read_starter(os.environ)
     parsed = numbers(os.environ)
     rank, local_rank, size, local_size = parsed or (0, 0, 1, 1)
     devices = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0

@@ -5,6 +5,7 @@ findings = judge_versions([facts, ...], place)
 """
 
 import hashlib
+import os
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,8 @@ from lockstep.config import cli
 from lockstep.config.secrets import mask
 from lockstep.diagnose.doctor.board import interfaces
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, advice_on, chosen, fail, ok, warn
-from lockstep.distributed.launcher import address_of, find_launch_mistake
+from lockstep.distributed.launcher import address_of
+from lockstep.distributed.starters import find_launch_mistake
 from lockstep.training.guards import describe_unequal_devices, name_and_memory
 from lockstep.training.run_dir import split_environment
 
@@ -29,6 +31,7 @@ __all__ = [
     "numbers",
     "same_settings",
     "settings",
+    "slurm",
     "versions",
 ]
 
@@ -112,6 +115,36 @@ def _launcher_findings(place: CheckContext) -> Iterator[Finding]:  # noqa: C901
         if visible is not None:
             mend += f", or let each see all devices: CUDA_VISIBLE_DEVICES is '{visible}'"
         yield fail(_NAME, f"{ranks} processes run on this node, but torch sees {place.devices} CUDA devices", mend)
+
+
+def slurm(place: CheckContext) -> CheckResult:
+    """Compare what Slurm granted on this node with what this process can use."""
+    environ = place.environ
+    if "SLURM_JOB_ID" not in environ:
+        return CheckResult()
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores, gpus = (_whole(environ, f"SLURM_{name}_ON_NODE") for name in ("CPUS", "GPUS"))
+    findings = list(_slurm_findings(place, bound, cores, gpus))
+    summary = f"job {environ['SLURM_JOB_ID']}: {cores or bound} cores and {gpus} GPUs on this node"
+    return CheckResult(findings or [ok("Slurm", summary)])
+
+
+def _slurm_findings(place: CheckContext, bound: int, cores: int, gpus: int) -> Iterator[Finding]:
+    environ = place.environ
+    if gpus and not place.devices and place.config.device != "cpu":
+        text = f"Slurm granted {gpus} GPUs on this node, but torch sees none"
+        yield fail("Slurm", text, "check CUDA_VISIBLE_DEVICES, and nvidia-smi under srun; or pass --device cpu")
+    elif place.devices > 1 and place.local_size < place.devices and gpus == place.devices:
+        text = f"{place.local_size} ranks use {place.local_size} of this node's {gpus} GPUs"
+        yield warn("Slurm", text, f"start {gpus} on each node: --nproc-per-node, or --ntasks-per-node of srun")
+    if "TORCHELASTIC_RUN_ID" in environ and bound < min(place.local_size, cores):
+        text = f"srun bound the launcher of {place.local_size} ranks to {bound} of {cores} cores"
+        yield warn("Slurm", text, "add --cpu-bind=none to srun; the ranks share the cores by themselves")
+
+
+def _whole(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def settings(place: CheckContext) -> CheckResult:

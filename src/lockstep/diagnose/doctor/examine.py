@@ -38,6 +38,7 @@ _NETWORK_REMEDY = "look at the network between the nodes: interfaces, firewall, 
 _GROUP_REMEDY = "see the line of the rank that hangs; otherwise check the network (lines tcp and names above)"
 
 CHECKS = (
+    Check("Slurm", variables.slurm, _INSTANT),
     Check("settings", variables.settings, _INSTANT),
     Check(
         "names", network.names, 6.0, network.judge_names, stuck="the name server does not answer: see /etc/resolv.conf"

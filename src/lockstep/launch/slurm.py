@@ -1,0 +1,373 @@
+"""Submit a run to Slurm, and record in the job which node's launcher ended first.
+
+lockstep launch --slurm --nodes 4 --gpus-per-node 8 --time 4:00:00 --partition gpu -- train ...
+lockstep launch --slurm --nodes 4 --gpus-per-node 8 --dry-run -- train ...                  (prints the script)
+lockstep launch --slurm --seeds 1-5 --set account=lab -- train ...                          (one run for each seed)
+
+`submit` writes the sbatch script into the run's folder and submits it. In the job srun starts one launcher a node,
+which reads node rank, address and port from Slurm's variables (`distributed/starters.py: SlurmTask`). `record_end`
+keeps a file for each launcher: empty while it runs, then one line with its error.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from lockstep.config import cli
+from lockstep.config.cli import Parser
+from lockstep.distributed.failures import describe_error
+from lockstep.errors import ConfigError, LockstepError
+
+__all__ = ["FLAGS", "add_slurm_flags", "record_end", "submit"]
+
+
+_ENDS_VARIABLE = "LOCKSTEP_SLURM_ENDS"  # set by the script: a folder with a file for each node
+
+_SCRIPT = """\
+#!/bin/bash
+# Written by `lockstep launch --slurm`. To submit it again: sbatch @{script}
+@{options}
+
+slurm=@{folder}
+ends=$slurm/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.ends    # a file for each node: empty until its launcher ends
+mkdir -p "$ends"
+export LOCKSTEP_SLURM_ENDS=$ends PYTHONUNBUFFERED=1
+
+# One launcher a node. It starts the ranks, and finds the other nodes by Slurm's variables.
+srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=300@{label} \\
+    @{command}
+code=$?
+
+# Nodes whose launcher has not reported an end; none if that is all of them, since then it was not the nodes.
+lost=$(find "$ends" -type f -empty -printf '%f\\n' 2>/dev/null)
+[ "$(wc -w <<<"$lost")" = "$SLURM_JOB_NUM_NODES" ] && lost=
+cause=$(sort -n "$ends"/* 2>/dev/null | head -n 1 | cut -d ' ' -f 3-)
+
+again() {    # $1: why. The next job of a chain goes on; otherwise this one is requeued, without the lost nodes.
+    echo "lockstep: $1; the run goes on in the next job" >&2
+    [ -e "$slurm/$SLURM_JOB_ID.chain" ] && exit "$code"
+    trap '' TERM    # by which Slurm ends this script once the job is requeued
+    scontrol requeue "$SLURM_JOB_ID" || exit "$code"
+    if [ -n "$lost" ]; then
+        echo "$lost" >>"$slurm/$SLURM_JOB_ID.excluded"
+        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$(sort -u "$slurm/$SLURM_JOB_ID.excluded" | paste -sd ,)"
+    fi
+    exit "$code"
+}
+
+early=$slurm/$SLURM_JOB_ID.early
+if [ "$code" = 75 ]; then
+    rm -f "$early"
+    again "saved before the time limit, or on a signal"
+elif [ "$code" = 138 ] && [ ! -e "$early" ]; then    # 128 + SIGUSR1
+    touch "$early"
+    again "the signal came before the first step"
+elif [ -n "$lost" ]; then
+    again "lost $(paste -sd , <<<"$lost")"
+fi
+
+# The run is at its end, or has failed: the rest of a chain is not needed.
+[ -e "$slurm/$SLURM_JOB_ID.chain" ] && scancel --quiet --state=PENDING $(cat "$slurm/$SLURM_JOB_ID.chain")
+rm -rf "$ends" "$early"
+[ "$code" = 138 ] && cause="lockstep: error: ended by SIGUSR1 before the first step, twice: raise --time"
+[ "$code" = 0 ] || echo "${cause:-lockstep: error: srun ended with code $code, before a launcher could say why}" >&2
+exit "$code"
+"""
+
+FLAGS = ("nodes", "gpus_per_node", "time", "partition", "set", "seeds", "chain")  # of --slurm alone
+_OURS = {  # options of sbatch that are decided here -> what to use instead
+    "ntasks": "srun starts one launcher a node; use --nproc-per-node for the ranks",
+    "ntasks-per-node": "srun starts one launcher a node; use --nproc-per-node for the ranks",
+    "nodes": "use --nodes",
+    "gpus-per-node": "use --gpus-per-node",
+    "time": "use --time",
+    "partition": "use --partition",
+    "array": "use --seeds",
+    "wrap": "the command is what follows `--`",
+}
+_CORE_OPTIONS = ("cpus-per-task", "cpus-per-gpu", "exclusive", "oversubscribe")  # with one of them nodes may be shared
+_SIGNAL_SECONDS = 300  # before the time limit, so that the run can save; at most a fifth of it
+_SECRET_FREE = re.compile(r"[^\x00-\x1f]*")
+_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
+_TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(\d+)(?::(\d+)(?::(\d+))?)?)")
+_PASSED_ON = {"max_restarts": 0, "min_ranks": 1, "max_losses": None, "rdzv_conf": "", "master_port": 0}  # and defaults
+
+
+_HOLE = re.compile(r"@\{([\w-]+)\}")  # not $, of which shell scripts are full
+
+
+def add_slurm_flags(parser: Parser) -> None:
+    """Add the flags of `launch --slurm`."""
+    add = parser.add_argument_group("on Slurm").add_argument
+    text = "submit the command to Slurm; FILE: an sbatch script with @{holes}, in place of the built-in one"
+    add("--slurm", nargs="?", const="", metavar="FILE", help=text)
+    add("--nodes", type=int, metavar="N", help="nodes (default: 1)")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs of each node, and ranks if --nproc-per-node is not given")
+    add("--time", metavar="D-HH:MM:SS", help="time limit; ahead of it the run saves, and the job is requeued")
+    add("--partition", metavar="NAME", help="partition (default: the cluster's)")
+    text = "any other option of sbatch, such as account=lab, or the value of a hole of FILE; may be repeated"
+    add("--set", action="append", metavar="KEY=VALUE", help=text)
+    add("--seeds", metavar="LIST", help="an array of runs NAME-seedK with --seed K, as 1-5 or 1,3,7%%2")
+    add("--chain", type=int, metavar="N", help="N jobs, each after the one before, in place of requeueing one")
+
+
+def submit(args: argparse.Namespace, target: Sequence[str]) -> int:
+    """Submit the command to Slurm, or print its script with --dry-run; return 0.
+
+    Args:
+        args: flags of `launch`.
+        target: the command after `--`.
+
+    Raises:
+        ConfigError: an invalid flag, a hole of the template without a value, no sbatch, or sbatch refused the job.
+    """
+    values = _checked(args)
+    name, folder = _run_folder(target, array=bool(args.seeds))
+    options = _options(args, values, name, folder)
+    script = Path(str(folder).replace("%a", "array")) / "job.sh"
+    text = _fill(args, values, options, folder, script, target)
+    if args.dry_run:
+        print(text, end="")
+        return 0
+    if not shutil.which("sbatch"):
+        raise ConfigError(
+            "--slurm: there is no sbatch on the PATH; run this on a login node of the cluster, or print the script "
+            "with --dry-run"
+        )
+    folders = [script.parent, *(Path(str(folder).replace("%a", str(seed))) for seed in _seeds(args.seeds))]
+    with _new_folders(folders):
+        script.write_text(text, encoding="utf-8")
+        jobs = _submit_chain(script, args.chain or 1)
+        if len(jobs) > 1:
+            for job in jobs:
+                (script.parent / f"{job}.chain").write_text(" ".join(jobs) + "\n", encoding="utf-8")
+    output = options["output"].replace("%A", jobs[0]).replace("%j", jobs[0])
+    print(f"submitted job {', '.join(jobs)}; output: {output}; to cancel: scancel {' '.join(jobs)}")
+    return 0
+
+
+def _checked(args: argparse.Namespace) -> dict[str, str]:
+    """Check the flags, and return the values of --set by key."""
+    for flag in ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "rdzv_id"):
+        if getattr(args, flag) is not None:
+            way = "use --nodes" if flag == "nnodes" else "the launchers read it from Slurm in the job; leave it out"
+            raise ConfigError(f"--{flag.replace('_', '-')} cannot be used with --slurm: {way}")
+    for flag in ("nodes", "gpus_per_node", "chain"):
+        value = getattr(args, flag)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} is {value}: it must be at least 1")
+    if args.seeds is not None and not _ARRAY.fullmatch(args.seeds):
+        raise ConfigError(f"--seeds is '{args.seeds}': it must be a list as sbatch's --array takes it: 1-5, or 1,3,7%2")
+    if args.seeds and args.chain:
+        raise ConfigError("--seeds and --chain cannot be used together: without --chain each run is requeued by itself")
+    if args.time is not None:
+        _seconds(args.time)
+    values = {}
+    for pair in args.set or ():
+        key, equals, value = pair.partition("=")
+        key = key.lstrip("-")
+        if not equals or not re.fullmatch(r"[A-Za-z][\w-]*", key) or not _SECRET_FREE.fullmatch(value):
+            raise ConfigError(f"--set is {pair!r}: it must be KEY=VALUE, an option of sbatch, as in --set account=lab")
+        if key in _OURS:
+            raise ConfigError(f"--set {key}={value}: {_OURS[key]}")
+        values[key] = value
+    return values
+
+
+def _seconds(text: str) -> int:
+    """Parse a time limit as Slurm does; 0 if there is no limit."""
+    if text.lower() in ("infinite", "unlimited"):
+        return 0
+    match = _TIME.fullmatch(text)
+    if not match:
+        raise ConfigError(f"--time is '{text}': it must be MINUTES, HH:MM:SS or D-HH:MM:SS")
+    days, hours, minutes, seconds, first, second, third = (int(each or 0) for each in match.groups())
+    if match[1]:
+        total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    elif match[7]:
+        total = (first * 60 + second) * 60 + third
+    else:
+        total = first * 60 + second  # MINUTES or MINUTES:SECONDS
+    if not total:
+        raise ConfigError(f"--time is '{text}': it must be more than 0")
+    return total
+
+
+def _run_folder(target: Sequence[str], *, array: bool) -> tuple[str, Path]:
+    """Return the job's name, and the folder of its script and output; %a stands for the seed."""
+    if target[0] == "train":
+        config = cli.parse(list(target[1:]))
+        name = config.experiment_name
+        run = Path(config.save_dir).expanduser().absolute() / (f"{name}-seed%a" if array else name)
+        return name, run / "slurm"
+    if array:
+        raise ConfigError(f"--seeds: only `train` takes them, but the command is {target[0]}")
+    if target[0] == "evaluate" and len(target) > 1 and not target[1].startswith("-"):
+        run = Path(target[1]).expanduser().absolute()
+        return f"evaluate-{run.name}", run / "slurm"
+    return Path(target[0]).stem, Path.cwd() / "slurm"
+
+
+def _seeds(text: str | None) -> list[int]:
+    """Expand the list of --seeds."""
+    seeds: list[int] = []
+    for part in (text or "").partition("%")[0].split(","):
+        bounds, _, stride = part.partition(":")
+        first, _, last = bounds.partition("-")
+        if first:
+            seeds += range(int(first), int(last or first) + 1, int(stride or 1))
+    return seeds
+
+
+def _options(args: argparse.Namespace, values: Mapping[str, str], name: str, folder: Path) -> dict[str, str]:
+    """Return the options of sbatch; an empty value is a flag, and drops a value that was chosen here."""
+    options = {"job-name": name, "nodes": str(args.nodes or 1), "ntasks-per-node": "1"}
+    if args.gpus_per_node:
+        options["gpus-per-node"] = str(args.gpus_per_node)
+    if not any(key in values for key in _CORE_OPTIONS):
+        options["exclusive"] = ""
+    asked = {"time": args.time, "partition": args.partition, "array": args.seeds}
+    options |= {key: value for key, value in asked.items() if value}
+    limit = _seconds(args.time) if args.time else 0
+    options["signal"] = f"USR1@{min(_SIGNAL_SECONDS, limit // 5) if limit else _SIGNAL_SECONDS}"
+    options["requeue"] = ""
+    options["open-mode"] = "append"
+    options["chdir"] = str(Path.cwd())
+    options["output"] = f"{folder}/{'%A' if args.seeds else '%j'}.out"
+    dropped = [key for key, value in values.items() if not value and options.get(key)]
+    return {key: value for key, value in {**options, **values}.items() if key not in dropped}
+
+
+def _fill(
+    args: argparse.Namespace,
+    values: Mapping[str, str],
+    options: Mapping[str, str],
+    folder: Path,
+    script: Path,
+    target: Sequence[str],
+) -> str:
+    """Fill the holes of the script."""
+    text, holes = _SCRIPT, dict[str, str]()
+    if args.slurm:
+        try:
+            text = Path(args.slurm).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--slurm {args.slurm}: cannot read the template: {error}") from error
+        holes = {name: values[name] for name in _HOLE.findall(text) if name in values}
+    lines = [f"#SBATCH --{key}" + (f"={_quote(value)}" if value else "") for key, value in options.items()]
+    seed = "$SLURM_ARRAY_TASK_ID"
+    holes = {
+        "command": _command(args, target, options["job-name"] if args.seeds else ""),
+        "folder": f'"{folder}"'.replace("%a", seed),
+        "label": " --label" if (args.nodes or 1) > 1 else "",
+        "options": "\n".join(line for line in lines if line.partition("--")[2].partition("=")[0] not in holes),
+        "script": shlex.quote(str(script)),
+    } | holes
+    missing = [name for name in dict.fromkeys(_HOLE.findall(text)) if name not in holes]
+    if missing:
+        shown = ", ".join(f"@{{{name}}}" for name in missing)
+        raise ConfigError(f"--slurm {args.slurm}: no value for {shown}; add --set {missing[0]}=VALUE")
+    return _HOLE.sub(lambda hole: holes[hole[1]], text)
+
+
+def _quote(value: str) -> str:
+    """Quote a value as sbatch reads it in a script."""
+    return value if re.fullmatch(r"[\w@%+=:,./-]+", value) else '"' + value.replace('"', '\\"') + '"'
+
+
+def _command(args: argparse.Namespace, target: Sequence[str], name: str) -> str:
+    """Return the shell command of a node's launcher.
+
+    Args:
+        args: flags of `launch`.
+        target: the command after `--`.
+        name: of the runs of an array, which adds its seed; "" for a single run.
+    """
+    words = [sys.executable, "-m", "lockstep", "launch"]
+    words += ["--nproc-per-node", str(args.nproc_per_node or args.gpus_per_node or 1)]
+    for flag, default in _PASSED_ON.items():
+        if getattr(args, flag) != default:
+            words += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
+    if args.nccl_debug is not None:
+        words += ["--nccl-debug", *([args.nccl_debug] if args.nccl_debug else [])]
+    text = f"{shlex.join(words)} \\\n    -- {shlex.join(target)}"
+    if name:
+        text += f' --experiment-name {shlex.quote(name)}-seed"$SLURM_ARRAY_TASK_ID" --seed "$SLURM_ARRAY_TASK_ID"'
+    return text
+
+
+@contextlib.contextmanager
+def _new_folders(folders: Sequence[Path]) -> Iterator[None]:
+    """Create folders; after an error remove what is new in them.
+
+    Raises:
+        ConfigError: one cannot be created or written.
+    """
+    new = [path for folder in folders for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        for path in dict.fromkeys(new):
+            with contextlib.suppress(OSError):
+                if (path / "job.sh").exists():
+                    (path / "job.sh").unlink()
+                path.rmdir()
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot write {error.filename or folders[0]}: {error.strerror or error}") from error
+        raise
+
+
+def _submit_chain(script: Path, count: int) -> list[str]:
+    """Submit the script `count` times, each after the one before; return the jobs' numbers."""
+    jobs: list[str] = []
+    for _ in range(count):
+        after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
+        asked = ["sbatch", "--parsable", *after, str(script)]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if done.returncode:
+            if jobs:
+                subprocess.run(["scancel", *jobs], check=False)
+            words = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines()]
+            raise ConfigError(f"sbatch refused the job: {'; '.join(filter(None, words)) or 'it gave no reason'}")
+        jobs.append(done.stdout.strip().partition(";")[0])
+    return jobs
+
+
+@contextlib.contextmanager
+def record_end() -> Iterator[None]:
+    """Record how this node's launcher ends, for the job's script; does nothing in other launchers.
+
+    The file is empty from here on. At the end it has one line: 0 for a cause, 1 for a consequence of a failure
+    elsewhere, 2 for neither; seconds since 1970; the error. A launcher that is killed, or whose node is lost, leaves
+    it empty.
+    """
+    folder = os.environ.get(_ENDS_VARIABLE)
+    if not folder:
+        yield
+        return
+    file = Path(folder) / os.environ.get("SLURMD_NODENAME", "node")
+    with contextlib.suppress(OSError):
+        file.touch()
+    order, line = 2, ""
+    try:
+        yield
+    except BaseException as error:
+        order = 1 if isinstance(error, LockstepError) and error.follows else 0
+        line = f"lockstep: error: {describe_error(error)}"
+        raise
+    finally:
+        try:
+            file.write_text(f"{order} {time.time():.3f} {line}\n", encoding="utf-8")
+        except OSError:  # a full disk: no record is better than an empty one, which names a lost node
+            with contextlib.suppress(OSError):
+                file.unlink()
