@@ -16,7 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from lockstep import checkpoint
+from lockstep.checkpoint.files import await_all_ranks
+from lockstep.checkpoint.foreign import fill, is_foreign, match_names, open_foreign
 from lockstep.checkpoint.layout import block_of
+from lockstep.checkpoint.upload import Uploader
 from lockstep.config import cli
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, on_all_ranks
@@ -30,12 +33,15 @@ from lockstep.logging.trackers import masked, remote_sinks
 from lockstep.run_state import LauncherState, RunState
 from lockstep.tensors import local_of, not_finite
 from lockstep.training import run_dir
-from lockstep.training.build import RunParts
+from lockstep.training.build import RunParts, notify
 from lockstep.training.resume import find_weights
+from lockstep.training.run_dir import describe_owner, has_ended
 from lockstep.training.selection import abbreviate_best
+from lockstep.training.session import Session
 from lockstep.training.trainable import restore_trained_set
 
 __all__ = [
+    "close_uploads",
     "count_restarts",
     "describe_ranks",
     "exempt_names",
@@ -44,6 +50,7 @@ __all__ = [
     "load_state",
     "lock_folder",
     "open_sinks",
+    "open_uploads",
 ]
 
 
@@ -119,6 +126,38 @@ def lock_folder(built: RunParts) -> None:
         built.folder.claim()
 
 
+def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> None:
+    """Start uploading to the run's URL, if it has one. On rank 0.
+
+    Args:
+        force: this process continues for the rank that uploaded.
+
+    Raises:
+        ConfigError: another run uploads there.
+        StorageError: the store does not answer.
+    """
+    if not (built.world.is_main and built.remote):
+        return
+    if session.uploader is None:
+        options = built.config.checkpoint
+        uploader = Uploader(built.remote, built.folder.path, keep=options.keep, every=options.every)
+        uploader.claim(describe_owner(), has_ended, notify(built.world), force=force)
+        session.uploader = uploader
+    built.uploader = session.uploader
+    built.uploader.submit(built.state.selection.best.step if built.state.selection.best else None)
+
+
+def close_uploads(session: Session, error: BaseException | None) -> None:
+    """Upload the last records, and release the run's URL.
+
+    Args:
+        error: the exception that ended the run; None: there was none.
+    """
+    uploader, session.uploader = session.uploader, None
+    if uploader:
+        uploader.close(failed=isinstance(error, Exception))
+
+
 def count_restarts(state: RunState) -> None:
     """Count the launcher's restarts after failures, over all starts, in `state.restarts`."""
     job, count = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -191,9 +230,35 @@ def load_state(built: RunParts) -> None:
         built.load_state_dict(state)
         _LOG.info("resumed from %s, step %d of %d", built.source, built.start, built.run_plan.step_plan.steps)
     elif built.config.init_from:
-        _load_init_weights(built, Path(built.config.init_from).expanduser())
+        path = Path(built.config.init_from).expanduser()
+        foreign = any(world.gather(is_foreign(path)))  # collective
+        _load_foreign_weights(built, path) if foreign else _load_init_weights(built, path)
     restore_trained_set(built.model, built.state)
     _record_bad_at_start(built)  # collective in a new run
+
+
+def _load_foreign_weights(built: RunParts, path: Path) -> None:
+    """Load weights that another library saved, each rank its part. Collective."""
+    world, state = built.world, built.engine.state_dict()
+    weights = {name.removeprefix("model/"): each for name, each in state.items() if name.startswith("model/")}
+
+    def load() -> str:
+        with open_foreign(path) as source:
+            match = match_names(source, weights, _ties_of(built))
+            fill(source, match, weights)
+            return f"{source.kind}: {match}"
+
+    line = await_all_ranks(world, load)  # collective
+    built.engine.load_state_dict(without_average(state))
+    _LOG.info("a new run with the weights of %s, %s", path, line)
+
+
+def _ties_of(built: RunParts) -> dict[str, str]:
+    """Return the second names of the model's tied tensors, each with the first."""
+    named = (*built.model.named_parameters(remove_duplicate=False), *built.model.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(each), name) for name, each in named}
+    return {name: original for name, original in names.items() if name != original}
 
 
 def _load_init_weights(built: RunParts, path: Path) -> None:
