@@ -118,6 +118,7 @@ def test_a_run_begins_at_the_weights_of_another_format(tmp_path, form, capfd):
     out = export(kept, tmp_path / {"dcp": "d", "torch": "w.pt", "safetensors": "w.safetensors"}[form], form)
     weights = {f"model.{name}": each for name, each in read(out).items()}
     if form == "torch":
+        out = tmp_path / "wrapped.ckpt"
         torch.save({"state_dict": weights, "epoch": 3}, out)
     capfd.readouterr()
     settings = small_runs.config(tmp_path, experiment_name="new", init_from=str(out), lr=0.0, max_steps=1)

@@ -155,6 +155,11 @@ def test_a_run_goes_on_from_the_store_on_another_machine_with_the_same_bits(tmp_
     steps = [record["global_step"] for record in checkpoint_records(second.folder)]
     assert steps == sorted(steps)
     assert steps[0] == 2
+    begun = config(tmp_path, experiment_name="new", init_from=f"{URL}/r", local="third", lr=0.0, max_steps=1)
+    assert (
+        small_runs.mark(lockstep.train(begun, Ragged()).folder.parent, "new")[0]
+        == small_runs.mark(second.folder.parent)[0]
+    )
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or object_store.SECRET.encode() not in path.read_bytes(), path
     assert object_store.SECRET not in "".join(capfd.readouterr())
@@ -196,6 +201,8 @@ def test_a_failed_upload_is_retried_then_named_and_made_up_for(tmp_path, store, 
     names(" ".join(last[-4:]), "step-00000006", "step-00000007", f"{URL}/r")
     assert RemoteRun(URL, "r").steps() == [3]
     store.heal()
+    lockstep.train(config(tmp_path, stop_at=7), Ragged())  # nothing to train, and something to upload
+    assert whole(RemoteRun(URL, "r")) == {6: [], 7: []}
     lockstep.train(config(tmp_path), Ragged())
     assert whole(RemoteRun(URL, "r")) == {9: [], 12: []}
 

@@ -457,7 +457,7 @@ def test_a_url_has_a_folder_of_its_own_and_no_secrets(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('save_dir = "s3://bucket/../runs"\n')
     for flags in (["--save-dir", "s3://bucket/../runs"], ["--config", str(file)]):
-        with refuses(ConfigError, "save_dir" if "--config" in flags else "--save-dir", "s3://bucket/../runs"):
+        with refuses(ConfigError, "--save-dir", "s3://bucket/../runs"):
             parse(flags)
     for url in ("s3://key:hunter22@bucket/a", "s3://hunter22@bucket/a", "az://a:hunter22@b/c", "gs://b/a?sig=hunter22"):
         with refuses(ConfigError, "save_dir") as caught:

@@ -92,7 +92,8 @@ class RemoteRun:
 
     def __init__(self, save_dir: str, experiment_name: str, flag: str = "--save-dir") -> None:
         self.url = f"{save_dir.rstrip('/')}/{experiment_name}" if experiment_name else save_dir.rstrip("/")
-        self._flag, self._pauses = flag, _PAUSES
+        self._flag = flag
+        self._pauses: tuple[float, ...] = _PAUSES
 
     @cached_property
     def _store(self) -> tuple[Any, str]:

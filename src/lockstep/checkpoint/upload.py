@@ -78,22 +78,27 @@ class Uploader:
             owner: describes this process.
             is_dead: whether the process of such a description has certainly ended.
             say: called with a line if another owner must be watched.
-            force: do not look for another owner: this process continues for one that was lost.
+            force: this process continues for an owner that was lost: look for no other, and warn in place of an error.
 
         Raises:
             ConfigError: another run uploads there.
             StorageError: the store does not answer.
         """
-        before = self._remote.read(OWNER)
-        other = _owner_of(before)
-        if before is not None and other and not force and not is_dead(other):
-            seconds = self._beat * _WATCH / _BEAT
-            say(f"{self._remote.url} belongs to {other}; watching for {seconds:.0f} s whether it is still running")
-            self._watch(before, seconds, other)
         self._owner = owner
-        self._beat_once()
-        if not self._is_owner():
-            raise self._in_use(_owner_of(self._remote.read(OWNER)))
+        try:
+            before = None if force else self._remote.read(OWNER)
+            other = _owner_of(before)
+            if before is not None and other and not is_dead(other):
+                seconds = self._beat * _WATCH / _BEAT
+                say(f"{self._remote.url} belongs to {other}; watching for {seconds:.0f} s whether it is still running")
+                self._watch(before, seconds, other)
+            self._beat_once()
+            if not self._is_owner():
+                raise self._in_use(_owner_of(self._remote.read(OWNER)))
+        except LockstepError as error:
+            if not force:
+                raise
+            _LOG.warning("%s", error)  # the ranks go on; the thread tries again
         self._thread = threading.Thread(target=self._run, name="lockstep-upload", daemon=True)
         self._thread.start()
 

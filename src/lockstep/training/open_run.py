@@ -21,6 +21,7 @@ from lockstep.checkpoint.foreign import fill, is_foreign, match_names, open_fore
 from lockstep.checkpoint.layout import block_of
 from lockstep.checkpoint.upload import Uploader
 from lockstep.config import cli
+from lockstep.config.fields import is_url
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.ema import without_average
@@ -41,6 +42,7 @@ from lockstep.training.session import Session
 from lockstep.training.trainable import restore_trained_set
 
 __all__ = [
+    "check_init_from",
     "close_uploads",
     "count_restarts",
     "describe_ranks",
@@ -51,6 +53,7 @@ __all__ = [
     "lock_folder",
     "open_sinks",
     "open_uploads",
+    "upload_rest",
 ]
 
 
@@ -147,6 +150,14 @@ def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> N
     built.uploader.submit(built.state.selection.best.step if built.state.selection.best else None)
 
 
+def upload_rest(session: Session, built: RunParts) -> None:
+    """Upload what an earlier start of a run that is over could not. On rank 0."""
+    open_uploads(session, built)
+    if session.uploader and (missing := session.uploader.settle()):
+        _LOG.warning("%s", missing)
+    close_uploads(session, None)
+
+
 def close_uploads(session: Session, error: BaseException | None) -> None:
     """Upload the last records, and release the run's URL.
 
@@ -229,26 +240,49 @@ def load_state(built: RunParts) -> None:
         checkpoint.load(built.source, state, world, verified=True)  # collective
         built.load_state_dict(state)
         _LOG.info("resumed from %s, step %d of %d", built.source, built.start, built.run_plan.step_plan.steps)
+    elif any(world.gather(_foreign_path(built) is not None)):  # collective
+        _load_foreign_weights(built)
     elif built.config.init_from:
-        path = Path(built.config.init_from).expanduser()
-        foreign = any(world.gather(is_foreign(path)))  # collective
-        _load_foreign_weights(built, path) if foreign else _load_init_weights(built, path)
+        _load_init_weights(built)
     restore_trained_set(built.model, built.state)
     _record_bad_at_start(built)  # collective in a new run
 
 
-def _load_foreign_weights(built: RunParts, path: Path) -> None:
+def check_init_from(built: RunParts) -> None:
+    """Check that the model fits weights of another library in --init-from. On each rank, before anything is written.
+
+    Raises:
+        CheckpointError: they cannot be read, or do not fit.
+    """
+    if path := _foreign_path(built):
+        with open_foreign(path) as source:
+            match_names(source, _model_tensors(built.engine.state_dict()), _ties_of(built))
+
+
+def _foreign_path(built: RunParts) -> Path | None:
+    """Return the --init-from of a new run if another library wrote it."""
+    config = built.config
+    if built.source or not config.init_from or is_url(config.init_from):
+        return None
+    path = Path(config.init_from).expanduser()
+    return path if is_foreign(path) else None
+
+
+def _model_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("model/"): each for name, each in state.items() if name.startswith("model/")}
+
+
+def _load_foreign_weights(built: RunParts) -> None:
     """Load weights that another library saved, each rank its part. Collective."""
-    world, state = built.world, built.engine.state_dict()
-    weights = {name.removeprefix("model/"): each for name, each in state.items() if name.startswith("model/")}
+    state, path = built.engine.state_dict(), Path(built.config.init_from).expanduser()
 
     def load() -> str:
         with open_foreign(path) as source:
-            match = match_names(source, weights, _ties_of(built))
-            fill(source, match, weights)
+            match = match_names(source, _model_tensors(state), _ties_of(built))
+            fill(source, match, _model_tensors(state))
             return f"{source.kind}: {match}"
 
-    line = await_all_ranks(world, load)  # collective
+    line = await_all_ranks(built.world, load)  # collective
     built.engine.load_state_dict(without_average(state))
     _LOG.info("a new run with the weights of %s, %s", path, line)
 
@@ -261,8 +295,9 @@ def _ties_of(built: RunParts) -> dict[str, str]:
     return {name: original for name, original in names.items() if name != original}
 
 
-def _load_init_weights(built: RunParts, path: Path) -> None:
-    source, verified = find_weights(path, built.world, _LOG.warning)  # collective
+def _load_init_weights(built: RunParts) -> None:
+    path = built.config.init_from
+    source, verified = find_weights(built.config, built.world, _LOG.warning)  # collective
     has_adapters = on_all_ranks(built.world, lambda: checkpoint.read_run_state(source).lora is not None)  # collective
     if has_adapters and not built.base_names:
         raise CheckpointError(

@@ -191,14 +191,13 @@ def _find_base(config: Config, world: World, say: Say) -> AdapterState:
     """Return the base of a new run: the checkpoint of --init-from, or its adapters' base. Collective."""
     if not config.init_from:
         return AdapterState()
-    path = Path(config.init_from).expanduser()
-    if is_foreign(path):
+    if is_foreign(Path(config.init_from).expanduser()):
         raise ConfigError(
-            f"--init-from {path} is in another format, and adapters store which checkpoint they belong to: "
+            f"--init-from {config.init_from} is in another format, and adapters store which checkpoint they belong to: "
             f"run `lockstep "
             "checkpoint import` on it, and give the folder that it writes"
         )
-    source, _ = find_weights(path, world, say)  # collective
+    source, _ = find_weights(config, world, say)  # collective
     state = on_all_ranks(world, lambda: checkpoint.read_run_state(source) if world.is_main else RunState())
     lora = state.lora or AdapterState(base_from=str(source.resolve()))
     base, base_from, modules = world.gather([lora.base, lora.base_from, lora.modules_to_save])[0]  # collective

@@ -12,6 +12,7 @@ import logging
 import traceback
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from typing import Self
 
 from lockstep.checkpoint.files import await_all_ranks
@@ -51,12 +52,14 @@ from lockstep.training.components import (
     update_best,
 )
 from lockstep.training.open_run import (
+    check_init_from,
     close_uploads,
     count_restarts,
     load_state,
     lock_folder,
     open_sinks,
     open_uploads,
+    upload_rest,
 )
 from lockstep.training.profiler import check_range
 from lockstep.training.recorder import EXIT_INTERRUPTED, RunRecorder
@@ -246,6 +249,7 @@ def _build_and_train(session: Session) -> Training:
         is_over = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
         if is_over and not built.state.evaluation_due:
             load_state(built)  # collective
+            await_all_ranks(world, partial(upload_rest, session, built))  # collective
             notify(world)(_describe_no_steps(built))
             session.status = "finished" if built.start >= built.run_plan.step_plan.steps else "stopped"
             yield None
@@ -314,6 +318,7 @@ def _train_in_folder(session: Session, built: RunParts) -> Training:
     """Lock the folder, open log and sinks, load the state, and train."""
     world = built.world
     on_all_ranks(world, lambda: check_range(built))
+    await_all_ranks(world, lambda: check_init_from(built))  # collective
     await_all_ranks(world, lambda: open_uploads(session, built))  # collective; before the folder is made
     try:
         on_all_ranks(world, lambda: lock_folder(built))
