@@ -21,6 +21,8 @@ from lockstep.checkpoint.foreign import is_foreign, match_names, open_foreign
 from lockstep.checkpoint.read import open_tensors
 from lockstep.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # of the tests' own saves
+
 
 class Mixed(nn.Module):
     """float32, bf16, tied weights, buffers of other dtypes, a scalar."""

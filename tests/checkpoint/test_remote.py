@@ -15,6 +15,7 @@ import object_store
 import pytest
 import small_runs
 import torch
+import warm
 from ranks import run
 from refusals import names, refuses
 from toys import Ragged
@@ -133,6 +134,7 @@ def test_a_url_that_cannot_work_is_one_line_before_anything_is_written(tmp_path,
             lockstep.train(config(tmp_path), Ragged())
     store.fail(".*", "", "InternalError", 500)
     monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with refuses(StorageError, "--save-dir", URL + "/r"):
         lockstep.train(config(tmp_path), Ragged())
     assert not list(tmp_path.iterdir())
@@ -310,7 +312,7 @@ def test_a_signal_during_an_upload_ends_with_75_and_a_whole_copy(tmp_path, store
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(["tests", *sys.path])}
     root = Path(__file__).parents[2]
     process = subprocess.Popen(
-        [sys.executable, str(script)],
+        [warm.python(), str(script)],
         env=environ,
         cwd=root,
         stdout=subprocess.PIPE,

@@ -15,6 +15,7 @@ or `_forward_module.` are the model's: the prefix that gives every tensor of the
 import fnmatch
 import importlib
 import pickle
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -140,9 +141,9 @@ def open_foreign(path: Path) -> Iterator[ForeignWeights]:
             if path.is_dir() and (path / _METADATA).is_file():
                 weights = _open_dcp(path)
             elif path.is_dir():
-                weights = _open_safetensors(path, _shards(path), "a folder of safetensors", stack)
+                weights = _open_safetensors(path, *_shards(path), "a folder of safetensors", stack)
             elif path.suffix == ".safetensors":
-                weights = _open_safetensors(path, {path.name: None}, "a safetensors file", stack)
+                weights = _open_safetensors(path, {path.name: []}, {}, "a safetensors file", stack)
             elif path.suffix in _TORCH_SUFFIXES:
                 weights = _open_torch(path)
             else:
@@ -158,8 +159,10 @@ def open_foreign(path: Path) -> Iterator[ForeignWeights]:
         yield weights
 
 
-def _shards(folder: Path) -> dict[str, list[str] | None]:
-    """Return the folder's safetensors files, each with the names that its index expects in it; None for all.
+def _shards(folder: Path) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Return the folder's safetensors files, each with the names that its index has of it, and the index's notes.
+
+    Without an index the names are [], and all that a file has is taken.
 
     Raises:
         CheckpointError: a shard is missing, or several files are there without an index.
@@ -174,28 +177,30 @@ def _shards(folder: Path) -> dict[str, list[str] | None]:
             listing = ", ".join(files[:3]) or "none"
             raise CheckpointError(
                 f"{label} has no {_INDEX} and no model.safetensors; its safetensors files are: {listing}; "
-                f"give one of them"
+                "give one of them"
             )
-        return {files[0]: None}
+        return {files[0]: []}, {}
     content = parse_json(read_file(index, JSON_LIMIT), index)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise CheckpointError(f"{label}/{_INDEX} is damaged: it has no weight_map")
-    shards: dict[str, list[str] | None] = {}
+    shards: dict[str, list[str]] = {}
     for name, file in names.items():
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(f"{label}/{_INDEX} names {printable(file, 80)!r}, which is no file of the folder")
         if not (folder / file).is_file():
             raise CheckpointError(f"{label}/{file} is missing; download the folder again")
-        (shards.setdefault(file, []) or shards[file]).append(name)  # type: ignore[union-attr]
-    return shards
+        shards.setdefault(file, []).append(name)
+    notes = content.get("metadata")
+    return shards, notes if isinstance(notes, dict) else {}
 
 
 def _open_safetensors(
-    path: Path, shards: Mapping[str, list[str] | None], kind: str, stack: ExitStack
+    path: Path, shards: Mapping[str, list[str]], notes: dict[str, Any], kind: str, stack: ExitStack
 ) -> ForeignWeights:
+    """Open safetensors files; `notes` and their headers name second names of tied tensors."""
     folder = path if path.is_dir() else path.parent
-    tensors, aliases, opened = dict[str, TensorForm](), dict[str, str](), dict[str, Any]()
+    tensors, opened = dict[str, TensorForm](), dict[str, Any]()
     for file, expected in shards.items():
         label = printable(f"{folder.name}/{file}")
         try:
@@ -203,18 +208,17 @@ def _open_safetensors(
         except SafetensorError as error:
             raise CheckpointError(f"{label} is damaged: {printable(str(error), 120)}") from error
         there = set(reader.keys())
-        if missing := sorted(set(expected or ()) - there):
+        if missing := sorted(set(expected) - there):
             raise CheckpointError(f"{label} has no {printable(missing[0], 120)}, which {_INDEX} expects in it")
-        for name in sorted(there):
+        for name in sorted(expected or there):
             view = reader.get_slice(name)
             if view.get_dtype() not in _DTYPES:
                 raise CheckpointError(
                     f"{label}: {printable(name, 120)} has the dtype {view.get_dtype()}, which lockstep does not store"
                 )
             tensors[name], opened[name] = TensorForm(_DTYPES[view.get_dtype()], tuple(view.get_shape())), reader
-        aliases |= {
-            alias: name for alias, name in (reader.metadata() or {}).items() if name in there and alias not in there
-        }
+        notes = notes | (reader.metadata() or {})
+    aliases = {alias: str(name) for alias, name in notes.items() if name in tensors and alias not in tensors}
     return ForeignWeights(path, kind, tensors, aliases, lambda name: opened[name].get_tensor(name), [])
 
 
@@ -318,7 +322,8 @@ def _open_dcp(path: Path) -> ForeignWeights:
     def read(name: str) -> Tensor:
         tensor = torch.empty(forms[name].shape, dtype=getattr(torch, forms[name].dtype))
         try:
-            dcp.load({name: tensor}, storage_reader=Reader(path), no_dist=True)
+            with _alone():
+                dcp.load({name: tensor}, storage_reader=Reader(path), no_dist=True)
         except (dcp.CheckpointException, RuntimeError, AssertionError, EOFError) as error:
             raise CheckpointError(f"{label}: {printable(name, 120)} cannot be read: its data is damaged") from error
         return tensor
@@ -326,10 +331,19 @@ def _open_dcp(path: Path) -> ForeignWeights:
     return ForeignWeights(path, "a DCP folder", forms, {}, read, sorted(entries.keys() - forms.keys()))
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Silence DCP's warning that one process reads or writes, which is meant."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
 def write_dcp(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors as a DCP folder, from one process."""
     dcp = importlib.import_module("torch.distributed.checkpoint")
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    with _alone():
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
 
 # --- names

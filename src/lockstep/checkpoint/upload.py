@@ -27,7 +27,7 @@ import xxhash
 from lockstep.checkpoint.format import MANIFEST
 from lockstep.checkpoint.remote import RECORDS, RemoteRun, Say
 from lockstep.checkpoint.store import is_marked, kept_steps, list_steps, path_of
-from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, StorageError, error_line
 from lockstep.files import bytes_text
 
 __all__ = ["Uploader"]
@@ -61,6 +61,8 @@ class Uploader:
         self._best: int | None = None
         self._marked: dict[int, bool] = {}
         self._uploaded: dict[int, str] = {}  # step -> checksum of its manifest: a rollback writes a step again
+        self._there: set[int] = set()  # all whole ones in the store
+        self._has_records = True
         self._warned: set[int] = set()
         self._sent: dict[str, tuple[int, int]] = {}  # record -> modification time and size when it was uploaded
         self._lost = False
@@ -163,22 +165,23 @@ class Uploader:
         with self._change:
             self._ends = True
             self._change.notify_all()
-        self._thread.join(_END_SECONDS)
-        self._thread = None
+        self._thread.join(0.0 if failed else _END_SECONDS)
+        is_idle, self._thread = not self._thread.is_alive(), None
         if failed and missing:
             _LOG.warning("%s", missing)
         try:
-            if not self._lost and self._is_owner():
+            if is_idle and not self._lost and self._is_owner():
                 self._remote.discard_files([OWNER])
         except LockstepError as error:
             _LOG.warning("%s; the next start waits to see that this run has ended", error)
 
     def _missing(self) -> str:
-        steps = [step for step in list_steps(self._folder) if not self._is_uploaded(step)]
-        if not steps and not self._lost:
+        local = set(list_steps(self._folder))
+        steps = sorted(step for step in local & self._kept(local | self._there) if not self._is_uploaded(step))
+        if not steps and not self._lost and self._has_records:
             return ""
-        newest = f"the newest there is of step {max(self._uploaded)}" if self._uploaded else "there is none"
-        what = ", ".join(path_of(self._folder, step).name for step in steps[-3:]) or "later records"
+        newest = f"the newest there is of step {max(self._there)}" if self._there else "there is none"
+        what = ", ".join(path_of(self._folder, step).name for step in steps[-3:]) or "the last records"
         more = f" and {len(steps) - 3} more" if len(steps) > 3 else ""
         return (
             f"not uploaded to {self._remote.url}: {what}{more} ({newest}); they are in {self._folder}, and the next "
@@ -194,8 +197,13 @@ class Uploader:
                 target, ends = self._requests, self._ends
             if ends:
                 return
-            if self._keep_ownership() and target > self._done:
-                self._round()
+            try:
+                if self._keep_ownership() and target > self._done:
+                    self._round()
+            except Exception as error:  # a bug must not leave the run waiting for its end
+                self._warn(
+                    -1, f"uploads to {self._remote.url} failed: {error_line(error)}; tried again at the next save"
+                )
             with self._change:
                 self._done = target
                 self._change.notify_all()
@@ -217,18 +225,21 @@ class Uploader:
 
     def _round(self) -> None:
         """Upload checkpoints and records, and remove what the retention does not keep."""
+        self._has_records = False
         try:
-            there = set(self._remote.steps())
+            there = self._there = set(self._remote.steps())
             self._uploaded = {step: checksum for step, checksum in self._uploaded.items() if step in there}
             for step in sorted(self._kept({*list_steps(self._folder), *there}), reverse=True):
-                self._upload(step)
-            there |= self._uploaded.keys()
+                if not self._upload(step):
+                    return
+            there = self._there = there | self._uploaded.keys()
             stay = self._kept(there)  # of those that are there: what was not uploaded makes none of them go
             gone = sorted(there - stay)
             self._remote.discard([*gone, *(step for step in self._remote.leftovers() if step not in stay)])
             for step in gone:
                 self._uploaded.pop(step, None)
             self._send_records()
+            self._has_records = True
         except (LockstepError, OSError) as error:
             self._warn(-1, f"{error}; tried again at the next save")
 
@@ -254,21 +265,22 @@ class Uploader:
     def _is_uploaded(self, step: int) -> bool:
         return step in self._uploaded and self._checksum(step) in ("", self._uploaded[step])
 
-    def _upload(self, step: int) -> None:
+    def _upload(self, step: int) -> bool:
+        """Upload a checkpoint, unless it is there; False if the store does not answer."""
         checksum = self._checksum(step)
         if not checksum or self._uploaded.get(step) == checksum:
-            return
+            return True
         self.sending = step
         start, name = time.perf_counter(), path_of(self._folder, step).name
         try:
             size = self._remote.upload(self._folder, step)
         except (LockstepError, OSError) as error:
             if not path_of(self._folder, step).is_dir():  # the retention removed it
-                return
+                return True
             self._warn(
                 step, f"{name} was not uploaded: {error}; it is in {self._folder}, and is tried again at the next save"
             )
-            return
+            return not isinstance(error, StorageError)
         finally:
             self.sending = None
         self._uploaded[step] = checksum
@@ -276,6 +288,7 @@ class Uploader:
         seconds = time.perf_counter() - start
         line = "uploaded %s to %s: %s in %.1f s"
         _LOG.info(line, name, self._remote.url, bytes_text(size), seconds, extra={"only_file": True})
+        return True
 
     def _send_records(self) -> None:
         logs = sorted((self._folder / "logs").glob("*.log"))

@@ -312,7 +312,8 @@ def build(
     requested, say = _shared_config(config, world), notify(world)
     folder = RunFolder(requested.local_dir, requested.experiment_name)
     if resume:
-        check_shared_folder(folder, world)  # collective
+        flag = "--checkpoint.local-dir" if is_url(requested.save_dir) else "--save-dir"
+        check_shared_folder(folder, world, flag)  # collective
     remote = remote_run(requested)
     source, state = _find_checkpoint(folder, world, remote) if resume and not joining else (None, RunState())
     state = _read_newest_state(folder) if joining else state

@@ -166,7 +166,7 @@ def close_uploads(session: Session, error: BaseException | None) -> None:
     """
     uploader, session.uploader = session.uploader, None
     if uploader:
-        uploader.close(failed=isinstance(error, Exception))
+        uploader.close(failed=error is not None and not isinstance(error, GeneratorExit))
 
 
 def count_restarts(state: RunState) -> None:
