@@ -34,8 +34,6 @@ from lockstep.errors import CheckpointError
 from lockstep.tensors import local_of
 
 __all__ = [
-    "ForeignWeights",
-    "NameMatch",
     "fill",
     "is_foreign",
     "match_names",

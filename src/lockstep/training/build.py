@@ -81,6 +81,7 @@ __all__ = [
     "build",
     "build_batches",
     "notify",
+    "remote_run",
     "show_groups",
 ]
 
