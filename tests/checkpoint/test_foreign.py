@@ -8,7 +8,6 @@ import pytest
 import small_runs
 import torch
 from huggingface_hub import save_torch_state_dict
-from ranks import run
 from refusals import names, refuses
 from safetensors.torch import save_file, save_model
 from torch import nn
@@ -128,19 +127,6 @@ def test_a_run_begins_at_the_weights_of_another_format(tmp_path, form, capfd):
     lockstep.train(settings, Ragged())
     assert small_runs.mark(tmp_path, "new")[0] == small_runs.mark(tmp_path)[0]
     assert names(capfd.readouterr().err, out)
-
-
-def begun(world, folder, source):
-    settings = small_runs.config(
-        folder, experiment_name="two", init_from=str(source), lr=0.0, max_steps=1, engine="fsdp"
-    )
-    return lockstep.train(settings, Ragged(), world).global_step
-
-
-def test_sharded_ranks_fill_their_parts(tmp_path):
-    kept = lockstep.train(small_runs.config(tmp_path, max_steps=1), Ragged()).folder / "checkpoints" / "step-00000001"
-    assert run(begun, 2, tmp_path, export(kept, tmp_path / "d", "dcp")) == [1, 1]
-    assert small_runs.mark(tmp_path, "two")[0] == small_runs.mark(tmp_path)[0]
 
 
 def test_names_follow_rules_and_what_does_not_fit_is_named(tmp_path):

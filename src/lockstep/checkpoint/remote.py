@@ -10,6 +10,7 @@ removed first: one that has a manifest is whole. Files are read in ranges; sizes
 This file alone imports fsspec.
 """
 
+import contextlib
 import errno
 import importlib
 import os
@@ -284,6 +285,10 @@ class RemoteRun:
         for step in steps:
             names = sorted(listing.get(step, {}), key=lambda each: each != MANIFEST)
             self.discard_files([f"checkpoints/{step_name(step)}/{each}" for each in names])
+            if self.url.startswith(("file://", "local://")):  # the only stores with folders that stay when empty
+                system, root = self._store
+                with contextlib.suppress(OSError):
+                    system.rmdir(f"{root}/checkpoints/{step_name(step)}")
 
     def leftovers(self) -> list[int]:
         """Return the steps of checkpoints whose upload or removal did not end."""
