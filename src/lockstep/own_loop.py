@@ -33,6 +33,8 @@ from lockstep.checkpoint.check import read_contents
 from lockstep.checkpoint.files import await_all_ranks
 from lockstep.checkpoint.format import read_manifest
 from lockstep.clock import HostClock
+from lockstep.config.fields import is_url
+from lockstep.config.secrets import mask
 from lockstep.data.batches import Batches, Loading, MicroBatch, StepPlan
 from lockstep.data.loader import check_dataset
 from lockstep.data.sampler import Sequential, order_from
@@ -368,6 +370,7 @@ def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2,
     """
     if step < 0 or keep < 1:
         raise UsageError(f"lockstep.save_state: step ({step}) must be at least 0 and keep ({keep}) at least 1")
+    path = _path_of(folder)
     tensors, plain = dict[str, Tensor](), dict[str, Any]()
     for name, each in what.items():
         state = each.state_dict()
@@ -375,8 +378,8 @@ def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2,
             tensors |= state
         else:
             plain[name] = _to_json(state, f"{name}/", tensors)
-    path = checkpoint.save(
-        Path(folder),
+    saved = checkpoint.save(
+        path,
         step,
         tensors,
         {"global_step": step, "own_loop": plain},
@@ -385,8 +388,17 @@ def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2,
         exempt=tensors.keys() - _names_with_states(tensors),
     )  # collective
     if world.is_main:
-        checkpoint.retain(Path(folder), last=keep, best=None, every=0)
-    return path
+        checkpoint.retain(path, last=keep, best=None, every=0)
+    return saved
+
+
+def _path_of(folder: str | Path) -> Path:
+    """Return the folder's path. Raises ConfigError for a URL."""
+    if is_url(str(folder)):
+        raise ConfigError(
+            f"'{mask(str(folder))}' is a URL: give save_state and load_state a folder, and copy it yourself"
+        )
+    return Path(folder)
 
 
 def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
@@ -398,7 +410,9 @@ def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
     Raises:
         CheckpointError: none is complete, or the newest has other objects.
     """
-    newest = checkpoint.find_resume(Path(folder), world, lambda line: _LOG.warning(name_settings(line)))  # collective
+    newest = checkpoint.find_resume(
+        _path_of(folder), world, lambda line: _LOG.warning(name_settings(line))
+    )  # collective
     if newest is None:
         return 0
     path, state = newest

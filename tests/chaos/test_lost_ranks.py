@@ -31,6 +31,7 @@ from harness import (
     workers,
 )
 
+from lockstep import checkpoint
 from lockstep.report.goodput import goodput
 
 WRITE = "lockstep.checkpoint.write:write_file"
@@ -344,3 +345,18 @@ def test_with_too_few_left_the_run_ends(data, tmp_path):
     end(process)
     assert process.returncode == 1, said
     assert "1 of 2 processes are left, but --min-ranks is 2" in said.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_lost_rank_0_hands_the_upload_to_another(data, tmp_path, whole):
+    """The new rank 0 holds the store's URL, and the store has the newest checkpoints of the run at its end."""
+    url, fault = f"file://{tmp_path}/store", {"rank": 0, "step": 7, "at": UPDATE, "do": "kill"}
+    flags = (*FOUR, "--checkpoint.local-dir", str(tmp_path), "--checkpoint.keep", "2")
+    run = launch(data, url, *flags, faults=[fault], processes=3, losses=8)
+    assert run.code == 0, run.said
+    there, local = tmp_path / "store", tmp_path / "file" / str(tmp_path)[1:] / "store"
+    assert Run(0, run.said, 0.0, there / "default").mark()[:3] == whole[:3], run.said
+    steps = checkpoint.list_steps(local / "default")
+    assert checkpoint.list_steps(there / "default") == steps
+    assert not (there / "default" / "owner.json").exists()
+    assert "not uploaded" not in run.said

@@ -195,7 +195,7 @@ def test_a_section_is_a_dict_of_its_fields():
         ({"batch_size": 30, "micro_batch_size": 7}, "batch_size 30 is not a multiple of micro_batch_size 7; use micro"),
         ({"experiment_name": "../x"}, "experiment_name '../x' would lead out of save_dir; use letters"),
         ({"experiment_name": "{lr}"}, None),
-        *[({"save_dir": at}, f"save_dir is '{at}'") for at in ("s3://bucket/runs", "gs:/a", "hdfs:", "file:///x")],
+        *[({"save_dir": at}, f"save_dir is '{at}'") for at in ("gs:/a", "hdfs:", "http://host/runs", "s3://")],
     ],
 )
 def test_who_writes_python_is_told_the_fields_name(fields, line):
@@ -453,11 +453,18 @@ def test_a_scripts_own_defaults_stand_below_its_flags():
         Config.from_args([], batchsize=3)
 
 
-def test_a_url_is_no_folder_whoever_names_it(tmp_path):
+def test_a_url_has_a_folder_of_its_own_and_no_secrets(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text('save_dir = "s3://bucket/runs"\n')
-    for flags in (["--save-dir", "s3://bucket/runs"], ["--config", str(file)]):
-        with pytest.raises(ConfigError, match="s3://bucket/runs"):
+    file.write_text('save_dir = "s3://bucket/../runs"\n')
+    for flags in (["--save-dir", "s3://bucket/../runs"], ["--config", str(file)]):
+        with refuses(ConfigError, "--save-dir", "s3://bucket/../runs"):
             parse(flags)
+    for url in ("s3://key:hunter22@bucket/a", "s3://hunter22@bucket/a", "az://a:hunter22@b/c", "gs://b/a?sig=hunter22"):
+        with refuses(ConfigError, "save_dir") as caught:
+            Config(save_dir=url)
+        assert "hunter22" not in str(caught.value)
+    local = {"s3://bucket/runs/": "x/s3/bucket/runs", "abfs://runs@account/a": "x/abfs/runs@account/a", "runs": "runs"}
+    for url, folder in local.items():
+        assert Config(save_dir=url, checkpoint={"local_dir": "x"}).local_dir == folder
     for folder in ("outputs", "C:/runs", "a/s3://b", "~/runs", "/data/a:b"):
         assert Config(save_dir=folder).save_dir == folder

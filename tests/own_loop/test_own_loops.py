@@ -360,3 +360,14 @@ def test_leaving_the_loop_and_going_on_takes_no_sample_twice():
         seen += [row for batch in step if batch.weight for row in batch.data[0].tolist()]
     assert seen == samples().tensors[0].tolist()
     assert len(loader) == 0
+
+
+def test_a_url_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: lockstep.save_state("s3://bucket/a", World(), 1),
+        lambda: lockstep.load_state("s3://b/a", World()),
+    ):
+        with refuses(ConfigError, "save_state", "load_state"):
+            call()
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Print the results of `lockstep checkpoint list | inspect | verify RUN`.
+"""Print the results of `lockstep checkpoint list | inspect | verify RUN`, and import weights.
 
 Its flags are in commands/checkpoint.py.
 """
@@ -17,12 +17,16 @@ from rich.text import Text
 
 from lockstep.checkpoint.check import StoredTensor, is_marked, read_contents
 from lockstep.checkpoint.files import printable
-from lockstep.checkpoint.format import itemsize, read_manifest, step_of
-from lockstep.checkpoint.store import fingerprint, list_steps, path_of, read_run_state, verify
-from lockstep.errors import CheckpointError, DifferenceError
+from lockstep.checkpoint.foreign import open_foreign, select_names
+from lockstep.checkpoint.format import itemsize, read_manifest, step_name, step_of
+from lockstep.checkpoint.remote import RemoteRun
+from lockstep.checkpoint.store import fingerprint, list_steps, path_of, read_run_state, save, verify
+from lockstep.config.fields import check_folder, is_url
+from lockstep.distributed.world import World
+from lockstep.errors import CheckpointError, ConfigError, DifferenceError
 from lockstep.files import bytes_text
 
-__all__ = ["run"]
+__all__ = ["import_weights", "run"]
 
 _SHOWN = 2000  # characters of a row to print
 
@@ -32,7 +36,7 @@ def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as
 
     Args:
         action: "list", "inspect" or "verify".
-        folder: a run's, or a checkpoint's.
+        folder: a run's, or a checkpoint's; or a run's URL.
         step: only the checkpoint of this step; None: any.
         tensors: `inspect` lists every tensor.
         as_json: `list` prints one JSON list.
@@ -43,12 +47,66 @@ def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as
     Raises:
         CheckpointError: there is no such run or checkpoint.
     """
+    if is_url(folder):
+        return _run_remote(action, folder, step)
     paths = _checkpoints(Path(folder), step)
     if action == "list":
         return _list_json(paths) if as_json else _list(paths)
     if action == "verify":
         return _verify(paths)
     return _inspect(paths, tensors)
+
+
+def _run_remote(action: str, url: str, step: int | None) -> int:
+    """List or verify the checkpoints in an object store, without a copy on the disk."""
+    check_folder(url)
+    if action == "inspect":
+        raise ConfigError(f"inspect {url}: inspect the run's local folder; a store's can be listed and verified")
+    remote = RemoteRun(url, "", "RUN")
+    steps = [each for each in remote.steps() if step in (None, each)]
+    if not steps:
+        raise CheckpointError(
+            f"{url} has no whole checkpoint{'' if step is None else f' of step {step}'}; give SAVE_DIR/NAME"
+        )
+    damaged = 0
+    for each in steps:
+        if action == "list":
+            manifest = remote.manifest(each)
+            print(f"{step_name(each)}  {bytes_text(manifest.size)}  {_time(manifest.written)}  {manifest.engine}")
+            continue
+        problems = remote.verify(each)
+        damaged += bool(problems)
+        print(f"{step_name(each)}: {'; '.join(problems) if problems else 'whole'}")
+    return DifferenceError.exit_code if damaged else 0
+
+
+def import_weights(source: Path, out: Path, prefix: str | None, drop: list[str]) -> Path:
+    """Write another library's weights as a run's folder with one checkpoint, and print what was imported.
+
+    Args:
+        source: a file or folder, see foreign.py.
+        out: the folder to write.
+        prefix: as `select_names`.
+        drop: as `select_names`.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: the weights cannot be read or stored.
+        ConfigError: `out` exists.
+    """
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"OUT {printable(str(out))} already exists and is not overwritten; choose another name")
+    if not source.exists():
+        raise CheckpointError(f"SOURCE {printable(str(source))} does not exist; give a file or a folder of weights")
+    with open_foreign(source) as weights:
+        match = select_names(weights, prefix, drop)
+        first: dict[str, Any] = {}
+        tensors = {f"model/{name}": first.setdefault(file, weights.read(file)) for name, file in match.source.items()}
+        path = save(out, 0, tensors, {}, World(), engine="import")
+    print(f"imported {weights.kind}: {match}, {bytes_text(read_manifest(path).size)}: {printable(str(out))}")
+    return path
 
 
 def _checkpoints(run: Path, step: int | None) -> list[Path]:
@@ -109,8 +167,11 @@ def _row(path: Path) -> tuple[str, ...]:
         manifest = read_manifest(path)
     except CheckpointError:
         return ("?",) * 5
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(manifest.written, 1 << 40)))
-    return _epoch(path), bytes_text(manifest.size), when, manifest.engine, str(manifest.world)
+    return _epoch(path), bytes_text(manifest.size), _time(manifest.written), manifest.engine, str(manifest.world)
+
+
+def _time(seconds: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(seconds, 1 << 40)))
 
 
 def _epoch(path: Path) -> str:

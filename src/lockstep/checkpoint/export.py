@@ -2,8 +2,8 @@
 
     export(path, Path("model.safetensors"), "safetensors")
 
-The formats are a safetensors file, a torch file, a folder of transformers ("hf"), and adapters of peft. Each is
-written under a temporary name, and renamed when it is complete.
+The formats are a safetensors file, a torch file, a folder of torch.distributed.checkpoint ("dcp"), one of transformers
+("hf"), and adapters of peft. Each is written under a temporary name, and renamed when it is complete.
 """
 
 import json
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.checkpoint.files import printable, refusal_error, remove, write_file
+from lockstep.checkpoint.foreign import write_dcp
 from lockstep.checkpoint.format import CODES, itemsize, read_run_state, step_of
 from lockstep.checkpoint.read import AVERAGE, FullTensors, averages_of, open_tensors
 from lockstep.checkpoint.store import list_steps, newest, path_of
@@ -265,7 +266,7 @@ def export(
     Args:
         path: the checkpoint's folder.
         out: the path to write; must not exist.
-        form: "safetensors", "torch", "hf", or "peft" for adapters.
+        form: "safetensors", "torch", "dcp", "hf", or "peft" for adapters.
         weights: replaces the checkpoint's own tensors, by the names it would have: `model/NAME`.
         write_extras: writes the other files of an `hf` folder.
         ema: export the averaged weights, in their own dtype, with the checkpoint's buffers.
@@ -388,6 +389,13 @@ def _torch(source: ExportSource, out: Path) -> None:
     torch.save(weights, out)
 
 
+def _dcp(source: ExportSource, out: Path) -> None:
+    """Write each name of a tied tensor, as a reader of the format expects."""
+    names, seconds = _weights(source.tensors)
+    weights = {name: source.tensors.read(f"model/{name}") for name in names}
+    write_dcp(out, weights | {second: weights[name] for second, name in seconds.items()})
+
+
 def _hub(source: ExportSource, out: Path) -> None:
     names, seconds = _weights(source.tensors)
     shapes = {name: source.tensors.contents[f"model/{name}"].shape for name in (*names, *seconds)}
@@ -418,6 +426,7 @@ def _peft(source: ExportSource, out: Path) -> None:
 _FORMATS: dict[str, Callable[[ExportSource, Path], None]] = {
     "safetensors": _safetensors,
     "torch": _torch,
+    "dcp": _dcp,
     "hf": _hub,
     "peft": _peft,
 }

@@ -26,6 +26,7 @@ from lockstep.checkpoint.check import (
 )
 from lockstep.checkpoint.files import await_results, printable
 from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
+from lockstep.checkpoint.remote import RemoteRun
 from lockstep.checkpoint.store import list_steps, path_of
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
@@ -39,12 +40,15 @@ _REPORT_SECONDS = 30.0  # seconds between two lines about a long read
 Say = Callable[[str], None]
 
 
-def find_resume(folder: Path, world: World, say: Say) -> tuple[Path, dict[str, Any]] | None:
+def find_resume(
+    folder: Path, world: World, say: Say, remote: RemoteRun | None = None
+) -> tuple[Path, dict[str, Any]] | None:
     """Find the newest complete checkpoint of the run, and its state. Collective.
 
     Args:
         folder: the run's.
         say: called on rank 0 with a line for each damaged newer one, and for a long read.
+        remote: the run's folder in an object store: what is newer or whole there is downloaded, with the records.
 
     Returns:
         (its folder, its state as rank 0 read it). None if the run has no checkpoint, the same on every rank.
@@ -52,40 +56,71 @@ def find_resume(folder: Path, world: World, say: Say) -> tuple[Path, dict[str, A
     Raises:
         CheckpointError: there are checkpoints, and none is complete.
         PeerError: the same on another rank, or a rank was lost.
+        StorageError: the store does not answer.
     """
-    steps = _steps(folder, world)
-    path = _newest(folder, steps, world, say)
+    steps, remote_steps = _steps(folder, world, remote)
+    path, downloaded = _newest(folder, steps, world, say, remote, remote_steps)
     if path is None and steps:  # a new start would overwrite them
         error = CheckpointError(
-            f"{folder}: none of its {len(steps)} checkpoints is whole (see the lines above); repair "
-            "one, move checkpoints/ away to start over from step 0, or use another --experiment-name"
+            f"{remote.url if remote else folder}: none of its {len(steps)} checkpoints is whole (see the lines above); "
+            "repair one, move checkpoints/ away to start over from step 0, or use another --experiment-name"
         )
         world.check(error if world.is_main else None)  # collective
     if path is None:
         return None
+    if downloaded and remote:
+        await_results(world, lambda: remote.download_records(folder) if world.is_main else None)  # collective
     return path, await_results(world, lambda: read_state(path) if world.is_main else {})[0]  # collective
 
 
-def find_newest(folder: Path, world: World, say: Say) -> Path | None:
-    """Find the newest complete checkpoint of the run; None without one. Collective."""
-    return _newest(folder, _steps(folder, world), world, say)
+def find_newest(folder: Path, world: World, say: Say, remote: RemoteRun | None = None) -> Path | None:
+    """Find the newest complete checkpoint of the run, as `find_resume`; None without one. Collective."""
+    steps, remote_steps = _steps(folder, world, remote)
+    return _newest(folder, steps, world, say, remote, remote_steps)[0]
 
 
-def _steps(folder: Path, world: World) -> list[int]:
-    steps: list[int] = await_results(world, lambda: list_steps(folder) if world.is_main else [])[0]  # collective
-    return steps
+def _steps(folder: Path, world: World, remote: RemoteRun | None) -> tuple[list[int], list[int]]:
+    """Return the steps of all checkpoints, ascending, and those in the store. Collective."""
+
+    def read() -> tuple[list[int], list[int]]:
+        return (list_steps(folder), remote.steps() if remote else []) if world.is_main else ([], [])
+
+    local, there = await_results(world, read)[0]  # collective
+    return sorted({*local, *there}), there
 
 
-def _newest(folder: Path, steps: list[int], world: World, say: Say) -> Path | None:
+def _newest(
+    folder: Path, steps: list[int], world: World, say: Say, remote: RemoteRun | None, remote_steps: list[int]
+) -> tuple[Path | None, bool]:
+    """Return the newest complete checkpoint, and whether it was downloaded. Collective."""
     for step in reversed(steps):
         path = path_of(folder, step)
         problems = _problems(path, world, say)
         if not problems:
-            return path
+            return path, False
+        if remote and step in remote_steps:
+            problems = _download(remote, folder, step, world, say) or _problems(path, world, say)
+            if not problems:
+                return path, True
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         if world.is_main:
             say(f"skipped checkpoint {path.name}: {problems[0]}{more}")
-    return None
+    return None, False
+
+
+def _download(remote: RemoteRun, folder: Path, step: int, world: World, say: Say) -> list[str]:
+    """Download a checkpoint on rank 0; return what is wrong with it. Collective."""
+
+    def download() -> list[str]:
+        try:
+            if world.is_main:
+                remote.download(folder, step, say)
+        except CheckpointError as error:
+            return [str(error)]
+        return []
+
+    problems: list[str] = await_results(world, download)[0]  # collective
+    return problems
 
 
 def _problems(path: Path, world: World, say: Say) -> list[str]:

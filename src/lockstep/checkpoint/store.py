@@ -29,6 +29,7 @@ __all__ = [
     "fingerprint",
     "fingerprint_of",
     "is_marked",
+    "kept_steps",
     "list_steps",
     "load",
     "newest",
@@ -87,7 +88,7 @@ def newest(folder: Path, *, say: Callable[[str], None]) -> Path | None:
     return None
 
 
-def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> list[int]:
+def retain(folder: Path, *, last: int, best: Path | int | None, every: int, sending: int | None = None) -> list[int]:
     """Remove all checkpoints except the newest, the best and every n-th.
 
     A checkpoint is renamed before it is removed, so that a kill midway leaves no damaged one. One with a tensor that is
@@ -97,6 +98,7 @@ def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> l
         last: number of newest ones to keep, >= 1.
         best: a step or a checkpoint's folder; None: there is none.
         every: also keep steps that are multiples of it; 0: none.
+        sending: also keep this step, which is being uploaded; None: none is.
 
     Returns:
         The removed steps, ascending.
@@ -109,14 +111,26 @@ def retain(folder: Path, *, last: int, best: Path | int | None, every: int) -> l
         raise ValueError(f"last ({last}) must be at least 1 and every ({every}) at least 0")
     best_step = step_of(best.name) if isinstance(best, Path) else best
     steps = list_steps(folder)
-    stay = {best_step, *steps[-1:]}
-    for step in reversed(steps):
-        if last and not is_marked(path_of(folder, step)):
-            stay.add(step)
-            last -= 1
-    removed = [step for step in steps if step not in stay and not (every and step % every == 0)]
+    stay = kept_steps(steps, lambda step: is_marked(path_of(folder, step)), last=last, best=best_step, every=every)
+    removed = [step for step in steps if step not in stay and step != sending]
     discard(folder, removed)
     return removed
+
+
+def kept_steps(
+    steps: list[int], is_marked: Callable[[int], bool], *, last: int, best: int | None, every: int
+) -> set[int]:
+    """Return which of the ascending `steps` the retention keeps, see `retain`.
+
+    Args:
+        is_marked: whether a step's checkpoint has a tensor that is not finite.
+    """
+    stay = {step for step in steps if step == best or (every and step % every == 0)} | {*steps[-1:]}
+    for step in reversed(steps):
+        if last and not is_marked(step):
+            stay.add(step)
+            last -= 1
+    return stay
 
 
 def discard(folder: Path, steps: list[int]) -> None:

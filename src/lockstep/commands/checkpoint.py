@@ -5,6 +5,7 @@ lockstep checkpoint list outputs/first --json   the same as one JSON list, for s
 lockstep checkpoint inspect outputs/first       the newest whole one, with its fingerprint
 lockstep checkpoint verify outputs/first        one line each; exit code 3 when one is damaged
 lockstep checkpoint prune outputs/first --keep 1        removes all but the newest whole one and the best
+lockstep checkpoint import last.ckpt outputs/base       another library's weights as a checkpoint, for --init-from
 """
 
 import argparse
@@ -30,6 +31,10 @@ def command(argv: list[str]) -> int:
         return int(end.code or 0)
     if args.action == "prune":
         return _prune(args)
+    if args.action == "import":
+        import_weights = importlib.import_module("lockstep.checkpoint.command").import_weights  # loads torch
+        import_weights(Path(args.source), Path(args.out), args.prefix, args.drop)
+        return 0
     run = importlib.import_module("lockstep.checkpoint.command").run  # loads torch
     options = {"tensors": getattr(args, "tensors", False), "as_json": getattr(args, "json", False)}
     code: int = run(args.action, args.run, args.step, **options)
@@ -45,8 +50,11 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="lockstep checkpoint", description="List, inspect, verify or prune the checkpoints of a run.")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list | inspect | verify | prune")
+    parser = Parser(
+        prog="lockstep checkpoint",
+        description="List, inspect, verify or prune the checkpoints of a run, or import one.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list | inspect | verify | prune | import")
     for name, text in (
         (
             "list",
@@ -56,7 +64,8 @@ def _parser() -> Parser:
         ("verify", "check every file of every checkpoint; exit code 3 if one is damaged"),
     ):
         action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("run", metavar="RUN", help="a run's folder, or the folder of one checkpoint")
+        place = "a run's folder, or the folder of one checkpoint" if name == "inspect" else "the same, or a run's URL"
+        action.add_argument("run", metavar="RUN", help=place)
         action.add_argument("--step", type=int, help="only the checkpoint of this step")
         if name == "inspect":
             action.add_argument("--tensors", action="store_true", help="list every tensor")
@@ -74,4 +83,18 @@ def _parser() -> Parser:
     action.add_argument(
         "--json", action="store_true", help="print the removed checkpoints as one JSON list: step, bytes, removed"
     )
+    text = "write weights that another library saved as a checkpoint, which --init-from takes; no pickle in them is run"
+    action = actions.add_parser("import", help=text, description=text)
+    add = action.add_argument
+    add(
+        "source",
+        metavar="SOURCE",
+        help="a DCP folder, a Lightning .ckpt, a folder or file of safetensors, a torch file",
+    )
+    add("out", metavar="OUT", help="the folder to write; must not exist")
+    add(
+        "--prefix",
+        help="take the tensors whose names begin with this, and remove it (default: module., if all have it)",
+    )
+    add("--drop", action="append", default=[], metavar="PATTERN", help="leave out these names, such as '*.attn.bias'")
     return parser

@@ -50,7 +50,7 @@ def command(argv: list[str]) -> int:
         importlib.import_module("lockstep.training.tuning").print_sizes(config)
         return 0
     if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):  # the rank that will lock the folder
-        RunFolder(config.save_dir, config.experiment_name).check_free()
+        RunFolder(config.local_dir, config.experiment_name).check_free()
     run = import_training().Run(config, task)
     try:
         return _code(run().exit_code)

@@ -96,8 +96,8 @@ def _export_parser() -> Parser:
     parser = Parser(prog="lockstep export", description="Write the weights of a checkpoint in a common format.")
     add = parser.add_argument
     add("run", metavar="RUN", help="a run's folder, or the folder of one checkpoint")
-    add("out", metavar="OUT", help="file (safetensors, torch) or folder (hf, peft) to write")
-    formats = ["safetensors", "torch", "hf", "peft"]
+    add("out", metavar="OUT", help="file (safetensors, torch) or folder (dcp, hf, peft) to write")
+    formats = ["safetensors", "torch", "dcp", "hf", "peft"]
     add("--format", choices=formats, default=formats[0], help="default: %(default)s")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest complete one)")

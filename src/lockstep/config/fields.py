@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lockstep.config.hints import hint
+from lockstep.config.secrets import mask
 from lockstep.errors import ConfigError
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "is_hub_name",
     "is_share",
     "is_span",
+    "is_url",
+    "local_dir",
     "option",
     "parse_profile",
     "parse_shares",
@@ -126,10 +129,51 @@ def suggest_fields(
     return decorate
 
 
+_URL = re.compile(r"([A-Za-z][\w+.-]+)://(.*)", re.ASCII | re.DOTALL)
+_CONTAINERS = ("abfs", "abfss", "adl", "az")  # their URLs are container@account/path
+
+
+def is_url(text: str) -> bool:
+    """Whether `text` is a URL, such as s3://bucket/runs, and not a path."""
+    return _URL.match(text) is not None
+
+
+def local_dir(save_dir: str, local: str) -> str:
+    """Return the parent folder of all runs on this machine.
+
+    Args:
+        save_dir: a folder, which is returned; or a URL.
+        local: folder for the copies of runs whose parent is a URL; each URL has a folder of its own there.
+    """
+    match = _URL.match(save_dir)
+    if not match:
+        return save_dir
+    return str(Path(local, match[1], *(part for part in match[2].split("/") if part)))
+
+
 def check_folder(save_dir: str) -> None:
-    """Check that `save_dir` is a folder and no URL. Raises FieldError."""
-    if re.match(r"[A-Za-z][\w+.-]+:(/|$)", save_dir):  # pathlib leaves one slash, or none
-        raise FieldError(FieldName("save_dir"), f" is '{save_dir}', a URL; give the path of a folder")
+    """Check that `save_dir` is a folder, or a URL without secrets. Raises FieldError."""
+    match = _URL.match(save_dir)
+    problem = ""
+    if not match:
+        if re.match(r"[A-Za-z][\w+.-]+:(/|$)", save_dir):  # pathlib leaves one slash, or none
+            problem = "a URL without its two slashes; give s3://BUCKET/PATH, or the path of a folder"
+    elif set(match[2]) & {"?", "#"} or _has_secret(match[1].lower(), match[2].split("/")[0]):
+        problem = (
+            "a URL with a user, a password or a query, which would be stored in the run; give credentials in the "
+            "environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) or in the store's own file"
+        )
+    elif match[1].lower() in ("http", "https", "ftp"):
+        problem = "a URL that cannot be written to; give s3://BUCKET/PATH, gs://, az:// or the path of a folder"
+    elif not match[2].strip("/") or not match[2].isprintable() or {".", ".."} & set(match[2].split("/")):
+        problem = "a URL without a plain path; give s3://BUCKET/PATH"
+    if problem:
+        raise FieldError(FieldName("save_dir"), f" is '{mask(save_dir)}', {problem}")
+
+
+def _has_secret(scheme: str, authority: str) -> bool:
+    user, at, _ = authority.rpartition("@")
+    return bool(at) and (":" in user or scheme not in _CONTAINERS)
 
 
 def check_name(name: str) -> None:

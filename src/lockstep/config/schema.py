@@ -27,6 +27,7 @@ from lockstep.config.fields import (
     check_name,
     is_share,
     is_span,
+    local_dir,
     option,
     parse_profile,
     parse_shares,
@@ -166,7 +167,9 @@ class Config:
         tasks=_TASK_NAMES,
     )
     task: str = option("", f"{_TASK_NAMES}, or your own task, FILE.py:CLASS, constructed without arguments")
-    save_dir: str = option("outputs", "parent folder of all runs")
+    save_dir: str = option(
+        "outputs", "parent folder of all runs, or its URL in an object store, such as s3://bucket/runs"
+    )
     seed: int = option(0, "seed of the weights, the data order and dropout")
     num_epochs: int = option(1, "passes over the training data")
     max_steps: int = option(0, "steps of the whole run and its schedule; 0: the steps of --num-epochs")
@@ -269,7 +272,9 @@ class Config:
     )
     device: str = option("auto", "device to train on; auto: the local rank's GPU, else the CPU", "auto", "cpu", "cuda")
     timeout: float = option(600.0, "seconds to wait for another rank before the run fails")
-    init_from: str = option("", "run or checkpoint whose weights a new run starts from")
+    init_from: str = option(
+        "", "run, checkpoint, or weights in another format, from which a new run starts; see docs/checkpoints.md"
+    )
     resume_anyway: bool = option(False, "resume although the plan differs, and log what changes")
     preset: str = option(
         "auto",
@@ -366,6 +371,11 @@ class Config:
         except ConfigError as error:
             print(f"{script}: error: {error}", file=sys.stderr)
             raise SystemExit(error.exit_code) from None
+
+    @property
+    def local_dir(self) -> str:
+        """The parent folder of all runs on this machine: `save_dir`, or that of the copies if it is a URL."""
+        return local_dir(self.save_dir, self.checkpoint.local_dir)
 
     @property
     def micro_size(self) -> int:

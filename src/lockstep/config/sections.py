@@ -243,6 +243,7 @@ class Checkpoint:
     on_failure: str = option(
         "continue", "what to do after a failed save; continue: stop only after two in a row", "continue", "stop"
     )
+    local_dir: str = option("outputs", "folder for the local copies of runs whose --save-dir is a URL")
 
 
 @suggest_fields()

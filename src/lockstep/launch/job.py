@@ -78,7 +78,7 @@ def log_folder(flag: str, command: list[str]) -> Path:
         return Path(flag).expanduser().absolute()
     if command[0] == "train":
         config = cli.parse(command[1:])
-        return (Path(config.save_dir).expanduser() / config.experiment_name).absolute() / "logs"
+        return (Path(config.local_dir).expanduser() / config.experiment_name).absolute() / "logs"
     if command[0] == "evaluate" and len(command) > 1 and not command[1].startswith("-"):
         return Path(command[1]).expanduser().absolute() / "logs"
     raise ConfigError(f"--nccl-debug: the run of {command[0]} is not known here; name a folder: --nccl-debug DIR")

@@ -227,11 +227,14 @@ def _hash(tensor: Tensor) -> str:
 _READ_DELAYS = (0.0, 0.1, 0.2, 0.5, 1.2)  # seconds; a network file system may show a new file late
 
 
-def check_shared_folder(folder: RunFolder, world: World) -> None:
+def check_shared_folder(folder: RunFolder, world: World, flag: str = "--save-dir") -> None:
     """Check that every rank sees rank 0's run folder. Collective.
 
     Every rank reads a token that rank 0 writes for a moment into the folder or its nearest parent. Device and inode
     numbers would not do: two nodes may see different numbers for a shared folder, and equal ones for two folders.
+
+    Args:
+        flag: the setting of its parent.
 
     Raises:
         ConfigError: on every rank, if rank 0 cannot write there or a rank does not see the token.
@@ -249,7 +252,7 @@ def check_shared_folder(folder: RunFolder, world: World) -> None:
         (host, own_path, _), more = ranks[blind[0]], f" (and {len(blind) - 1} more ranks)" if len(blind) > 1 else ""
         raise ConfigError(
             f"rank {blind[0]} on {host}{more} does not see the run's folder: its {own_path} is not {ranks[0][1]} of "
-            f"rank 0 on {ranks[0][0]}; set --save-dir to the absolute path of a folder that all nodes share"
+            f"rank 0 on {ranks[0][0]}; set {flag} to the absolute path of a folder that all nodes share"
         )
 
 

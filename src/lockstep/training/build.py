@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep import checkpoint
+from lockstep.checkpoint.remote import RemoteRun
+from lockstep.checkpoint.upload import Uploader
 from lockstep.config import cli
 from lockstep.config.deepspeed import check_settings, read_json
-from lockstep.config.fields import AUTO
+from lockstep.config.fields import AUTO, is_url
 from lockstep.config.schema import Config, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.data.batches import Batches, Loading, MicroBatchCosts
@@ -79,6 +81,7 @@ __all__ = [
     "build",
     "build_batches",
     "notify",
+    "remote_run",
     "show_groups",
 ]
 
@@ -138,6 +141,8 @@ class RunParts:
         evaluation_sets: the evaluation datasets by name.
         training: the training set. If the ranks change, engine and batches are rebuilt from it.
         notes: lines for the log, written once it is open.
+        remote: the run's folder in an object store, if --save-dir is a URL.
+        uploader: of rank 0, once the folder is locked.
     """
 
     config: Config
@@ -161,6 +166,8 @@ class RunParts:
     evaluation_sets: dict[str, Any] = field(default_factory=dict)
     training: TrainingSet = field(kw_only=True)
     notes: list[str] = field(default_factory=list)
+    remote: RemoteRun | None = None
+    uploader: Uploader | None = None
 
     def keep(self, name: str, user_object: Any) -> None:
         """Store the caller's own object in the checkpoints.
@@ -304,10 +311,12 @@ def build(
         UsageError: the configuration cannot be run; the same on every rank.
     """
     requested, say = _shared_config(config, world), notify(world)
-    folder = RunFolder(requested.save_dir, requested.experiment_name)
+    folder = RunFolder(requested.local_dir, requested.experiment_name)
     if resume:
-        check_shared_folder(folder, world)  # collective
-    source, state = _find_checkpoint(folder, world) if resume and not joining else (None, RunState())
+        flag = "--checkpoint.local-dir" if is_url(requested.save_dir) else "--save-dir"
+        check_shared_folder(folder, world, flag)  # collective
+    remote = remote_run(requested)
+    source, state = _find_checkpoint(folder, world, remote) if resume and not joining else (None, RunState())
     state = _read_newest_state(folder) if joining else state
     start = _add_device_facts(
         requested, StartFacts(checkpoint=checkpoint_facts(state), steps=steps, min_steps=min_steps), world, user_task
@@ -372,6 +381,7 @@ def build(
         evaluation_sets=evaluation_sets,
         training=training,
         notes=notes,
+        remote=remote,
     )
     # Errors of the task's own schedule show before step 1.
     on_all_ranks(world, lambda: [built.lr_factor(step) for step in (0, final.run_plan.step_plan.steps - 1)])
@@ -456,13 +466,18 @@ def _shared_config(config: Config, world: World) -> Config:
     return dataclasses.replace(config, experiment_name=name)
 
 
-def _find_checkpoint(folder: RunFolder, world: World) -> tuple[Path | None, RunState]:
+def remote_run(config: Config) -> RemoteRun | None:
+    """Return the run's folder in an object store; None if --save-dir is a path."""
+    return RemoteRun(config.save_dir, config.experiment_name) if is_url(config.save_dir) else None
+
+
+def _find_checkpoint(folder: RunFolder, world: World, remote: RemoteRun | None) -> tuple[Path | None, RunState]:
     """Return the newest complete checkpoint and its state. Collective.
 
     Returns:
         (None, a new run's state) without a checkpoint.
     """
-    newest = checkpoint.find_resume(folder.path, world, notify(world))
+    newest = checkpoint.find_resume(folder.path, world, notify(world), remote)
     if newest is None:
         return None, RunState()
     source, state = newest[0], RunState.from_json(newest[1], f"{newest[0].name}/state.json")
@@ -514,6 +529,8 @@ def announce(built: RunParts) -> None:
         _LOG.info(describe_optimizer(built.run_plan))
     if built.config.checkpoint.mode == "none" and built.world.is_main:
         _LOG.warning("--checkpoint.mode none: no checkpoint is written, so these steps cannot be resumed or loaded")
+    if built.remote:
+        _LOG.info("the run's folder is %s, uploaded to %s", built.folder.path, built.remote.url)
     if line := resume.describe_extension(
         built.state, built.run_plan.step_plan.steps, built.lr * built.lr_factor(built.start)
     ):

@@ -87,7 +87,7 @@ class _TrainReplacement:
         override = {"max_steps": 0} if "num_epochs" in self._options else {}  # max_steps would win over --num-epochs
         values = {**cli.flatten(config, own_task=True), **override, **self._options}
         config = cli.build({**values, "log_freq": _log_freq(trainer, cli.build(values))})
-        folder = (config.save_dir, config.experiment_name)
+        folder = (config.local_dir, config.experiment_name)
         if folder in self.folders:
             raise ConfigError(
                 f"the script calls trainer.train() twice with output_dir '{'/'.join(folder)}', which has the first "

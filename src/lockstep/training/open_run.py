@@ -16,8 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from lockstep import checkpoint
+from lockstep.checkpoint.files import await_all_ranks
+from lockstep.checkpoint.foreign import fill, is_foreign, match_names, open_foreign
 from lockstep.checkpoint.layout import block_of
+from lockstep.checkpoint.upload import Uploader
 from lockstep.config import cli
+from lockstep.config.fields import is_url
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.ema import without_average
@@ -30,12 +34,16 @@ from lockstep.logging.trackers import masked, remote_sinks
 from lockstep.run_state import LauncherState, RunState
 from lockstep.tensors import local_of, not_finite
 from lockstep.training import run_dir
-from lockstep.training.build import RunParts
+from lockstep.training.build import RunParts, notify
 from lockstep.training.resume import find_weights
+from lockstep.training.run_dir import describe_owner, has_ended
 from lockstep.training.selection import abbreviate_best
+from lockstep.training.session import Session
 from lockstep.training.trainable import restore_trained_set
 
 __all__ = [
+    "check_init_from",
+    "close_uploads",
     "count_restarts",
     "describe_ranks",
     "exempt_names",
@@ -44,6 +52,8 @@ __all__ = [
     "load_state",
     "lock_folder",
     "open_sinks",
+    "open_uploads",
+    "upload_rest",
 ]
 
 
@@ -119,6 +129,46 @@ def lock_folder(built: RunParts) -> None:
         built.folder.claim()
 
 
+def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> None:
+    """Start uploading to the run's URL, if it has one. On rank 0.
+
+    Args:
+        force: this process continues for the rank that uploaded.
+
+    Raises:
+        ConfigError: another run uploads there.
+        StorageError: the store does not answer.
+    """
+    if not (built.world.is_main and built.remote):
+        return
+    if session.uploader is None:
+        options = built.config.checkpoint
+        uploader = Uploader(built.remote, built.folder.path, keep=options.keep, every=options.every)
+        uploader.claim(describe_owner(), has_ended, notify(built.world), force=force)
+        session.uploader = uploader
+    built.uploader = session.uploader
+    built.uploader.submit(built.state.selection.best.step if built.state.selection.best else None)
+
+
+def upload_rest(session: Session, built: RunParts) -> None:
+    """Upload what an earlier start of a run that is over could not. On rank 0."""
+    open_uploads(session, built)
+    if session.uploader and (missing := session.uploader.settle()):
+        _LOG.warning("%s", missing)
+    close_uploads(session, None)
+
+
+def close_uploads(session: Session, error: BaseException | None) -> None:
+    """Upload the last records, and release the run's URL.
+
+    Args:
+        error: the exception that ended the run; None: there was none.
+    """
+    uploader, session.uploader = session.uploader, None
+    if uploader:
+        uploader.close(failed=error is not None and not isinstance(error, GeneratorExit))
+
+
 def count_restarts(state: RunState) -> None:
     """Count the launcher's restarts after failures, over all starts, in `state.restarts`."""
     job, count = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -190,14 +240,64 @@ def load_state(built: RunParts) -> None:
         checkpoint.load(built.source, state, world, verified=True)  # collective
         built.load_state_dict(state)
         _LOG.info("resumed from %s, step %d of %d", built.source, built.start, built.run_plan.step_plan.steps)
+    elif any(world.gather(_foreign_path(built) is not None)):  # collective
+        _load_foreign_weights(built)
     elif built.config.init_from:
-        _load_init_weights(built, Path(built.config.init_from).expanduser())
+        _load_init_weights(built)
     restore_trained_set(built.model, built.state)
     _record_bad_at_start(built)  # collective in a new run
 
 
-def _load_init_weights(built: RunParts, path: Path) -> None:
-    source, verified = find_weights(path, built.world, _LOG.warning)  # collective
+def check_init_from(built: RunParts) -> None:
+    """Check that the model fits weights of another library in --init-from. On each rank, before anything is written.
+
+    Raises:
+        CheckpointError: they cannot be read, or do not fit.
+    """
+    if path := _foreign_path(built):
+        with open_foreign(path) as source:
+            match_names(source, _model_tensors(built.engine.state_dict()), _ties_of(built))
+
+
+def _foreign_path(built: RunParts) -> Path | None:
+    """Return the --init-from of a new run if another library wrote it."""
+    config = built.config
+    if built.source or not config.init_from or is_url(config.init_from):
+        return None
+    path = Path(config.init_from).expanduser()
+    return path if is_foreign(path) else None
+
+
+def _model_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("model/"): each for name, each in state.items() if name.startswith("model/")}
+
+
+def _load_foreign_weights(built: RunParts) -> None:
+    """Load weights that another library saved, each rank its part. Collective."""
+    state, path = built.engine.state_dict(), Path(built.config.init_from).expanduser()
+
+    def load() -> str:
+        with open_foreign(path) as source:
+            match = match_names(source, _model_tensors(state), _ties_of(built))
+            fill(source, match, _model_tensors(state))
+            return f"{source.kind}: {match}"
+
+    line = await_all_ranks(built.world, load)  # collective
+    built.engine.load_state_dict(without_average(state))
+    _LOG.info("a new run with the weights of %s, %s", path, line)
+
+
+def _ties_of(built: RunParts) -> dict[str, str]:
+    """Return the second names of the model's tied tensors, each with the first."""
+    named = (*built.model.named_parameters(remove_duplicate=False), *built.model.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(each), name) for name, each in named}
+    return {name: original for name, original in names.items() if name != original}
+
+
+def _load_init_weights(built: RunParts) -> None:
+    path = built.config.init_from
+    source, verified = find_weights(built.config, built.world, _LOG.warning)  # collective
     has_adapters = on_all_ranks(built.world, lambda: checkpoint.read_run_state(source).lora is not None)  # collective
     if has_adapters and not built.base_names:
         raise CheckpointError(

@@ -24,6 +24,7 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.checkpoint.check import not_finite_line
+from lockstep.checkpoint.files import await_all_ranks
 from lockstep.checkpoint.layout import Share
 from lockstep.checkpoint.read import AVERAGE
 from lockstep.clock import Clock, trace_mark
@@ -400,10 +401,14 @@ class RunRecorder:
 
     def _write_state_and_prune(self, state: RunState) -> None:
         """Write `state.json`, and remove old checkpoints by `--checkpoint.keep`. On rank 0."""
-        folder, options, best = self._built.folder, self._built.config.checkpoint, state.selection.best
+        folder, options, uploader = self._built.folder, self._built.config.checkpoint, self._built.uploader
+        best = state.selection.best.step if state.selection.best else None
         _write_state(folder, state)
         if self._saves:
-            checkpoint.retain(folder.path, last=options.keep, best=best.step if best else None, every=options.every)
+            sending = uploader.sending if uploader else None
+            checkpoint.retain(folder.path, last=options.keep, best=best, every=options.every, sending=sending)
+        if uploader:
+            uploader.submit(best)
 
     def __enter__(self) -> Self:
         return self
@@ -444,6 +449,7 @@ class RunRecorder:
             with eager():  # a user's task too
                 text = on_all_ranks(built.world, self._sample) if sample and not code else ""  # collective
             at_rest(built.engine.model)
+        unsent = self._settle_uploads()  # collective
         self._sinks.close(
             {
                 "experiment": built.config.experiment_name,
@@ -458,13 +464,22 @@ class RunRecorder:
                     "records": built.folder.metrics,
                     "log": built.folder.path / "logs",
                     **({"report": built.folder.path / "report.html"} if built.config.report and not code else {}),
+                    **({"uploaded to": built.remote.url} if built.remote else {}),
                 },
                 "waits": name_settings(
                     waits(self._meter.seconds, workers=built.config.data.workers, ranks=built.world.size)
                 ),
-                "next": self._next(code),
+                "next": "; ".join(line for line in (self._next(code), unsent) if line),
             }
         )
+
+    def _settle_uploads(self) -> str:
+        """Wait for the uploads of rank 0; return what is not uploaded, "" for nothing. Collective."""
+        built = self._built
+        if not built.remote:
+            return ""
+        uploader = built.uploader
+        return await_all_ranks(built.world, lambda: uploader.settle() if uploader else "")  # collective
 
     def _sample(self) -> str:
         return self._built.task.sample(self._built.engine.model, self._built.world.device)

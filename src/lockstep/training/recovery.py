@@ -35,7 +35,7 @@ from lockstep.run_state import RunningSums, RunState
 from lockstep.training.build import RunParts, build, build_batches, notify
 from lockstep.training.build_engine import build_engine, build_optimizer
 from lockstep.training.evaluation import build_evaluation_batches
-from lockstep.training.open_run import lock_folder, open_sinks
+from lockstep.training.open_run import lock_folder, open_sinks, open_uploads
 from lockstep.training.session import Session
 from lockstep.training.sharing import shares_for
 from lockstep.training.task_check import restore_findings
@@ -320,6 +320,7 @@ def _take_over(session: Session, built: RunParts, rank: int, was_main: bool) -> 
     def open_as_main() -> None:
         if built.world.is_main and not was_main:
             lock_folder(built)
+            open_uploads(session, built, force=True)  # in place of the lost rank 0
             session.sinks = open_sinks(built)
 
     on_all_ranks(built.world, open_as_main)  # collective

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.checkpoint.read import AVERAGE, averages_of, open_tensors
+from lockstep.checkpoint.remote import RemoteRun
 from lockstep.config import cli
-from lockstep.config.fields import in_batches, is_span
+from lockstep.config.fields import in_batches, is_span, is_url, local_dir
 from lockstep.config.schema import Config, flag, is_auto, lookup
 from lockstep.config.task_options import IMAGE_OPTIONS
 from lockstep.data.batches import Origin, StepPlan
@@ -431,7 +432,7 @@ def _newest_finite(path: Path, steps: list[int]) -> int:
     return steps[-1]
 
 
-def find_weights(path: Path, world: World, say: Callable[[str], None]) -> tuple[Path, bool]:
+def find_weights(config: Config, world: World, say: Callable[[str], None]) -> tuple[Path, bool]:
     """Find the checkpoint that --init-from names. Collective.
 
     Returns:
@@ -440,11 +441,15 @@ def find_weights(path: Path, world: World, say: Callable[[str], None]) -> tuple[
     Raises:
         CheckpointError: there is no complete checkpoint.
     """
-    if any(world.gather(on_all_ranks(world, (path / "manifest.json").exists))):  # collective
+    name, remote = config.init_from, None
+    path = Path(local_dir(name, config.checkpoint.local_dir)).expanduser()
+    if is_url(name):
+        remote = RemoteRun(name, "", "--init-from")
+    elif any(world.gather(on_all_ranks(world, (path / "manifest.json").exists))):  # collective
         return path, False
-    newest = checkpoint.find_newest(path, world, say)  # collective
+    newest = checkpoint.find_newest(path, world, say, remote)  # collective
     if newest is None:
         raise CheckpointError(
-            f"--init-from {path}: it has no complete checkpoint; give the folder of a run or of a checkpoint"
+            f"--init-from {name}: it has no complete checkpoint; give the folder of a run or of a checkpoint"
         )
     return newest, True

@@ -219,7 +219,7 @@ class Run:
         session = self._session
         if session.status in ("new", "running", "failed"):
             raise UsageError(f"the run is {session.status}, so it has no result yet")
-        folder = Path(session.config.save_dir).expanduser() / session.config.experiment_name
+        folder = Path(session.config.local_dir).expanduser() / session.config.experiment_name
         return Result(session.status, session.global_step, session.evaluation, session.best, folder, session.exit_code)
 
 
@@ -280,7 +280,9 @@ def profile(config: Config, steps: int, warmup: int, task: Any = None) -> int:
     first, last = warmup + 1, warmup + steps
     name = f"{config.experiment_name[:160]}-profile-{time.strftime('%Y%m%d-%H%M%S')}"  # rank 0's is used
     span = f"{first}:{last}"
-    config = dataclasses.replace(config, experiment_name=name, profile=span, stop_at=last + 1, report=False)
+    config = dataclasses.replace(
+        config, experiment_name=name, save_dir=config.local_dir, profile=span, stop_at=last + 1, report=False
+    )
     run = Run(config, task, _min_steps=last + 1)  # however small the training set is
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # hides the run's summary
         result = run()

@@ -35,7 +35,9 @@ from lockstep.run_state import RunState, Selection
 
 __all__ = [
     "RunFolder",
+    "describe_owner",
     "describe_process",
+    "has_ended",
     "read_sources",
     "split_environment",
     "write_description",
@@ -248,9 +250,8 @@ class RunLock:
                 "another --experiment-name"
             )
         if make:
-            started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}, started {started}\n".encode(), 0)
+            os.pwrite(self._handle, f"{describe_owner()}\n".encode(), 0)
         return owner
 
     def owner(self) -> tuple[str, bool]:
@@ -357,6 +358,18 @@ def _may_be_alive(owner: str) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def describe_owner() -> str:
+    """Describe this process as the owner of a run."""
+    return f"process {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"
+
+
+def has_ended(owner: str) -> bool:
+    """Whether the process of an owner's line has certainly ended, or is this one."""
+    match = _OWNER.fullmatch(owner)
+    is_own = match is not None and int(match[1]) == os.getpid() and match[2] == socket.gethostname()
+    return is_own or not _may_be_alive(owner)
 
 
 # --- folder

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import Saver
+from lockstep.checkpoint.upload import Uploader
 from lockstep.config.schema import Config
 from lockstep.distributed.exchange import CONTINUE, StepExchange
 from lockstep.distributed.membership import Member
@@ -75,6 +76,7 @@ class Session:
         timeline: records where the time goes.
         lost_ranks: a line for each rank that this start of the run lost.
         initial_ranks: number of ranks before the first loss.
+        uploader: of the run's object store, on rank 0; it outlives a rollback.
         min_steps: minimum length of the plan; epochs are added to reach it.
     """
 
@@ -112,6 +114,7 @@ class Session:
     min_steps: int = 0
     lost_ranks: list[str] = field(default_factory=list)
     initial_ranks: int = 0
+    uploader: Uploader | None = None
 
     @property
     def early_status(self) -> str:

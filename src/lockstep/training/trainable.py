@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.checkpoint.check import read_contents
+from lockstep.checkpoint.foreign import is_foreign
 from lockstep.checkpoint.format import read_manifest
 from lockstep.config.schema import Config
 from lockstep.config.secrets import printable
@@ -190,7 +191,13 @@ def _find_base(config: Config, world: World, say: Say) -> AdapterState:
     """Return the base of a new run: the checkpoint of --init-from, or its adapters' base. Collective."""
     if not config.init_from:
         return AdapterState()
-    source, _ = find_weights(Path(config.init_from).expanduser(), world, say)  # collective
+    if is_foreign(Path(config.init_from).expanduser()):
+        raise ConfigError(
+            f"--init-from {config.init_from} is in another format, and adapters store which checkpoint they belong to: "
+            f"run `lockstep "
+            "checkpoint import` on it, and give the folder that it writes"
+        )
+    source, _ = find_weights(config, world, say)  # collective
     state = on_all_ranks(world, lambda: checkpoint.read_run_state(source) if world.is_main else RunState())
     lora = state.lora or AdapterState(base_from=str(source.resolve()))
     base, base_from, modules = world.gather([lora.base, lora.base_from, lora.modules_to_save])[0]  # collective

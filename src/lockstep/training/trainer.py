@@ -12,8 +12,10 @@ import logging
 import traceback
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from typing import Self
 
+from lockstep.checkpoint.files import await_all_ranks
 from lockstep.distributed import failures
 from lockstep.distributed.exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.launcher import die_with_launcher, end_with_launcher
@@ -31,7 +33,7 @@ from lockstep.loop import steps
 from lockstep.records import Step
 from lockstep.report.goodput import BODY, ENDING, RECOVERY, START, TRAINING
 from lockstep.report.page import write
-from lockstep.training.build import RunParts, announce, build, notify
+from lockstep.training.build import RunParts, announce, build, notify, remote_run
 from lockstep.training.components import (
     StepComponents,
     after_first_step,
@@ -49,7 +51,16 @@ from lockstep.training.components import (
     save_and_evaluate,
     update_best,
 )
-from lockstep.training.open_run import count_restarts, load_state, lock_folder, open_sinks
+from lockstep.training.open_run import (
+    check_init_from,
+    close_uploads,
+    count_restarts,
+    load_state,
+    lock_folder,
+    open_sinks,
+    open_uploads,
+    upload_rest,
+)
 from lockstep.training.profiler import check_range
 from lockstep.training.recorder import EXIT_INTERRUPTED, RunRecorder
 from lockstep.training.recovery import (
@@ -208,7 +219,7 @@ def _build_and_train(session: Session) -> Training:
     if session.member and session.member.is_new:
         yield from _join(session, session.member)
     elif session.world and session.status == "new":
-        on_all_ranks(session.world, lambda: _check_free(session))  # collective; before anything is built
+        await_all_ranks(session.world, lambda: _check_free(session))  # collective; before anything is built
     while session.status in ("new", "running"):
         _free_parts(session)
         session.model = None  # free it before the next one is made
@@ -239,6 +250,7 @@ def _build_and_train(session: Session) -> Training:
         is_over = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
         if is_over and not built.state.evaluation_due:
             load_state(built)  # collective
+            await_all_ranks(world, partial(upload_rest, session, built))  # collective
             notify(world)(_describe_no_steps(built))
             session.status = "finished" if built.start >= built.run_plan.step_plan.steps else "stopped"
             yield None
@@ -249,9 +261,11 @@ def _build_and_train(session: Session) -> Training:
 
 
 def _check_free(session: Session) -> None:
-    """Refuse a folder that another run has locked. On rank 0, which will lock it."""
+    """Refuse a folder that another run has locked, or a URL that cannot be written. On rank 0, which will lock it."""
     if session.world and session.world.is_main:
-        RunFolder(session.config.save_dir, session.config.experiment_name).check_free()
+        RunFolder(session.config.local_dir, session.config.experiment_name).check_free()
+        if remote := remote_run(session.config):
+            remote.check()
 
 
 def _join(session: Session, member: Member) -> Training:
@@ -307,7 +321,13 @@ def _train_in_folder(session: Session, built: RunParts) -> Training:
     """Lock the folder, open log and sinks, load the state, and train."""
     world = built.world
     on_all_ranks(world, lambda: check_range(built))
-    on_all_ranks(world, lambda: lock_folder(built))
+    await_all_ranks(world, lambda: check_init_from(built))  # collective
+    await_all_ranks(world, lambda: open_uploads(session, built))  # collective; before the folder is made
+    try:
+        on_all_ranks(world, lambda: lock_folder(built))
+    except BaseException as error:
+        close_uploads(session, error)
+        raise
     with _close_at_end(session, built):
         on_all_ranks(world, lambda: open_log(built.folder.path, world.rank))
         if built.folder.dead_owner:
@@ -353,6 +373,7 @@ def _close_at_end(session: Session, built: RunParts) -> Iterator[None]:
         session.timeline.close(_end_status(session, reason))
         if not isinstance(reason, Rollback | Rebuild):
             _write_report(session, built, reason)
+            close_uploads(session, reason)
         close_log()
         built.folder.release()
 

@@ -138,7 +138,7 @@ def print_rates(config: Config) -> None:
 
 
 def _write_picture(search: RateSearch, config: Config) -> None:
-    path = Path(config.save_dir).expanduser() / f"{config.experiment_name}-find-lr.svg"
+    path = Path(config.local_dir).expanduser() / f"{config.experiment_name}-find-lr.svg"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         search.save(path)

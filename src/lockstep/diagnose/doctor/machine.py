@@ -52,7 +52,7 @@ STUCK = "the server of a network folder may be down (`df` hangs too); give anoth
 
 def above(place: CheckContext) -> Path:
     """Return the nearest existing folder, at the run's folder or above it."""
-    path = RunFolder(place.config.save_dir, place.config.experiment_name).path.absolute()
+    path = RunFolder(place.config.local_dir, place.config.experiment_name).path.absolute()
     return next(each for each in (path, *path.parents) if each.is_dir())
 
 

@@ -1,0 +1,519 @@
+"""Read weights that other libraries saved, without running a pickle.
+
+    with open_foreign(Path("last.ckpt")) as weights:
+        names = match_names(weights, model.state_dict(), ties)      # by rule; refuses what does not fit
+        fill(weights, names, model.state_dict())
+
+Formats: folders of torch.distributed.checkpoint (DCP), Lightning's .ckpt, folders of safetensors from Hugging Face, and
+state dicts in a .safetensors or torch file. Only tensors are read; one full tensor is in memory at a time.
+
+Names follow two rules. What a wrapper adds is removed: `_orig_mod.`, `_fsdp_wrapped_module.`,
+`_checkpoint_wrapped_module.`, anywhere. Of the names, those with one prefix made of `module.`, `model.`, `state_dict.`
+or `_forward_module.` are the model's: the prefix that gives every tensor of the model; two that do are refused.
+"""
+
+import fnmatch
+import importlib
+import pickle
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lockstep.checkpoint.files import parse_json, printable, read_file, refusal_error
+from lockstep.checkpoint.format import CODES, JSON_LIMIT, MANIFEST, dtype_name
+from lockstep.checkpoint.layout import block_of
+from lockstep.errors import CheckpointError
+from lockstep.tensors import local_of
+
+__all__ = [
+    "fill",
+    "is_foreign",
+    "match_names",
+    "open_foreign",
+    "select_names",
+    "write_dcp",
+]
+
+_METADATA = ".metadata"  # of DCP
+_INDEX = "model.safetensors.index.json"
+_TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_PREFIXES = ("module", "model", "state_dict", "_forward_module")
+_NESTED = ("state_dict", "model_state_dict", "model")  # keys of a torch file that hold the model's state dict
+_DTYPES = {code: name for name, code in CODES.items()}
+# dtype -> those that hold each of its values
+_WIDER = {
+    "float16": ("float32", "float64"),
+    "bfloat16": ("float32", "float64"),
+    "float32": ("float64",),
+}
+
+
+class TensorForm(NamedTuple):
+    """The dtype's name and the shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignWeights:
+    """Weights in another library's format.
+
+    Attributes:
+        path: the file or folder.
+        kind: the format, for messages.
+        tensors: form of each tensor by its name in the file.
+        aliases: second name of a tied tensor -> the name it is stored under.
+        read: name -> the tensor, read at each call.
+        others: names of the file's entries that are no tensors.
+    """
+
+    path: Path
+    kind: str
+    tensors: dict[str, TensorForm]
+    aliases: dict[str, str]
+    read: Callable[[str], Tensor]
+    others: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class NameMatch:
+    """Which tensor of a file each tensor of a model comes from.
+
+    Attributes:
+        source: the model's name -> the file's.
+        prefix: removed from the file's names.
+        unused: names in the file that belong to no part of the model.
+        widened: names of the model's tensors with a wider dtype than the file's.
+    """
+
+    source: dict[str, str]
+    prefix: str
+    unused: list[str]
+    widened: list[str]
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.source)} tensors"]
+        if self.prefix:
+            parts.append(f"the prefix {self.prefix!r} removed")
+        if self.widened:
+            parts.append(f"{len(self.widened)} converted to a wider dtype (such as {printable(self.widened[0], 80)})")
+        if self.unused:
+            parts.append(f"{len(self.unused)} others not used (such as {printable(self.unused[0], 80)})")
+        return ", ".join(parts)
+
+
+# --- formats
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether `path` is a file or folder in another library's format, and no run or checkpoint of lockstep."""
+    if path.is_dir():
+        if (path / MANIFEST).exists() or (path / "checkpoints").is_dir():
+            return False
+        return (path / _METADATA).is_file() or any(path.glob("*.safetensors")) or (path / _INDEX).is_file()
+    return path.is_file()
+
+
+@contextmanager
+def open_foreign(path: Path) -> Iterator[ForeignWeights]:
+    """Open weights in another library's format, which the files show.
+
+    Raises:
+        CheckpointError: an unknown format, a missing or damaged file, or one that needs a pickle to be run.
+    """
+    with ExitStack() as stack:
+        try:
+            if path.is_dir() and (path / _METADATA).is_file():
+                weights = _open_dcp(path)
+            elif path.is_dir():
+                weights = _open_safetensors(path, *_shards(path), "a folder of safetensors", stack)
+            elif path.suffix == ".safetensors":
+                weights = _open_safetensors(path, {path.name: []}, {}, "a safetensors file", stack)
+            elif path.suffix in _TORCH_SUFFIXES:
+                weights = _open_torch(path)
+            else:
+                raise CheckpointError(
+                    f"{printable(str(path))}: its format is unknown; give a DCP folder, a folder or file of "
+                    f"safetensors, or "
+                    f"a torch file ({', '.join(_TORCH_SUFFIXES)})"
+                )
+        except OSError as error:
+            raise refusal_error(error) from error
+        if not weights.tensors:
+            raise CheckpointError(f"{printable(str(path))} is {weights.kind} without a tensor; give another file")
+        yield weights
+
+
+def _shards(folder: Path) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Return the folder's safetensors files, each with the names that its index has of it, and the index's notes.
+
+    Without an index the names are [], and all that a file has is taken.
+
+    Raises:
+        CheckpointError: a shard is missing, or several files are there without an index.
+    """
+    label = printable(str(folder))
+    index = folder / _INDEX
+    if not index.is_file():
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+        if "model.safetensors" in files:
+            files = ["model.safetensors"]
+        if len(files) != 1:
+            listing = ", ".join(files[:3]) or "none"
+            raise CheckpointError(
+                f"{label} has no {_INDEX} and no model.safetensors; its safetensors files are: {listing}; "
+                "give one of them"
+            )
+        return {files[0]: []}, {}
+    content = parse_json(read_file(index, JSON_LIMIT), index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise CheckpointError(f"{label}/{_INDEX} is damaged: it has no weight_map")
+    shards: dict[str, list[str]] = {}
+    for name, file in names.items():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{label}/{_INDEX} names {printable(file, 80)!r}, which is no file of the folder")
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{label}/{file} is missing; download the folder again")
+        shards.setdefault(file, []).append(name)
+    notes = content.get("metadata")
+    return shards, notes if isinstance(notes, dict) else {}
+
+
+def _open_safetensors(
+    path: Path, shards: Mapping[str, list[str]], notes: dict[str, Any], kind: str, stack: ExitStack
+) -> ForeignWeights:
+    """Open safetensors files; `notes` and their headers name second names of tied tensors."""
+    folder = path if path.is_dir() else path.parent
+    tensors, opened = dict[str, TensorForm](), dict[str, Any]()
+    for file, expected in shards.items():
+        label = printable(f"{folder.name}/{file}")
+        try:
+            reader = stack.enter_context(safe_open(folder / file, framework="pt"))
+        except SafetensorError as error:
+            raise CheckpointError(f"{label} is damaged: {printable(str(error), 120)}") from error
+        there = set(reader.keys())
+        if missing := sorted(set(expected) - there):
+            raise CheckpointError(f"{label} has no {printable(missing[0], 120)}, which {_INDEX} expects in it")
+        for name in sorted(expected or there):
+            view = reader.get_slice(name)
+            if view.get_dtype() not in _DTYPES:
+                raise CheckpointError(
+                    f"{label}: {printable(name, 120)} has the dtype {view.get_dtype()}, which lockstep does not store"
+                )
+            tensors[name], opened[name] = TensorForm(_DTYPES[view.get_dtype()], tuple(view.get_shape())), reader
+        notes = notes | (reader.metadata() or {})
+    aliases = {alias: str(name) for alias, name in notes.items() if name in tensors and alias not in tensors}
+    return ForeignWeights(path, kind, tensors, aliases, lambda name: opened[name].get_tensor(name), [])
+
+
+def _open_torch(path: Path) -> ForeignWeights:
+    """Open a file of torch.save, with weights_only: nothing in it is run."""
+    label = printable(str(path))
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{label} has Python objects besides tensors, which would have to be run to be read; write its "
+            f"weights alone: "
+            "torch.save(model.state_dict(), FILE)"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{label} is no torch file, or is damaged; write it again") from error
+    kind, state, rest = _state_dict_in(content, label)
+    tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
+    forms = {name: TensorForm(dtype_name(each.dtype), tuple(each.shape)) for name, each in tensors.items()}
+    others = [str(name) for name in state if name not in tensors] + rest
+    return ForeignWeights(path, kind, forms, {}, tensors.__getitem__, others)
+
+
+def _state_dict_in(content: Any, label: str) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the kind of file, the state dict in its content, and the content's other keys."""
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise CheckpointError(f"{label} holds a {type(content).__name__}, not a state dict; write one")
+    if any(isinstance(value, Tensor) for value in content.values()):
+        return "a state dict", content, []
+    nested = [key for key in _NESTED if isinstance(content.get(key), dict)]
+    if len(nested) != 1:
+        keys = ", ".join(printable(key, 40) for key in list(content)[:5])
+        raise CheckpointError(f"{label} has no one state dict under {', '.join(_NESTED)}; its keys are: {keys}")
+    kind = "a Lightning checkpoint" if "pytorch-lightning_version" in content else f"a torch file ({nested[0]!r})"
+    return kind, content[nested[0]], [key for key in content if key != nested[0]]
+
+
+# --- torch.distributed.checkpoint
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads DCP's metadata, and constructs nothing but its own classes."""
+
+    _NAMES = frozenset(
+        {
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("collections", "OrderedDict"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+            *(
+                ("torch.distributed.checkpoint.metadata", name)
+                for name in (
+                    *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
+                    *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
+                )
+            ),
+            *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "Path")),
+            *(("pathlib._local", name) for name in ("PosixPath", "PurePosixPath", "Path")),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._NAMES or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _open_dcp(path: Path) -> ForeignWeights:
+    label, dcp = printable(str(path)), importlib.import_module("torch.distributed.checkpoint")
+    try:
+        with open(path / _METADATA, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        entries = dict(metadata.state_dict_metadata)
+        files = {Path(info.relative_path) for info in metadata.storage_data.values()}
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{label}/{_METADATA} needs {printable(str(error), 80)}, which is not DCP's own; it is not read"
+        ) from error
+    except (AttributeError, EOFError, ImportError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{label}/{_METADATA} is damaged; save the folder again") from error
+    for each in sorted(files):
+        if each.is_absolute() or ".." in each.parts:
+            raise CheckpointError(f"{label}/{_METADATA} names {printable(str(each), 80)!r}, outside of the folder")
+        if not (path / each).is_file():
+            raise CheckpointError(f"{label}/{each} is missing; copy the whole folder")
+    forms = {
+        name: TensorForm(dtype_name(entry.properties.dtype), tuple(entry.size))
+        for name, entry in entries.items()
+        if isinstance(entry, dcp.metadata.TensorStorageMetadata)
+    }
+
+    class Reader(dcp.FileSystemReader):  # type: ignore[misc, name-defined]
+        """Takes the metadata that was read above; torch's own would run its pickle."""
+
+        def read_metadata(self, *_: Any, **__: Any) -> Any:
+            metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty(forms[name].shape, dtype=getattr(torch, forms[name].dtype))
+        try:
+            with _alone():
+                dcp.load({name: tensor}, storage_reader=Reader(path), no_dist=True)
+        except (dcp.CheckpointException, RuntimeError, AssertionError, EOFError) as error:
+            raise CheckpointError(f"{label}: {printable(name, 120)} cannot be read: its data is damaged") from error
+        return tensor
+
+    return ForeignWeights(path, "a DCP folder", forms, {}, read, sorted(entries.keys() - forms.keys()))
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Silence DCP's warning that one process reads or writes, which is meant."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def write_dcp(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors as a DCP folder, from one process."""
+    dcp = importlib.import_module("torch.distributed.checkpoint")
+    with _alone():
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+# --- names
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _plain_names(weights: ForeignWeights) -> dict[str, str]:
+    """Return {name without wrappers: name in the file}, aliases of tied tensors included.
+
+    Raises:
+        CheckpointError: two names differ only by wrappers.
+    """
+    plain: dict[str, str] = {}
+    for name in (*weights.tensors, *weights.aliases):
+        short = _unwrapped(name)
+        if short in plain:
+            raise CheckpointError(
+                f"{printable(str(weights.path))}: {printable(name, 120)} and {printable(plain[short], 120)} "
+                f"are one name "
+                "without their wrappers; remove one"
+            )
+        plain[short] = name
+    return {short: weights.aliases.get(name, name) for short, name in plain.items()}
+
+
+def _prefixes(names: Mapping[str, str]) -> list[str]:
+    """Return the prefixes that may be removed, the shortest first: "", "model.", "module.model.", ..."""
+    found = {""}
+    for name in names:
+        parts, prefix = name.split("."), ""
+        for part in parts[:-1]:
+            if part not in _PREFIXES:
+                break
+            prefix += f"{part}."
+            found.add(prefix)
+    return sorted(found, key=lambda prefix: (prefix.count("."), prefix))
+
+
+def match_names(weights: ForeignWeights, model: Mapping[str, Tensor], ties: Mapping[str, str]) -> NameMatch:
+    """Find the file's tensor of each tensor of a model, by the rules above.
+
+    Args:
+        model: by name; only dtypes and shapes matter.
+        ties: second name of a tied tensor of the model -> its first; the file may have either, or both if equal.
+
+    Raises:
+        CheckpointError: tensors are missing, ambiguous, left over in a part of the model, or have another shape or a
+            narrower dtype; up to three are named.
+    """
+    names, label = _plain_names(weights), printable(str(weights.path))
+    missing_by = {prefix: _missing(names, model, ties, prefix) for prefix in _prefixes(names)}
+    complete = [prefix for prefix, missing in missing_by.items() if not missing]
+    if not complete:
+        prefix, missing = min(missing_by.items(), key=lambda item: len(item[1]))
+        removed = f", with the prefix {prefix!r} removed," if prefix else ""
+        raise CheckpointError(
+            f"{label} ({weights.kind}){removed} has {len(model) - len(missing)} of the model's {len(model)} "
+            f"tensors, and no "
+            f"{_listing(missing)}; its names begin with {_listing(sorted(names)[:1])}"
+        )
+    if len(complete) > 1:
+        raise CheckpointError(
+            f"{label} has every tensor of the model under each of the prefixes "
+            f"{', '.join(map(repr, complete))}; choose one "
+            "with `lockstep checkpoint import --prefix`"
+        )
+    prefix = complete[0]
+    source = {}
+    for name in model:
+        partner = name if f"{prefix}{name}" in names else _partner(name, names, ties, prefix)
+        source[name] = names[f"{prefix}{partner}"]
+    _check_forms(weights, model, source)
+    _check_ties(weights, source, ties)
+    used = {f"{prefix}{name}" for name in model}
+    parts = {prefix or name.partition(".")[0] for name in model}
+    rest = sorted(names.keys() - used)
+    within = [name for name in rest if (name.startswith(prefix) if prefix else name.partition(".")[0] in parts)]
+    if within:
+        raise CheckpointError(
+            f"{label} also has {_listing(within)}, which the model does not have; give the model that was "
+            f"saved, or leave "
+            "them out with `lockstep checkpoint import --drop`"
+        )
+    forms = weights.tensors
+    widened = [name for name, tensor in model.items() if forms[source[name]].dtype != dtype_name(tensor.dtype)]
+    return NameMatch(source, prefix, rest + weights.others, widened)
+
+
+def _missing(names: Mapping[str, str], model: Mapping[str, Tensor], ties: Mapping[str, str], prefix: str) -> list[str]:
+    return [name for name in model if f"{prefix}{name}" not in names and _partner(name, names, ties, prefix) is None]
+
+
+def _partner(name: str, names: Mapping[str, str], ties: Mapping[str, str], prefix: str) -> str | None:
+    """Return another name of the same tied tensor that the file has; None without one."""
+    first = ties.get(name, name)
+    group = [first, *(second for second, original in ties.items() if original == first)]
+    return next((each for each in group if each != name and f"{prefix}{each}" in names), None)
+
+
+def _check_forms(weights: ForeignWeights, model: Mapping[str, Tensor], source: Mapping[str, str]) -> None:
+    differing = []
+    for name, tensor in model.items():
+        form, wanted = weights.tensors[source[name]], TensorForm(dtype_name(tensor.dtype), tuple(tensor.shape))
+        if form.shape != wanted.shape or wanted.dtype not in (form.dtype, *_WIDER.get(form.dtype, ())):
+            differing.append(f"{name} ({form}, not {wanted})")
+    if differing:
+        raise CheckpointError(
+            f"{printable(str(weights.path))} differs in {_listing(differing)}; give the model and precision "
+            f"that were saved"
+        )
+
+
+def _check_ties(weights: ForeignWeights, source: Mapping[str, str], ties: Mapping[str, str]) -> None:
+    for second, first in ties.items():
+        if second not in source or first not in source or source[second] == source[first]:
+            continue
+        one, other = weights.read(source[first]), weights.read(source[second])
+        if one.dtype != other.dtype or not torch.equal(_bits(one), _bits(other)):
+            raise CheckpointError(
+                f"{printable(str(weights.path))}: {printable(first, 120)} and {printable(second, 120)} are "
+                f"one tensor in "
+                "the model and differ in the file; give the model that was saved"
+            )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _listing(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(printable(name, 150) for name in names[:3]) + more
+
+
+def fill(weights: ForeignWeights, match: NameMatch, tensors: Mapping[str, Tensor]) -> None:
+    """Fill tensors in place, each with its part of the file's tensor.
+
+    Args:
+        tensors: by the model's names; plain ones, or DTensors of any mesh.
+    """
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            block = block_of(tensor)
+            if block is not None:
+                cut = tuple(slice(begin, begin + size) for begin, size in zip(block.offsets, block.shape, strict=True))
+                local_of(tensor).copy_(weights.read(match.source[name])[cut])
+
+
+def select_names(weights: ForeignWeights, prefix: str | None, drop: list[str]) -> NameMatch:
+    """Choose which tensors to import, and their names, without a model.
+
+    Args:
+        prefix: take the names that begin with it, and remove it; None: remove "module." if all have it, as DDP does.
+        drop: patterns of names to leave out, such as "*.attn.bias", after the prefix is removed.
+
+    Raises:
+        CheckpointError: no name has the prefix, or a pattern matches none.
+    """
+    names, label = _plain_names(weights), printable(str(weights.path))
+    if prefix is None:
+        prefix = "module." if all(name.startswith("module.") for name in names) else ""
+    source = {name.removeprefix(prefix): file for name, file in names.items() if name.startswith(prefix)}
+    if not source:
+        raise CheckpointError(f"--prefix {prefix}: no name in {label} begins with it; they begin with {min(names)}")
+    for pattern in drop:
+        dropped = [name for name in source if fnmatch.fnmatchcase(name, pattern)]
+        if not dropped:
+            raise CheckpointError(f"--drop {pattern}: no name in {label} matches it; they begin with {min(source)}")
+        for name in dropped:
+            del source[name]
+    unused = sorted(set(weights.tensors) - set(source.values())) + weights.others
+    return NameMatch(source, prefix, unused, [])

@@ -1,0 +1,428 @@
+"""Keep a run's checkpoints and records in an object store: S3, GCS, Azure, or any that fsspec writes to.
+
+    remote = RemoteRun("s3://bucket/runs", "first")
+    remote.check()                                  # package, bucket and permissions, before anything is written
+    remote.upload(folder, 500); remote.steps()      # [500]
+    remote.download(folder, 500)
+
+The store has the files of the run's local folder under the same names. A checkpoint's manifest is uploaded last and
+removed first: one that has a manifest is whole. Files are read in ranges; sizes and checksums are the manifest's.
+This file alone imports fsspec.
+"""
+
+import contextlib
+import errno
+import importlib
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from lockstep.checkpoint.files import printable, refusal_error, remove, write_file
+from lockstep.checkpoint.format import JSON_LIMIT, MANIFEST, Manifest, read_manifest, step_name, step_of
+from lockstep.checkpoint.store import path_of
+from lockstep.config.secrets import mask
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, StorageError
+from lockstep.files import bytes_text, sync, write_whole
+
+__all__ = ["RECORDS", "RemoteRun", "Say"]
+
+# The files beside the checkpoints that a run continues from on another machine.
+RECORDS = (
+    *("config.toml", "environment.json", "state.json", "metrics.jsonl", "timeline.jsonl"),
+    *("checkpoints/evaluated.json", "checkpoints/trained.json"),
+)
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+_RANGE = 16 << 20  # bytes of one read
+_RANGES = 4  # reads at a time
+_PAUSES = (1.0, 4.0, 15.0)  # seconds before each retry
+_REPORT_SECONDS = 30.0  # between two lines about a long download
+_PACKAGES = {"s3fs": "'torch-lockstep[remote]'"}  # module -> what pip installs, if that is not the module's name
+
+# The store's own code of an error -> why, and the way out. A retry does not help.
+_DENIED = "no permission (403); the credentials in use must list, read, write and delete there"
+_MISSING = "the bucket does not exist; create it, or correct the URL"
+_CLOCK = "this machine's clock differs too much from the store's; synchronise it (NTP), and start again"
+_REFUSED = "the store refuses the credentials; renew or correct them in the environment or in its own file"
+_FINAL = {
+    **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "AuthorizationFailure", "Forbidden", "403"), _DENIED),
+    **dict.fromkeys(("AuthorizationPermissionMismatch", "InsufficientAccountPermissions"), _DENIED),
+    **dict.fromkeys(("NoSuchBucket", "ContainerNotFound"), _MISSING),
+    **dict.fromkeys(("RequestTimeTooSkewed", "RequestExpired"), _CLOCK),
+    **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"), _REFUSED),
+    **dict.fromkeys(("TokenRefreshRequired", "AuthenticationFailed", "InvalidClientTokenId", "401"), _REFUSED),
+}
+# Classes of errors by name, since their packages may be missing: no credentials; no answer.
+_NO_CREDENTIALS = {
+    "botocore.exceptions.NoCredentialsError",
+    "botocore.exceptions.PartialCredentialsError",
+    "google.auth.exceptions.DefaultCredentialsError",
+}
+_NO_ANSWER = {
+    "aiohttp.client_exceptions.ClientError",
+    "azure.core.exceptions.ServiceRequestError",
+    "azure.core.exceptions.ServiceResponseError",
+    "botocore.exceptions.ConnectionError",
+    "botocore.exceptions.HTTPClientError",
+    "requests.exceptions.ConnectionError",
+}
+
+
+class RemoteRun:
+    """A run's folder in an object store.
+
+    Args:
+        save_dir: URL of the parent of all runs.
+        experiment_name: of the run.
+        flag: the setting to name in errors.
+
+    Attributes:
+        url: of the run's folder.
+    """
+
+    def __init__(self, save_dir: str, experiment_name: str, flag: str = "--save-dir") -> None:
+        self.url = f"{save_dir.rstrip('/')}/{experiment_name}" if experiment_name else save_dir.rstrip("/")
+        self._flag = flag
+        self._pauses: tuple[float, ...] = _PAUSES
+
+    @cached_property
+    def _store(self) -> tuple[Any, str]:
+        """The file system of fsspec, and the run's path in it.
+
+        Raises:
+            ConfigError: fsspec does not know the URL's scheme, or a package is missing.
+        """
+        fsspec: Any = importlib.import_module("fsspec")
+        scheme = self.url.partition("://")[0]
+        if scheme not in fsspec.available_protocols():
+            raise self._error(f"fsspec knows no store {scheme!r}; give s3://BUCKET/PATH, gs:// or az://")
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        if scheme in ("file", "local"):
+            options["auto_mkdir"] = True
+        try:
+            system, path = fsspec.url_to_fs(self.url, **options)
+        except ImportError as error:
+            known: Any = importlib.import_module("fsspec.registry").known_implementations
+            module = str(known[scheme]["class"]).partition(".")[0]
+            package = _PACKAGES.get(module, module)
+            raise self._error(f"the package {module} is not installed; pip install {package}") from error
+        except Exception as error:
+            raise self._explain(error) from error
+        return system, path
+
+    def check(self) -> None:
+        """Check that the store can be written, read, listed and cleared; leaves nothing there.
+
+        Raises:
+            ConfigError: a package, the bucket, credentials or permissions are missing; or clocks differ too much.
+            StorageError: the store does not answer.
+        """
+        name, self._pauses = f".probe-{secrets.token_hex(8)}", _PAUSES[:1]  # somebody waits for the answer
+        self.write(name, b"lockstep")
+        try:
+            if self.read(name) != b"lockstep":
+                raise self._error("what was written there reads back differently; give a store that keeps files")
+            self._sizes("")
+        finally:
+            self.discard_files([name])
+            self._pauses = _PAUSES
+
+    # --- small files
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small file of the run; None if it is missing."""
+        system, root = self._store
+        try:
+            if self._reach(lambda: system.info(f"{root}/{name}"))["size"] > JSON_LIMIT:
+                raise self._error(f"{name} has more than {JSON_LIMIT} bytes; remove it")
+            return bytes(self._reach(lambda: system.cat_file(f"{root}/{name}")))
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file of the run, at once and whole."""
+        system, root = self._store
+        self._reach(lambda: system.pipe_file(f"{root}/{name}", data))
+
+    def put(self, path: Path, name: str) -> None:
+        """Upload a local file as `name`. Raises FileNotFoundError if it is gone."""
+        system, root = self._store
+        path.stat()
+        self._reach(lambda: system.put_file(str(path), f"{root}/{name}"))
+
+    def download_records(self, folder: Path) -> None:
+        """Download the records of the run, in place of older ones in its local folder."""
+        system, root = self._store
+        for name in RECORDS:
+            path = folder / name
+            temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+            try:
+                self._reach(lambda name=name, to=temporary: system.get_file(f"{root}/{name}", str(to)))  # type: ignore[misc]
+                os.replace(temporary, path)
+            except FileNotFoundError:  # the run has none yet
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise refusal_error(error) from error
+            finally:
+                remove(temporary)
+
+    # --- checkpoints
+
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, ascending."""
+        return sorted(step for step, sizes in self._listing().items() if MANIFEST in sizes)
+
+    def manifest(self, step: int) -> Manifest:
+        """Read the manifest of a checkpoint.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        data = self.read(f"checkpoints/{step_name(step)}/{MANIFEST}")
+        if data is None:
+            raise CheckpointError(f"{self.url}/checkpoints/{step_name(step)} has no {MANIFEST}: its upload did not end")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, step_name(step))
+            path.mkdir()
+            write_whole(path / MANIFEST, data, lasting=False)
+            return read_manifest(path)
+
+    def upload(self, folder: Path, step: int) -> int:
+        """Upload a complete checkpoint of the run's local folder, unless the store has it.
+
+        Returns:
+            The number of bytes uploaded.
+
+        Raises:
+            FileNotFoundError: the local checkpoint is gone.
+            LockstepError: the store refuses, or does not answer.
+        """
+        path, name = path_of(folder, step), f"checkpoints/{step_name(step)}"
+        content = (path / MANIFEST).read_bytes()
+        manifest = read_manifest(path)
+        there = self._sizes(name)
+        if MANIFEST in there and self.read(f"{name}/{MANIFEST}") == content:
+            return 0
+        self.discard_files([f"{name}/{each}" for each in sorted(there, key=lambda each: each != MANIFEST)])
+        for each in sorted(manifest.files):
+            self.put(path / each, f"{name}/{each}")
+        wanted = {each: int(file["size"]) for each, file in manifest.files.items()}
+        if (there := self._sizes(name)) != wanted:
+            wrong = sorted(each for each in wanted | there if wanted.get(each) != there.get(each))
+            raise self._error(f"{name}/{wrong[0]} has {there.get(wrong[0])} bytes there, {wanted.get(wrong[0])} here")
+        self.write(f"{name}/{MANIFEST}", content)
+        return manifest.size
+
+    def download(self, folder: Path, step: int, say: Say = lambda line: None) -> None:
+        """Download a checkpoint into the run's local folder, in place of a damaged one there.
+
+        Args:
+            say: called with a line at the beginning and during a long download.
+
+        Raises:
+            CheckpointError: it is incomplete or damaged in the store, or the local disk refused.
+            StorageError: the store does not answer.
+        """
+        final, manifest = path_of(folder, step), self.manifest(step)
+        say(f"downloading {final.name} ({bytes_text(manifest.size)}) from {self.url}")
+        temporary = final.with_name(f".{final.name}.tmp-{secrets.token_hex(8)}")
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            if (free := shutil.disk_usage(final.parent).free) < manifest.size:
+                raise CheckpointError(
+                    f"{folder} has {bytes_text(free)} free and {final.name} of {self.url} takes "
+                    f"{bytes_text(manifest.size)}; make room, or choose another --checkpoint.local-dir"
+                )
+            temporary.mkdir(mode=0o700)
+            for each, file in sorted(manifest.files.items()):
+                self._fetch(step, each, file, temporary / each, say)
+            write_file(temporary / MANIFEST, [manifest.dump()])
+            os.chmod(temporary, final.parent.stat().st_mode & 0o2777)
+            if final.is_symlink() or final.exists():  # a damaged one
+                aside = final.with_name(f".{final.name}.old-{secrets.token_hex(8)}")
+                os.rename(final, aside)
+                remove(aside)
+            os.rename(temporary, final)
+            sync(final.parent)
+        except OSError as error:
+            raise refusal_error(error) from error
+        finally:
+            remove(temporary)
+
+    def verify(self, step: int) -> list[str]:
+        """Read a checkpoint in the store in ranges; return what is wrong, a line each, and [] if it is whole."""
+        try:
+            manifest = self.manifest(step)
+            sizes = self._sizes(f"checkpoints/{step_name(step)}")
+        except CheckpointError as error:
+            return [str(error)]
+        problems = [
+            f"{step_name(step)}/{printable(each)} does not belong there"
+            for each in sorted(sizes.keys() - manifest.files.keys() - {MANIFEST})
+        ]
+        for each, file in sorted(manifest.files.items()):
+            try:
+                for _ in self._chunks(step, each, file, lambda line: None):
+                    pass
+            except CheckpointError as error:
+                problems.append(str(error))
+        return problems
+
+    def discard(self, steps: list[int]) -> None:
+        """Remove the checkpoints of these steps, each manifest first."""
+        listing = self._listing() if steps else {}
+        for step in steps:
+            names = sorted(listing.get(step, {}), key=lambda each: each != MANIFEST)
+            self.discard_files([f"checkpoints/{step_name(step)}/{each}" for each in names])
+            if self.url.startswith(("file://", "local://")):  # the only stores with folders that stay when empty
+                system, root = self._store
+                with contextlib.suppress(OSError):
+                    system.rmdir(f"{root}/checkpoints/{step_name(step)}")
+
+    def leftovers(self) -> list[int]:
+        """Return the steps of checkpoints whose upload or removal did not end."""
+        return sorted(step for step, sizes in self._listing().items() if MANIFEST not in sizes)
+
+    # --- requests
+
+    def _fetch(self, step: int, name: str, file: dict[str, Any], path: Path, say: Say) -> None:
+        write_file(path, self._chunks(step, name, file, say))
+
+    def _chunks(self, step: int, name: str, file: dict[str, Any], say: Say) -> Iterator[bytes]:
+        """Yield a file's content in ranges.
+
+        Raises:
+            CheckpointError: after the last one, if its size or checksum is not the manifest's.
+        """
+        system, root = self._store
+        remote, label, size = f"{root}/checkpoints/{step_name(step)}/{name}", f"{step_name(step)}/{name}", file["size"]
+        digest, count, reported = xxhash.xxh3_64(), 0, time.monotonic()
+        starts = range(0, size, _RANGE)
+        for first in range(0, len(starts), _RANGES):
+            begins = [*starts[first : first + _RANGES]]
+            ends = [min(begin + _RANGE, size) for begin in begins]
+            for chunk in self._ranges(system, remote, begins, ends, label):
+                digest.update(chunk)
+                count += len(chunk)
+                yield chunk
+            if time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                say(f"downloading {label}: {bytes_text(count)} of {bytes_text(size)}")
+        if count != size:
+            raise CheckpointError(f"{label} in {self.url} has {count} bytes instead of {size}")
+        if digest.hexdigest() != file["xxh3_64"]:
+            raise CheckpointError(f"{label} in {self.url} is damaged: its checksum is not the manifest's")
+
+    def _ranges(self, system: Any, remote: str, begins: list[int], ends: list[int], label: str) -> list[bytes]:
+        paths = [remote] * len(begins)
+        try:
+            return list(self._reach(lambda: system.cat_ranges(paths, begins, ends, on_error="raise")))
+        except FileNotFoundError:
+            raise CheckpointError(f"{label} is missing in {self.url}") from None
+
+    def _listing(self) -> dict[int, dict[str, int]]:
+        """Return {step: {file name: bytes}} of all checkpoints, complete or not."""
+        steps: dict[int, dict[str, int]] = {}
+        for name, size in self._sizes("checkpoints").items():
+            parent, _, file = name.partition("/")
+            step = step_of(parent)
+            if step is not None and file:
+                steps.setdefault(step, {})[file] = size
+        return steps
+
+    def _sizes(self, folder: str) -> dict[str, int]:
+        """Return {name: bytes} of all files below a folder of the run; {} without one."""
+        system, root = self._store
+        place = f"{root}/{folder}".rstrip("/")
+        try:
+            found = self._reach(lambda: system.find(place, detail=True))
+        except FileNotFoundError:
+            return {}
+        files = {str(name): int(info.get("size") or 0) for name, info in found.items()}
+        return {name[len(place) + 1 :]: size for name, size in files.items() if name.startswith(f"{place}/")}
+
+    def discard_files(self, names: list[str]) -> None:
+        """Delete files, one after the other, in this order; missing ones are fine."""
+        system, root = self._store
+        for name in names:
+            try:
+                self._reach(lambda name=name: system.rm_file(f"{root}/{name}"))  # type: ignore[misc]
+            except FileNotFoundError:
+                continue
+
+    def _reach(self, action: Callable[[], T]) -> T:
+        """Make a request, and retry after a pause if the store does not answer.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ConfigError: the store refuses.
+            StorageError: it did not answer in any attempt.
+        """
+        for pause in (*self._pauses, None):
+            try:
+                return action()
+            except Exception as error:
+                if isinstance(error, FileNotFoundError) and _code_of(error) not in _FINAL:
+                    raise
+                failure = self._explain(error)
+                if pause is None or isinstance(failure, ConfigError):
+                    raise failure from error
+            time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _explain(self, error: Exception) -> LockstepError:
+        """Return the error for a failed request: by the store's code, or by class."""
+        chain = [error, *_causes(error)]
+        classes = {f"{kind.__module__}.{kind.__name__}" for each in chain for kind in type(each).__mro__}
+        code = _code_of(error)
+        if code in _FINAL:
+            return self._error(_FINAL[code])
+        if classes & _NO_CREDENTIALS:
+            return self._error("no credentials were found; set them in the environment, or in the store's own file")
+        if isinstance(error, PermissionError):
+            return self._error(_DENIED)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EROFS, errno.ENOTDIR):
+            return self._error(f"{error.strerror}; make room there, or choose another URL")
+        reason = printable(mask((str(error).strip().splitlines() or [""])[0]), 200)
+        if classes & _NO_ANSWER or isinstance(error, OSError):
+            return StorageError(
+                f"{self._flag} {self.url}: the store does not answer ({type(error).__name__}: {reason}); start again "
+                "when it does"
+            )
+        return self._error(f"{type(error).__name__}: {reason}")
+
+    def _error(self, why: str) -> ConfigError:
+        return ConfigError(f"{self._flag} {self.url}: {why}")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    each = error.__cause__ or error.__context__
+    while each is not None:
+        yield each
+        each = each.__cause__ or each.__context__
+
+
+_CODE = re.compile(r"\w+", re.ASCII)
+
+
+def _code_of(error: BaseException) -> str:
+    """Return the store's own code of an error, such as "AccessDenied"; "" without one."""
+    for each in (error, *_causes(error)):
+        response = getattr(each, "response", None)
+        fields = response.get("Error") if isinstance(response, dict) else None  # botocore
+        code = fields.get("Code") if isinstance(fields, dict) else None
+        for value in (code, getattr(each, "error_code", None), getattr(each, "code", None)):  # Azure; GCS
+            if value is not None and _CODE.fullmatch(text := str(getattr(value, "value", value))):
+                return text
+    return ""

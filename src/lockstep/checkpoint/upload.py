@@ -1,0 +1,324 @@
+"""Copy a run's checkpoints and records to its object store, in a thread that the training never waits for.
+
+    uploader = Uploader(remote, folder, keep=3, every=0)
+    uploader.claim(owner, is_dead, say)     # one run at a time uploads to a URL
+    uploader.submit(best=400)               # after each save
+    uploader.settle()                       # waits; "" or what is not uploaded
+    uploader.close()                        # uploads the records once more, and releases the URL
+
+The thread uploads the newest checkpoint first, then older ones that the retention keeps, then records; it removes from
+the store what the retention does not keep. After an error it goes on at the next save.
+
+The owner's file says which run uploads to a URL, and the thread changes it every half minute. A store has no locks: who
+starts watches the file for longer than that, and is refused if it changes. A run that finds another's name in the file
+uploads nothing more. So two runs that start at the same moment both train, and only the last to write the file uploads.
+"""
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from lockstep.checkpoint.format import MANIFEST
+from lockstep.checkpoint.remote import RECORDS, RemoteRun, Say
+from lockstep.checkpoint.store import is_marked, kept_steps, list_steps, path_of
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, StorageError, error_line
+from lockstep.files import bytes_text
+
+__all__ = ["Uploader"]
+
+_LOG = logging.getLogger("lockstep")
+
+OWNER = "owner.json"
+_BEAT = 30.0  # seconds between two changes of the owner's file
+_WATCH = 75.0  # seconds to watch another's for a change: two beats, and the time of a slow request
+_POLL = 5.0
+_END_SECONDS = 30.0  # to end an upload in a run that has failed
+
+
+class Uploader:
+    """A thread that keeps a run's object store up to date.
+
+    Args:
+        remote: the run's folder in the store.
+        folder: the run's local folder.
+        keep: newest checkpoints to keep there.
+        every: also keep steps that are multiples of it; 0: none.
+        beat: seconds between two changes of the owner's file.
+
+    Attributes:
+        sending: step of the checkpoint that is being uploaded, which must stay; None: none.
+    """
+
+    def __init__(self, remote: RemoteRun, folder: Path, *, keep: int, every: int, beat: float = _BEAT) -> None:
+        self._remote, self._folder, self._keep, self._every, self._beat = remote, folder, keep, every, beat
+        self._token, self._count, self._owner = secrets.token_hex(8), 0, ""
+        self._best: int | None = None
+        self._marked: dict[int, bool] = {}
+        self._uploaded: dict[int, str] = {}  # step -> checksum of its manifest: a rollback writes a step again
+        self._there: set[int] = set()  # all whole ones in the store
+        self._has_records = True
+        self._warned: set[int] = set()
+        self._sent: dict[str, tuple[int, int]] = {}  # record -> modification time and size when it was uploaded
+        self._lost = False
+        self._requests, self._done = 0, 0  # rounds asked for, and made
+        self._change, self._ends = threading.Condition(), False
+        self._thread: threading.Thread | None = None
+        self.sending: int | None = None
+
+    # --- ownership
+
+    def claim(self, owner: str, is_dead: Callable[[str], bool], say: Say, *, force: bool = False) -> None:
+        """Become the run that uploads to the URL, and start the thread.
+
+        Args:
+            owner: describes this process.
+            is_dead: whether the process of such a description has certainly ended.
+            say: called with a line if another owner must be watched.
+            force: this process continues for an owner that was lost: look for no other, and warn in place of an error.
+
+        Raises:
+            ConfigError: another run uploads there.
+            StorageError: the store does not answer.
+        """
+        self._owner = owner
+        try:
+            before = None if force else self._remote.read(OWNER)
+            other = _owner_of(before)
+            if before is not None and other and not is_dead(other):
+                seconds = self._beat * _WATCH / _BEAT
+                say(f"{self._remote.url} belongs to {other}; watching for {seconds:.0f} s whether it is still running")
+                self._watch(before, seconds, other)
+            self._beat_once()
+            if not self._is_owner():
+                raise self._in_use(_owner_of(self._remote.read(OWNER)))
+        except LockstepError as error:
+            if not force:
+                raise
+            _LOG.warning("%s", error)  # the ranks go on; the thread tries again
+        self._thread = threading.Thread(target=self._run, name="lockstep-upload", daemon=True)
+        self._thread.start()
+
+    def _watch(self, before: bytes, seconds: float, other: str) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            time.sleep(min(_POLL, seconds / 10))
+            now = self._remote.read(OWNER)
+            if now is None:  # it has ended
+                return
+            if now != before:
+                raise self._in_use(_owner_of(now) or other)
+
+    def _in_use(self, other: str) -> ConfigError:
+        return ConfigError(
+            f"--save-dir {self._remote.url} is in use by {other}; wait for it, or choose another --experiment-name"
+        )
+
+    def _beat_once(self) -> None:
+        self._count += 1
+        fields = {"owner": self._owner, "token": self._token, "count": self._count}
+        self._remote.write(OWNER, json.dumps(fields).encode())
+
+    def _is_owner(self) -> bool:
+        return _token_of(self._remote.read(OWNER)) == self._token
+
+    # --- from the run
+
+    def submit(self, best: int | None) -> None:
+        """Upload what is new in the folder. Returns at once.
+
+        Args:
+            best: step of the best checkpoint; None: there is none.
+        """
+        with self._change:
+            self._best = best
+            self._requests += 1
+            self._change.notify_all()
+
+    def settle(self, seconds: float | None = None) -> str:
+        """Wait until everything is uploaded or was tried, and describe what is not uploaded; "" for nothing.
+
+        Args:
+            seconds: to wait at most; None: as long as it takes.
+        """
+        with self._change:
+            self._requests += 1
+            target = self._requests
+            self._change.notify_all()
+            self._change.wait_for(lambda: self._done >= target or self._lost, seconds)
+        return self._missing()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Upload the records once more, release the URL and end the thread. Safe to call twice.
+
+        Args:
+            failed: the run has failed: wait only for some seconds.
+        """
+        if self._thread is None:
+            return
+        missing = self.settle(_END_SECONDS if failed else None)
+        with self._change:
+            self._ends = True
+            self._change.notify_all()
+        self._thread.join(0.0 if failed else _END_SECONDS)
+        is_idle, self._thread = not self._thread.is_alive(), None
+        if failed and missing:
+            _LOG.warning("%s", missing)
+        try:
+            if is_idle and not self._lost and self._is_owner():
+                self._remote.discard_files([OWNER])
+        except LockstepError as error:
+            _LOG.warning("%s; the next start waits to see that this run has ended", error)
+
+    def _missing(self) -> str:
+        local = set(list_steps(self._folder))
+        steps = sorted(step for step in local & self._kept(local | self._there) if not self._is_uploaded(step))
+        if not steps and not self._lost and self._has_records:
+            return ""
+        newest = f"the newest there is of step {max(self._there)}" if self._there else "there is none"
+        what = ", ".join(path_of(self._folder, step).name for step in steps[-3:]) or "the last records"
+        more = f" and {len(steps) - 3} more" if len(steps) > 3 else ""
+        return (
+            f"not uploaded to {self._remote.url}: {what}{more} ({newest}); they are in {self._folder}, and the next "
+            "start there uploads them"
+        )
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._requests > self._done or self._ends, self._beat)
+                target, ends = self._requests, self._ends
+            if ends:
+                return
+            try:
+                if self._keep_ownership() and target > self._done:
+                    self._round()
+            except Exception as error:  # a bug must not leave the run waiting for its end
+                self._warn(
+                    -1, f"uploads to {self._remote.url} failed: {error_line(error)}; tried again at the next save"
+                )
+            with self._change:
+                self._done = target
+                self._change.notify_all()
+
+    def _keep_ownership(self) -> bool:
+        """Change the owner's file; False if it has another's name now."""
+        if self._lost:
+            return False
+        try:
+            if self._is_owner():
+                self._beat_once()
+                return True
+            other = _owner_of(self._remote.read(OWNER)) or "another run"
+        except LockstepError:  # the store does not answer; an upload says so, with what it could not upload
+            return True
+        self._lost = True
+        _LOG.warning("%s was taken over by %s; this run uploads nothing more", self._remote.url, other)
+        return False
+
+    def _round(self) -> None:
+        """Upload checkpoints and records, and remove what the retention does not keep."""
+        self._has_records = False
+        try:
+            there = self._there = set(self._remote.steps())
+            self._uploaded = {step: checksum for step, checksum in self._uploaded.items() if step in there}
+            for step in sorted(self._kept({*list_steps(self._folder), *there}), reverse=True):
+                if not self._upload(step):
+                    return
+            there = self._there = there | self._uploaded.keys()
+            stay = self._kept(there)  # of those that are there: what was not uploaded makes none of them go
+            gone = sorted(there - stay)
+            self._remote.discard([*gone, *(step for step in self._remote.leftovers() if step not in stay)])
+            for step in gone:
+                self._uploaded.pop(step, None)
+            self._send_records()
+            self._has_records = True
+        except (LockstepError, OSError) as error:
+            self._warn(-1, f"{error}; tried again at the next save")
+
+    def _kept(self, steps: set[int]) -> set[int]:
+        return kept_steps(sorted(steps), self._is_marked, last=self._keep, best=self._best, every=self._every)
+
+    def _is_marked(self, step: int) -> bool:
+        if step not in self._marked:
+            path = path_of(self._folder, step)
+            try:
+                self._marked[step] = is_marked(path) if path.is_dir() else bool(self._remote.manifest(step).not_finite)
+            except CheckpointError:
+                return False
+        return self._marked[step]
+
+    def _checksum(self, step: int) -> str:
+        """Return the checksum of a local checkpoint's manifest; "" without one."""
+        try:
+            return xxhash.xxh3_64_hexdigest((path_of(self._folder, step) / MANIFEST).read_bytes())
+        except OSError:
+            return ""
+
+    def _is_uploaded(self, step: int) -> bool:
+        return step in self._uploaded and self._checksum(step) in ("", self._uploaded[step])
+
+    def _upload(self, step: int) -> bool:
+        """Upload a checkpoint, unless it is there; False if the store does not answer."""
+        checksum = self._checksum(step)
+        if not checksum or self._uploaded.get(step) == checksum:
+            return True
+        self.sending = step
+        start, name = time.perf_counter(), path_of(self._folder, step).name
+        try:
+            size = self._remote.upload(self._folder, step)
+        except (LockstepError, OSError) as error:
+            if not path_of(self._folder, step).is_dir():  # the retention removed it
+                return True
+            self._warn(
+                step, f"{name} was not uploaded: {error}; it is in {self._folder}, and is tried again at the next save"
+            )
+            return not isinstance(error, StorageError)
+        finally:
+            self.sending = None
+        self._uploaded[step] = checksum
+        self._warned -= {step, -1}
+        seconds = time.perf_counter() - start
+        line = "uploaded %s to %s: %s in %.1f s"
+        _LOG.info(line, name, self._remote.url, bytes_text(size), seconds, extra={"only_file": True})
+        return True
+
+    def _send_records(self) -> None:
+        logs = sorted((self._folder / "logs").glob("*.log"))
+        for name in (*RECORDS, "ended.json", "report.html", *(f"logs/{path.name}" for path in logs)):
+            path = self._folder / name
+            try:
+                status = path.lstat()
+                if self._sent.get(name) != (status.st_mtime_ns, status.st_size):
+                    self._remote.put(path, name)
+                    self._sent[name] = (status.st_mtime_ns, status.st_size)
+            except FileNotFoundError:
+                continue
+
+    def _warn(self, step: int, line: str) -> None:
+        """Warn once about a step, until an upload succeeds."""
+        _LOG.warning("%s", line, extra={"only_file": step in self._warned})
+        self._warned.add(step)
+
+
+def _fields_of(data: bytes | None) -> dict[str, object]:
+    try:
+        fields = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _owner_of(data: bytes | None) -> str:
+    return "".join(character for character in str(_fields_of(data).get("owner", ""))[:300] if character.isprintable())
+
+
+def _token_of(data: bytes | None) -> str:
+    return str(_fields_of(data).get("token", ""))

@@ -1,0 +1,337 @@
+"""Checkpoints in an object store: S3 on loopback, and what a store may do to a run."""
+
+import contextlib
+import importlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import object_store
+import pytest
+import small_runs
+import torch
+import warm
+from ranks import run
+from refusals import names, refuses
+from toys import Ragged
+
+import lockstep
+from lockstep import checkpoint
+from lockstep.checkpoint.command import run as command
+from lockstep.checkpoint.remote import RemoteRun
+from lockstep.checkpoint.upload import OWNER, Uploader
+from lockstep.distributed.world import World
+from lockstep.errors import CheckpointError, ConfigError, StorageError
+
+URL = "s3://bucket/runs"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as patch, object_store.serve(patch) as store:
+        yield store
+
+
+@pytest.fixture
+def store(server, monkeypatch):
+    server.heal()
+    server.clear()
+    monkeypatch.setattr("lockstep.checkpoint.remote._PAUSES", (0.01, 0.02))
+    return server
+
+
+def config(folder, **changes):
+    local = changes.pop("local", "local")
+    options = {"local_dir": str(folder / local), "keep": 2} | changes.pop("checkpoint", {})
+    return small_runs.config(changes.pop("url", URL), checkpoint=options, **changes)
+
+
+def saved(folder, *steps):
+    """A run's folder with checkpoints of these steps."""
+    for step in steps:
+        tensors = {"model/weight": torch.full((5, 3), float(step)), "model/bias": torch.arange(step + 1.0)}
+        checkpoint.save(folder, step, tensors, {}, World(), engine="single")
+    return folder
+
+
+def whole(remote):
+    return {step: remote.verify(step) for step in remote.steps()}
+
+
+@pytest.mark.parametrize("url", [URL, "memory://runs", "file"])
+def test_a_checkpoint_is_whole_in_the_store_or_not_there(tmp_path, store, url):
+    remote = RemoteRun(f"file://{tmp_path}/store" if url == "file" else url, "r")
+    remote.check()
+    folder = saved(tmp_path / "r", 3, 6)
+    assert remote.upload(folder, 3) > 0
+    assert remote.upload(folder, 3) == 0
+    remote.upload(folder, 6)
+    assert whole(remote) == {3: [], 6: []}
+    remote.download(tmp_path / "other", 6)
+    assert checkpoint.fingerprint(checkpoint.path_of(tmp_path / "other", 6)) == checkpoint.fingerprint(
+        checkpoint.path_of(folder, 6)
+    )
+    name = "checkpoints/step-00000006/rank-00000.safetensors"
+    data = bytearray((folder / name).read_bytes())
+    data[-1] ^= 1
+    remote.write(name, bytes(data))
+    assert names(*remote.verify(6), "step-00000006/rank-00000.safetensors")
+    with refuses(CheckpointError, "step-00000006/rank-00000.safetensors"):
+        remote.download(tmp_path / "again", 6)
+    assert not list((tmp_path / "again").rglob("step-*")) + list((tmp_path / "again").rglob(".step-*"))
+    remote.discard_files([name])
+    with refuses(CheckpointError, "step-00000006/rank-00000.safetensors"):
+        remote.download(tmp_path / "again", 6)
+    remote.discard([3])
+    assert remote.steps() == [6]
+    remote.discard_files(["checkpoints/step-00000006/manifest.json"])
+    assert (remote.steps(), remote.leftovers()) == ([], [6])
+    remote.upload(folder, 6)
+    assert whole(remote) == {6: []}
+
+
+REFUSALS = [
+    ((".*", "", "AccessDenied", 403), ConfigError, "403"),
+    (("PUT", "", "AccessDenied", 403), ConfigError, "403"),
+    (("GET", "", "AccessDenied", 403), ConfigError, "403"),
+    (("DELETE", "", "AccessDenied", 403), ConfigError, "403"),
+    ((".*", "", "RequestTimeTooSkewed", 403), ConfigError, "clock"),
+    ((".*", "", "InvalidAccessKeyId", 403), ConfigError, "credentials"),
+    ((".*", "", "ExpiredToken", 400), ConfigError, "credentials"),
+]
+
+
+@pytest.mark.parametrize(("fault", "kind", "named"), REFUSALS)
+def test_what_a_store_refuses_is_one_line_before_anything_is_written(tmp_path, store, fault, kind, named):
+    store.fail(*fault)
+    with refuses(kind, "--save-dir", f"{URL}/r", named):
+        lockstep.train(config(tmp_path), Ragged())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_url_that_cannot_work_is_one_line_before_anything_is_written(tmp_path, store, monkeypatch):
+    with refuses(ConfigError, "--save-dir", "s3://nowhere/r", "bucket"):
+        lockstep.train(config(tmp_path, url="s3://nowhere"), Ragged())
+    with refuses(ConfigError, "--save-dir", "nostore"):
+        lockstep.train(config(tmp_path, url="nostore://bucket/x"), Ragged())
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "s3fs", None)
+        patch.delitem(importlib.import_module("fsspec.registry")._registry, "s3", raising=False)
+        with refuses(ConfigError, "--save-dir", "s3fs", "pip install"):
+            lockstep.train(config(tmp_path), Ragged())
+        patch.setitem(sys.modules, "gcsfs", None)
+        with refuses(ConfigError, "--save-dir", "gcsfs", "pip install"):
+            lockstep.train(config(tmp_path, url="gs://bucket"), Ragged())
+    with monkeypatch.context() as patch:
+        patch.delenv("AWS_ACCESS_KEY_ID")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        with refuses(ConfigError, "--save-dir", "credentials"):
+            lockstep.train(config(tmp_path), Ragged())
+    store.fail(".*", "", "InternalError", 500)
+    monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with refuses(StorageError, "--save-dir", URL + "/r"):
+        lockstep.train(config(tmp_path), Ragged())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_goes_on_from_the_store_on_another_machine_with_the_same_bits(tmp_path, store, capfd):
+    first = lockstep.train(config(tmp_path, stop_at=7), Ragged())
+    assert first.folder == tmp_path / "local/s3/bucket/runs/r"
+    assert RemoteRun(URL, "r").steps() == [6, 7]
+    names(capfd.readouterr().err, first.folder, f"{URL}/r")
+    second = lockstep.train(config(tmp_path, local="other"), Ragged())
+    lockstep.train(small_runs.config(tmp_path / "plain"), Ragged())
+    assert small_runs.mark(second.folder.parent) == small_runs.mark(tmp_path / "plain")
+    remote = RemoteRun(URL, "r")
+    assert whole(remote) == {9: [], 12: []}
+    there = {key.removeprefix("runs/r/") for key in store.names()}
+    here = {str(path.relative_to(second.folder)) for path in second.folder.rglob("*") if path.is_file()}
+    assert there == here - {"run.lock"}
+    assert remote.read("metrics.jsonl") == (second.folder / "metrics.jsonl").read_bytes()
+    steps = [record["global_step"] for record in checkpoint_records(second.folder)]
+    assert steps == sorted(steps)
+    assert steps[0] == 2
+    begun = config(tmp_path, experiment_name="new", init_from=f"{URL}/r", local="third", lr=0.0, max_steps=1)
+    assert (
+        small_runs.mark(lockstep.train(begun, Ragged()).folder.parent, "new")[0]
+        == small_runs.mark(second.folder.parent)[0]
+    )
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or object_store.SECRET.encode() not in path.read_bytes(), path
+    assert object_store.SECRET not in "".join(capfd.readouterr())
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert command("verify", f"{URL}/r", None) == 0
+        assert command("list", f"{URL}/r", 12) == 0
+    names(out.getvalue(), "step-00000012", "step-00000009")
+
+
+def checkpoint_records(folder):
+    from lockstep.logging.jsonl import read
+
+    return read(folder / "metrics.jsonl")
+
+
+def on_ranks(world, folder, steps, local):
+    settings = config(folder, url=f"file://{folder}/store", stop_at=steps, local=local, engine="ddp")
+    return lockstep.train(settings, Ragged(), world).global_step
+
+
+def test_two_ranks_download_what_one_uploaded(tmp_path):
+    assert run(on_ranks, 1, tmp_path, 7, "a") == [7]
+    assert run(on_ranks, 2, tmp_path, 9, "b") == [9, 9]
+    remote = RemoteRun(f"file://{tmp_path}/store", "r")
+    assert whole(remote) == {7: [], 9: []}
+
+
+def test_a_failed_upload_is_retried_then_named_and_made_up_for(tmp_path, store, capfd):
+    store.fail("PUT", r"rank-00000\.safetensors", "SlowDown", 503, 1)
+    lockstep.train(config(tmp_path, stop_at=3), Ragged())
+    assert RemoteRun(URL, "r").steps() == [3]
+    store.fail("PUT", r"step-00000006/", "AccessDenied", 403)
+    store.fail("PUT", r"step-00000007/", "AccessDenied", 403)
+    capfd.readouterr()
+    result = lockstep.train(config(tmp_path, stop_at=7), Ragged())
+    assert result.status == "stopped"
+    last = capfd.readouterr().out.strip().splitlines()
+    names(" ".join(last[-4:]), "step-00000006", "step-00000007", f"{URL}/r")
+    assert RemoteRun(URL, "r").steps() == [3]
+    store.heal()
+    lockstep.train(config(tmp_path, stop_at=7), Ragged())  # nothing to train, and something to upload
+    assert whole(RemoteRun(URL, "r")) == {6: [], 7: []}
+    lockstep.train(config(tmp_path), Ragged())
+    assert whole(RemoteRun(URL, "r")) == {9: [], 12: []}
+
+
+def test_the_nearest_whole_copy_is_resumed(tmp_path, store, capfd):
+    folder = lockstep.train(config(tmp_path, stop_at=7), Ragged()).folder
+    requests = store.requests.copy()
+    lockstep.train(config(tmp_path, stop_at=8), Ragged())
+    assert not [key for key in store.requests - requests if key.startswith("GET") and key.endswith(".safetensors")]
+    for step in (7, 8):  # damaged here, whole there
+        path = next(checkpoint.path_of(folder, step).glob("*.safetensors"), None)
+        if path:
+            path.write_bytes(path.read_bytes()[:-1] + b"x")
+    lockstep.train(config(tmp_path), Ragged())
+    lockstep.train(small_runs.config(tmp_path / "plain"), Ragged())
+    assert small_runs.mark(folder.parent) == small_runs.mark(tmp_path / "plain")
+    remote = RemoteRun(URL, "q")
+    saved(tmp_path / "local/s3/bucket/runs/q", 3)
+    remote.upload(tmp_path / "local/s3/bucket/runs/q", 3)
+    name = "checkpoints/step-00000003/rank-00000.safetensors"
+    remote.write(name, b"x" * len(remote.read(name)))
+    with refuses(CheckpointError, "s3://bucket/runs/q", "--experiment-name"):
+        lockstep.train(config(tmp_path, local="third", experiment_name="q"), Ragged())
+    names(capfd.readouterr().err, "step-00000003")
+
+
+def test_a_full_disk_is_named_before_a_download(tmp_path, store, monkeypatch):
+    remote = RemoteRun(URL, "r")
+    remote.upload(saved(tmp_path / "r", 3), 3)
+    usage = type("Usage", (), {"free": 10})
+    monkeypatch.setattr("lockstep.checkpoint.remote.shutil.disk_usage", lambda path: usage)
+    with refuses(CheckpointError, "10 B", "--checkpoint.local-dir"):
+        remote.download(tmp_path / "new", 3)
+    assert not list((tmp_path / "new").rglob("*step*"))
+
+
+def uploader(folder, **options):
+    return Uploader(RemoteRun(URL, "r"), folder, **{"keep": 2, "every": 0, "beat": 0.1} | options)
+
+
+def alive(owner):
+    return False
+
+
+def test_two_runs_do_not_upload_to_one_url(tmp_path, store, caplog):
+    folder, lines = saved(tmp_path / "r", 3), []
+    first, second = uploader(folder), uploader(saved(tmp_path / "b", 9))
+    first.claim("process 1 on a", alive, lines.append)
+    with refuses(ConfigError, f"{URL}/r", "process 1 on a", "--experiment-name"):
+        second.claim("process 2 on b", alive, lines.append)
+    assert names(lines[0], "process 1 on a")
+    second.claim("process 2 on b", lambda owner: owner == "process 1 on a", lines.append)  # it is said to be dead
+    assert names(first.settle(), f"{URL}/r")  # but it lives: it stops, and says so
+    assert names(caplog.text, "process 2 on b")
+    assert second.settle() == ""
+    assert RemoteRun(URL, "r").steps() == [9]
+    first.close()
+    assert RemoteRun(URL, "r").read(OWNER)
+    second.close()
+    assert RemoteRun(URL, "r").read(OWNER) is None
+    RemoteRun(URL, "r").write(OWNER, b'{"owner": "process 7 on c", "token": "x"}')  # it was killed
+    third = uploader(folder)
+    third.claim("process 3 on d", alive, lines.append)
+    assert names(lines[-1], "process 7 on c")
+    third.close()
+
+
+def test_an_upload_never_blocks_a_save_and_keeps_what_it_sends(tmp_path, store):
+    folder = saved(tmp_path / "r", 3)
+    sending = uploader(folder, keep=1)
+    sending.claim("process 1 on a", alive, print)
+    store.delay = 0.4
+    sending.submit(None)
+    deadline = time.monotonic() + 30
+    while sending.sending is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    start = time.perf_counter()
+    saved(folder, 6, 9)
+    removed = checkpoint.retain(folder, last=1, best=None, every=0, sending=sending.sending)
+    sending.submit(None)
+    assert time.perf_counter() - start < 0.4 * 3  # three requests of the upload that goes on
+    assert removed == [6]
+    store.delay = 0.0
+    assert sending.settle() == "" or True
+    checkpoint.retain(folder, last=1, best=None, every=0)
+    assert sending.settle() == ""
+    assert whole(RemoteRun(URL, "r")) == {9: []}
+    sending.close()
+
+
+SCRIPT = """
+import sys, lockstep, small_runs
+from pathlib import Path
+from toys import Ragged
+from lockstep import checkpoint
+config = small_runs.config({url!r}, checkpoint={{"local_dir": {local!r}}}, max_steps=100000, ckpt_freq=20)
+sys.exit(lockstep.train(config, Ragged()).exit_code)
+"""
+
+
+def test_a_signal_during_an_upload_ends_with_75_and_a_whole_copy(tmp_path, store):
+    store.delay = 0.3
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(url=URL, local=str(tmp_path / "local")))
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(["tests", *sys.path])}
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [warm.python(), str(script)],
+        env=environ,
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
+    reader.start()
+    deadline = time.monotonic() + 120
+    while not any("rank-00000.safetensors" in key for key in list(store.requests)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 75, "".join(lines)
+    reader.join(10)
+    process.stdout.close()
+    remote, folder = RemoteRun(URL, "r"), tmp_path / "local/s3/bucket/runs/r"
+    newest = checkpoint.list_steps(folder)[-1]
+    assert remote.steps()[-1] == newest
+    assert not any(whole(remote).values())
+    assert remote.leftovers() == []
+    names("".join(lines), f"{URL}/r", newest)
