@@ -232,7 +232,10 @@ def _follow(ray: Any, job: _Job, actors: Sequence[Any], earlier: list[int]) -> t
 
 def _meeting(job: _Job, host: str, port: int) -> list[str]:
     own = [f"--nproc-per-node={job.processes}"]
-    return [*own, f"--nnodes={job.nodes}", f"--master-addr={host}", f"--master-port={port}"] if job.nodes > 1 else own
+    if job.nodes == 1:
+        return own
+    # A lost node ends all: Ray finds another, and all start again, where the rest would go on without it.
+    return [*own, f"--nnodes={job.nodes}", f"--master-addr={host}", f"--master-port={port}", "--max-losses=0"]
 
 
 def _last_line(text: str) -> str:

@@ -196,12 +196,13 @@ def test_an_error_of_the_task_is_the_last_line_and_ends_a_chain(slurm, tmp_path)
 
 @pytest.mark.slow
 def test_a_lost_launcher_s_node_is_left_out_of_the_requeue(slurm, tmp_path):
-    """The other node takes the job alone if it may: here the job then waits for a node that is not excluded."""
-    run = Submitted(slurm, tmp_path, "--nodes", 2, steps=5000, seconds=0.05, more=["--timeout", "8"])
+    """The other node goes on alone to the plan's end; the job then waits for a node that is not excluded."""
+    run = Submitted(slurm, tmp_path, "--nodes", 2, steps=60, seconds=0.1, more=["--timeout", "8"])
     run.until_step(5)
     launcher = next(pid for node, pid in run.processes()["launch"] if node == "n2")
     os.kill(launcher, signal.SIGKILL)
     slurm.wait(run.job, "PENDING")
+    assert run.steps == [*range(1, 61)]
     time.sleep(2)
     shown = slurm.run("scontrol", "show", "job", run.job).out
     slurm.run("scancel", run.job)
