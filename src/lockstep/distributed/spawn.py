@@ -140,7 +140,7 @@ def start(  # noqa: PLR0913
                 ranks.append((process, receiver))
                 _launch(process, name)
                 sender.close()
-            return _collect([pipe for _, pipe in ranks], patience, place, folder is not None)
+            return _collect(ranks, patience, place, folder is not None)
         finally:
             for process, pipe in ranks:
                 if process.pid is not None:
@@ -195,8 +195,9 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def _collect(pipes: list[Connection], patience: float, folder: Path, logged: bool) -> list[Any]:
+def _collect(ranks: list[tuple[Any, Connection]], patience: float, folder: Path, logged: bool) -> list[Any]:
     """Collect all ranks' results; raise for the first rank that failed."""
+    pipes = [pipe for _, pipe in ranks]
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     results: list[Any] = [None] * len(pipes)
     failed: list[_FailureReport] = []
@@ -208,7 +209,7 @@ def _collect(pipes: list[Connection], patience: float, folder: Path, logged: boo
             try:
                 kind, content = pipe.recv()
             except EOFError:  # it died without a report, before the others' errors
-                text = _describe_death(folder, len(pipes), rank, rank in running, logged)
+                text = _describe_death(ranks[rank][0], folder, len(pipes), rank, rank in running, logged)
                 kind, content = "failed", _FailureReport(False, 0.0, rank, text, rank not in running, "")
             if kind == "alive":
                 running.add(rank)
@@ -234,13 +235,18 @@ def _collect(pipes: list[Connection], patience: float, folder: Path, logged: boo
     return results
 
 
-def _describe_death(folder: Path, size: int, rank: int, ran: bool, logged: bool) -> str:
+def _describe_death(process: Any, folder: Path, size: int, rank: int, ran: bool, logged: bool) -> str:
     """Describe a rank that died; one that never ran failed in an import."""
     if not ran:
         text = "its process could not import the calling script or the module of the task: a script that starts "
         return text + 'processes must do so under `if __name__ == "__main__":`'
     if not logged:
-        return "died without an exception (killed, or os._exit)"
+        process.join(_GRACE)  # its pipe closes a little before it has ended
+        code = process.exitcode
+        how = (
+            "killed" if code is None else f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        )
+        return f"died without an exception ({how})"
     lines = _text(_log(folder, size, rank)).strip().splitlines()
     return f"died; the end of its output: {lines[-1][:300] if lines else 'nothing'}"
 
