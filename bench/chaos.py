@@ -275,7 +275,11 @@ ROWS = {
     "R10": (r10, "other weights, config, code or data on a rank", "before step 1, key named"),
     "R11": (r11, "a stopped rank", "<= timeout + 2 s, named, stacks"),
     "R12": (r12, "a slow rank", "right rank, 0 false alarms"),
-    "R13": (r13, "the link between two nodes is cut", "<= timeout + 2 s, peer named, resumes bitwise"),
+    "R13": (
+        r13,
+        "the link between two nodes is cut, with `--max-losses 0`",
+        "<= timeout + 2 s, peer named, resumes bitwise",
+    ),
     "R14": (r14, "port, host name, read-only, space, clock", "one line, <= 3 s after imports"),
     "R15": (r15, "two runs in one folder", "refused <= 2 s"),
     "R16": (r16, "a loader process dies", "0 lost or duplicated"),
