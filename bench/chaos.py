@@ -277,7 +277,7 @@ ROWS = {
     "R12": (r12, "a slow rank", "right rank, 0 false alarms"),
     "R13": (
         r13,
-        "the link between two nodes is cut, with `--max-losses 0`",
+        "a link between two nodes is cut, `--max-losses 0`",
         "<= timeout + 2 s, peer named, resumes bitwise",
     ),
     "R14": (r14, "port, host name, read-only, space, clock", "one line, <= 3 s after imports"),
