@@ -63,7 +63,7 @@ CASES = {
         ["engine_options.prefetch", "engine ddp", "engine_options.find_unused_parameters"],
     ),
     "launcher": ({"engine": "ddp"}, Ragged, ConfigError, ["engine ddp"]),
-    "checkpoint": ({"init_from": "nowhere"}, Ragged, CheckpointError, ["init_from nowhere"]),
+    "checkpoint": ({"init_from": "."}, Ragged, CheckpointError, ["init_from ."]),
     "nan": ({}, Nan, LockstepError, ["lr", "guards.nonfinite skip"]),
     "nan, skipped": (
         *({"guards.nonfinite": "skip", "guards.limit": 1}, Nan, LockstepError),

@@ -270,7 +270,7 @@ def test_a_new_run_from_the_weights_of_another(tmp_path):
     settings = config(tmp_path, init_from=str(tmp_path / "first"), lr=0.0)
     assert go(None, settings) == (list(range(12)), 0)
     assert mark(tmp_path)[0] == mark(tmp_path, "first")[0]  # at rate 0 nothing moves
-    with refuses(CheckpointError, f"--init-from {tmp_path / 'nowhere'}"):
+    with refuses(ConfigError, f"--init-from {tmp_path / 'nowhere'}"):
         go(None, config(tmp_path, experiment_name="n", init_from=str(tmp_path / "nowhere")))
 
 

@@ -249,11 +249,15 @@ def load_state(built: RunParts) -> None:
 
 
 def check_init_from(built: RunParts) -> None:
-    """Check that the model fits weights of another library in --init-from. On each rank, before anything is written.
+    """Check --init-from, and that the model fits weights of another library. On each rank, before anything is written.
 
     Raises:
-        CheckpointError: they cannot be read, or do not fit.
+        ConfigError: there is no such file or folder.
+        CheckpointError: the weights cannot be read, or do not fit.
     """
+    name = "" if built.source else built.config.init_from
+    if name and not is_url(name) and not Path(name).expanduser().exists():
+        raise ConfigError(f"--init-from {name} does not exist; give a run's folder, a checkpoint, or a file of weights")
     if path := _foreign_path(built):
         with open_foreign(path) as source:
             match_names(source, _model_tensors(built.engine.state_dict()), _ties_of(built))
