@@ -8,7 +8,7 @@ from ranks import run
 from refusals import refuses
 
 from lockstep.distributed import descriptors, membership
-from lockstep.distributed.descriptors import CONNECT_ON_DEMAND, descriptors_of, ensure_descriptors
+from lockstep.distributed.descriptors import CONNECT_ON_DEMAND, connects_on_demand, descriptors_of, ensure_descriptors
 from lockstep.errors import ConfigError
 
 
@@ -72,5 +72,7 @@ def joined(world):
     return os.environ[CONNECT_ON_DEMAND]
 
 
-def test_ranks_connect_on_demand():
-    assert run(joined, 2) == ["1", "1"]
+def test_a_large_world_connects_on_demand():
+    assert run(joined, 2) == ["0", "0"]
+    assert [connects_on_demand(ranks) for ranks in (2, 64, 65, 1024)] == [False, False, True, True]
+    assert descriptors_of(64, hosts_store=False) > 4 * 64

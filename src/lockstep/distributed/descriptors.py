@@ -2,23 +2,34 @@
 
     ensure_descriptors(descriptors_of(rank_count, hosts_store=True), "rank 0 of 1024")
 
-Gloo's groups connect on demand (`CONNECT_ON_DEMAND`): a ring and a few trees, so a rank has a few connections to each
-group, whatever the number of ranks. Only an exchange of each rank with each other, as `--exact` and the sharding of
-some optimizers have, connects all of them, in one group. The process that serves the meeting point has a few
-connections to each rank.
+In a large world gloo's groups connect on demand (`CONNECT_ON_DEMAND`): a ring and a few trees, so a rank has a few
+connections to each group, whatever the number of ranks. Only an exchange of each rank with each other, as `--exact` and
+the sharding of some optimizers have, connects all of them, in one group. The process that serves the meeting point has
+a few connections to each rank.
 """
 
 import resource
 
 from lockstep.errors import ConfigError
 
-__all__ = ["CONNECT_ON_DEMAND", "descriptors_of", "ensure_descriptors"]
+__all__ = ["CONNECT_ON_DEMAND", "connects_on_demand", "descriptors_of", "ensure_descriptors"]
 
 CONNECT_ON_DEMAND = "TORCH_GLOO_LAZY_INIT"  # torch's variable; a user may set it to 0
 
 _BASE = 160  # data files, logs, libraries, loader processes, and the connections of groups with rings and trees
+_FEW = 64  # ranks up to which each connects to each
+_GROUPS = 4  # of gloo: the default one, control, exchange, saver
 _STORE = 3  # a rank's connections to the meeting point: its own, its heartbeats', and its loop's
 _ENOUGH = 1 << 16  # programs that close all descriptors one by one take long with a million
+
+
+def connects_on_demand(ranks: int) -> bool:
+    """Whether a world of this size connects on demand.
+
+    A small one does not need it: there gloo (torch 2.13) ended a process once, whose peer closed a group while it left
+    it ("state_ <= CONNECTED. 5 vs 4" in its pair.cc).
+    """
+    return ranks > _FEW
 
 
 def descriptors_of(ranks: int, hosts_store: bool) -> int:
@@ -27,7 +38,8 @@ def descriptors_of(ranks: int, hosts_store: bool) -> int:
     Args:
         hosts_store: it serves the ranks' meeting point.
     """
-    return _BASE + ranks + _STORE * ranks * hosts_store
+    groups = 1 if connects_on_demand(ranks) else _GROUPS
+    return _BASE + groups * ranks + _STORE * ranks * hosts_store
 
 
 def ensure_descriptors(count: int, process: str) -> None:

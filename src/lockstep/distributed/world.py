@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from lockstep.distributed.descriptors import CONNECT_ON_DEMAND, descriptors_of, ensure_descriptors
+from lockstep.distributed.descriptors import CONNECT_ON_DEMAND, connects_on_demand, descriptors_of, ensure_descriptors
 from lockstep.distributed.launcher import (
     ROUND_VARIABLE,
     check_reachable,
@@ -263,7 +263,7 @@ class World:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         hosts_store = self.rank == 0 and not meeting_point()[2]
         ensure_descriptors(descriptors_of(self.size, hosts_store), f"rank {self.rank} of {self.size}")
-        os.environ.setdefault(CONNECT_ON_DEMAND, "1")
+        os.environ.setdefault(CONNECT_ON_DEMAND, str(int(connects_on_demand(self.size))))
         store = None
         if not _is_one_node():
             choose_interface(meeting_point()[0], os.environ)
