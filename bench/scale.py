@@ -1,4 +1,4 @@
-"""What a run of a thousand ranks costs each of them: host time, requests and memory by the number of ranks.
+"""Measure what a rank of a large run costs: host time, requests and memory, by the number of ranks.
 
     python bench/scale.py [--ranks 8,64,256,1024] [--tensors 2000] [--only desync,verdict]
     PYTHONPATH=BASE/src python bench/scale.py        the same of another version: before and after

@@ -10,6 +10,40 @@ import time
 
 from lockstep import cli
 
+# A task for a script or a command: a line fitted to 64 rows.
+LINE_TASK = """
+import torch
+import lockstep
+
+class Line(lockstep.Task):
+    items_per_sample = 1
+    reduction = "sum"
+
+    def model(self):
+        return torch.nn.Linear(4, 1)
+
+    def dataset(self, split):
+        rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        return torch.utils.data.TensorDataset(rows, rows.sum(1, keepdim=True))
+
+    def loss(self, model, batch):
+        rows, wanted = batch
+        return ((model(rows) - wanted) ** 2).sum()
+"""
+
+# The third task of `srun -N2 -n3`, as Slurm 22.05 sets its variables.
+SLURM_TASK = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_STEP_NODELIST": "gpu[003-004]",
+}
+
 
 def environment(**more):
     """That of a process which no launcher started."""

@@ -11,34 +11,14 @@ from pathlib import Path
 
 import pytest
 from refusals import refuses
-from shell import environment
+from shell import LINE_TASK, environment
 
 import lockstep.ray
 from lockstep import checkpoint
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 
-TASK = """
-import time
-import torch
-import lockstep
-
-class Line(lockstep.Task):
-    items_per_sample = 1
-    reduction = "sum"
-
-    def model(self):
-        return torch.nn.Linear(4, 1)
-
-    def dataset(self, split):
-        rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-        return torch.utils.data.TensorDataset(rows, rows.sum(1, keepdim=True))
-
-    def loss(self, model, batch):
-        rows, wanted = batch
-        time.sleep(0.02)
-        return ((model(rows) - wanted) ** 2).sum()
-"""
+TASK = LINE_TASK.replace("return ((", "__import__('time').sleep(0.02)\n        return ((")
 
 # A cluster of two Ray nodes on this machine: `lose` ends an actor, a node or nothing, once the run is at step 10.
 DRIVER = """

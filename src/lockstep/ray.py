@@ -106,7 +106,7 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What every round starts.
+    """The launchers that each round starts, and what Ray reserves for them.
 
     Attributes:
         settings: the configuration, as a file's text.

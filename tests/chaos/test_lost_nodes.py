@@ -16,6 +16,7 @@ import warm
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness import BEAT, Run, arguments, end, environment, finish, launch, on_node, start, until_step
 from namespaces import CABLE, cluster
+from shell import free_port
 
 LOSS = "lockstep.tasks.language_model:CausalLM.loss"
 FLAGS = ("--micro-batch-size", "1", "--eval-freq", "5")
@@ -29,15 +30,10 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(data, tmp_path_factory):
-    """What one process leaves that nothing disturbed."""
+    """The result of an undisturbed run of one process."""
     run = launch(data, tmp_path_factory.mktemp("whole"), *FLAGS, processes=0, python=warm.python())
     assert run.code == 0, run.said
     return run.mark()
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -101,7 +97,7 @@ def test_a_lost_rank_is_replaced_and_a_node_may_come_back_and_a_signal_to_any_la
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", ["killlauncher", "node"])
 def test_without_node_0_the_run_ends_with_75_and_says_so(data, tmp_path, kills):
-    """Where its launcher alone is lost, its ranks save themselves first, and the others with them."""
+    """If node 0's launcher alone is lost, all ranks save first."""
     fault = {"rank": 0, "step": 6, "at": BEAT, "do": "killlauncher"}
     faults = [fault, {**fault, "do": "kill"}] if kills == "node" else [fault]
     with launchers(data, tmp_path, 2, "--max-steps", "100000", "--ckpt-freq", "3", faults=faults) as processes:

@@ -49,7 +49,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(data, tmp_path_factory):
-    """What one process leaves that nothing disturbed."""
+    """The result of an undisturbed run of one process."""
     run = launch(data, tmp_path_factory.mktemp("whole"), *FOUR, processes=0, python=warm.python())
     assert run.code == 0, run.said
     return run.mark()

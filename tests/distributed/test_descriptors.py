@@ -68,11 +68,11 @@ def test_each_rank_asks_those_it_is_connected_to_first():
     assert set(peers[:21]) >= {(5 + sign * 2**bit) % 1024 for bit in range(10) for sign in (1, -1)}
 
 
-def joined(world):
+def on_demand_setting(world):
     return os.environ[CONNECT_ON_DEMAND]
 
 
 def test_a_large_world_connects_on_demand():
-    assert run(joined, 2) == ["0", "0"]
+    assert run(on_demand_setting, 2) == ["0", "0"]
     assert [connects_on_demand(ranks) for ranks in (2, 64, 65, 1024)] == [False, False, True, True]
     assert descriptors_of(64, hosts_store=False) > 4 * 64

@@ -5,6 +5,7 @@ import os
 import pytest
 import small_runs
 from refusals import refuses
+from shell import SLURM_TASK
 
 import lockstep
 from lockstep.commands import train as train_command
@@ -16,32 +17,22 @@ from lockstep.errors import ConfigError
 
 STEP = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
 RANK = {"RANK": "1", "WORLD_SIZE": "8"}
-TASK = {  # the third of `srun -N2 -n3`, as Slurm 22.05 sets it
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1",
-    "SLURM_STEP_NODELIST": "gpu[003-004]",
-}
 
 
 def test_each_task_of_srun_is_a_rank(monkeypatch):
     monkeypatch.setattr(starters, "node_address", lambda host: f"{host}.cluster")
-    environ = dict(TASK)
+    environ = dict(SLURM_TASK)
     read_starter(environ)
     expected = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert expected.items() <= environ.items()
     assert environ["MASTER_ADDR"] == "gpu003.cluster"
     assert 10000 <= int(environ["MASTER_PORT"]) < 30000
     ports = {
-        SlurmTask.read({**TASK, **other}).port for other in ({}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"})
+        SlurmTask.read({**SLURM_TASK, **other}).port
+        for other in ({}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"})
     }
     assert len(ports) == 3  # steps of one job, and a job that is requeued while its port is still in use
-    own = {**TASK, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5", "OMP_NUM_THREADS": "3"}
+    own = {**SLURM_TASK, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5", "OMP_NUM_THREADS": "3"}
     read_starter(own)
     assert (own["MASTER_ADDR"], own["MASTER_PORT"], own["OMP_NUM_THREADS"]) == ("10.0.0.1", "5", "3")
 
@@ -51,11 +42,11 @@ def test_each_task_of_srun_is_a_rank(monkeypatch):
     [("n1", "n1"), ("n[1-2]", "n1"), ("gpu[003-004,7],login1", "gpu003"), ("a1,b2", "a1"), ("r[1-2]n[5,6]x", "r1n5x")],
 )
 def test_the_first_host_of_a_list(nodes, first):
-    assert SlurmTask.read({**TASK, "SLURM_STEP_NODELIST": nodes}).host == first
+    assert SlurmTask.read({**SLURM_TASK, "SLURM_STEP_NODELIST": nodes}).host == first
 
 
 def test_tasks_on_a_node_are_counted():
-    environ = {**TASK, "SLURM_STEP_TASKS_PER_NODE": "3(x2),1", "SLURM_STEP_NUM_TASKS": "7"}
+    environ = {**SLURM_TASK, "SLURM_STEP_TASKS_PER_NODE": "3(x2),1", "SLURM_STEP_NUM_TASKS": "7"}
     assert [SlurmTask.read({**environ, "SLURM_NODEID": str(node)}).local_size for node in range(3)] == [3, 3, 1]
 
 
@@ -63,7 +54,7 @@ def test_threads_are_a_share_of_the_cores_that_slurm_grants(monkeypatch):
     monkeypatch.setattr(starters, "cores", lambda: 64)
     monkeypatch.setattr(starters, "node_address", lambda host: host)
     for granted, threads in (("8", "4"), ("1", "1")):
-        environ = {**TASK, "SLURM_CPUS_ON_NODE": granted, "SLURM_NODEID": "0"}
+        environ = {**SLURM_TASK, "SLURM_CPUS_ON_NODE": granted, "SLURM_NODEID": "0"}
         read_starter(environ)
         assert environ["OMP_NUM_THREADS"] == threads
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
@@ -88,7 +79,7 @@ def test_a_node_whose_name_does_not_resolve_has_slurms_address(tmp_path, monkeyp
     [
         (STEP, "srun -N2 --ntasks-per-node=1 lockstep launch --nproc-per-node 4 -- train"),
         ({**STEP, "SLURM_STEP_NUM_NODES": "1"}, "srun -n1 lockstep launch --nproc-per-node 8 -- train"),
-        ({**TASK, "SLURM_HET_SIZE": "2"}, "srun -N2 --ntasks-per-node=1 lockstep launch"),
+        ({**SLURM_TASK, "SLURM_HET_SIZE": "2"}, "srun -N2 --ntasks-per-node=1 lockstep launch"),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun -n1 lockstep launch --nproc-per-node 2"),
         ({"PMI_RANK": "0", "PMI_SIZE": "3"}, "mpirun -n1 lockstep launch --nproc-per-node 3"),
         ({"PET_NODE_RANK": "0", "PET_NNODES": "2"}, "lockstep launch -- train"),
@@ -104,7 +95,7 @@ def test_tasks_that_would_each_train_alone_are_told_the_command_that_was_meant(e
     "environ",
     [
         {},
-        {**TASK, **RANK},  # torchrun or `lockstep launch` under srun
+        {**SLURM_TASK, **RANK},  # torchrun or `lockstep launch` under srun
         {**STEP, "SLURM_STEP_NUM_TASKS": "1"},  # srun -n1, and the shell of salloc
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script
         {"SLURM_STEP_NUM_TASKS": "8"},

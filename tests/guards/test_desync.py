@@ -115,7 +115,7 @@ def test_what_a_rank_sends_does_not_grow_with_the_ranks_and_who_differs_is_found
     sent = {}
 
     def gather(world, value):
-        """What all ranks would send: as this one, but for the odd rank."""
+        """Return the messages of all ranks: this one's, but for the odd rank."""
         sent[world.rank] = value
         if isinstance(value, dict):  # the fingerprints, after a difference
             odd = {name: [part, "0" * 16] for name, (part, _) in value.items()}

@@ -13,7 +13,7 @@ import pytest
 import warm
 from namespaces import CABLE, cluster
 from refusals import refuses
-from shell import await_listener, environment, free_port
+from shell import LINE_TASK, await_listener, environment, free_port
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch import kubernetes
@@ -25,26 +25,6 @@ yaml = pytest.importorskip("yaml")
 SCHEMAS = json.loads(Path(__file__).with_name("manifest_schemas.json").read_text())
 NEEDED = ["--image", "registry.example/team/train:1", "--volume", "runs:/runs"]
 TRAIN = ["train", "--experiment-name", "My_run", "--save-dir", "/runs"]
-
-TASK = """
-import torch
-import lockstep
-
-class Line(lockstep.Task):
-    items_per_sample = 1
-    reduction = "sum"
-
-    def model(self):
-        return torch.nn.Linear(4, 1)
-
-    def dataset(self, split):
-        rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-        return torch.utils.data.TensorDataset(rows, rows.sum(1, keepdim=True))
-
-    def loss(self, model, batch):
-        rows, wanted = batch
-        return ((model(rows) - wanted) ** 2).sum()
-"""
 
 
 def written(capsys, *flags, train=TRAIN):
@@ -217,7 +197,7 @@ def test_a_pod_waits_for_the_name_of_pod_0(monkeypatch, capsys):
 
 
 def expand(text, variables):
-    """What Kubernetes makes of an argument: $(NAME) is replaced, $$ is a dollar."""
+    """Expand an argument as Kubernetes does: $(NAME) is a variable, $$ a dollar."""
     pattern = r"\$(\$|\((\w+)\))"
     return re.sub(pattern, lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]), text)
 
@@ -249,7 +229,7 @@ def pods(manifests, folder, python):
 
 
 def made(capsys, tmp_path, kind, *flags, name="pods", steps=4):
-    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "task.py").write_text(LINE_TASK)
     train = ["train", "--task", f"{tmp_path}/task.py:Line", "--experiment-name", name, "--save-dir", str(tmp_path)]
     train += ["--max-steps", str(steps), "--batch-size", "8", "--micro-batch-size", "2", "--device", "cpu"]
     volume = ["--volume", f"runs:{tmp_path}", "--kind", kind, "--nnodes", "2"]

@@ -6,23 +6,14 @@ import subprocess
 
 import pytest
 from refusals import names, refuses
+from shell import SLURM_TASK
 from test_launch import asked
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch import slurm
 from lockstep.launch.command import command
 
-STEP = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1",
-    "SLURM_STEP_NODELIST": "127.0.0.1",
-}
+STEP = SLURM_TASK | {"SLURM_STEP_NODELIST": "127.0.0.1"}
 
 
 def script(capsys, *flags, train=()):

@@ -32,7 +32,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_jobs_left(slurm):
-    """What a test leaves running would keep the nodes of the next."""
+    """Cancel the jobs that a test leaves: they would keep the nodes."""
     yield
     slurm.run("scancel", "--user=root", "--quiet")
 

@@ -90,7 +90,7 @@ class ForeignWeights:
 
 @dataclass(frozen=True, slots=True)
 class NameMatch:
-    """Which tensor of a file each tensor of a model comes from.
+    """The tensor of a file for each tensor of a model.
 
     Attributes:
         source: the model's name -> the file's.

@@ -360,7 +360,7 @@ class GridSlices(Sequence[SliceEntry]):
 
     @property
     def grid(self) -> Grid:
-        """How the tensor is cut."""
+        """The grid of the tensor's slices."""
         return self._grid
 
     def __len__(self) -> int:

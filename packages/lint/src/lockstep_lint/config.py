@@ -26,7 +26,7 @@ def default_codes(hints: bool = True) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Config:
-    """Which rules run, and which of their findings are reported.
+    """The rules that run, and the levels of findings that are reported.
 
     Attributes:
         codes: the rules that run.
