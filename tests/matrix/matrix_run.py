@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import resource
+import shutil
 import signal
 import time
 import zlib
@@ -209,12 +210,29 @@ def _all(world, todo, root):
     shaken()
     for start in todo:
         folder = folder_of(root, start.case)
-        folder.mkdir(parents=True, exist_ok=True)
+        if world.is_main:
+            _lay_out(start, folder)
         world.barrier()
         found = _one(world, start, folder)
         _said(root, start, world.rank).write_text(json.dumps(found))
         gc.collect()
         gc.freeze()  # each run ends with collections, which need not look at all that was imported
+
+
+def _uploads(case: Case) -> bool:
+    """With the task "options", which meets each other part: the run is in a store, and its folder there is judged."""
+    return case.task == "options"
+
+
+def _lay_out(start: Start, folder: Path) -> None:
+    """Make the folder of a case. A run in a store goes on as on another machine, unless a kill interrupted uploads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not _uploads(start.case):
+        return
+    if not start.number:
+        (folder / NAME).symlink_to(folder / "store" / NAME)
+    elif start.case.fault != "killed":
+        shutil.rmtree(folder / "local")
 
 
 def _one(world, start, folder):
@@ -347,7 +365,7 @@ def settings(start: Start, folder: Path) -> Config:
     case = start.case
     return Config(
         experiment_name=NAME,
-        save_dir=str(folder),
+        save_dir=f"file://{folder}/store" if _uploads(case) else str(folder),
         num_epochs=1,
         stop_at=start.stop_at,
         lr=base_rate(case.task),
@@ -373,7 +391,7 @@ def settings(start: Start, folder: Path) -> Config:
             beta2=BETA2,
             **_optim(case),
         ),
-        checkpoint=Checkpoint(keep=10),
+        checkpoint=Checkpoint(keep=10, local_dir=str(folder / "local")),
         guards=Guards(nonfinite=case.policy, spike=_SPIKE[case.policy], straggler=0.0, audit=_audit(start)),
         shares="auto"
         if by_speed(case, start.engine, start.world)
