@@ -96,6 +96,28 @@ def borrowed(site, requirements):
                 (site / top).symlink_to(distribution.locate_file(top))
 
 
+BUILD = """
+import importlib.util, pathlib, sys
+sys.modules |= dict.fromkeys(sys.argv[3:])  # None: cannot be imported
+spec = importlib.util.spec_from_file_location("setup", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.write(pathlib.Path(sys.argv[2]))
+"""
+
+
+def test_the_build_needs_only_what_it_requires(tmp_path):
+    """The completion files are written without any dependency: pip builds in an environment that has none."""
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+    modules = {distribution: module for module, distribution in NAMED.items()}
+    absent = [modules.get(name, name).replace("-", "_") for name in imported() if name not in names(built)]
+    assert "torch" in absent
+    assert "numpy" in absent
+    go([sys.executable, "-c", BUILD, ROOT / "setup.py", tmp_path, *absent])
+    assert (tmp_path / "lockstep.bash").read_text().endswith("-F _lockstep lockstep\n")
+    assert "launch" in (tmp_path / "_lockstep").read_text()
+
+
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory):
     """The bin folder of an environment with the wheel and its dependencies, without extras and without an index.
@@ -190,7 +212,8 @@ def test_the_linters_wheel_runs_without_torch(empty, tmp_path):
     (tmp_path / "fixable.py").write_text(FIXABLE)
     try:
         for command in ([alone / "lockstep-lint"], [empty / "lockstep", "lint"]):
-            assert "LS023" in go([*command, "fixable.py"], code=1, cwd=tmp_path).stdout
+            command = [*command, "--select", "LS029"]  # a hint
+            assert "LS029" in go([*command, "fixable.py"], code=1, cwd=tmp_path).stdout
             refused = go([*command, "--fix", "fixable.py"], code=2, cwd=tmp_path).stderr
             assert "pip install 'lockstep-lint[fix]'" in refused
         (tmp_path / "loop.py").write_text("loss.backward()\noptimizer.step()\n")

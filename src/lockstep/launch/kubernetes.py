@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import jinja2
-
 from lockstep.adapters.hf_trainer import flags
 from lockstep.config import cli
 from lockstep.config.cli import Parser
@@ -243,6 +241,8 @@ def _manifest(parser: Parser, args: argparse.Namespace, target: list[str]) -> st
     if mask_args(target) != target:
         raise ConfigError("a flag after `--` holds a secret, and the manifest would show it; give it by --secret NAME")
     trainjob = args.kind == "trainjob"
+    import jinja2  # here: setup.py loads this module for its flags, where nothing is installed
+
     environment = jinja2.Environment(autoescape=False, undefined=jinja2.StrictUndefined)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     values: dict[str, Any] = {
