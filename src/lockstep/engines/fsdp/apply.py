@@ -191,11 +191,7 @@ def again(model: nn.Module) -> DeviceMesh:
         ConfigError: a unit would train parameters of several dtypes.
     """
     for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state: Any = module._get_fsdp_state()
-        group = getattr(state, "_fsdp_param_group", None)  # several from torch 2.13 on
-        for each in getattr(state, "_fsdp_param_groups", None) or ([group] if group else []):
+        for each in _parameter_groups(module):
             trained = [parameter for parameter in each.fsdp_params if parameter.sharded_param.requires_grad]
             if len({parameter.sharded_param.dtype for parameter in trained}) > 1:
                 raise ConfigError(
@@ -204,6 +200,13 @@ def again(model: nn.Module) -> DeviceMesh:
                 )
             each._init_mp_dtypes()
     return next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+
+
+def _parameter_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP's notes of the parameters that a unit exchanges together; none for another module."""
+    state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    group = getattr(state, "_fsdp_param_group", None)  # several from torch 2.13 on
+    return getattr(state, "_fsdp_param_groups", None) or ([group] if group else [])
 
 
 def leave_groups(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -221,7 +224,7 @@ def leave_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     groups = dict[dist.ProcessGroup, None]()
     for unit in units:
         unit.reshard()
-        for part in unit._get_fsdp_state()._fsdp_param_groups:
+        for part in _parameter_groups(unit):
             for parameter in part.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
@@ -246,10 +249,8 @@ def _renew(model: nn.Module, mesh: DeviceMesh) -> None:
     present = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     vars(present).update(vars(mesh))
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            for part in state._fsdp_param_groups:
-                part.mesh_info.__post_init__()  # reads groups and sizes from the mesh
+        for part in _parameter_groups(module):
+            part.mesh_info.__post_init__()  # reads groups and sizes from the mesh
 
 
 def replica_size(options: EngineOptions, world: World) -> int:
