@@ -53,8 +53,11 @@ def changes(run):
 
 def resumed(data, out, first, parts, last, *flags):
     """The same without a loss: stopped after each of these steps, and resumed on the ranks that went on."""
-    stops = [step for _, step in parts] + [last]
+    stops, done = [step for _, step in parts] + [last], 0
     for processes, stop in zip([first, *(ranks for ranks, _ in parts)], stops, strict=True):
+        if stop == done:
+            continue
+        done = stop
         sharding = HYBRID if processes > 2 else ()  # one replica is the whole world
         ends = ("--stop-at", str(stop), *sharding, *flags)
         run = finish(begin(data, out, *ends, processes=processes, losses=0), out, 0.0)
