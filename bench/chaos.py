@@ -2,7 +2,7 @@
 
 Each row plants a fault in a real run on two gloo processes and prints row, metric, goal and what was measured; --write
 puts the table into docs/reliability.md with the machine described. Times are of this machine, whatever else it does.
-A row that cannot run here (it needs root) says so. R9, R10, R13, R14, R17, R20 to R23 and R25 to R28 are in
+A row that cannot run here (it needs root) says so. R9, R10, R13, R14, R17, R20 to R23 and R25 to R29 are in
 bench/chaos_more.py.
 """
 
@@ -24,7 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "chaos"))
 
-from chaos_more import NEEDS_ROOT, mounted, r9, r10, r13, r14, r17, r20, r21, r22, r23, r25, r26, r27, r28  # noqa: E402
+from chaos_more import NEEDS_ROOT, mounted, r9, r10, r13, r14, r17, r20, r21, r22, r23, r25, r26, r27, r28, r29  # noqa: E402
 from harness import BEAT, Run, arguments, end, launch, start, until_step  # noqa: E402
 
 from lockstep import checkpoint  # noqa: E402
@@ -294,6 +294,11 @@ ROWS = {
     "R26": (r26, "a rank exits with 0 in the middle", "named, recovered or not 0"),
     "R27": (r27, "ranks in different folders", "before step 1, rank, host and path named"),
     "R28": (r28, "other sample content on one rank", "before step 1, sample named, 0 false alarms"),
+    "R29": (
+        r29,
+        "kill -9 of a rank of two replicas (hybrid sharding)",
+        "the other replica goes on bitwise, from memory",
+    ),
     "R22": (r22, "the last lines of all failed runs above", "rank, step, cause, way out: 100%"),
 }
 

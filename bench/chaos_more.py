@@ -28,6 +28,7 @@ from harness import (
     workers,
 )
 from namespaces import cluster
+from test_lost_replicas import FAULTS, survived
 from test_network import on_node
 
 from lockstep.distributed.progress import rank_label
@@ -267,6 +268,18 @@ def r25(bench):
             end(process)
         good += run.code == 0 and run.mark() == quiet and run.state["losses"] == 1
     return f"{good}/{len(delays)} bitwise, one loss each"
+
+
+def r29(bench):
+    """A rank of either replica is killed under hybrid sharding, at each place of the tests."""
+    good, cases = 0, [(rank, fault) for fault in FAULTS for rank in (1, 2)]
+    for rank, fault in cases:
+        try:
+            survived(bench.data, bench.out(), [{**fault, "rank": rank, "do": "kill"}], python=sys.executable)
+            good += 1
+        except AssertionError as error:
+            print(f"rank {rank}, {fault}: {str(error)[:200]}", flush=True)
+    return f"{good}/{len(cases)} to the bits of the run resumed on the ranks that were left"
 
 
 def r27(bench):

@@ -1,10 +1,12 @@
 """What the loss of a rank costs: python bench/losses.py [--kills 20] [--worlds 2 3 4] [--only kills goodput cost]
+                              python bench/losses.py --hybrid --worlds 4 --only kills
 
 kills: a run under `lockstep launch` whose ranks are killed (-9) at random moments, one after the other; each time: do
 the others keep their processes, how long until the next step is done, and at the end: are the bits those of a run that
-nothing disturbed. goodput: the seconds of a quiet run in those of one with a kill every 8 s. cost: steps with
---max-losses 8 and 0, by turns. --simulate: effective training time by scale, from costs and a mean time between
-failures that it prints.
+nothing disturbed. With --hybrid (fsdp, two ranks a replica) these depend on the number of ranks, and are left to
+tests/chaos/test_lost_replicas.py. goodput: the seconds of a quiet run in those of one with a kill every 8 s. cost:
+steps with --max-losses 8 and 0, by turns. --simulate: effective training time by scale, from costs and a mean time
+between failures that it prints.
 Aims: 60 kills, the next step within 1 s at the median and 4 s at worst, bits equal; goodput 92%; cost 1%.
 """
 
@@ -32,6 +34,7 @@ sys.path.insert(0, str(ROOT / "tests" / "chaos"))
 from harness import Run, arguments, end, launch, start, until_step, workers  # noqa: E402
 
 FLAGS = ("--batch-size", "12", "--ckpt-freq", "50")
+HYBRID = ("--engine", "fsdp", "--engine.sharding", "hybrid", "--engine.shard-size", "2")
 BACK = 30.0  # seconds for a new process to be there
 LINE = re.compile(r"INFO (\d+) ranks? go(?:es)? on from step (\d+)")
 
@@ -62,11 +65,16 @@ def size_of(folder):
     return (int(last[-1][1]), int(last[-1][2])) if last else None
 
 
-def kills(data, world, count, seed):
-    """Seconds to the next step after each kill; whether all others kept their processes; whether the bits are equal."""
+def kills(data, world, count, seed, hybrid):
+    """Seconds to the next step after each kill; whether all others kept their processes; whether the bits are equal.
+
+    Under hybrid sharding the others are those of other replicas, and the bits are not compared (None).
+    """
     draw, out = random.Random(seed), data / f"kills-{world}"
-    flags = (*FLAGS, "--max-steps", "100000")
-    process = start(arguments(data, out, *flags, processes=world, losses=10_000))
+    flags = (*FLAGS, "--max-steps", "100000", *(HYBRID if hybrid else ()))
+    command = arguments(data, out, *flags, processes=world, losses=10_000)
+    process = start([word for word in command if not (hybrid and word == "--exact")])
+    replica = 2 if hybrid else 1
     said = drained(process)
     seconds, kept, folder = [], 0, out / "default"
     try:
@@ -84,7 +92,8 @@ def kills(data, world, count, seed):
                 now = max(latest(folder))
             seconds.append(time.monotonic() - began)
             after = workers(process)
-            kept += all(after.get(other) == before[other] for other in before if other != rank)
+            others = [other for other in before if other // replica != rank // replica]
+            kept += all(after.get(other) == before[other] for other in others)
             until = time.monotonic() + BACK
             while (size_of(folder) or (0, 0))[0] != world and time.monotonic() < until:
                 time.sleep(0.1)
@@ -95,6 +104,8 @@ def kills(data, world, count, seed):
         end(process)
     lost = Run(process.returncode, "".join(said), 0.0, folder)
     taken = lost.state["global_step"]
+    if hybrid:
+        return seconds, kept, None, taken, (first, last)
     alone = launch(data, data / f"alone-{world}", *flags, "--stop-at", str(taken), processes=2, timeout=600.0)
     return seconds, kept, lost.mark()[:3] == alone.mark()[:3], taken, (first, last)
 
@@ -191,6 +202,7 @@ def main():
     parser.add_argument("--only", nargs="*", default=["kills", "goodput", "cost"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hybrid", action="store_true", help="fsdp in hybrid sharding, in place of ddp")
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--mean-hours", type=float, default=54 * 24 * 16384 / 466, help="between failures of a rank")
     given = parser.parse_args()
@@ -208,12 +220,15 @@ def main():
         if "kills" in given.only:
             every, kept, asked = [], 0, 0
             for world in given.worlds:
-                seconds, same_processes, same, taken, held_by = kills(data, world, given.kills, given.seed + world)
+                seconds, same_processes, same, taken, held_by = kills(
+                    data, world, given.kills, given.seed + world, given.hybrid
+                )
+                bits = {True: "equal", False: "DIFFER", None: "not compared"}[same]
                 every, kept, asked = every + seconds, kept + same_processes, asked + len(seconds)
                 print(
                     f"world {world}: {len(seconds)} kills in {taken} steps; next step after "
                     f"{statistics.median(seconds):.2f} s, at worst {max(seconds):.2f} s; others kept their process "
-                    f"{same_processes}/{len(seconds)}; bits {'equal' if same else 'DIFFER'}; descriptors, threads, "
+                    f"{same_processes}/{len(seconds)}; bits {bits}; descriptors, threads, "
                     f"MiB of a process: {held_by[0]} at the begin, {held_by[1]} at the end",
                     flush=True,
                 )

@@ -8,7 +8,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["copy_to_device", "is_dtensor", "local_of", "not_finite"]
+__all__ = ["copy_into", "copy_to_device", "is_dtensor", "local_of", "not_finite"]
 
 
 def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
@@ -24,6 +24,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             local = tensor.to_local()
     return local.detach() if local.requires_grad else local  # called for each gradient in each step
+
+
+def copy_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values into a tensor; plain ones into a distributed tensor are those of this rank's part."""
+    if is_dtensor(tensor) and not is_dtensor(values):
+        tensor = local_of(tensor)
+    tensor.copy_(values)
 
 
 def copy_to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -240,6 +240,59 @@ def test_before_a_process_is_ready_and_where_the_states_are_split_a_loss_ends_al
     assert run.lose("1") == "--engine zero splits the states"
 
 
+def in_pairs(count=6, **settings):
+    """A run whose states are split over two ranks."""
+    run = Run(count, **settings)
+    run.store.set(f"{KEYS}/replica", "2")
+    return run
+
+
+def test_a_replica_with_a_loss_leaves_whole_and_counts_as_one_loss():
+    run = in_pairs(most=1)
+    assert run.lose("3") == ""
+    assert run.losses.silent == ["2"]
+    for name in "0145":
+        run.report(name)
+    assert run.called(1) == ""  # rank 2 still runs, and may hold the run's folder
+    assert run.lose("2") == ""
+    found = run.called(1)
+    assert (found.members, sorted(run.losses.replace)) == (["0", "1", "4", "5"], ["2", "3"])
+    assert found.lost == [
+        "rank 3 was the first to end, killed by SIGKILL, before step 0; rank 2, with other parts of the same replica, "
+        "left with it"
+    ]
+    assert run.losses.rank_of("4") == 2
+
+
+def test_new_processes_of_a_replica_join_together_in_the_order_of_its_parts():
+    run = in_pairs()
+    run.lose("1")
+    run.lose("0")
+    for name in "2345":
+        run.report(name)
+    run.replaced("1.1")
+    assert f"{KEYS}/wish/1" not in run.store.values  # half a replica is of no use
+    for name in "2345":
+        run.report(name)  # they lost contact for another reason
+    assert run.called(2).members == ["2", "3", "4", "5"]
+    run.replaced("0.1")
+    assert f"{KEYS}/wish/2" in run.store.values
+    for name in "2345":
+        run.report(name)
+    assert run.called(3).members == ["2", "3", "4", "5", "0.1", "1.1"]
+    assert run.called(3).fresh == ["0.1", "1.1"]
+    run.lose("1.1")  # of the same replica as before
+    assert run.losses.silent == ["0.1"]
+
+
+def test_a_run_ends_without_a_whole_replica_or_with_fewer_ranks_than_the_least():
+    run = in_pairs(4)
+    run.lose("1")
+    assert run.lose("2") == "no other replica of the states is whole"
+    run = in_pairs(6, least=5)
+    assert run.lose("1") == "4 of 6 processes are left, but --min-ranks is 5"
+
+
 def test_processes_that_lose_each_other_again_and_again_though_all_live_end():
     run = Run(2, most=1)
     for number in range(1, 4):

@@ -4,12 +4,17 @@ import pytest
 import torch
 from ranks import run
 from small_runs import config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from toys import Ragged
 
 import lockstep
+from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed.membership import Generation, LeaveReport
+from lockstep.engines.registry import explain_no_replica
 from lockstep.errors import PeerError
 from lockstep.run_state import RunState
+from lockstep.tensors import local_of
 from lockstep.training import recovery
 from lockstep.training.build import _read_newest_state
 from lockstep.training.run_dir import RunFolder
@@ -48,15 +53,48 @@ def called(**taken):
 @pytest.mark.parametrize(
     ("taken", "best"),
     [
-        ({"0": (7, -1), "1": (8, -1), "2": (8, -1)}, "1"),  # the first of those that are furthest
-        ({"0": (8, 4), "1": (8, 8)}, "1"),  # it has made the evaluation, too
-        ({"0": (0, -1), "1": (-2, -1)}, "0"),  # new ones have no state
-        ({"0": (-2, -1), "1": (-2, -1)}, None),
-        ({"0": (8, -1), "1": (-1, -1)}, None),  # one is going back to a checkpoint: all do
+        ({"0": (7, -1), "1": (8, -1), "2": (8, -1)}, ["1"]),  # the first of those that are furthest
+        ({"0": (8, 4), "1": (8, 8)}, ["1"]),  # it has made the evaluation, too
+        ({"0": (0, -1), "1": (-2, -1)}, ["0"]),  # new ones have no state
+        ({"0": (-2, -1), "1": (-2, -1)}, []),
+        ({"0": (8, -1), "1": (-1, -1)}, []),  # one is going back to a checkpoint: all do
     ],
 )
 def test_whose_state_all_take_over(taken, best):
-    assert recovery._most_advanced(called(**taken)) == best
+    assert recovery._sources(called(**taken)) == best
+
+
+@pytest.mark.parametrize(
+    ("steps", "best"),
+    [
+        ((7, 8, 8, 8), ["2", "1"]),  # rank 2 has the part of rank 0, and has made the update
+        ((7, 8, 8, 7), ["2", "1"]),
+        ((7, 8, 7, 8), []),  # nobody has the first part of step 8, nor the second of step 7
+        ((7, 7, 8, 7), ["0", "1"]),  # rank 2 goes back
+        ((7, 7, -2, -2), ["0", "1"]),
+        ((7, -2, -2, 7), ["0", "3"]),  # each part from another replica
+        ((-1, 7, 7, 7), []),
+    ],
+)
+def test_of_states_in_two_parts_the_step_is_the_last_of_which_both_are_there(steps, best):
+    assert recovery._sources(called(**{str(rank): (step, -1) for rank, step in enumerate(steps)}), 2) == best
+
+
+def test_a_loss_is_survived_where_other_ranks_have_the_states_and_an_update_is_made_without_them():
+    def why(name, optimizer=None, **options):
+        return explain_no_replica(name, EngineOptions(**options), optimizer)
+
+    class Gathering(torch.optim.SGD):
+        """One that might gather a matrix in its step."""
+
+    weights = [torch.nn.Parameter(torch.zeros(2))]
+    sgd, own = torch.optim.SGD(weights, lr=0.1), Gathering(weights, lr=0.1)
+    assert not why("ddp", own)
+    assert not why("fsdp", sgd, sharding="hybrid")
+    assert not why("fsdp", sgd, sharding="none")
+    assert "Gathering" in why("fsdp", own, sharding="hybrid")
+    for name, sharding in [("fsdp", "full"), ("fsdp", "grad-op"), ("zero", "full")]:
+        assert f"--engine {name} splits the states" in why(name, sgd, sharding=sharding)
 
 
 def state_of(rank):
@@ -79,7 +117,7 @@ def state_of(rank):
 def handed_out(world, together):
     recovery._BUCKET_BYTES = together
     mine = state_of(world.rank)
-    found = recovery._broadcast_state(mine, 1, world)
+    found = recovery._broadcast_state(mine, [1], world)
     wanted = state_of(1)
     assert list(found) == list(wanted)
     for name, tensor in wanted.items():
@@ -89,6 +127,26 @@ def handed_out(world, together):
         assert torch.equal(found[name].to(torch.complex128), tensor.to(torch.complex128)), name
         assert found[name] is mine.get(name, found[name])  # in place
     return True
+
+
+def parts_handed_out(world):
+    """Ranks 0 and 1 have nothing, and get the part of ranks 2 and 3: one in DTensors, of a mesh of its own."""
+    mine = {"model/flag": torch.full((3,), 10 * world.rank)} if world.rank > 1 else {}
+    if world.rank == 2:
+        mesh = init_device_mesh("cpu", (1, 4))
+        part = torch.full((2, 3), 2.0)
+        mine["model/rows"] = DTensor.from_local(part, mesh, [Replicate(), Shard(0)], run_check=False)
+    else:
+        init_device_mesh("cpu", (1, 4))
+    if world.rank == 3:
+        mine["model/rows"] = torch.full((1, 3), 3.0)
+    found = recovery._broadcast_state(mine, [2, 3], world)
+    return {name: local_of(tensor).tolist() for name, tensor in found.items()}
+
+
+def test_the_parts_of_a_state_come_to_those_who_have_the_same_part():
+    even, odd = ({"model/flag": [10 * r] * 3, "model/rows": [[float(r)] * 3] * n} for r, n in ((2, 2), (3, 1)))
+    assert run(parts_handed_out, 4) == [even, odd, even, odd]
 
 
 @pytest.mark.parametrize("together", [1 << 26, 40])

@@ -31,7 +31,8 @@ class EngineSpec(NamedTuple):
         own_gradients: its update uses the gradients that its backward stored, and ignores replaced ones.
         shares: a forward and backward involve no other rank, so ranks may have unequal shares of a step, and one can
             compute another's micro-batch.
-        survives_loss: every rank has all states, so the others can go on if one is lost.
+        survives_loss: its states can be on several ranks, or on several groups of ranks (`registry.replica_size`), so
+            that the others can go on if one is lost.
         own_steps: a task may step its optimizers itself.
         block_norms: it can measure the norm of each gradient.
         penalty: a term of the parameters alone can be added once a step.
@@ -58,7 +59,7 @@ class EngineSpec(NamedTuple):
 ENGINES = {
     "single": EngineSpec(one_process=True, shares=True, own_steps=True, block_norms=True, weight_copies=True),
     "ddp": EngineSpec(shares=True, survives_loss=True, own_steps=True, block_norms=True),
-    "fsdp": EngineSpec(block_norms=True, places_model=True),
+    "fsdp": EngineSpec(survives_loss=True, block_norms=True, places_model=True),
     "zero": EngineSpec(shares=True, block_norms=True),
     "deepspeed": EngineSpec(
         everywhere=False, float64=False, plain=True, own_gradients=True, penalty=False, remade=False

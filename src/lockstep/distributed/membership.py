@@ -56,6 +56,7 @@ _MAGIC = 0x3C85F7CE
 _CONNECT = 5.0  # seconds
 _TRIES, _PAUSE = 4, 0.5  # for a store that is stopping or starting
 _SLACK = 2.0  # seconds for an answer beyond the store's own timeout
+_SEAT_PAUSE = 0.05  # seconds between two looks of a new process at whether it may join
 
 
 class _StoreReply(Enum):
@@ -301,14 +302,16 @@ class Member:
         """Whether it replaces a lost process, and has not joined the others yet."""
         return self.generation < 0
 
-    def report_ready(self, why_not: str = "", experiment: str = "") -> None:
+    def report_ready(self, why_not: str = "", experiment: str = "", replica: int = 1) -> None:
         """Report to the launcher the run's name, and whether others can continue without this process.
 
         Args:
             why_not: why they cannot; "": they can.
             experiment: the run's name.
+            replica: number of ranks that together have one copy of the states.
         """
         self._connected().set(f"{self._keys}/experiment", experiment)
+        self._connected().set(f"{self._keys}/replica", str(replica))
         self._connected().set(f"{self._keys}/ready/{self.name}", why_not or "yes")
 
     def experiment(self) -> str:
@@ -328,26 +331,31 @@ class Member:
         """Return the generation that continues. Call after leaving all former groups; waits for all survivors.
 
         Args:
-            wait: seconds, at most.
+            wait: seconds for an answer; a new process waits as long as the launcher is there, since those that its
+                replica still lacks may come late.
 
         Raises:
             PeerError: the launcher did not answer, ends the run, or continues without this process.
         """
         place = f"{self._keys}/seat/{self.name}" if self.is_new else f"{self._keys}/members/{self.generation + 1}"
         here = "new" if self.is_new else f"here/{self.generation + 1}"
-        answers: list[str] = []
+        answers, waits_since = list[str](), [time.monotonic()]
 
         def ask() -> None:
             with contextlib.suppress(RuntimeError):  # the launcher is gone
                 store = self._connected()
                 store.set(f"{self._keys}/{here}/{self.name}", json.dumps(list(report)))
+                while self.is_new and not store.check([place]):
+                    time.sleep(_SEAT_PAUSE)
+                    waits_since[0] = time.monotonic()
                 store.wait([place], timedelta(seconds=wait))
                 answers.append(store.get(place).decode())
 
         # In a thread: over a link that is cut, the store's client waits for many minutes, whatever its timeout.
         asking = threading.Thread(target=ask, name="lockstep-regroup", daemon=True)
         asking.start()
-        asking.join(wait + _SLACK)
+        while asking.is_alive() and (left := waits_since[0] + wait + _SLACK - time.monotonic()) > 0:
+            asking.join(left)
         if not answers:
             raise PeerError(
                 f"the launcher did not name the ranks that go on within {wait:g} s: it has ended, is stopped or cannot "

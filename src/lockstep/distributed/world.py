@@ -249,10 +249,12 @@ class World:
             box = [groups.pop()]
             threading.Thread(target=box.clear, name="lockstep-forsake", daemon=True).start()
 
-    def new_group(self) -> dist.ProcessGroup:
-        """Create another gloo group of all ranks. Collective."""
+    def new_group(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
+        """Create another gloo group. Collective over its ranks; None: all."""
         wait = timedelta(seconds=self._patience or self.timeout)
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=wait)  # collective
+        group: dist.ProcessGroup = dist.new_group(  # collective
+            ranks, backend="gloo", timeout=wait, use_local_synchronization=ranks is not None
+        )
         _connect(group)
         if self._patience:
             _let_wait(group, self.timeout)

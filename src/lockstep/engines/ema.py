@@ -24,7 +24,7 @@ from lockstep.engines.buffers import Buffered
 from lockstep.engines.memory import Footprint, add_counter, count_bytes
 from lockstep.engines.wrappers import Remade
 from lockstep.errors import CheckpointError
-from lockstep.tensors import local_of
+from lockstep.tensors import copy_into, local_of
 
 __all__ = [
     "EMAEngine",
@@ -195,7 +195,7 @@ class EMAEngine:
             own = {_COUNT: self._updates}
         for name, tensor in own.items():
             if tensor is not entries[name]:
-                tensor.copy_(entries[name])
+                copy_into(tensor, entries[name])
 
     def _average_state(self) -> dict[str, Tensor]:
         averages: Mapping[str, Tensor] = self._averages

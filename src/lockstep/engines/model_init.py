@@ -64,12 +64,13 @@ def unexpanded(model: nn.Module) -> None:
                 module._buffers[name] = buffer.contiguous()
 
 
-def place(modules: list[nn.Module], world: World, *, send: bool) -> None:
-    """Move each module's own tensors (not its children's) to `world.device`. Collective.
+def place(modules: list[nn.Module], world: World, *, send: bool, alone: bool = False) -> None:
+    """Move each module's own tensors (not its children's) to `world.device`. Collective, unless `alone`.
 
     Args:
         modules: those of one unit, the same on every rank.
         send: broadcast rank 0's parameters; otherwise each rank keeps its own. Buffers are always broadcast.
+        alone: broadcast nothing.
     """
     # The replacement of each parameter, so that tied ones stay tied: none is tied across units (see find_blocks). A
     # longer-lived memo would hold every unit whole.
@@ -77,11 +78,12 @@ def place(modules: list[nn.Module], world: World, *, send: bool) -> None:
     with torch.no_grad():
         for module in modules:
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                setattr(module, name, _place_parameter(parameter, world, send, memo))
+                setattr(module, name, _place_parameter(parameter, world, send and not alone, memo))
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 tensor = torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer.to(world.device)
                 local = module._buffers[name] = tensor.contiguous()
-                dist.broadcast(local, src=0)  # collective: every rank holds it, as under ddp
+                if not alone:
+                    dist.broadcast(local, src=0)  # collective: every rank holds it, as under ddp
 
 
 def _place_parameter(

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lockstep.config.deepspeed import read_json
@@ -46,11 +47,14 @@ __all__ = [
     "engine",
     "engine_class",
     "exchanged",
+    "explain_no_replica",
     "kinds",
     "least_held",
+    "leave_groups",
     "model_init",
     "name_of",
     "options_for",
+    "replica_size",
     "trained_set",
     "undo_step",
     "variants",
@@ -296,6 +300,42 @@ def undo_step(engine: Engine) -> None:
         inner = engine.engine
     if isinstance(inner, EMAEngine | Buffered):
         inner.undo_step()
+
+
+def explain_no_replica(name: str, options: EngineOptions, optimizer: Optimizer | None) -> str:
+    """Return why the loss of a rank loses states, or leaves them between two steps; "" if others have them whole."""
+    spec = ENGINES[name]
+    if not spec.survives_loss or (name == "fsdp" and options.sharding not in ("hybrid", "none")):
+        return (
+            f"--engine {name} splits the states over the ranks, so a lost rank takes its part along; ddp survives, and "
+            "fsdp with --engine.sharding hybrid"
+        )
+    if name != "fsdp":
+        return ""
+    if not importlib.import_module("lockstep.engines.fsdp.apply").CAN_RESET:
+        return "--engine fsdp cannot leave a step in the middle before torch 2.13; ddp can"
+    if optimizer is not None and not type(optimizer).__module__.startswith("torch.optim."):
+        return (
+            f"with --engine fsdp, {type(optimizer).__name__} may exchange between ranks in the middle of its update; "
+            "torch's AdamW does not, nor does ddp"
+        )
+    return ""
+
+
+def replica_size(name: str, options: EngineOptions, world: World) -> int:
+    """Return the number of ranks that together have one copy of the states, for an engine that survives losses."""
+    if name != "fsdp":
+        return 1
+    size: int = importlib.import_module("lockstep.engines.fsdp.apply").replica_size(options, world)
+    return size
+
+
+def leave_groups(name: str, model: nn.Module) -> list[ProcessGroup]:
+    """Discard what an engine, after the loss of a rank, has left in its model; return groups to be left with it."""
+    if name != "fsdp":
+        return []
+    groups: list[ProcessGroup] = importlib.import_module("lockstep.engines.fsdp.apply").leave_groups(model)
+    return groups
 
 
 def trained_set(engine: Engine) -> TrainedSet | None:

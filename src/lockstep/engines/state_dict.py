@@ -19,7 +19,7 @@ from lockstep.data.loader import failure
 from lockstep.engines.base import set_extra
 from lockstep.engines.closure import packed, step_of, takes_closure, unpack
 from lockstep.errors import CheckpointError, DataError, LockstepError
-from lockstep.tensors import local_of
+from lockstep.tensors import copy_into, local_of
 
 __all__ = [
     "Snapshot",
@@ -77,7 +77,7 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tenso
     with torch.no_grad():
         for name, tensor in own.items():
             if tensor is not state[name]:
-                tensor.copy_(state[name])
+                copy_into(tensor, state[name])
     set_extra(model, state)
     if isinstance(optimizer, LBFGS):
         prefix = _name_of_lbfgs(model, optimizer)

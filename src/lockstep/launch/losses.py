@@ -8,11 +8,15 @@
 The others continue, and a replacement joins them. Membership is decided here only: members leave their groups and
 report it, then read the names of those who continue (see distributed/membership.py). Only a process that has ended
 counts as lost. A silent one is killed first, so that a slow process can never return under its old name.
+
+Where the states are split over the ranks of a replica, the members say of how many. A replica with a loss leaves whole:
+its other processes are killed, all are replaced, and the new ones join once all of them are there.
 """
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from lockstep.distributed.failures import ProcessFailure, first_failure
@@ -58,7 +62,8 @@ class Membership:
         members: names by rank, of the current generation.
         number: of the generation.
         replace: names of ended processes to be replaced; the caller empties it.
-        silent: names of processes to be killed because they do not report; the caller does so.
+        silent: names of processes to be killed, because they do not report or their replica has a loss; the caller does
+            so.
         refused: names of new processes that may not join: they end, which is not a failure of the run.
         fatal: the failure that ended the run; None while it continues.
     """
@@ -81,17 +86,20 @@ class Membership:
         self.fatal: ProcessFailure | None = None
         self._starting: list[str] = []  # new processes that have not joined yet
         self._lost: dict[str, ProcessFailure] = {}  # lost members without a replacement yet
+        self._doomed: dict[str, ProcessFailure] = {}  # members that leave with another of their replica
         self._times: list[float] = []  # of losses
         self._alarms: list[float] = []  # times of generations formed without a loss or a new process
         self._failures: list[ProcessFailure] = []
         self._first_report: float | None = None
+        self._replica_size = 1  # ranks that together have one copy of the states; read at the first loss
         self._keys = ""
 
     def begin(self, round_: str, members: list[str]) -> None:
         """Reset for a new start of all processes; only the times of losses are kept."""
         self._keys, self.members, self.number = key_prefix(round_), members, 0
         self.replace, self.silent, self.refused, self._starting = [], [], [], []
-        self._lost, self._first_report, self.fatal = {}, None, None
+        self._lost, self._doomed, self._first_report, self.fatal = {}, {}, None, None
+        self._replica_size = 1
 
     def rank_of(self, name: str) -> int | None:
         """Return a member's current rank; None if it is not a member."""
@@ -124,7 +132,9 @@ class Membership:
             self._announce_end("-")
             return "-"
         for name, failure in ended.items():
-            if name not in self._lost and (name in self.members or name in self._starting):
+            if name in self._doomed:
+                self._lost[name] = self._doomed[name]
+            elif name not in self._lost and (name in self.members or name in self._starting):
                 reason = self._record_loss(name, failure, living, now)
                 if reason:
                     self.fatal = failure
@@ -138,16 +148,21 @@ class Membership:
             ready = self._value(f"ready/{name}")
             if ready != "yes":
                 return ready or "-"
+            self._replica_size = int(self._value("replica") or 1)
         repeats = any(failure.repeats(cause) for cause in self._failures)
         if failure not in self._failures:  # the processes of a lost node share one, which is one loss
             self._times = [when for when in self._times if now - when < _HOUR] + [now]
             self._failures.append(failure)
         if name in self.members:
             self._lost[name] = failure
+            mates = [each for each in self._survivors(living) if self._replica(each) == self._replica(name)]
+            self._doomed |= dict.fromkeys(mates, failure)
         else:  # no member waits for it
             self._starting.remove(name)
             self.replace.append(name)
-        survivors = [member for member in self.members if member in living and member not in self._lost]
+        survivors = self._survivors(living)
+        if self._doomed and not survivors:
+            return "no other replica of the states is whole"
         if len(survivors) < self._least:
             return f"{len(survivors)} of {len(self.members)} processes are left, but --min-ranks is {self._least}"
         if len(self._times) > self._most:
@@ -163,12 +178,15 @@ class Membership:
 
     def _form_generation(self, living: set[str], now: float) -> str:
         """Form the next generation once all survivors have left this one. Returns as `update`."""
-        survivors = [member for member in self.members if member in living and member not in self._lost]
+        if doomed := [name for name in self._doomed if name in living]:
+            self.silent = doomed
+            return ""
+        survivors = self._survivors(living)
         new = {name: report for name in self._starting if name in living and (report := self._report(f"new/{name}"))}
         reports = {name: report for name in survivors if (report := self._report(f"here/{self.number + 1}/{name}"))}
         if not reports:
             self._first_report = None
-            if new and not self._lost:
+            if not self._lost and self._whole(new):
                 self._store.set(f"{self._keys}/wish/{self.number}", "1")
             return ""
         self._first_report = now if self._first_report is None else self._first_report
@@ -183,12 +201,13 @@ class Membership:
 
     def _announce(self, survivors: list[str], reports: dict[str, LeaveReport], new: dict[str, LeaveReport]) -> str:
         plan = reports[survivors[0]].plan
-        fresh = [name for name, report in new.items() if report.plan == plan]
-        for name in new.keys() - set(fresh):
+        refused = [name for name, report in new.items() if report.plan != plan]
+        fresh = self._whole(name for name in new if name not in refused)
+        for name in refused:
             self.refused.append(name)
             self._store.set(f"{self._keys}/seat/{name}", _REFUSED)
-        losses = [self._describe(failure) for failure in dict.fromkeys(self._lost.values())]
-        if not losses and not new:  # they lost contact though all are alive: limited like losses
+        losses = [self._describe_loss(failure) for failure in dict.fromkeys(self._lost.values())]
+        if not losses and not fresh and not refused:  # they lost contact though all are alive: limited like losses
             now = self._now()
             self._alarms = [when for when in self._alarms if now - when < _HOUR] + [now]
             if len(self._alarms) > _ALARMS_PER_LOSS * self._most:
@@ -199,13 +218,35 @@ class Membership:
         self.members = survivors + fresh
         all_reports = reports | {name: new[name] for name in fresh}
         text = Generation(self.number, self.members, all_reports, fresh, losses).to_json()
-        self._starting = [name for name in self._starting if name not in new]
+        self._starting = [name for name in self._starting if name not in fresh and name not in refused]
         self.replace += list(self._lost)
-        self._lost, self._first_report = {}, None
+        self._lost, self._doomed, self._first_report = {}, {}, None
         self._store.set(f"{self._keys}/members/{self.number}", text)
         for name in fresh:
             self._store.set(f"{self._keys}/seat/{name}", text)
         return ""
+
+    def _survivors(self, living: set[str]) -> list[str]:
+        gone = self._lost.keys() | self._doomed.keys()
+        return [name for name in self.members if name in living and name not in gone]
+
+    def _replica(self, name: str) -> int:
+        """Return the number of the replica that a process has a part of; its successor has a part of the same."""
+        return _slot(name) // self._replica_size
+
+    def _whole(self, names: Iterable[str]) -> list[str]:
+        """Keep those of these new processes that form whole replicas."""
+        replicas = {name: self._replica(name) for name in names}
+        counts = Counter(replicas.values())
+        return sorted((name for name, each in replicas.items() if counts[each] == self._replica_size), key=_slot)
+
+    def _describe_loss(self, failure: ProcessFailure) -> str:
+        """Describe a loss, and name the ranks of its replica that left with it."""
+        ranks = [self.members.index(name) for name, cause in self._doomed.items() if cause is failure]
+        if not ranks:
+            return self._describe(failure)
+        names = f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, sorted(ranks)))}"
+        return f"{self._describe(failure)}; {names}, with other parts of the same replica, left with it"
 
     def _report(self, key: str) -> LeaveReport | None:
         text = self._value(key)
@@ -214,3 +255,8 @@ class Membership:
     def _value(self, key: str) -> str:
         full = f"{self._keys}/{key}"
         return self._store.get(full).decode() if self._store.check([full]) else ""
+
+
+def _slot(name: str) -> int:
+    """Return the rank at the start of a process or of the one that it replaces."""
+    return int(name.partition(".")[0])

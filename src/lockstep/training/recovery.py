@@ -4,9 +4,10 @@
     ...                                     # a collective fails, and `is_rank_loss(error)`
     regroup(session, built, member)         # the survivors have new groups and one state
 
-Every rank of the engine holds the whole state, and the update is the last part of a step: when a rank is lost, each of
-the others has either applied it or not. The rank with the highest step broadcasts its state. The micro-batches of the
-next step are divided among the present ranks, so none is lost and none is computed twice.
+The update is the last part of a step: when a rank is lost, each of the others has either applied it or not. The rank
+with the highest step broadcasts its state. Where the states are split over the ranks of a replica, this holds for each
+part: it comes from a rank with the same part in another replica, and the step is the highest that every part has. The
+micro-batches of the next step are divided among the present ranks, so none is lost and none is computed twice.
 """
 
 import dataclasses
@@ -23,15 +24,16 @@ from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.config import cli
-from lockstep.config.engine_options import ENGINES
+from lockstep.config.engine_options import ENGINES, EngineOptions
 from lockstep.distributed.exchange import REGROUP
 from lockstep.distributed.membership import Generation, LeaveReport, Member, translate_errors
 from lockstep.distributed.world import World, on_all_ranks
-from lockstep.engines.registry import name_of, undo_step
+from lockstep.engines.registry import explain_no_replica, leave_groups, name_of, replica_size, undo_step
 from lockstep.errors import PeerError, RankLost
 from lockstep.guards.startup import program
 from lockstep.logging.log import open_log
 from lockstep.run_state import RunningSums, RunState
+from lockstep.tensors import local_of
 from lockstep.training.build import RunParts, build, build_batches, notify
 from lockstep.training.build_engine import build_engine, build_optimizer
 from lockstep.training.evaluation import build_evaluation_batches
@@ -46,6 +48,7 @@ __all__ = [
     "build_joiner",
     "explain_no_recovery",
     "is_rank_loss",
+    "ranks_per_replica",
     "record_loss",
     "register_member",
     "regroup",
@@ -81,8 +84,8 @@ def register_member(world: World | None) -> Member | None:
 def explain_no_recovery(built: RunParts) -> str:
     """Return why a lost rank ends this run; "" if the run survives it."""
     name = name_of(built.config.engine, built.world)
-    if not ENGINES[name].survives_loss:
-        return f"--engine {name} splits the states over the ranks, so a lost rank takes its part along; ddp survives"
+    if obstacle := explain_no_replica(name, built.config.engine_options, built.groups.optimizer):
+        return obstacle
     if built.world.device.type == "cuda":
         return "a collective on CUDA devices cannot be aborted yet when a rank is lost"
     if built.task.state_dict():
@@ -92,13 +95,22 @@ def explain_no_recovery(built: RunParts) -> str:
     return ""
 
 
+def ranks_per_replica(built: RunParts) -> int:
+    """Return the number of ranks that together have one copy of the states."""
+    return replica_size(name_of(built.config.engine, built.world), built.config.engine_options, built.world)
+
+
 def build_joiner(session: Session, world: World, member: Member) -> RunParts:
     """Build, without the other ranks, what this process needs to join a run."""
     config = session.config
     config = dataclasses.replace(config, experiment_name=member.experiment() or config.experiment_name)
     alone = dataclasses.replace(config, engine="auto", shares="equal")
+    if ENGINES[name_of(config.engine, world)].places_model:
+        alone = dataclasses.replace(alone, engine_options=EngineOptions())
     built = build(alone, session.caller_task, world, session.caller_objects, joining=True, min_steps=session.min_steps)
-    built.config = dataclasses.replace(built.config, engine=config.engine, shares=config.shares)
+    built.config = dataclasses.replace(
+        built.config, engine=config.engine, shares=config.shares, engine_options=config.engine_options
+    )
     return built
 
 
@@ -118,6 +130,8 @@ def regroup(session: Session, built: RunParts, member: Member) -> None:
     for parameter in built.model.parameters():
         parameter.grad = None
     state = built.tensors()
+    if member.is_new and ENGINES[name_of(built.config.engine, built.world)].places_model:
+        state, built.groups.optimizer = {}, None  # of parameters that the engine replaces
     report = _leave_report(session, built.world, step)
     lost: list[str] = []
     while True:
@@ -127,22 +141,24 @@ def regroup(session: Session, built: RunParts, member: Member) -> None:
         session.lost_ranks += generation.lost
         session.initial_ranks = session.initial_ranks or built.world.size
         built.state.losses = (built.state.losses or 0) + len(generation.lost)
-        best = _most_advanced(generation)
+        size = ranks_per_replica(built)
+        sources = _sources(generation, size)
         try:
             rank = generation.members.index(member.name)
             tries, session.regroup_tries = session.regroup_tries, session.regroup_tries + 1
             built.world = session.world = built.world.regroup(rank, len(generation.members), generation.number, tries)
-            if best is None:
-                raise Rebuild("another rank was lost while the run went back to its newest checkpoint")
+            if not sources:
+                raise Rebuild(_explain_rebuild(generation))
             with translate_errors():
-                _restore(session, built, generation, best, state)
+                _restore(session, built, generation, sources, state)
                 _take_over(session, built, *before)
             break
         except PeerError as error:
             if not is_rank_loss(error):
                 raise
             record_loss(session, error)
-            if report[:2] != generation.reports[best or member.name][:2]:
+            source = sources[generation.members.index(member.name) % size] if sources else member.name
+            if report[:2] != generation.reports[source][:2]:
                 report = report._replace(steps=_NO_STATE)  # its state is partly overwritten by now
     session.is_main = built.world.is_main
     if built.world.is_main:
@@ -194,13 +210,30 @@ def _leave_report(session: Session, world: World, step: int) -> LeaveReport:
     return LeaveReport(step, session.evaluated_step, session.digest, session.timed_out, world.timeout)
 
 
-def _most_advanced(generation: Generation) -> str | None:
-    """Return the member with the newest state; None if there is none, or one rebuilds."""
-    reports = generation.reports
+def _sources(generation: Generation, size: int = 1) -> list[str]:
+    """Return the members whose states all continue from, by part; [] if there is no common state, or one rebuilds.
+
+    Args:
+        size: parts of the states; the rank with number r has part r % `size`.
+    """
+    reports, members = generation.reports, generation.members
     if any(report.steps == _REBUILDING for report in reports.values()):
-        return None
-    best = max(generation.members, key=lambda name: (*reports[name][:2], -generation.members.index(name)))
-    return best if reports[best].steps >= 0 else None
+        return []
+    parts = [members[part::size] for part in range(size)]
+    common = set[int].intersection(*({reports[name].steps for name in part} for part in parts))
+    step = max(common, default=_NO_STATE)
+    if step < 0:
+        return []
+    holders = [[name for name in part if reports[name].steps == step] for part in parts]
+    return [max(part, key=lambda name: (reports[name].evaluated, -members.index(name))) for part in holders]
+
+
+def _explain_rebuild(generation: Generation) -> str:
+    steps = {report.steps for report in generation.reports.values()}
+    if _REBUILDING in steps or steps == {_NO_STATE}:
+        return "another rank was lost while the run went back to its newest checkpoint"
+    which = " and ".join(map(str, sorted(steps - {_NO_STATE})))
+    return f"the ranks that are left do not have all parts of the states of one step ({which})"
 
 
 def run_digest(built: RunParts) -> str:
@@ -216,6 +249,7 @@ def _free_engine(session: Session, built: RunParts) -> None:
     groups = [
         session.exchange.release_group() if session.exchange else None,
         session.saver.release_group() if session.saver else None,
+        *leave_groups(name_of(built.config.engine, built.world), built.model),
     ]
     session.exchange = session.saver = session.reader = None
     built.engine = None  # type: ignore[assignment]
@@ -223,19 +257,26 @@ def _free_engine(session: Session, built: RunParts) -> None:
     built.world.drop_groups(groups)
 
 
-def _restore(session: Session, built: RunParts, generation: Generation, best: str, state: dict[str, Tensor]) -> None:
-    """Load the state of member `best` everywhere, and rebuild what depends on ranks. Collective.
+def _restore(
+    session: Session, built: RunParts, generation: Generation, sources: list[str], state: dict[str, Tensor]
+) -> None:
+    """Load the state of the members `sources` everywhere, and rebuild what depends on ranks. Collective.
 
     Args:
+        sources: of each part of the states.
         state: tensors of the previous engine, the task and the caller. They get the new values before an engine is
             made, which would copy rank 0's weights.
     """
-    world, task, optimizer = built.world, built.task, built.groups.optimizer
-    source, newest = generation.members.index(best), generation.reports[best]
-    if any(report[:2] != newest[:2] for report in generation.reports.values()):
-        state = _broadcast_state(state, source, world)
-        if optimizer is not None and generation.reports[generation.members[world.rank]][:2] != newest[:2]:
+    world, task, optimizer, reports = built.world, built.task, built.groups.optimizer, generation.reports
+    takes = [
+        reports[name][:2] != reports[sources[rank % len(sources)]][:2] for rank, name in enumerate(generation.members)
+    ]
+    if any(takes):
+        state = _broadcast_state(state, [generation.members.index(name) for name in sources], world)
+        if optimizer is not None and takes[world.rank]:
             optimizer.state.clear()  # it may hold states of other parameters
+    best = max(sources, key=lambda name: reports[name].evaluated)
+    source, newest = generation.members.index(best), reports[best]
     values = world.gather(built.state.to_json() if world.rank == source else None)[source]  # collective
     built.state = RunState.from_json(values)
     restore_findings(task, built.state)  # a new process has not tried the task
@@ -247,6 +288,7 @@ def _restore(session: Session, built: RunParts, generation: Generation, best: st
     built.loaders = [built.loaders[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
     if built.state.trained:  # a new process made its optimizer for another set, so all make a new one
         restore_initial_set(built.model, built.state)
+    if built.state.trained and optimizer is not None:
         built.groups.replace_optimizer(build_optimizer(config, task, built.model))
     parts = (config, task, built.model, world, built.groups, built.batches)
     built.engine = build_engine(*parts, notify(world), built.state)
@@ -257,37 +299,42 @@ def _restore(session: Session, built: RunParts, generation: Generation, best: st
         optimizer.state.clear()  # only a place to load into; the first step makes it
 
 
-def _broadcast_state(state: dict[str, Tensor], source: int, world: World) -> dict[str, Tensor]:
-    """Broadcast one rank's state, into existing tensors where there are any. Collective.
+def _broadcast_state(state: dict[str, Tensor], sources: list[int], world: World) -> dict[str, Tensor]:
+    """Broadcast the state of one rank for each part, into existing tensors where there are any. Collective.
 
     Tensors are sent as bytes, many in a bucket: most are small, each broadcast has a latency, and gloo does not support
-    every dtype.
+    every dtype. Of distributed tensors this rank's part is sent.
+
+    Args:
+        sources: the rank of each part; rank r has part r % len(sources).
     """
-    own = [[name, list(tensor.shape), str(tensor.dtype)[6:]] for name, tensor in state.items()]
-    layout = world.gather(own if world.rank == source else None)[source]  # collective
-    received, bucket, size = dict[str, Tensor](), list[Tensor](), 0
+    size = len(sources)
+    source = sources[world.rank % size]
+    group = world.new_group([*range(world.rank % size, world.size, size)]) if size > 1 else None  # collective
+    own = [[name, list(local_of(tensor).shape), str(tensor.dtype)[6:]] for name, tensor in state.items()]
+    layout = world.gather(own if world.rank in sources else None)[source]  # collective
+    received, bucket, nbytes = dict[str, Tensor](), list[Tensor](), 0
     for name, shape, dtype in layout:
-        tensor = state.get(name)
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype)) if tensor is None else tensor
-        if bucket and size + tensor.nbytes > _BUCKET_BYTES:
-            _broadcast(bucket, source, world)
-            bucket, size = [], 0
+        received[name] = state[name] if name in state else torch.empty(shape, dtype=getattr(torch, dtype))
+        tensor = local_of(received[name])
+        if bucket and nbytes + tensor.nbytes > _BUCKET_BYTES:
+            _broadcast(bucket, source, world, group)
+            bucket, nbytes = [], 0
         bucket.append(tensor)
-        size += tensor.nbytes
-        received[name] = tensor
+        nbytes += tensor.nbytes
     if bucket:
-        _broadcast(bucket, source, world)
+        _broadcast(bucket, source, world, group)
     return received
 
 
 @torch.no_grad()
-def _broadcast(tensors: list[Tensor], source: int, world: World) -> None:
-    """Broadcast the tensors of rank `source`. Collective."""
+def _broadcast(tensors: list[Tensor], source: int, world: World, group: dist.ProcessGroup | None) -> None:
+    """Broadcast the tensors of rank `source` in its group. Collective."""
     if world.rank == source:
         flat = torch.cat([tensor.resolve_conj().reshape(-1).view(torch.uint8) for tensor in tensors])
     else:
         flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
-    dist.broadcast(flat, src=source)  # collective
+    dist.broadcast(flat, src=source, group=group)  # collective
     if world.rank != source:
         parts = flat.split_with_sizes([tensor.nbytes for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):

@@ -68,6 +68,7 @@ from lockstep.training.recovery import (
     build_joiner,
     explain_no_recovery,
     is_rank_loss,
+    ranks_per_replica,
     record_loss,
     register_member,
     regroup,
@@ -285,7 +286,7 @@ def _train_to_end(session: Session, built: RunParts) -> Training:
     """Train to the end; after a lost rank continue with the others."""
     if session.member and not session.member.is_new:
         session.digest, obstacle = run_digest(built), explain_no_recovery(built)
-        session.member.report_ready(obstacle, built.config.experiment_name)
+        session.member.report_ready(obstacle, built.config.experiment_name, ranks_per_replica(built))
         session.member = None if obstacle else session.member
         die_with_launcher(not obstacle)
         session.evaluated_step = -1 if built.state.evaluation_due else built.start
@@ -304,7 +305,7 @@ def _train_to_end(session: Session, built: RunParts) -> Training:
                 record_loss(session, error)
                 session.timeline.enter(RECOVERY)
             if session.member.is_new:  # from now on the run survives the loss of this process too
-                session.member.report_ready("", built.config.experiment_name)
+                session.member.report_ready("", built.config.experiment_name, ranks_per_replica(built))
                 die_with_launcher(True)
             regroup(session, built, session.member)
             _record_regroup(session, built)

@@ -1,7 +1,8 @@
 """Apply `fully_shard`: the mesh, the units, dtypes, offload and prefetch, in `shard`.
 
-`again` prepares a sharded model for a changed set of trained parameters. `UsageCheck` refuses, on older versions of
-torch, an exchange in which ranks used different parameters.
+`again` prepares a sharded model for a changed set of trained parameters. `leave_groups` and `shard` bring it from one
+set of ranks to another (see training/recovery.py). `UsageCheck` refuses, on older versions of torch, an exchange in
+which ranks used different parameters.
 """
 
 import os
@@ -23,15 +24,21 @@ from lockstep.engines.model_init import check_placeable, place
 from lockstep.errors import ConfigError
 
 __all__ = [
+    "CAN_RESET",
     "FILLS_UNUSED",
+    "WATCH",
     "UsageCheck",
     "again",
     "check",
+    "leave_groups",
+    "replica_size",
     "shard",
 ]
 
 
 FILLS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13 and newer
+CAN_RESET = hasattr(FSDPModule, "reset_iter_state")  # the same
+WATCH = "_lockstep_output_watch"  # an attribute of the model: the engine's hook on its output
 
 
 class UsageCheck:
@@ -140,16 +147,22 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
     """Shard the model in place on `world.device`; return the mesh. Collective.
 
     The shards are the mesh's last dimension. Each unit is moved to the device and sharded before the next, so at most
-    one whole unit is there at a time.
+    one whole unit is there at a time. After the loss of a rank the others, whose model is sharded already, keep their
+    shards, and a new process shards its model without them, since it gets its values later.
 
     Raises:
         ConfigError: a sharding that the world cannot form, or parameters that cannot be sharded.
     """
     options = settings.options
+    is_sharded = isinstance(model, FSDPModule)
+    joins = not world.is_first and any(world.gather(is_sharded))  # collective, after a loss
     mesh = _mesh(options, world)
+    if is_sharded:
+        _renew(model, mesh)
+        return again(model)
     blocks = find_blocks(model, settings.blocks)
     _check_parameters(model, blocks)
-    if options.meta_init:
+    if options.meta_init and not joins:
         check_placeable(model, world)  # collective
     policies: dict[str, Any] = {
         "mesh": mesh,
@@ -158,10 +171,10 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
     }
     for block in blocks.modules:
-        place(list(block.modules()), world, send=options.meta_init)
+        place(list(block.modules()), world, send=options.meta_init, alone=joins)
         fully_shard(block, mp_policy=_precision(options, is_root=False), **policies)
     inside = {part for block in blocks.modules for part in block.modules()}
-    place([part for part in model.modules() if part not in inside], world, send=options.meta_init)
+    place([part for part in model.modules() if part not in inside], world, send=options.meta_init, alone=joins)
     fully_shard(model, mp_policy=_precision(options, is_root=True), **policies)
     _prefetch(blocks.modules, options.prefetch)
     _report(blocks, options, mesh, settings)
@@ -178,11 +191,7 @@ def again(model: nn.Module) -> DeviceMesh:
         ConfigError: a unit would train parameters of several dtypes.
     """
     for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state: Any = module._get_fsdp_state()
-        group = getattr(state, "_fsdp_param_group", None)  # several from torch 2.13 on
-        for each in getattr(state, "_fsdp_param_groups", None) or ([group] if group else []):
+        for each in _parameter_groups(module):
             trained = [parameter for parameter in each.fsdp_params if parameter.sharded_param.requires_grad]
             if len({parameter.sharded_param.dtype for parameter in trained}) > 1:
                 raise ConfigError(
@@ -193,18 +202,84 @@ def again(model: nn.Module) -> DeviceMesh:
     return next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
 
 
+def _parameter_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP's notes of the parameters that a unit exchanges together; none for another module."""
+    state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    group = getattr(state, "_fsdp_param_group", None)  # several from torch 2.13 on
+    return getattr(state, "_fsdp_param_groups", None) or ([group] if group else [])
+
+
+def leave_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Discard a sharded model's unfinished step, and its references to its groups; return these. `shard` brings others.
+
+    What is left of the step: gathered parameters, gradients on their way, and the units' notes of where they are.
+    """
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units:
+        return []
+    if watching := vars(model).pop(WATCH, None):  # it keeps the engine, and with it a group
+        watching.remove()
+    if units[0]._get_fsdp_state()._is_root:  # set by the first forward
+        units[0].reset_iter_state()
+    groups = dict[dist.ProcessGroup, None]()
+    for unit in units:
+        unit.reshard()
+        for part in _parameter_groups(unit):
+            for parameter in part.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+            for name in _GROUPS:
+                if group := vars(part.mesh_info).get(name):
+                    groups[group] = None
+                    setattr(part.mesh_info, name, None)
+            part.mesh_info.mesh._pg_registry.clear()
+    return [*groups]
+
+
+_GROUPS = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")  # of FSDP's mesh_info
+
+
+def _renew(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give a sharded model the groups of `mesh`, in which this rank has the same shard.
+
+    The shards, averages and optimizer states are DTensors on one DeviceMesh object, which becomes a copy of `mesh`: so
+    all of them stay as they are. This rank's shard has the same place and size in any number of replicas.
+    """
+    present = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    vars(present).update(vars(mesh))
+    for module in model.modules():
+        for part in _parameter_groups(module):
+            part.mesh_info.__post_init__()  # reads groups and sizes from the mesh
+
+
+def replica_size(options: EngineOptions, world: World) -> int:
+    """Return the number of ranks that together have one copy of the states."""
+    if options.sharding in ("full", "grad-op"):
+        return world.size
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    return 1 if options.sharding == "none" else options.shard_size or node
+
+
 def _mesh(options: EngineOptions, world: World) -> DeviceMesh:
-    kind = world.device.type
+    """Form the ranks' mesh. Collective."""
+    kind, size = world.device.type, replica_size(options, world)
     if options.sharding in ("full", "grad-op"):
         return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    size = 1 if options.sharding == "none" else options.shard_size or node
-    if options.sharding == "hybrid" and (size < 2 or world.size % size or world.size == size):
+    too_few = world.is_first and world.size == size  # after a loss one group may be left
+    if options.sharding == "hybrid" and (size < 2 or world.size % size or too_few):
         raise ConfigError(
             f"--engine.sharding hybrid cannot form groups of {size} from {world.size} processes: it needs at least two "
             "groups of at least two; set --engine.shard-size, or use --engine.sharding full"
         )
-    return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+    names = ("replicate", "shard")
+    if world.is_first:
+        return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=names)
+    # In groups of its own the loss of one more rank shows soon.
+    ranks = torch.arange(world.size).view(-1, size)
+    copies, parts = ranks[:, world.rank % size].tolist(), ranks[world.rank // size].tolist()
+    groups = [world.new_group(copies), world.new_group(parts)]  # collective
+    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
 
 def _precision(options: EngineOptions, is_root: bool) -> MixedPrecisionPolicy:

@@ -22,7 +22,7 @@ from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, ScaledBackwa
 from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import GradientUsage, check_launched, listed, same_start
 from lockstep.engines.exact import Subtotals, Subtrees, Tree, TreeSpan, check_slots, piece_of_sum
-from lockstep.engines.fsdp.apply import FILLS_UNUSED, UsageCheck, again, check, shard
+from lockstep.engines.fsdp.apply import FILLS_UNUSED, WATCH, UsageCheck, again, check, shard
 from lockstep.engines.model_init import unexpanded
 from lockstep.engines.optimizer_step import OptimizerStep, combined, norms_of, trained
 from lockstep.errors import ConfigError
@@ -130,7 +130,6 @@ class ExactReduceScatter:
 
 
 _NAME = "--engine fsdp"
-_WATCH = "_lockstep_output_watch"  # an attribute of the model: the hook on its output
 
 
 @final
@@ -178,9 +177,9 @@ class FSDP:
         _check_optimizer_parameters(model, self._update)
         self._set_sum_reduction()
         self._watch_usage()
-        if watching := vars(model).pop(_WATCH, None):  # from a former engine
+        if watching := vars(model).pop(WATCH, None):  # from a former engine
             watching.remove()
-        vars(model)[_WATCH] = model.register_forward_hook(self._watch_output)
+        vars(model)[WATCH] = model.register_forward_hook(self._watch_output)
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         for comm in self._comms:
