@@ -341,6 +341,7 @@ class Member:
             with contextlib.suppress(RuntimeError):  # the launcher is gone
                 store = self._connected()
                 store.set(f"{self._keys}/{here}/{self.name}", json.dumps(list(report)))
+                store.set(f"{self._keys}/{here}", "")  # the launcher looks for each report once there is one
                 store.wait([place], timedelta(seconds=wait))
                 answers.append(store.get(place).decode())
 

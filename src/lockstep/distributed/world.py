@@ -158,11 +158,13 @@ class _Phase:
         pending: values of this rank, each with the check of all ranks' values.
         is_exchanging: the checks run: what they gather is an exchange of its own.
         error: what ended the phase on every rank; no further exchange follows.
+        is_closed: the phase is over, before the end of its context.
     """
 
     pending: list[tuple[Any, Check]] = field(default_factory=list)
     is_exchanging: bool = False
     error: Exception | None = None
+    is_closed: bool = False
 
 
 @dataclass(slots=True)
@@ -425,7 +427,7 @@ class World:
         """
         if self.size == 1:
             return [value]
-        if self._phase and not self._phase.is_exchanging:
+        if self._phase and self.is_deferring:
             return self._exchange(self._phase, value, None)  # collective
         return self._gather(value)  # collective
 
@@ -446,10 +448,10 @@ class World:
         phase = self._phase = _Phase()
         try:
             yield
-            if phase.error is None:
+            if phase.error is None and not phase.is_closed:
                 self._exchange(phase, None, None)  # collective
         except Exception as error:
-            if phase.error is None:
+            if phase.error is None and not phase.is_closed:
                 self._exchange(phase, None, error)  # collective; raises
             raise
         finally:
@@ -457,8 +459,13 @@ class World:
 
     def agree(self) -> None:
         """Exchange what was deferred in `together`. Collective; does nothing outside it."""
-        if self._phase:
+        if self.is_deferring:
             self.gather(None)  # collective
+
+    def close_together(self) -> None:
+        """End `together` here, without its last exchange. Right after a gather, on all ranks."""
+        if self._phase:
+            self._phase.is_closed = True
 
     def defer(self, value: Any, check: Check) -> None:
         """Call `check` with every rank's `value`: in `together` by the next gather, else at once. Collective.
@@ -466,7 +473,7 @@ class World:
         Args:
             check: raises LockstepError, or keeps what it gets; the same on every rank. It may gather.
         """
-        if self._phase and not self._phase.is_exchanging:
+        if self._phase and self.is_deferring:
             self._phase.pending.append((value, check))
         else:
             check(self.gather(value))  # collective
@@ -474,7 +481,7 @@ class World:
     @property
     def is_deferring(self) -> bool:
         """Whether errors wait for the next gather (see `together`)."""
-        return self._phase is not None and not self._phase.is_exchanging
+        return self._phase is not None and not (self._phase.is_exchanging or self._phase.is_closed)
 
     def _exchange(self, phase: _Phase, value: Any, error: Exception | None) -> list[Any]:
         """Exchange deferred values, errors and `value`. Collective.

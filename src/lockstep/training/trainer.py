@@ -314,6 +314,7 @@ def _lock(session: Session, built: RunParts) -> None:
         close_uploads(session, error)
         built.folder.release()
         raise
+    built.world.close_together()
     built.lock_facts = LockFacts(list(devices), skipped[0])
 
 
@@ -391,6 +392,8 @@ def _train_in_folder(session: Session, built: RunParts) -> Training:
                 session.sinks = open_sinks(built)
                 session.timeline.open(built.folder.timeline, built.start, world.size)
             load_state(built)  # collective
+            if built.source is None:
+                world.close_together()  # it ended with a gather
         if session.status == "new":
             session.status = "running"
             session.timeline.enter(BODY)
