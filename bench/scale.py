@@ -6,8 +6,8 @@
 
 One process plays one rank among N: a collective is replaced by one that fills the buffers of all N at once, so the
 figures are this rank's own work, in CPU seconds, without the network. The verdict and the recovery run N ranks, threads
-of 32 processes, on a real store. The checkpoint is one of fsdp, of N ranks and T tensors, on /dev/shm. The last column is the
-exponent of growth between the two largest N: 1 is linear, 0 constant.
+of 32 processes, on a real store. The checkpoint is one of fsdp, of N ranks and T tensors, on /dev/shm. The last column
+is the exponent of growth between the two largest N: 1 is linear, 0 constant.
 """
 
 import argparse

@@ -165,10 +165,8 @@ class Membership:
         """Form the next generation once all survivors have left this one. Returns as `update`."""
         survivors = [member for member in self.members if member in living and member not in self._lost]
         new = {name: report for name in self._starting if name in living and (report := self._report(f"new/{name}"))}
-        here = f"here/{self.number + 1}"
-        has_reports = bool(survivors) and self._store.check(
-            [f"{self._keys}/{here}"]
-        )  # one request while nobody is lost
+        here = f"here/{self.number + 1}"  # one request a poll while nobody is lost
+        has_reports = bool(survivors) and self._store.check([f"{self._keys}/{here}"])
         reports = {name: each for name in survivors if has_reports and (each := self._report(f"{here}/{name}"))}
         if not reports:
             self._first_report = None
