@@ -1,12 +1,13 @@
 """Measure what a rank of a large run costs: host time, requests and memory, by the number of ranks.
 
-    python bench/scale.py [--ranks 8,64,256,1024] [--tensors 2000] [--only desync,verdict]
+    python bench/scale.py [--ranks 8,64,256,1024] [--tensors 2000] [--only verdict,recovery]
+    python bench/scale.py --only gathers             the gathers of a real start, resume and end on 2 ranks, by caller
     PYTHONPATH=BASE/src python bench/scale.py        the same of another version: before and after
 
 One process plays one rank among N: a collective is replaced by one that fills the buffers of all N at once, so the
-figures are this rank's own work, in CPU seconds, without the network. The verdict runs N ranks, threads of 32
-processes, on a real store. The checkpoint is one of fsdp, of N ranks and T tensors, on /dev/shm. The last column is the
-exponent of growth between the two largest N: 1 is linear, 0 constant.
+figures are this rank's own work, in CPU seconds, without the network. The verdict and the recovery run N ranks, threads
+of 32 processes, on a real store. The checkpoint is one of fsdp, of N ranks and T tensors, on /dev/shm. The last column
+is the exponent of growth between the two largest N: 1 is linear, 0 constant.
 """
 
 import argparse
@@ -24,23 +25,32 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from lockstep.checkpoint import check, layout, write
 from lockstep.checkpoint.files import write_file
 from lockstep.checkpoint.format import MANIFEST, STATE, Manifest, dump
-from lockstep.data.batches import StepPlan, slots
-from lockstep.data.sampler import Shuffled
+from lockstep.data.batches import Batches, Loading, StepPlan, slots
+from lockstep.data.sampler import Sequential, Shuffled
 from lockstep.distributed.balance import equal_shares
 from lockstep.distributed.exchange import BusySeconds, StepExchange
+from lockstep.distributed.failures import ProcessFailure
+from lockstep.distributed.launcher import listen
+from lockstep.distributed.membership import LeaveReport, Member, key_prefix
 from lockstep.distributed.progress import COMPUTING, Progress
 from lockstep.distributed.world import World
+from lockstep.engines.exact import Tree
 from lockstep.guards import desync, watchdog
 from lockstep.guards.watchdog import Inquiry
+from lockstep.launch.losses import Membership
+from lockstep.task import Task
+from lockstep.training.evaluation import evaluate, one_step_plan
 
 LOST = 1
 _PROCESSES = 32  # that play the ranks of a verdict: threads of one process would wait for its interpreter
@@ -96,6 +106,184 @@ def collectives(size):
     yield "desync check, ms", cpu(lambda: desync.check(state, world, 0))
     yield "step exchange of 16 ragged steps, ms", cpu(one_exchange)
     yield "totals of a record, ms", cpu(lambda: exchange.totals([1.0] * 6))
+
+
+class Squares(Task):
+    """A linear model, one sample a micro-batch."""
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def dataset(self, split):
+        return None
+
+    def loss(self, model, batch):
+        return model(batch).square().sum()
+
+    def metrics(self, model, batch):
+        return {name: (float(batch.sum()), len(batch)) for name in ("accuracy", "top5")}
+
+
+def evaluation(size):
+    """An evaluation of 4 micro-batches a rank: their forwards, and the agreement on loss and two metrics."""
+    world, data = World(rank=0, size=size, control=object()), torch.ones(4 * size, 1)
+    task, holder = Squares(), SimpleNamespace(model=torch.nn.Linear(1, 1))
+    batches = Batches(
+        task, data, Sequential(len(data)), one_step_plan(len(data), 1), world, seed=0, loading=Loading(0, 1)
+    )
+    with alike():
+        yield "evaluation of 4 samples a rank, ms", cpu(lambda: evaluate(holder, task, batches, world, step=0, seed=0))
+
+
+def exact(size):
+    """A rank's own work in the sum of a step with --exact, of 100 small tensors, and its messages."""
+
+    def all_to_all(received, sent, into=None, out=None, group=None):
+        messages[0] += 1
+        received.zero_()
+
+    before, dist.all_to_all_single = dist.all_to_all_single, all_to_all
+    world = World(rank=0, size=size, control=object())
+    try:
+        for name, count in (("M = N", size), ("M = 3 N", 3 * size)):
+            model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(50)])
+            parameters, messages = list(model.parameters()), [0]
+            began = time.process_time()
+            tree = Tree(parameters, count, world)
+            yield f"exact, {name}: the division, once, ms", (time.process_time() - began) * 1e3
+            gradients = [torch.ones_like(p) for p in parameters]
+
+            def step(tree=tree, parameters=parameters, gradients=gradients):
+                for _ in range(tree._subtrees.slots):
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        parameter.grad = gradient.clone()
+                    tree.push()
+                tree.finish()
+
+            def push(tree=tree, parameters=parameters, gradients=gradients):
+                for _ in range(tree._subtrees.slots):
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        parameter.grad = gradient.clone()
+                    tree.push()
+                tree._count = 0
+                list(tree._sums.taken())
+
+            with alike():
+                step()
+                messages[0] = 0
+                step()
+                yield f"exact, {name}: all-to-alls of a step", messages[0]
+                yield f"exact, {name}: a step's exchange, ms", cpu(step) - cpu(push)
+    finally:
+        dist.all_to_all_single = before
+
+
+def recovery(size):
+    """A lost rank among N on a real store: the launcher's polls, and how long the others wait for their new ranks."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    listener = listen("127.0.0.1", 0)  # as launch/nodes.py
+    port = listener.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    membership, names = Membership(store), [str(rank) for rank in range(size)]
+    membership.begin("bench", names)
+    context = multiprocessing.get_context("fork")
+    gate, queue = context.Barrier(min(size, _PROCESSES) + 1), context.Queue()
+    args = [(range(first, size, _PROCESSES), gate, queue, port) for first in range(min(size, _PROCESSES))]
+    processes = [context.Process(target=rejoin, args=each) for each in args]
+    for process in processes:
+        process.start()
+    gate.wait()  # all have reported that they are ready
+    yield "recovery: descriptors of the launcher", len(os.listdir("/proc/self/fd"))
+    count, began, spent = 20, time.monotonic(), time.process_time()
+    for _ in range(count):
+        membership.update(set(names), {})
+    yield "recovery: the launcher's poll of a run that has lost nobody, ms", (time.monotonic() - began) / count * 1e3
+    living, failure = set(names) - {str(LOST)}, ProcessFailure(LOST, 1, "killed", when=time.time())
+    gate.wait()  # all leave their groups now
+    began, spent = time.monotonic(), time.process_time()
+    while membership.number == 0:
+        assert not membership.update(living, {str(LOST): failure})
+        time.sleep(0.05)  # as launch/agent.py
+    yield "recovery: wall s until the launcher has decided", time.monotonic() - began
+    seconds = [queue.get() for _ in range(size - 1)]
+    for process in processes:
+        process.join()
+    yield "recovery: wall s of the slowest rank", max(seconds)
+    yield "recovery: CPU s of the launcher, with its store", time.process_time() - spent
+    text = store.get(f"{key_prefix('bench')}/members/1")
+    yield "recovery: kB that each rank reads", len(text) / 1e3
+
+
+def rejoin(ranks, gate, queue, port):
+    """Play these members, a thread each."""
+    own = threading.Barrier(len(ranks), action=gate.wait)
+
+    def member(rank):
+        me = Member(str(rank), 0, key_prefix("bench"), ("127.0.0.1", port))
+        me.report_ready()
+        own.wait()
+        own.wait()
+        if rank == LOST:
+            return
+        began = time.monotonic()
+        me.regroup(LeaveReport(7, -1, "0123456789abcdef", True, 600.0), 60.0)
+        queue.put(time.monotonic() - began)
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def gathers(size):
+    """Exchanges of a real start, resume and end of `lockstep train` on two ranks, counted at World."""
+    if size > 8:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for what, steps in (("new run", 2), ("resume", 4)):
+            flags = ["--save-dir", folder, "--experiment-name", "r", "--device", "cpu", "--max-steps", str(steps)]
+            flags += ["--extend-to", "4"] if what == "resume" else []
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, "--count"]
+            result = subprocess.run([*command, *flags], capture_output=True, text=True, check=True)
+            line = next(line for line in result.stdout.splitlines() if line.startswith("{"))
+            for part, callers in json.loads(line).items():
+                for caller in callers:
+                    print(f"  {what}, {part}: {caller}", file=sys.stderr, flush=True)
+                yield f"gathers of a {what}: {part}", len(callers)
+
+
+def count_gathers(flags):
+    """Train, and print the callers of each exchange of this rank as JSON."""
+    from lockstep import cli
+    from lockstep.training import trainer
+
+    found, part = {"start": [], "steps and saves": [], "end": []}, ["start"]
+    name = "_gather" if hasattr(World, "_gather") else "gather"
+    gather, iterate, finish = getattr(World, name), trainer.iterate_steps, trainer._finish
+
+    def counted(world, value):
+        frames = [frame for frame in traceback.extract_stack() if "/lockstep/" in frame.filename]
+        frames = [frame for frame in frames if not frame.filename.endswith("distributed/world.py")]
+        places = [f"{frame.filename.partition('/lockstep/')[2]}:{frame.name}" for frame in frames[-2:]]
+        found[part[0]].append(" < ".join(reversed(places)))
+        return gather(world, value)
+
+    def begin(*args):
+        part[0] = "steps and saves"
+        return iterate(*args)
+
+    def end(*args):
+        part[0] = "end"
+        return finish(*args)
+
+    setattr(World, name, counted)
+    trainer.iterate_steps, trainer._finish, sys.argv = begin, end, ["lockstep", "train", *flags]
+    with contextlib.suppress(SystemExit):
+        cli.main()
+    if os.environ["RANK"] == "0":
+        print(f"\n{json.dumps(found)}", flush=True)
 
 
 def order(size):
@@ -274,17 +462,79 @@ def groups(size):
     os.unlink(place)
 
 
+def regroups(size):
+    """Descriptors of a rank of gloo before and after it lost a peer, twice, ranks forked."""
+    if size > 64:
+        return
+    found = subprocess.run(
+        [sys.executable, __file__, "--regroup", str(size)], capture_output=True, text=True, check=True
+    )
+    for name, value in json.loads(found.stdout.splitlines()[-1]).items():
+        yield f"descriptors of a rank {name}", value
+
+
+def lose_twice(size):
+    """Fork ranks, end the last one twice, regroup the others, and print the most descriptors of a rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    pipes = []
+    for rank in range(size):
+        here, there = os.pipe()
+        if os.fork() == 0:
+            for pipe in (here, *pipes):
+                os.close(pipe)
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            world = World.join("cpu", 60.0)
+            for generation in range(3):
+                extra = [world.new_group(), world.new_group()]  # of the step exchange and the saver
+                for group in (None, *extra):
+                    dist.all_reduce(torch.zeros(1000), group=group)
+                world.gather("x" * 300)
+                os.write(there, f"{len(os.listdir('/proc/self/fd'))} ".encode())
+                world.barrier()
+                if generation == 2:
+                    break
+                group = None
+                world.drop_groups(extra)
+                if rank == world.size - 1:
+                    time.sleep(20.0)  # its store's connection stays; it takes no part
+                    os._exit(0)
+                time.sleep(1.0)  # the threads that free the groups
+                world = world.regroup(rank, world.size - 1, generation + 1, tries=5)
+            os._exit(0)
+        os.close(there)
+        pipes.append(here)
+    rows = []
+    for pipe in pipes:
+        with os.fdopen(pipe) as file:
+            rows.append([int(value) for value in file.read().split()])
+    for _ in pipes:
+        os.wait()
+    names = ("of a run", "after a lost rank", "after two")
+    print(json.dumps({name: max(row[k] for row in rows if len(row) > k) for k, name in enumerate(names)}))
+
+
 def main():
+    if sys.argv[1:2] == ["--count"]:
+        count_gathers(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", default="8,64,256,1024")
     parser.add_argument("--tensors", type=int, default=2000)
-    parser.add_argument("--only", default="collectives,order,verdict,descriptors,checkpoint")
+    parts = "collectives,evaluation,exact,order,verdict,recovery,regroups,descriptors,checkpoint,gathers"
+    parser.add_argument("--only", default=parts)
     parser.add_argument("--read", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--groups", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--regroup", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.read:
         read(Path(options.read[0]), int(options.read[1]))
+        return
+    if options.regroup:
+        lose_twice(options.regroup)
         return
     if options.groups:
         groups(options.groups)

@@ -7,8 +7,8 @@ from toys import Ragged, fit, parts, train
 
 import lockstep
 from lockstep.config.schema import Config
-from lockstep.distributed.world import World
-from lockstep.errors import ConfigError, UsageError
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.errors import ConfigError, LockstepError, UsageError
 
 
 def close(found, wanted, tolerance):
@@ -226,3 +226,45 @@ def test_a_run_inside_a_run_is_refused(tmp_path):
     config = Config(save_dir=str(tmp_path), batch_size=8, micro_batch_size=2, max_steps=2, device="cpu")
     with pytest.raises(UsageError, match="one run at a time"):
         list(lockstep.Run(config, Nested(dtype=torch.float32)))
+
+
+def _together(world, fault):
+    """What a rank raises, and what it did before: agreements of one phase with a fault of rank 1."""
+    done = []
+
+    def act(where):
+        if fault == where and world.rank == 1:
+            raise ConfigError(f"fault {where}")
+        done.append(where)
+
+    try:
+        with world.together():
+            on_all_ranks(world, lambda: act("first"))
+            world.check_same("plan", {"steps": 3 + (fault == "plan" and world.rank)})
+            on_all_ranks(world, lambda: act("second"))
+            assert world.gather(world.rank) == list(range(world.size))
+            done.append("gathered")
+            if fault == "both":
+                world.check_same("order", {"first": world.rank})
+                act("both")
+            on_all_ranks(world, lambda: act("third"))
+    except UsageError as error:
+        return type(error).__name__, str(error), done
+    except LockstepError as error:
+        return type(error).__name__, str(error), done
+    return "", "", done + world.gather(world.rank)
+
+
+def test_deferred_agreements_raise_on_all_ranks_at_the_next_gather_in_order():
+    assert run(_together, 3, "") == [("", "", ["first", "second", "gathered", "third", 0, 1, 2])] * 3
+    for fault, last in (("first", "second"), ("second", "second"), ("third", "third")):
+        for rank, (kind, text, done) in enumerate(run(_together, 3, fault)):
+            assert kind == ("ConfigError" if rank == 1 else "PeerError")
+            assert f"fault {fault}" in text
+            assert "rank 1" in text or rank == 1
+            assert rank == 1 or done[-1] == last  # nobody went past the gather
+    for fault, key in (("plan", "steps"), ("both", "first")):  # a difference comes before the error that follows it
+        for kind, text, _ in run(_together, 3, fault):
+            assert kind == "LockstepError"
+            assert key in text
+            assert "rank 1" in text

@@ -116,6 +116,7 @@ def launchers(tmp_path):
 def report(store, names, number=1):
     for name in names:
         store.set(f"{KEYS}/here/{number}/{name}", json.dumps(list(LeaveReport(7, -1, "a", False, 60.0))))
+        store.set(f"{KEYS}/here/{number}", "")
 
 
 def test_a_rank_lost_on_another_node_is_replaced_there(launchers):

@@ -345,6 +345,7 @@ class Member:
             with contextlib.suppress(RuntimeError):  # the launcher is gone
                 store = self._connected()
                 store.set(f"{self._keys}/{here}/{self.name}", json.dumps(list(report)))
+                store.set(f"{self._keys}/{here}", "")  # the launcher looks for each report once there is one
                 while self.is_new and not store.check([place]):
                     time.sleep(_SEAT_PAUSE)
                     waits_since[0] = time.monotonic()

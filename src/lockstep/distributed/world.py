@@ -8,6 +8,9 @@ A process of torchrun or srun joins the others; any other is a world of one, wit
 agreements between ranks (`gather`, `barrier`, `check_same`) use one CPU (gloo) group, `control`, so they neither wait
 for a device nor interleave with the training group's collectives.
 
+Agreements that follow each other travel together: in `with world.together():` an action of `on_all_ranks` and a value
+of `check_same` or `defer` wait for the next gather, which carries the errors of all ranks too.
+
 A default group that already exists in this process (from accelerate, or a script) is used, and left open at the end.
 
 A process may join and leave many times, and torchrun's agent keeps one meeting point over all restarts. So ranks write
@@ -23,7 +26,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +34,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.distributed.descriptors import CONNECT_ON_DEMAND, connects_on_demand, descriptors_of, ensure_descriptors
@@ -143,6 +147,24 @@ def _host() -> str:
 
 
 T = TypeVar("T")
+Check = Callable[[list[Any]], None]
+
+
+@dataclass(slots=True)
+class _Phase:
+    """What waits for the next exchange of `World.together`.
+
+    Attributes:
+        pending: values of this rank, each with the check of all ranks' values.
+        is_exchanging: the checks run: what they gather is an exchange of its own.
+        error: what ended the phase on every rank; no further exchange follows.
+        is_closed: the phase is over, before the end of its context.
+    """
+
+    pending: list[tuple[Any, Check]] = field(default_factory=list)
+    is_exchanging: bool = False
+    error: Exception | None = None
+    is_closed: bool = False
 
 
 @dataclass(slots=True)
@@ -170,6 +192,7 @@ class World:
     _name_counts: dict[str, int] = field(default_factory=dict)
     _patience: float = 0.0
     _is_guest: bool = False  # the default group was created, and will be destroyed, by other code
+    _phase: _Phase | None = field(default=None, init=False, repr=False, compare=False)  # not copied by `replace`
 
     def __post_init__(self) -> None:
         """Resolve a CUDA device without an index to the current one."""
@@ -177,12 +200,13 @@ class World:
             self.device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
     @classmethod
-    def join(cls, device: str = "auto", timeout: float = 600.0) -> Self:
+    def join(cls, device: str = "auto", timeout: float = 600.0, *, check_devices: bool = True) -> Self:
         """Join the world of the launcher's environment (RANK, LOCAL_RANK, WORLD_SIZE). Creates its groups.
 
         Args:
             device: "auto" (the CUDA device of the local rank if there is one, else the CPU), "cpu" or "cuda".
             timeout: seconds, for every collective.
+            check_devices: find devices that ranks share; False: the caller calls `defer_device_check`.
 
         Raises:
             ConfigError: the device does not exist or is shared with another rank, the launcher's variables are
@@ -203,7 +227,8 @@ class World:
                 world._use_existing_group()
             else:
                 world._make_groups()
-            world._check_devices()
+            if check_devices:
+                world._check_devices()
         return world
 
     @classmethod
@@ -327,12 +352,22 @@ class World:
 
         Not needed after a loss: a replacement process has its predecessor's variables, and so its device.
         """
-        by_nccl = self.device.type == "cuda" and "nccl" in dist.get_backend_config()  # an existing group may be gloo
         try:
-            check_unshared(self.gather(identity(self.device) if by_nccl and self.size > 1 else None))  # collective
+            self.defer_device_check()  # collective
         except LockstepError:
             self.leave(_PATIENCE)
             raise
+
+    def defer_device_check(self) -> None:
+        """Compare the ranks' devices with the next gather. Before the first collective on a device.
+
+        Raises:
+            ConfigError: by that gather, on all ranks: two share a device under NCCL.
+        """
+        if self.size > 1:
+            is_cuda = self.device.type == "cuda"
+            by_nccl = is_cuda and "nccl" in dist.get_backend_config()  # an existing group may be gloo
+            self.defer(identity(self.device) if by_nccl else None, check_unshared)  # collective
 
     def _agree_on_scope(self, store: Store, wait: timedelta) -> None:
         """Choose a prefix for this join's keys: new at each join and each restart, the same on all ranks.
@@ -390,10 +425,92 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order. One small collective, or two if a value is long.
 
-        Values travel as JSON, never as pickles.
+        Values travel as JSON, never as pickles. In `together` it carries what was deferred, and raises as that does.
         """
         if self.size == 1:
             return [value]
+        if self._phase and self.is_deferring:
+            return self._exchange(self._phase, value, None)  # collective
+        return self._gather(value)  # collective
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Defer agreements to the next gather, or to the end of the context. Collective at its end.
+
+        Inside, `on_all_ranks`, `check_same` and `defer` exchange nothing. An error of one rank is raised on the others
+        by their next gather, so a call of `agree` belongs before other collectives (an engine's, a user's) and before
+        the first write. A context inside another is part of it.
+
+        Raises:
+            LockstepError: as by single agreements, in the order of the calls.
+        """
+        if self.size == 1 or self._phase:
+            yield
+            return
+        phase = self._phase = _Phase()
+        try:
+            yield
+            if phase.error is None and not phase.is_closed:
+                self._exchange(phase, None, None)  # collective
+        except Exception as error:
+            if phase.error is None and not phase.is_closed:
+                self._exchange(phase, None, error)  # collective; raises
+            raise
+        finally:
+            self._phase = None
+
+    def agree(self) -> None:
+        """Exchange what was deferred in `together`. Collective; does nothing outside it."""
+        if self.is_deferring:
+            self.gather(None)  # collective
+
+    def close_together(self) -> None:
+        """End `together` here, without its last exchange. Right after a gather, on all ranks."""
+        if self._phase:
+            self._phase.is_closed = True
+
+    def defer(self, value: Any, check: Check) -> None:
+        """Call `check` with every rank's `value`: in `together` by the next gather, else at once. Collective.
+
+        Args:
+            check: raises LockstepError, or keeps what it gets; the same on every rank. It may gather.
+        """
+        if self._phase and self.is_deferring:
+            self._phase.pending.append((value, check))
+        else:
+            check(self.gather(value))  # collective
+
+    @property
+    def is_deferring(self) -> bool:
+        """Whether errors wait for the next gather (see `together`)."""
+        return self._phase is not None and not (self._phase.is_exchanging or self._phase.is_closed)
+
+    def _exchange(self, phase: _Phase, value: Any, error: Exception | None) -> list[Any]:
+        """Exchange deferred values, errors and `value`. Collective.
+
+        A rank with an error has deferred less than the others. What all have deferred is checked first, in order.
+
+        Returns:
+            Every rank's `value`.
+        """
+        if phase.error is not None:  # raised before, and caught
+            raise phase.error
+        pending, phase.pending, phase.is_exchanging = phase.pending, [], True
+        try:
+            try:
+                ranks = self._gather([[each for each, _ in pending], *outcome(value, error)])  # collective
+            except PeerError as loss:
+                raise error or loss  # noqa: B904  this rank's error says more
+            for place in range(min(len(values) for values, _, _ in ranks)):
+                pending[place][1]([values[place] for values, _, _ in ranks])
+            return results([each[1:] for each in ranks], error)
+        except Exception as caught:
+            phase.error = caught
+            raise
+        finally:
+            phase.is_exchanging = False
+
+    def _gather(self, value: Any) -> list[Any]:
         payload = json.dumps(value).encode()
         try:
             first = self._gather_bytes(len(payload).to_bytes(_LENGTH, "little") + payload[:_SHORT], _LENGTH + _SHORT)
@@ -437,6 +554,10 @@ class World:
 
     def gather_checked(self, value: Any, error: Exception | None) -> list[Any]:
         """Return every rank's `value`, in rank order, or raise as `check` if a rank passes an error. Collective."""
+        if self.is_deferring:
+            if error is not None:
+                raise error
+            return self.gather(value)  # collective
         return results(self.gather(outcome(value, error)), error)  # collective
 
     def check_same(self, subject: str, values: dict[str, Any]) -> None:
@@ -446,7 +567,13 @@ class World:
             subject: names the values in the error, which also gives the differing keys and the rank.
             values: to be compared with rank 0's.
         """
-        compare(subject, self.gather(values))  # collective
+        digest = xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode())
+
+        def check(digests: list[str]) -> None:
+            if len(set(digests)) > 1:
+                compare(subject, self.gather(values))  # collective
+
+        self.defer(digest, check)  # collective
 
     def leave(self, patience: float | None = None) -> None:
         """Leave without hanging: collect wrappers, wait for every rank, then destroy the groups.
@@ -528,7 +655,12 @@ def gather_results(world: World, action: Callable[[], T]) -> list[T]:
 
 
 def on_all_ranks(world: World, action: Callable[[], T]) -> T:
-    """Run `action`, and return its result once it succeeded on all ranks; else raise. Collective."""
+    """Run `action`, and return its result once it succeeded on all ranks; else raise. Collective.
+
+    In `World.together` return it at once: the next gather raises the errors of the others.
+    """
+    if world.is_deferring:
+        return action()
     result, error = None, None
     try:
         result = action()

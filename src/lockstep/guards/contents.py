@@ -92,12 +92,17 @@ def check_contents(world: World, digests: Mapping[str, Digest | None]) -> list[s
     """Compare the ranks' digests. Collective.
 
     Returns:
-        A line for each thing that could not be compared.
+        A line for each thing that could not be compared; in `World.together` complete after the next gather.
 
     Raises:
         DifferenceError: on every rank, naming the sample and the ranks that differ from rank 0.
     """
-    ranks = world.gather([socket.gethostname(), digests])  # collective
+    lines = list[str]()
+    world.defer([socket.gethostname(), digests], lambda ranks: lines.extend(_compare(ranks)))  # collective
+    return lines
+
+
+def _compare(ranks: list[Any]) -> list[str]:
     host, first = ranks[0]
     for label, reference in first.items():
         odd = [rank for rank, (_, each) in enumerate(ranks) if not alike(reference, each.get(label))]

@@ -26,6 +26,7 @@ from lockstep.tensors import local_of
 
 __all__ = [
     "Digests",
+    "Replicas",
     "check",
     "fingerprints",
     "leaves",
@@ -171,6 +172,7 @@ def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[],
     """Compare the replicas' states after `step` steps. Collective.
 
     One exchange of a digest for each set of ranks that hold the same parts; if digests differ, one of the fingerprints.
+    In `World.together` the next gather carries the digests.
 
     Args:
         kinds: returns descriptions of tensors that change other than by updates, by name.
@@ -179,18 +181,37 @@ def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[],
         DifferenceError: on every rank, naming the tensor that explains the difference, or the first that differs, and
             the odd rank if most ranks agree.
     """
-    if world.size == 1:
-        return
-    cache: dict[Any, _Holders] = {}
-    holders = {name: _holders_of(tensor, world, cache) for name, tensor in state.items()}
-    own = fingerprints({name: tensor for name, tensor in state.items() if holders[name].size > 1})
-    digests: dict[_Holders, Any] = {}
-    for name, value in own.items():  # sorted by name, the same on every rank
-        digests.setdefault(holders[name], xxhash.xxh3_64()).update(repr((name, value)).encode())
-    odd = _differing(world.gather([[*group, digest.hexdigest()] for group, digest in digests.items()]))  # collective
-    if odd:
-        details = {name: value for name, value in own.items() if holders[name].key in odd}
-        raise DifferenceError(_describe(world.gather(details), step, kinds()))  # collective
+    if world.size > 1:
+        replicas = Replicas(state, world)
+        world.defer(replicas.digests, lambda ranks: replicas.compare(ranks, step, kinds))  # collective
+
+
+class Replicas:
+    """This rank's part of a comparison of the replicas' states.
+
+    Attributes:
+        digests: [ranks' digest, their number, digest of the tensors] of each set of ranks that hold the same parts.
+    """
+
+    def __init__(self, state: dict[str, Tensor], world: World) -> None:
+        cache: dict[Any, _Holders] = {}
+        self._world = world
+        self._holders = {name: _holders_of(tensor, world, cache) for name, tensor in state.items()}
+        self._own = fingerprints({name: each for name, each in state.items() if self._holders[name].size > 1})
+        digests: dict[_Holders, Any] = {}
+        for name, value in self._own.items():  # sorted by name, the same on every rank
+            digests.setdefault(self._holders[name], xxhash.xxh3_64()).update(repr((name, value)).encode())
+        self.digests = [[*group, digest.hexdigest()] for group, digest in digests.items()]
+
+    def compare(self, ranks: list[list[list[Any]]], step: int, kinds: Callable[[], Mapping[str, str]] = dict) -> None:
+        """Compare all ranks' `digests`. Collective if they differ.
+
+        Raises:
+            DifferenceError: as `check`.
+        """
+        if odd := _differing(ranks):
+            details = {name: value for name, value in self._own.items() if self._holders[name].key in odd}
+            raise DifferenceError(_describe(self._world.gather(details), step, kinds()))  # collective
 
 
 class _Holders(NamedTuple):

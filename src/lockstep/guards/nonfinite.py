@@ -36,6 +36,7 @@ __all__ = [
     "Skips",
     "floats",
     "origin",
+    "read_skips",
 ]
 
 
@@ -182,15 +183,19 @@ class Skips:
         limit: maximum number of skipped steps.
         world: its ranks make one together, and call `add` together.
         plan: gives the steps' numbers their meaning: under another plan they are other steps.
+        steps: as `read_skips` returned them on rank 0; None: read and share them here.
 
     Attributes:
         steps: in the order in which they were found.
     """
 
-    def __init__(self, path: Path, limit: int, world: World, plan: dict[str, Any]) -> None:
-        self._path, self._limit, self._world = path, limit, world
-        self._plan = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
-        self.steps: list[int] = world.gather(self._read() if world.is_main else [])[0]  # collective
+    def __init__(
+        self, path: Path, limit: int, world: World, plan: dict[str, Any], steps: list[int] | None = None
+    ) -> None:
+        self._path, self._limit, self._world, self._plan = path, limit, world, _digest_of(plan)
+        if steps is None:
+            steps = world.gather(read_skips(path, plan) if world.is_main else [])[0]  # collective
+        self.steps = steps
 
     def add(self, step: int, why: str) -> None:
         """Skip `step` from now on. Collective.
@@ -208,19 +213,25 @@ class Skips:
         error = self._write() if self._world.is_main else None
         self._world.check(error)  # collective
 
-    def _read(self) -> list[int]:
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            data = json.loads(retry_io(lambda: self._path.read_text(encoding="utf-8")))
-            if data["plan"] == self._plan:
-                return [int(step) for step in data["steps"]]
-        return []
-
     def _write(self) -> LockstepError | None:
         try:  # atomic: without it a rollback would run the step again
             write_whole(self._path, json.dumps({"steps": self.steps, "plan": self._plan}) + "\n")
         except OSError as error:
             return refusal_error(error)
         return None
+
+
+def read_skips(path: Path, plan: dict[str, Any]) -> list[int]:
+    """Return the skipped steps that the file names for this plan."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        data = json.loads(retry_io(lambda: path.read_text(encoding="utf-8")))
+        if data["plan"] == _digest_of(plan):
+            return [int(step) for step in data["steps"]]
+    return []
+
+
+def _digest_of(plan: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
 
 
 # --- origin of a value that is not finite

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import platform
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -60,16 +61,22 @@ def check_weights(world: World, model: nn.Module) -> None:
         DifferenceError: they differ; tensor and rank are named.
     """
     weights = {f"model/{name}": value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    metas = world.gather(any(tensor.is_meta for tensor in weights.values()))  # collective
-    if any(metas):  # only rank 0 drew them; they are broadcast
+    if world.size == 1:
         return
-    try:
-        desync.check(weights, world, 0)
-    except DifferenceError as error:
-        difference = str(error).partition("; ")[0].removeprefix("after step 0 ")
-        raise DifferenceError(
-            f"before step 1: the initial weights differ: {difference}; seed the model alike"
-        ) from error
+    replicas = desync.Replicas(weights, world)
+
+    def compare(ranks: list[Any]) -> None:
+        if any(has_meta for has_meta, _ in ranks):  # only rank 0 drew them; they are broadcast
+            return
+        try:
+            replicas.compare([digests for _, digests in ranks], 0)  # collective if they differ
+        except DifferenceError as error:
+            difference = str(error).partition("; ")[0].removeprefix("after step 0 ")
+            raise DifferenceError(
+                f"before step 1: the initial weights differ: {difference}; seed the model alike"
+            ) from error
+
+    world.defer([any(tensor.is_meta for tensor in weights.values()), replicas.digests], compare)  # collective
 
 
 def _code() -> str:

@@ -183,7 +183,9 @@ class Membership:
             return ""
         survivors = self._survivors(living)
         new = {name: report for name in self._starting if name in living and (report := self._report(f"new/{name}"))}
-        reports = {name: report for name in survivors if (report := self._report(f"here/{self.number + 1}/{name}"))}
+        here = f"here/{self.number + 1}"  # one request a poll while nobody is lost
+        has_reports = bool(survivors) and self._store.check([f"{self._keys}/{here}"])
+        reports = {name: each for name in survivors if has_reports and (each := self._report(f"{here}/{name}"))}
         if not reports:
             self._first_report = None
             if not self._lost and self._whole(new):

@@ -1,10 +1,13 @@
 """Check that all ranks start from the same folder, data and weights.
 
-    check_shared_folder(RunFolder("outputs", "a"), world)   # ConfigError: the rank, its host and its path
+    with ExitStack() as stack:
+        first = exchange_first_facts(config, world, stack)                # compares the configurations
+        check_shared_folder(folder, world, first.token, "--save-dir")     # ConfigError: the rank, its host and its path
 
 A model that was made before the run gets rank 0's values. The device of each rank is logged here too.
 """
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -12,26 +15,29 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
+from lockstep.checkpoint.files import await_results
+from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.data.loader import Loader, Loading, check_dataset, generators_kept
 from lockstep.distributed.progress import rank_label
-from lockstep.distributed.world import World, gather_results, on_all_ranks
-from lockstep.errors import ConfigError, DataError
+from lockstep.distributed.world import World, on_all_ranks
+from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.files import create_file
 from lockstep.guards.contents import KEY, Contents, check_contents
 from lockstep.guards.samples import RetryingDataset
 from lockstep.task import Task
+from lockstep.training.defaults import is_fast
 from lockstep.training.evaluation import sets_by_name
 from lockstep.training.run_dir import RunFolder
 
@@ -40,6 +46,7 @@ __all__ = [
     "check_shared_folder",
     "collect_new_modules",
     "copy_from_rank0",
+    "exchange_first_facts",
     "log_ranks",
     "make_datasets",
     "with_retries",
@@ -115,10 +122,13 @@ _MAX_RANK_LINES = 16  # above it, a line for each host
 _LOG = logging.getLogger("lockstep")
 
 
-def log_ranks(world: World) -> None:
-    """Write the host and device of every rank to rank 0's log file. Collective."""
-    places = world.gather([platform.node(), str(world.device)])  # collective
-    for line in rank_lines(places) if world.is_main else ():
+def log_ranks(places: Sequence[Sequence[str]]) -> None:
+    """Write the host and device of every rank to the log file. On rank 0.
+
+    Args:
+        places: [host, device] by rank.
+    """
+    for line in rank_lines(places):
         _LOG.info(line, extra={"only_file": True})
 
 
@@ -188,6 +198,8 @@ def copy_from_rank0(model: nn.Module, new: list[nn.Module], world: World) -> int
         return 0
     tensors = _existing_tensors(model, {id(module) for module in new})
     hashes = {name: [f"{t.dtype} {list(t.shape)}", _hash(t)] for name, t in tensors.items()}
+    if len(set(world.gather(xxhash.xxh3_64_hexdigest(repr(hashes).encode())))) == 1:  # collective
+        return 0
     ranks = world.gather(hashes)  # collective
     kinds = [{name: kind for name, (kind, _) in each.items()} for each in ranks]
     if any(each != kinds[0] for each in kinds):
@@ -227,42 +239,103 @@ def _hash(tensor: Tensor) -> str:
 _READ_DELAYS = (0.0, 0.1, 0.2, 0.5, 1.2)  # seconds; a network file system may show a new file late
 
 
-def check_shared_folder(folder: RunFolder, world: World, flag: str = "--save-dir") -> None:
-    """Check that every rank sees rank 0's run folder. Collective.
+class Token(NamedTuple):
+    """A file that rank 0 writes for a moment into the run's folder, or its nearest parent.
 
-    Every rank reads a token that rank 0 writes for a moment into the folder or its nearest parent. Device and inode
-    numbers would not do: two nodes may see different numbers for a shared folder, and equal ones for two folders.
+    Attributes:
+        above: how many levels above the folder it is.
+    """
+
+    name: str
+    above: int
+
+
+class FirstFacts(NamedTuple):
+    """What the ranks exchange first.
+
+    Attributes:
+        config: this rank's, with rank 0's experiment name.
+        fast: by rank, whether its device suits bf16 and compilation.
+        places: [host, device] by rank.
+        token: None: there is none.
+    """
+
+    config: Config
+    fast: list[bool]
+    places: list[list[str]]
+    token: Token | None
+
+
+def exchange_first_facts(
+    config: Config, world: World, stack: ExitStack | None, check_first: Callable[[], None]
+) -> FirstFacts:
+    """Compare the configurations, and exchange what is known before anything is made. Collective.
+
+    Belongs into `World.together`, which raises rank 0's error about the token on all ranks.
+
+    A name that contains the time differs between ranks: rank 0's is used.
+
+    Args:
+        stack: keeps the token, for `check_shared_folder`; None: without a token.
+        check_first: called first, and may take any time.
+
+    Raises:
+        LockstepError: the configurations differ, `check_first` fails, or rank 0 cannot write the token.
+    """
+    values = cli.flatten(config)
+    name, errors = values.pop("experiment_name"), list[LockstepError]()
+
+    def own_facts() -> list[Any]:
+        check_first()
+        token = None
+        if stack and world.is_main and world.size > 1:
+            try:
+                token = stack.enter_context(_token(RunFolder(config.local_dir, name)))
+            except LockstepError as error:  # reported below, after a difference of the configurations
+                errors.append(error)
+        return [name, is_fast(world.device), [platform.node(), str(world.device)], token]
+
+    world.check_same("configuration", values)  # collective
+    ranks = await_results(world, own_facts)  # collective
+    if errors:
+        raise errors[0]
+    names, fast, places, tokens = zip(*ranks, strict=True)
+    config = dataclasses.replace(config, experiment_name=names[0])
+    return FirstFacts(config, list(fast), list(places), tokens[0] and Token(*tokens[0]))
+
+
+def check_shared_folder(folder: RunFolder, world: World, token: Token | None, flag: str) -> None:
+    """Check that every rank sees rank 0's run folder, in which rank 0 has written a token. Collective.
+
+    Device and inode numbers would not do: two nodes may see different numbers for a shared folder, and equal ones for
+    two folders.
 
     Args:
         flag: the setting of its parent.
 
     Raises:
-        ConfigError: on every rank, if rank 0 cannot write there or a rank does not see the token.
+        ConfigError: on every rank, if a rank does not see the token.
     """
     if world.size == 1:
         return
     path = folder.path.absolute()
-    with ExitStack() as stack:
-        write = lambda: stack.enter_context(_token(folder)) if world.is_main else ("", 0)  # noqa: E731
-        token, above = gather_results(world, write)[0]  # collective
-        visible = world.is_main or _sees_token(path, token, above)
-        ranks = world.gather([socket.gethostname(), str(path), visible])  # collective
-    blind = [rank for rank, (_, _, visible) in enumerate(ranks) if not visible]
-    if blind:
-        (host, own_path, _), more = ranks[blind[0]], f" (and {len(blind) - 1} more ranks)" if len(blind) > 1 else ""
-        raise ConfigError(
-            f"rank {blind[0]} on {host}{more} does not see the run's folder: its {own_path} is not {ranks[0][1]} of "
-            f"rank 0 on {ranks[0][0]}; set {flag} to the absolute path of a folder that all nodes share"
-        )
+    visible = world.is_main or (token is not None and _sees_token(path, *token))
+
+    def check(ranks: list[Any]) -> None:
+        blind = [rank for rank, (_, _, visible) in enumerate(ranks) if not visible]
+        if blind:
+            (host, own_path, _), more = ranks[blind[0]], f" (and {len(blind) - 1} more ranks)" if len(blind) > 1 else ""
+            raise ConfigError(
+                f"rank {blind[0]} on {host}{more} does not see the run's folder: its {own_path} is not {ranks[0][1]} "
+                f"of rank 0 on {ranks[0][0]}; set {flag} to the absolute path of a folder that all nodes share"
+            )
+
+    world.defer([socket.gethostname(), str(path), visible], check)  # collective
 
 
 @contextmanager
-def _token(folder: RunFolder) -> Iterator[tuple[str, int]]:
-    """Write a temporary file into the folder, or its nearest parent.
-
-    Yields:
-        The file's name, and how many levels above the folder it is.
-    """
+def _token(folder: RunFolder) -> Iterator[Token]:
+    """Write a temporary file into the folder, or its nearest parent."""
     token, parent = f".lockstep.tmp-{secrets.token_hex(8)}", folder.nearest_existing().absolute()
     path = parent / token
     try:
@@ -271,7 +344,7 @@ def _token(folder: RunFolder) -> Iterator[tuple[str, int]]:
                 file.write(token.encode())
         except OSError as error:
             raise folder.write_error(parent, error) from error
-        yield token, len(folder.path.absolute().parts) - len(parent.parts)
+        yield Token(token, len(folder.path.absolute().parts) - len(parent.parts))
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from lockstep.config.task_options import OWN, kind_of
 from lockstep.data.batches import Batches, Loading, MicroBatchCosts
 from lockstep.data.sampler import Begun, SizedOrder, order_of
 from lockstep.distributed.balance import Balancer
-from lockstep.distributed.world import World, compare, on_all_ranks
+from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.memory import explained
 from lockstep.engines.optimizers import GradientNorms
@@ -46,7 +47,14 @@ from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run_state import RunState, Selection
 from lockstep.task import Order, Task, as_task, has_own
 from lockstep.training import resume
-from lockstep.training.agreement import check_samples, check_shared_folder, log_ranks, make_datasets, with_retries
+from lockstep.training.agreement import (
+    check_samples,
+    check_shared_folder,
+    exchange_first_facts,
+    log_ranks,
+    make_datasets,
+    with_retries,
+)
 from lockstep.training.build_engine import (
     OptimizerGroups,
     build_engine,
@@ -71,15 +79,25 @@ from lockstep.training.resume import RunPlan, check_extension, check_longer, che
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import check_criteria, depends_on_evaluations, plateau_drops
 from lockstep.training.sharing import balancer_of, check_division, sharing_of
-from lockstep.training.task_check import Trial, check_auditable, check_auditable_loss, check_task, restore_findings
+from lockstep.training.task_check import (
+    Trial,
+    check_auditable,
+    check_auditable_loss,
+    check_task,
+    load_trial_samples,
+    restore_findings,
+)
 from lockstep.training.trainable import apply_body_changes, base_tensor_names, check_in_optimizer, restore_initial_set
 from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = [
+    "BuildRequest",
+    "LockFacts",
     "RunParts",
     "announce",
     "build",
     "build_batches",
+    "build_together",
     "notify",
     "remote_run",
     "show_groups",
@@ -121,6 +139,18 @@ def build_batches(
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
+class LockFacts(NamedTuple):
+    """What the ranks exchange when rank 0 has locked the folder.
+
+    Attributes:
+        devices: by rank, `name_and_memory` of its device.
+        skipped_steps: that rank 0 read from the folder.
+    """
+
+    devices: list[Any]
+    skipped_steps: list[int]
+
+
 @dataclass
 class RunParts:
     """The parts of a run, as `build` makes them.
@@ -143,6 +173,8 @@ class RunParts:
         notes: lines for the log, written once it is open.
         remote: the run's folder in an object store, if --save-dir is a URL.
         uploader: of rank 0, once the folder is locked.
+        places: [host, device] by rank.
+        lock_facts: what the ranks exchanged with the lock, until the first steps use it.
     """
 
     config: Config
@@ -168,6 +200,8 @@ class RunParts:
     notes: list[str] = field(default_factory=list)
     remote: RemoteRun | None = None
     uploader: Uploader | None = None
+    places: list[list[str]] = field(default_factory=list)
+    lock_facts: LockFacts | None = None
 
     def keep(self, name: str, user_object: Any) -> None:
         """Store the caller's own object in the checkpoints.
@@ -310,22 +344,58 @@ def build(
     Raises:
         UsageError: the configuration cannot be run; the same on every rank.
     """
-    requested, say = _shared_config(config, world), notify(world)
-    folder = RunFolder(requested.local_dir, requested.experiment_name)
-    if resume:
-        flag = "--checkpoint.local-dir" if is_url(requested.save_dir) else "--save-dir"
-        check_shared_folder(folder, world, flag)  # collective
-    remote = remote_run(requested)
-    source, state = _find_checkpoint(folder, world, remote) if resume and not joining else (None, RunState())
-    state = _read_newest_state(folder) if joining else state
-    start = _add_device_facts(
-        requested, StartFacts(checkpoint=checkpoint_facts(state), steps=steps, min_steps=min_steps), world, user_task
-    )  # collective
+    request = BuildRequest(resume, steps, joining, min_steps)
+    with world.together():  # collective
+        return build_together(config, user_task, world, user_objects, request)
+
+
+class BuildRequest(NamedTuple):
+    """What a caller of `build` asks for, and its own checks.
+
+    Attributes:
+        check_first: raises LockstepError before anything is made; may take any time.
+        check_last: raises LockstepError before anything is written; may be collective, the same on every rank.
+    """
+
+    resume: bool = True
+    steps: int = 0
+    joining: bool = False
+    min_steps: int = 0
+    check_first: Callable[[], None] = lambda: None
+    check_last: Callable[[RunParts], None] = lambda built: None
+
+
+def build_together(
+    config: Config, user_task: Any, world: World, user_objects: dict[str, Any] | None, request: BuildRequest
+) -> RunParts:
+    """Build as `build`, in the caller's `World.together`. Collective.
+
+    Agreements wait for the next gather. `agree` comes before code that may have collectives of its own: the user's,
+    or an engine's.
+    """
+    resume, joining = request.resume, request.joining
+    with ExitStack() as stack:
+        facts = exchange_first_facts(config, world, stack if resume else None, request.check_first)  # collective
+        requested, say = facts.config, notify(world)
+        folder, remote = RunFolder(requested.local_dir, requested.experiment_name), remote_run(requested)
+        source, state = None, _read_newest_state(folder) if joining else RunState()
+        if resume and not joining:
+            flag = "--checkpoint.local-dir" if is_url(requested.save_dir) else "--save-dir"
+            check_shared_folder(folder, world, facts.token, flag)
+            source, state = _find_checkpoint(folder, world, remote)  # collective
+    start = StartFacts(
+        fast=all_devices_fast(requested, world, facts.fast),
+        checkpoint=checkpoint_facts(state),
+        steps=request.steps,
+        min_steps=request.min_steps,
+    )
+    start = _add_device_memory(requested, start, world, user_task)  # collective if the configuration leaves it open
     draft = draft_of(requested, start)
     for line in draft.notices:
         say(line)
     task = _make_task(draft.config, user_task, world, state)
     training, evaluation_sets, samples = _load_datasets(draft.config, task, world)
+    world.agree()  # collective
     check_extension(requested, resumes=start.checkpoint is not None)
     model = build_model(draft.config, task, world, state, say)
     resolved = resolve(requested, Facts.of(task, model, samples, training.order.size, start))
@@ -345,17 +415,21 @@ def build(
     batches, balancer = build_batches(settings, task, training, run_plan, world, state)
     first = min(state.global_step, run_plan.step_plan.steps - 1)
     check_programs(world, task, batches.samples(first, 0))
-    notes = check_samples(settings, training.dataset, evaluation_sets, world)  # collective
+    notes = check_samples(settings, training.dataset, evaluation_sets, world)
+    evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
+    # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
+    is_tried = not joining and (source is None or depends_on_evaluations(requested) or task.reduction == "auto")
+    trial_samples = load_trial_samples(task, world, batches, evaluation_batches) if is_tried else None
+    world.agree()  # collective
     groups = OptimizerGroups(gradients=GradientNorms(requested.log_gradients, settings.log_freq))
     unfrozen = restore_initial_set(model, state)
     engine = build_engine(settings, task, model, world, groups, batches, say, state)
     with explained(engine, world):  # the first forward is where most runs that do not fit end
         on_all_ranks(world, lambda: check_in_optimizer(engine.model, groups.optimizer, unfrozen))
-        evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
-        # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
-        if not joining and (source is None or depends_on_evaluations(requested) or task.reduction == "auto"):
+        if trial_samples:
             trial = Trial(engine, model, task, world, settings, say)
-            check_criteria(settings, check_task(trial, batches, evaluation_batches, state))  # collective
+            check_criteria(settings, check_task(trial, trial_samples, batches, evaluation_batches, state))  # collective
+        del trial_samples
         compiles = joining or _can_compile(settings, requested, task, model, engine, batches, world)  # collective
     final = resolved if compiles else resolved.without_compile()
     state.compile = final.config.compile
@@ -382,15 +456,16 @@ def build(
         training=training,
         notes=notes,
         remote=remote,
+        places=facts.places,
     )
     # Errors of the task's own schedule show before step 1.
     on_all_ranks(world, lambda: [built.lr_factor(step) for step in (0, final.run_plan.step_plan.steps - 1)])
+    request.check_last(built)
     return built
 
 
-def _add_device_facts(requested: Config, facts: StartFacts, world: World, user_task: Any) -> StartFacts:
-    """Add the facts that the devices decide, if the configuration leaves them open. Collective."""
-    facts = dataclasses.replace(facts, fast=all_devices_fast(requested, world))  # collective
+def _add_device_memory(requested: Config, facts: StartFacts, world: World, user_task: Any) -> StartFacts:
+    """Add the largest micro-batch, if the configuration leaves it to the devices. Collective then."""
     draft = draft_of(requested, facts).config
     resumes = facts.checkpoint is not None and facts.checkpoint.plan
     if resumes or draft.micro_batch_size or user_task is not None:  # the process of `lockstep plan` cannot make it
@@ -455,17 +530,6 @@ def _can_compile(
     return not reason
 
 
-def _shared_config(config: Config, world: World) -> Config:
-    """Take rank 0's experiment name, and check that all else is equal. Collective.
-
-    A name that contains the time differs between ranks.
-    """
-    ranks = world.gather(cli.flatten(config))  # collective
-    name = ranks[0]["experiment_name"]
-    compare("configuration", [values | {"experiment_name": name} for values in ranks])
-    return dataclasses.replace(config, experiment_name=name)
-
-
 def remote_run(config: Config) -> RemoteRun | None:
     """Return the run's folder in an object store; None if --save-dir is a path."""
     return RemoteRun(config.save_dir, config.experiment_name) if is_url(config.save_dir) else None
@@ -481,12 +545,15 @@ def _find_checkpoint(folder: RunFolder, world: World, remote: RemoteRun | None) 
     if newest is None:
         return None, RunState()
     source, state = newest[0], RunState.from_json(newest[1], f"{newest[0].name}/state.json")
-    apply_body_changes(folder, state, world)  # collective
-    if state.evaluation_due:  # the checkpoint was written before its evaluation, which may have finished
-        step, selection = folder.read_evaluated() if world.is_main else (-1, Selection())
-        step, stored = world.gather([step, selection.to_json()])[0]  # collective
-        if step == state.global_step:
-            state.selection, state.evaluation_due = Selection.from_json(stored), False
+    own: list[Any] = []
+    if world.is_main:
+        evaluated, selection = folder.read_evaluated() if state.evaluation_due else (-1, Selection())
+        own = [folder.read_trained(), evaluated, selection.to_json()]
+    changes, evaluated, stored = world.gather(own)[0]  # collective
+    apply_body_changes(changes, state)
+    # The checkpoint was written before its evaluation, which may have finished.
+    if state.evaluation_due and evaluated == state.global_step:
+        state.selection, state.evaluation_due = Selection.from_json(stored), False
     return source, state
 
 
@@ -520,8 +587,9 @@ _LOG = logging.getLogger("lockstep")
 
 
 def announce(built: RunParts) -> None:
-    """Log each rank's device, the size of a step, the optimizer and warnings. Collective."""
-    log_ranks(built.world)  # collective
+    """Log each rank's device, the size of a step, the optimizer and warnings."""
+    if built.world.is_main:
+        log_ranks(built.places)
     _LOG.info(describe_step(built.run_plan, built.world.size))
     if line := describe_loss(built.run_plan, built.task):
         _LOG.info(line)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ __all__ = [
     "find_largest_micro_batch",
     "find_misplaced",
     "is_device_default",
+    "is_fast",
     "plan_warnings",
 ]
 
@@ -188,15 +189,22 @@ def is_device_default(config: Config, name: str) -> bool:
     return is_auto(config, name) or getattr(config, name) == "auto"
 
 
-def all_devices_fast(config: Config, world: World) -> bool:
-    """Whether all devices and the engine suit bf16 and compilation. Collective.
+def is_fast(device: torch.device) -> bool:
+    """Whether a device suits bf16 and compilation."""
+    own = compute_capability(device)
+    return own is not None and own >= _MIN_CAPABILITY
+
+
+def all_devices_fast(config: Config, world: World, every: Sequence[bool]) -> bool:
+    """Whether all devices and the engine suit bf16 and compilation.
 
     False if the configuration leaves neither open.
+
+    Args:
+        every: by rank, `is_fast` of its device.
     """
     if not (is_device_default(config, "precision") or is_device_default(config, "compile")):
         return False
-    own = compute_capability(world.device)
-    every = world.gather(own is not None and own >= _MIN_CAPABILITY)  # collective
     return all(every) and not ENGINES[name_of(config.engine, world)].plain
 
 

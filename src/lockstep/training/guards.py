@@ -14,6 +14,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ __all__ = [
     "describe_unequal_devices",
     "format_ranges",
     "name_and_memory",
+    "skips_file",
 ]
 
 
@@ -124,6 +126,11 @@ _LOG = logging.getLogger("lockstep")
 _USABLE_MEMORY = 0.5  # share of the free memory that larger shares may use
 
 
+def skips_file(built: RunParts) -> Path:
+    """Return the path of the file with the run's skipped steps."""
+    return built.folder.checkpoints / "skips.json"
+
+
 class ShareReporter:
     """This rank's reports to the balancer of shares. Its constructor is collective.
 
@@ -136,7 +143,8 @@ class ShareReporter:
         data = built.config.data
         self._ahead = data.workers * data.prefetch  # steps that loader processes may prefetch, at one slot a step
         self._count, self._bounded = 0, not built.config.exact
-        devices = built.world.gather(name_and_memory(built.world.device))  # collective
+        facts = built.lock_facts  # of a run's first steps; after a lost rank the ranks are others
+        devices = facts.devices if facts else built.world.gather(name_and_memory(built.world.device))  # collective
         line = describe_unequal_devices(devices, self._speeds)
         if self._balancer:  # the exchanges compare the steps after the first
             check_same_shares(built.world.gather(self._balancer.check(built.start, built.start + 1)))  # collective
@@ -254,7 +262,9 @@ class RunGuards:
     ) -> None:
         self._built, self._exchange, self._step_loader, self._seed = built, exchange, step_loader, seed
         self._config = built.config.guards
-        self._skips = Skips(built.folder.checkpoints / "skips.json", self._config.limit, built.world, built.plan)
+        skipped, built.lock_facts = built.lock_facts and built.lock_facts.skipped_steps, None
+        path = skips_file(built)
+        self._skips = Skips(path, self._config.limit, built.world, built.plan, skipped)  # collective after a lost rank
         self._first, self._skipped_steps = built.start, frozenset(self._skips.steps)  # read now: a save moves `start`
         if self._skipped_steps:  # the checkpoint may be older than the list
             built.state.steps_left_out = len(self._skipped_steps)

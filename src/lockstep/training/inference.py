@@ -44,7 +44,7 @@ from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
 from lockstep.tasks.regression import on_columns_of
 from lockstep.training.build import notify
 from lockstep.training.build_engine import build_model
-from lockstep.training.defaults import all_devices_fast
+from lockstep.training.defaults import all_devices_fast, is_fast
 from lockstep.training.evaluation import build_evaluation_batches, evaluate_all, sets_by_name
 from lockstep.training.named_task import load_task, make_task, replace_data
 from lockstep.training.resolve import StartFacts, draft_of
@@ -162,7 +162,8 @@ def read_config(path: Path, request: InferenceRequest) -> Config:
 
 def _build_loaded_run(path: Path, config: Config, request: InferenceRequest, world: World) -> LoadedRun:
     """Make the task and the model, and load the weights. Collective."""
-    config, notices = draft_of(config, StartFacts(fast=all_devices_fast(config, world)))  # collective
+    every = world.gather(is_fast(world.device))  # collective
+    config, notices = draft_of(config, StartFacts(fast=all_devices_fast(config, world, every)))
     for line in notices:
         notify(world)(line)
     pin(exact=config.exact, matmul=config.matmul_precision, device=world.device)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.config.schema import Config
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.data.loader import blamed, generators_kept
-from lockstep.distributed.world import World, gather_results
+from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, at_rest
 from lockstep.engines.memory import is_out_of_memory
 from lockstep.engines.registry import undo_step
@@ -35,12 +35,16 @@ from lockstep.training.defaults import explain_device_error
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 __all__ = [
+    "MIN_PLACES",
+    "HalvedSamples",
     "Measurement",
     "Trial",
     "call_method",
     "check_loss",
     "classify",
     "describe_measurement",
+    "load_first",
+    "load_places",
     "loss_value",
     "measure",
     "preserve_state",
@@ -166,10 +170,6 @@ class Trial:
         stack.enter_context(eager())
         return stack
 
-    def first_batch(self, batches: Batches) -> MicroBatch:
-        """Load this rank's first micro-batch."""
-        return batches.parts(0, [(0, batches.own_samples(0))])[0][0]
-
     @contextlib.contextmanager
     def with_graph(self) -> Iterator[None]:
         """Return a context for a forward as in step 1, without a backward."""
@@ -194,33 +194,19 @@ class Trial:
         Args:
             place: place in the data: 0, 1, ...
         """
+        samples = load_halves(batches, place)
+        return samples if all(self.world.gather(samples is not None)) else None  # collective
 
-        def load() -> HalvedSamples | None:
-            count = min(max(_MIN_SAMPLES, batches.own_samples(0)), batches.size)
-            half, start = count // 2, place * count
-            if not half:
-                return None
-            spans = [(start, start + count), (start, start + half), (start + half, start + count)]
-            with contextlib.suppress(Exception):  # the collation may refuse so few samples
-                (batch, is_random), (first, _), (second, _) = batches.parts(0, spans)
-                return HalvedSamples(batch, (first, second), (half, count - half), is_random)
-            return None
-
-        box: list[HalvedSamples | None] = []
-
-        def load_into_box() -> bool:
-            box.append(load())
-            return box[0] is not None
-
-        return box[0] if all(gather_results(self.world, load_into_box)) else None  # collective
-
-    def attempt(self, action: Callable[[], list[Any]]) -> tuple[list[Any], bool] | None:
+    def attempt(self, action: Callable[[], list[Any]]) -> tuple[list[list[Any]], bool] | None:
         """Run `action` on every rank; None if it fails on one. Collective.
 
         It runs in the parameters' dtype, unless the model relies on autocast.
 
+        Args:
+            action: returns a JSON value.
+
         Returns:
-            Its result, and whether it needs a graph.
+            The results by rank, and whether it needs a graph.
         """
         for narrow in (False, True) if self.config.precision in AUTOCAST else (False,):
             for gradients in (False, True):
@@ -228,58 +214,115 @@ class Trial:
                 dtypes = contextlib.nullcontext() if narrow else without_autocast(self.plain)
                 with contextlib.suppress(Exception), torch.set_grad_enabled(gradients), dtypes:
                     result = action()
-                if all(self.world.gather(result is not None)):  # collective
-                    assert result is not None
+                results: list[Any] = self.world.gather(result)  # collective
+                if all(each is not None for each in results):
                     self.is_low_precision = self.is_low_precision or narrow
-                    return result, gradients
+                    return results, gradients
         return None
 
 
+def load_first(batches: Batches) -> MicroBatch:
+    """Load this rank's first micro-batch."""
+    return batches.parts(0, [(0, batches.own_samples(0))])[0][0]
+
+
+def load_halves(batches: Batches, place: int) -> HalvedSamples | None:
+    """Load at least four samples of this rank and their halves; None if that is impossible.
+
+    Args:
+        place: place in the data: 0, 1, ...
+    """
+    count = min(max(_MIN_SAMPLES, batches.own_samples(0)), batches.size)
+    half, start = count // 2, place * count
+    if not half:
+        return None
+    spans = [(start, start + count), (start, start + half), (start + half, start + count)]
+    with contextlib.suppress(Exception):  # the collation may refuse so few samples
+        (batch, is_random), (first, _), (second, _) = batches.parts(0, spans)
+        return HalvedSamples(batch, (first, second), (half, count - half), is_random)
+    return None
+
+
+def load_places(batches: Batches, count: int, world: World) -> list[HalvedSamples]:
+    """Load the halved samples of the first places, as many as all ranks have. Collective.
+
+    Args:
+        count: number of places.
+
+    Returns:
+        By place; in `World.together` as short as the shortest rank's after the next gather.
+    """
+    places = list[HalvedSamples]()
+    with generators_kept():
+        while len(places) < count and (samples := load_halves(batches, len(places))):
+            places.append(samples)
+
+    def shorten(counts: list[int]) -> None:
+        del places[min(counts) :]
+
+    world.defer(len(places), shorten)  # collective
+    return places
+
+
 def measure(
-    trial: Trial, probe: Probe, batches: Batches, is_clean: Callable[[Measurement], bool]
+    trial: Trial, probe: Probe, batches: Batches, places: list[HalvedSamples], is_clean: Callable[[Measurement], bool]
 ) -> Iterator[tuple[list[Measurement], bool]]:
     """Measure at one place in the data after another, until the caller stops. Collective.
 
     Args:
+        places: the samples of the first places, which are measured together.
         is_clean: whether a measurement needs no other seed. If it does, the whole is loaded and computed again.
 
     Yields:
         The measurements of all ranks and places so far, the same on every rank; and whether the probe needs a graph.
     """
+
+    def compute(batch: MicroBatch, seed: int = 0) -> list[float]:
+        with preserve_state(trial.model, trial.task, trial.world.device):  # the task's own tensors are restored too
+            trial.seed(seed)
+            return probe(batch)
+
+    def compute_all(places: list[HalvedSamples]) -> list[Measurement]:
+        return [_measurement(samples, compute) for samples in places]
+
+    ahead = trial.attempt(lambda: compute_all(places)) if len(places) > 1 else None  # collective
     measurements, needs_graph = list[Measurement](), False
     for place in range(_RANDOM_ROUNDS):
         if place == _ROUNDS and not any(each.is_random(0) for each in measurements):
             break
-        samples = trial.load_halves(batches, place)  # collective
+        samples = places[place] if place < len(places) else trial.load_halves(batches, place)  # collective
         if samples is None:
             break
-
-        def compute(batch: MicroBatch, seed: int = 0) -> list[float]:
-            with preserve_state(trial.model, trial.task, trial.world.device):  # the task's own tensors are restored too
-                trial.seed(seed)
-                return probe(batch)
-
-        parts = (samples.whole, *samples.halves)
-        result = trial.attempt(lambda parts=parts: [compute(batch) for batch in parts])  # type: ignore[misc]
-        if result is None:
-            break
-        values, needs_graph = result
-        items = [float(batch.items) for batch in parts]
-        own = Measurement(values[0], values[1], values[2], items, list(samples.samples), samples.is_random, [])
-        gathered = [Measurement(*each) for each in trial.world.gather(own)]  # collective
+        if ahead and place < len(places):
+            rows, needs_graph = [own[place] for own in ahead[0]], ahead[1]
+        else:
+            result = trial.attempt(lambda samples=samples: compute_all([samples]))  # type: ignore[misc]  # collective
+            if result is None:
+                break
+            rows, needs_graph = [own[0] for own in result[0]], result[1]
+        gathered = [Measurement(*row) for row in rows]
         if not all(map(is_clean, gathered)):
             second = trial.load_halves(batches, place) or samples  # collective; a dataset may be random too
-            reseeded = trial.attempt(lambda second=second: [compute(second.whole, 1)])  # type: ignore[misc]
-            if reseeded is None:
-                break
             tensors = [[part.held for part in (each.whole, *each.halves)] for each in (samples, second)]
             random_batch = samples.is_random or not _have_same_tensors(*tensors)
-            own = own._replace(reseeded=reseeded[0][0], random_batch=random_batch)
-            gathered = [Measurement(*each) for each in trial.world.gather(own)]  # collective
+            again = trial.attempt(lambda second=second, drew=random_batch: [compute(second.whole, 1), drew])  # type: ignore[misc]
+            if again is None:
+                break
+            gathered = [
+                each._replace(reseeded=reseeded, random_batch=random_batch)
+                for each, (reseeded, random_batch) in zip(gathered, again[0], strict=True)
+            ]
         measurements += gathered
         yield measurements, needs_graph
     if not measurements:
         yield measurements, needs_graph
+
+
+def _measurement(samples: HalvedSamples, compute: Callable[[MicroBatch], list[float]]) -> Measurement:
+    parts = (samples.whole, *samples.halves)
+    whole, first, second = map(compute, parts)
+    items = [float(batch.items) for batch in parts]
+    return Measurement(whole, first, second, items, list(samples.samples), samples.is_random, [])
 
 
 def _have_same_tensors(first: Any, second: Any) -> bool:
@@ -342,7 +385,7 @@ def preserve_state(model: nn.Module, task: Task, device: torch.device, *, traini
 
 _ROUNDING = 1e-5  # relative error that rounding may cause
 _MIN_VOTES = 8  # runs of a random loss
-_MIN_PLACES = 3  # places in the data
+MIN_PLACES = 3  # places in the data
 _SAMPLES = "samples"  # a mean over samples, while `count` counts other items
 
 
@@ -378,8 +421,11 @@ def loss_value(value: Any) -> float:
         return float(split_loss(value)[0].detach())  # waits for the device
 
 
-def check_loss(trial: Trial, training: Batches) -> None:
+def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples]) -> None:
     """Detect the reduction of the task's loss, or check the declared one. Collective.
+
+    Args:
+        samples: of the first places, as `load_places` returns them.
 
     Raises:
         ConfigError: the loss is neither a sum nor a mean, or not as declared, or cannot be classified; or a `count`
@@ -396,11 +442,11 @@ def check_loss(trial: Trial, training: Batches) -> None:
         return
     if task.divisible:
         probe = _probe(trial)
-        for measurements, needs_graph in measure(trial, probe, training, lambda m: _is_clean(trial, m)):
+        for measurements, needs_graph in measure(trial, probe, training, samples, lambda m: _is_clean(trial, m)):
             if needs_graph:
                 set_detected(task, "", gradients=True)
             places += 1  # more than one, since a forward may branch on the batch's contents
-            if places < _MIN_PLACES:
+            if places < MIN_PLACES:
                 continue
             kinds = classify(measurements, 0, trial.limit)
             if _is_decided(kinds) and min(kinds.values(), default=1.0) < _ROUNDING:

@@ -240,7 +240,7 @@ def load_state(built: RunParts) -> None:
         checkpoint.load(built.source, state, world, verified=True)  # collective
         built.load_state_dict(state)
         _LOG.info("resumed from %s, step %d of %d", built.source, built.start, built.run_plan.step_plan.steps)
-    elif any(world.gather(_foreign_path(built) is not None)):  # collective
+    elif built.config.init_from and any(world.gather(_foreign_path(built) is not None)):  # collective
         _load_foreign_weights(built)
     elif built.config.init_from:
         _load_init_weights(built)

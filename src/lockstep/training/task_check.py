@@ -1,7 +1,8 @@
 """Try each method of the user's task before step 1, to find mistakes early.
 
+    samples = load_trial_samples(task, world, training, evaluation)     # a few of each rank
     trial = Trial(engine, model, task, world, config, say)
-    names = check_task(trial, training, evaluation, state)      # on a few samples of each rank
+    names = check_task(trial, samples, training, evaluation, state)
     restore_findings(task, state)                               # in place of a trial, at a resume
 
 A trial has no side effects: gradients, buffers, tensors of the task's `state_dict()` and generators are restored. It
@@ -12,7 +13,7 @@ numbers or fails for half of the samples, pass.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,12 +32,16 @@ from lockstep.run_state import RunState
 from lockstep.task import Task, has_mean_loss, has_own, has_step_loss, needs_graph, set_detected
 from lockstep.training.evaluation import check_mergeable, is_metric, pop_state
 from lockstep.training.loss_check import (
+    MIN_PLACES,
+    HalvedSamples,
     Measurement,
     Trial,
     call_method,
     check_loss,
     classify,
     describe_measurement,
+    load_first,
+    load_places,
     loss_value,
     measure,
     suggest_fixes,
@@ -50,6 +55,7 @@ __all__ = [
     "check_auditable",
     "check_auditable_loss",
     "check_task",
+    "load_trial_samples",
     "restore_findings",
 ]
 
@@ -99,7 +105,9 @@ _EVALUATE_FORM = "`evaluate` must return (loss, metrics): the loss as in `loss`,
 _CERTAIN_ERROR = 0.25  # relative difference that rounding cannot cause
 
 
-def _check_metrics(trial: Trial, evaluation: Mapping[str, Batches]) -> list[str] | None:
+def _check_metrics(
+    trial: Trial, evaluation: Mapping[str, Batches], samples: Mapping[str, "SetSamples"]
+) -> list[str] | None:
     """Try the evaluation's methods on each set. Collective.
 
     Returns:
@@ -114,7 +122,7 @@ def _check_metrics(trial: Trial, evaluation: Mapping[str, Batches]) -> list[str]
             "the task has both `evaluate` and `step_loss`, whose loss needs all samples together: write `metrics` in "
             "place of `evaluate`"
         )
-    metrics = {name: _check_set(trial, batches) for name, batches in evaluation.items()}
+    metrics = {name: _check_set(trial, batches, samples[name]) for name, batches in evaluation.items()}
     if not metrics:
         return None
     if list(metrics) == [""]:
@@ -122,11 +130,10 @@ def _check_metrics(trial: Trial, evaluation: Mapping[str, Batches]) -> list[str]
     return [f"{name}/{key}" for name, keys in metrics.items() for key in ("loss", "items", *keys)]
 
 
-def _check_set(trial: Trial, batches: Batches) -> list[str]:
-    batch = on_all_ranks(trial.world, lambda: trial.first_batch(batches))  # collective
-    names, pairs = _with_or_without_graph(trial, lambda: _check_form(trial, batch))
+def _check_set(trial: Trial, batches: Batches, samples: "SetSamples") -> list[str]:
+    names, pairs = _with_or_without_graph(trial, lambda: _check_form(trial, samples.first))  # collective
     if trial.task.divisible and trial.task.reduction != "micro-batch":
-        _check_sums(trial, batches, pairs)
+        _check_sums(trial, batches, pairs, samples.places)  # collective
     return names
 
 
@@ -201,13 +208,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number)
 
 
-def _check_sums(trial: Trial, batches: Batches, pairs: list[str]) -> None:
+def _check_sums(trial: Trial, batches: Batches, pairs: list[str], places: list[HalvedSamples]) -> None:
     """Check that the numbers of a few samples are the sums over their halves. Collective."""
     has_loss = has_own(trial.task, "evaluate")
     if not pairs and not has_loss:
         return
     measurements, width = list[Measurement](), has_loss + 2 * len(pairs)
-    for measurements, _ in measure(trial, lambda batch: _compute_numbers(trial, batch, pairs), batches, _adds_up):
+    probe = lambda batch: _compute_numbers(trial, batch, pairs)  # noqa: E731
+    for measurements, _ in measure(trial, probe, batches, places, _adds_up):  # collective
         if all(any(each.scale(index) for each in measurements) for index in range(width)):
             break
     if has_loss:
@@ -274,22 +282,24 @@ def _check_loss(trial: Trial, measurements: list[Measurement]) -> None:
 _OUTPUTS_FORM = "it must return a tensor of shape [samples, ...], or a tuple, list or dict of such"
 
 
-def _check_whole_step(trial: Trial, training: Batches, first: MicroBatch) -> None:
+def _check_whole_step(trial: Trial, samples: "SetSamples") -> None:
     """Try `outputs` and `step_loss` on a micro-batch and on its halves. Collective.
 
     Raises:
         ConfigError: a result has the wrong form; or `step_loss` uses a parameter of the model.
         DataError: one of them fails.
     """
-    own = on_all_ranks(trial.world, lambda: _compute_outputs(trial, first))  # collective
-    samples = trial.load_halves(training, 0) if trial.task.divisible else None  # collective
-    if samples is None:
-        on_all_ranks(trial.world, lambda: _check_step_loss(trial, own, [own]))  # collective
-        return
-    parts = (samples.whole, *samples.halves)
-    whole, *halves = on_all_ranks(trial.world, lambda: [_compute_outputs(trial, part) for part in parts])  # collective
-    on_all_ranks(trial.world, lambda: _check_halves(whole, halves))  # collective
-    on_all_ranks(trial.world, lambda: _check_step_loss(trial, whole, halves))  # collective
+    world, halved = trial.world, samples.places[0] if samples.places else None
+    own = on_all_ranks(world, lambda: _compute_outputs(trial, samples.first))  # collective
+    world.agree()  # collective
+    if halved is None:
+        on_all_ranks(world, lambda: _check_step_loss(trial, own, [own]))  # collective
+    else:
+        parts = (halved.whole, *halved.halves)
+        whole, *halves = on_all_ranks(world, lambda: [_compute_outputs(trial, part) for part in parts])  # collective
+        on_all_ranks(world, lambda: _check_halves(whole, halves))  # collective
+        on_all_ranks(world, lambda: _check_step_loss(trial, whole, halves))  # collective
+    world.agree()  # collective
 
 
 def _compute_outputs(trial: Trial, batch: MicroBatch) -> Any:
@@ -400,8 +410,54 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 # --- all methods
 
 
-def check_task(trial: Trial, training: Batches, evaluation: Mapping[str, Batches], state: RunState) -> list[str] | None:
+class SetSamples(NamedTuple):
+    """A rank's samples of one set, for the trial.
+
+    Attributes:
+        places: halved samples of the first places; on all ranks as many.
+    """
+
+    first: MicroBatch
+    places: list[HalvedSamples]
+
+
+class TrialSamples(NamedTuple):
+    """A rank's samples for the trial."""
+
+    training: SetSamples
+    evaluation: dict[str, SetSamples]
+
+
+def load_trial_samples(task: Task, world: World, training: Batches, evaluation: Mapping[str, Batches]) -> TrialSamples:
+    """Load this rank's samples, before the first forward: it may be collective, and then needs every rank. Collective.
+
+    Raises:
+        ConfigError: an invalid `count`.
+        DataError: a sample cannot be loaded.
+    """
+
+    def load() -> tuple[MicroBatch, dict[str, MicroBatch]]:
+        return _load_first(task, training), {name: load_first(batches) for name, batches in evaluation.items()}
+
+    first, others = on_all_ranks(world, load)  # collective
+    divides = task.divisible and task.reduction != "micro-batch"
+    has_numbers = has_own(task, "evaluate") or has_own(task, "metrics")
+    count = divides * (1 if has_step_loss(task) else MIN_PLACES)
+    return TrialSamples(
+        SetSamples(first, load_places(training, count, world)),  # collective
+        {
+            name: SetSamples(others[name], load_places(batches, int(divides and has_numbers), world))  # collective
+            for name, batches in evaluation.items()
+        },
+    )
+
+
+def check_task(
+    trial: Trial, samples: TrialSamples, training: Batches, evaluation: Mapping[str, Batches], state: RunState
+) -> list[str] | None:
     """Try `count`, `loss` or `outputs` and `step_loss`, and the evaluation's methods. Collective.
+
+    An engine's forward may be collective, so the ranks agree before each further one.
 
     Args:
         state: of the run; gets the findings: whether the loss is a sum or a mean, and whether an evaluation needs a
@@ -416,18 +472,21 @@ def check_task(trial: Trial, training: Batches, evaluation: Mapping[str, Batches
             rank without the error raises a PeerError that names the first rank with it.
     """
     world, task = trial.world, trial.task
-    first = on_all_ranks(world, lambda: _load_first(trial, training))  # collective
+    first = samples.training.first
     norms = _batchnorms(trial.plain, world)  # before eval mode
     with trial.sandbox():
         if has_step_loss(task):
             with _check_batchnorms(norms, training):
-                _check_whole_step(trial, training, first)  # collective
+                _check_whole_step(trial, samples.training)  # collective
             set_detected(task, "sum", gradients=False)
         else:
             on_all_ranks(world, lambda: _try_first(trial, training, first, norms))  # collective
-            check_loss(trial, training)  # collective
+            world.agree()  # collective
+            check_loss(trial, training, samples.training.places)  # collective
+        samples.training.places.clear()
         on_all_ranks(world, lambda: _try_update(trial, first))  # collective
-        names = _check_metrics(trial, evaluation)  # collective
+        world.agree()  # collective
+        names = _check_metrics(trial, evaluation, samples.evaluation)  # collective
     state.reduction, state.evaluation_graph = task.reduction, needs_graph(task)
     return names
 
@@ -456,9 +515,9 @@ def restore_findings(task: Task, state: RunState) -> None:
     set_detected(task, reduction, bool(state.evaluation_graph))
 
 
-def _load_first(trial: Trial, training: Batches) -> MicroBatch:
+def _load_first(task: Task, training: Batches) -> MicroBatch:
     """Load this rank's first micro-batch. Raises ConfigError for an invalid `count`."""
-    first, task = trial.first_batch(training), trial.task
+    first = load_first(training)
     if has_own(task, "count"):
         count = call_method("count", task.count, first.held)
         if not _is_number(count) or not 0 <= float(count) < math.inf:

@@ -10,8 +10,9 @@ checkpoint of its step was begun: `checkpoints/trained.json` records these chang
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -277,9 +278,12 @@ def store_body_change(engine: Engine, state: RunState, folder: RunFolder, done: 
         folder.write_trained({**folder.read_trained(), str(done): trained.to_json()})
 
 
-def apply_body_changes(folder: RunFolder, state: RunState, world: World) -> None:
-    """Apply the change that `store_body_change` recorded for the checkpoint's step. Collective."""
-    changes = world.gather(folder.read_trained() if world.is_main else {})[0]  # collective
+def apply_body_changes(changes: Mapping[str, Any], state: RunState) -> None:
+    """Apply the change that `store_body_change` recorded for the checkpoint's step.
+
+    Args:
+        changes: `RunFolder.read_trained` of rank 0.
+    """
     change = changes.get(str(state.global_step))
     if change:
         state.trained = TrainedSet.from_json(change, "trained.json")

@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
-from lockstep.checkpoint.files import await_all_ranks
+from lockstep.checkpoint.files import await_all_ranks, await_results
 from lockstep.distributed import failures
 from lockstep.distributed.exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.launcher import die_with_launcher, end_with_launcher
@@ -24,7 +24,7 @@ from lockstep.distributed.progress import COMPUTING, IN_BODY, mark_running
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.memory import explained
 from lockstep.errors import CheckpointError, LockstepError, PeerError, RankLost, StorageError
-from lockstep.guards.nonfinite import Rollback
+from lockstep.guards.nonfinite import Rollback, read_skips
 from lockstep.guards.preemption import Preemption
 from lockstep.guards.watchdog import HangWatchdog, Heartbeats, all_do
 from lockstep.logging import Sinks
@@ -33,7 +33,7 @@ from lockstep.loop import steps
 from lockstep.records import Step
 from lockstep.report.goodput import BODY, ENDING, RECOVERY, START, TRAINING
 from lockstep.report.page import write
-from lockstep.training.build import RunParts, announce, build, notify, remote_run
+from lockstep.training.build import BuildRequest, LockFacts, RunParts, announce, build_together, notify, remote_run
 from lockstep.training.components import (
     StepComponents,
     after_first_step,
@@ -51,6 +51,7 @@ from lockstep.training.components import (
     save_and_evaluate,
     update_best,
 )
+from lockstep.training.guards import name_and_memory, skips_file
 from lockstep.training.open_run import (
     check_init_from,
     close_uploads,
@@ -180,7 +181,7 @@ def run_training(session: Session) -> Training:
     session.timeline.begin()
     session.member = register_member(session.caller_world)
     joins = session.member is not None and session.member.is_new
-    join = World.alone if joins else World.join
+    join = World.alone if joins else partial(World.join, check_devices=False)  # a device is used after the first gather
     session.world = session.caller_world or join(session.config.device, session.config.timeout)
     session.is_main = session.world.is_main and not joins
     try:
@@ -219,39 +220,21 @@ def _build_and_train(session: Session) -> Training:
     """Build the run and train; after a rollback do so again, as after a restart."""
     if session.member and session.member.is_new:
         yield from _join(session, session.member)
-    elif session.world and session.status == "new":
-        await_all_ranks(session.world, lambda: _check_free(session))  # collective; before anything is built
     while session.status in ("new", "running"):
         _free_parts(session)
         session.model = None  # free it before the next one is made
         world = session.world
         assert world is not None
         try:
-            with explained(None, world), translate_errors():
-                built = build(
-                    session.config, session.caller_task, world, session.caller_objects, min_steps=session.min_steps
-                )
-        except CheckpointError as error:
-            if session.status == "new":
-                raise
-            raise LockstepError(f"the rollback has no checkpoint to resume from: {error}") from error
+            with world.together():  # with the lock's exchange
+                built = _build_and_lock(session, world)
         except PeerError as error:
             if session.member is None or session.status == "new" or not is_rank_loss(error):
                 raise
             record_loss(session, error)
             regroup_to_build(session, session.member)  # a rank was lost during a rollback
             continue
-        session.built, session.model, session.config = built, built.model, built.config
-        session.global_step, session.is_main = built.start, world.is_main
-        if built.source is None and session.status == "running":
-            session.restore_initial_tensors(built)
-        elif built.source is None:
-            session.copy_initial_tensors(built.own_tensors)
-        update_best(session)
-        is_over = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
-        if is_over and not built.state.evaluation_due:
-            load_state(built)  # collective
-            await_all_ranks(world, partial(upload_rest, session, built))  # collective
+        if _is_over(built):
             notify(world)(_describe_no_steps(built))
             session.status = "finished" if built.start >= built.run_plan.step_plan.steps else "stopped"
             yield None
@@ -259,6 +242,81 @@ def _build_and_train(session: Session) -> Training:
             with suppress(Rollback, Rebuild):
                 yield from _train_in_folder(session, built)
         del built
+
+
+def _build_and_lock(session: Session, world: World) -> RunParts:
+    """Build the run, and lock its folder; of a run that is over load the state. Collective.
+
+    All errors that one rank alone may have are exchanged before anything is written.
+    """
+    is_new = session.status == "new"
+    if is_new and session.caller_world is None:
+        world.defer_device_check()
+    request = BuildRequest(
+        min_steps=session.min_steps,
+        check_first=partial(_check_free, session) if is_new else lambda: None,
+        check_last=_check_before_lock,
+    )
+    try:
+        with explained(None, world), translate_errors():
+            built = build_together(session.config, session.caller_task, world, session.caller_objects, request)
+    except CheckpointError as error:
+        if is_new:
+            raise
+        raise LockstepError(f"the rollback has no checkpoint to resume from: {error}") from error
+    session.built, session.model, session.config = built, built.model, built.config
+    session.global_step, session.is_main = built.start, world.is_main
+    if built.source is None and session.status == "running":
+        session.restore_initial_tensors(built)
+    elif built.source is None:
+        session.copy_initial_tensors(built.own_tensors)
+    update_best(session)
+    if _is_over(built):
+        load_state(built)  # collective
+        await_all_ranks(world, partial(upload_rest, session, built))  # collective
+    else:
+        _lock(session, built)  # collective
+    return built
+
+
+def _is_over(built: RunParts) -> bool:
+    """Whether the run has no steps left to train, nor an evaluation to make up for."""
+    ends = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
+    return ends and not built.state.evaluation_due
+
+
+def _check_before_lock(built: RunParts) -> None:
+    """Check what is written and read once the folder is locked. Collective with --init-from."""
+    if not _is_over(built):
+        on_all_ranks(built.world, lambda: check_range(built))
+        if built.config.init_from:
+            await_all_ranks(built.world, lambda: check_init_from(built))  # collective
+
+
+def _lock(session: Session, built: RunParts) -> None:
+    """Start uploads and lock the folder on rank 0, and exchange what the first steps need. Collective.
+
+    Raises:
+        ConfigError: another run has the folder or the URL, or it cannot be written.
+        StorageError: the store does not answer.
+    """
+
+    def lock() -> list[Any]:
+        skipped: list[int] = []
+        if built.world.is_main:
+            open_uploads(session, built)  # before the folder is made
+            lock_folder(built)
+            skipped = read_skips(skips_file(built), built.plan)
+        return [name_and_memory(built.world.device), skipped]
+
+    try:
+        devices, skipped = zip(*await_results(built.world, lock), strict=True)  # collective
+    except BaseException as error:
+        close_uploads(session, error)
+        built.folder.release()
+        raise
+    built.world.close_together()
+    built.lock_facts = LockFacts(list(devices), skipped[0])
 
 
 def _check_free(session: Session) -> None:
@@ -319,29 +377,24 @@ def _free_parts(session: Session) -> None:
 
 
 def _train_in_folder(session: Session, built: RunParts) -> Training:
-    """Lock the folder, open log and sinks, load the state, and train."""
+    """Open log and sinks in the locked folder, load the state, and train."""
     world = built.world
-    on_all_ranks(world, lambda: check_range(built))
-    await_all_ranks(world, lambda: check_init_from(built))  # collective
-    await_all_ranks(world, lambda: open_uploads(session, built))  # collective; before the folder is made
-    try:
-        on_all_ranks(world, lambda: lock_folder(built))
-    except BaseException as error:
-        close_uploads(session, error)
-        raise
     with _close_at_end(session, built):
-        on_all_ranks(world, lambda: open_log(built.folder.path, world.rank))
-        if built.folder.dead_owner:
-            _LOG.warning("cleared the lock of %s, which ended without releasing it", built.folder.dead_owner)
-        count_restarts(built.state)
-        announce(built)
-        for line in built.notes:
-            _LOG.info("%s", line, extra={"only_file": True})
-        _LOG.info("arguments: %s", json.dumps(built.arguments), extra={"only_file": True})
-        session.sinks = on_all_ranks(world, lambda: open_sinks(built) if world.is_main else Sinks([]))  # collective
-        if world.is_main:
-            session.timeline.open(built.folder.timeline, built.start, world.size)
-        load_state(built)
+        with world.together():  # collective
+            open_log(built.folder.path, world.rank)
+            if built.folder.dead_owner:
+                _LOG.warning("cleared the lock of %s, which ended without releasing it", built.folder.dead_owner)
+            count_restarts(built.state)
+            announce(built)
+            for line in built.notes:
+                _LOG.info("%s", line, extra={"only_file": True})
+            _LOG.info("arguments: %s", json.dumps(built.arguments), extra={"only_file": True})
+            if world.is_main:
+                session.sinks = open_sinks(built)
+                session.timeline.open(built.folder.timeline, built.start, world.size)
+            load_state(built)  # collective
+            if built.source is None:
+                world.close_together()  # it ended with a gather
         if session.status == "new":
             session.status = "running"
             session.timeline.enter(BODY)
