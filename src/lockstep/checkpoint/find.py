@@ -11,10 +11,13 @@ not finite, all ranks try the next older one.
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.check import (
+    attach,
     check_contents,
     check_headers,
     check_sizes,
@@ -25,9 +28,10 @@ from lockstep.checkpoint.check import (
     resume_problems,
 )
 from lockstep.checkpoint.files import await_results, printable
-from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
+from lockstep.checkpoint.format import MANIFEST, STATE, Manifest, read_manifest, read_state, step_name
 from lockstep.checkpoint.remote import RemoteRun
 from lockstep.checkpoint.store import list_steps, path_of
+from lockstep.checkpoint.stored import StoredFiles
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
@@ -59,7 +63,8 @@ def find_resume(
         StorageError: the store does not answer.
     """
     steps, remote_steps = _steps(folder, world, remote)
-    path, downloaded = _newest(folder, steps, world, say, remote, remote_steps)
+    newest = _newest_stored if remote and world.leads else _newest
+    path, downloaded = newest(folder, steps, world, say, remote, remote_steps)
     if path is None and steps:  # a new start would overwrite them
         error = CheckpointError(
             f"{remote.url if remote else folder}: none of its {len(steps)} checkpoints is whole (see the lines above); "
@@ -83,10 +88,12 @@ def _steps(folder: Path, world: World, remote: RemoteRun | None) -> tuple[list[i
     """Return the steps of all checkpoints, ascending, and those in the store. Collective."""
 
     def read() -> tuple[list[int], list[int]]:
-        return (list_steps(folder), remote.steps() if remote else []) if world.is_main else ([], [])
+        here = list_steps(folder) if world.leads_folder else []
+        return here, remote.steps() if remote and world.is_main else []
 
-    local, there = await_results(world, read)[0]  # collective
-    return sorted({*local, *there}), there
+    replies = await_results(world, read)  # collective
+    there = replies[0][1]
+    return sorted({*there, *(step for here, _ in replies for step in here)}), there
 
 
 def _newest(
@@ -106,6 +113,57 @@ def _newest(
         if world.is_main:
             say(f"skipped checkpoint {path.name}: {problems[0]}{more}")
     return None, False
+
+
+def _newest_stored(
+    folder: Path, steps: list[int], world: World, say: Say, remote: RemoteRun | None, remote_steps: list[int]
+) -> tuple[Path | None, bool]:
+    """Return the newest complete checkpoint in the store, as `_newest`. Collective.
+
+    For nodes with local folders of their own: each has only its part. The folder gets the checkpoint's documents, and
+    `load` takes from the store what it lacks.
+    """
+    assert remote
+    for step in reversed(steps):
+        path = path_of(folder, step)
+        problems = [f"it was not uploaded, and each node has only its part: not in {remote.url}"]
+        if step in remote_steps:
+            problems = _stored_problems(remote, step, world)
+        if not problems:
+            copy = partial(_copy_documents, remote, folder, step)
+            fresh = await_results(world, lambda: copy() if world.leads_folder else False)  # noqa: B023  # collective
+            await_results(world, lambda: attach(path, StoredFiles(remote, step, read_manifest(path))))  # noqa: B023
+            return path, fresh[0]
+        if world.is_main:
+            say(f"skipped checkpoint {path.name}: {problems[0]}")
+    return None, False
+
+
+def _stored_problems(remote: RemoteRun, step: int, world: World) -> list[str]:
+    """Return what is wrong with a checkpoint in the store, the same on every rank; each reads its share. Collective."""
+
+    def check() -> list[str]:
+        try:
+            manifest = remote.manifest(step)
+        except CheckpointError as error:
+            return [str(error)]
+        names = data_files(manifest, world.rank, world.size)
+        own = [*index_files(manifest), STATE] if world.is_main else []
+        return resume_problems(Path(step_name(step)), manifest) or remote.verify(step, [*names, *own])
+
+    return sorted({problem for each in await_results(world, check) for problem in each})  # collective
+
+
+def _copy_documents(remote: RemoteRun, folder: Path, step: int) -> bool:
+    """Download what a folder lacks of a checkpoint's documents; return whether it had another one, or none."""
+    path = path_of(folder, step)
+    manifest = remote.manifest(step)
+    names = [*manifest.files] if manifest.format == 1 else [*index_files(manifest), STATE]
+    with suppress(CheckpointError):
+        if read_manifest(path) == manifest and not find_damage(path, manifest, names):
+            return False
+    remote.download(folder, step, names=names)
+    return True
 
 
 def _download(remote: RemoteRun, folder: Path, step: int, world: World, say: Say) -> list[str]:

@@ -40,6 +40,7 @@ __all__ = [
     "check_shared_folder",
     "collect_new_modules",
     "copy_from_rank0",
+    "find_folders",
     "log_ranks",
     "make_datasets",
     "with_retries",
@@ -227,14 +228,11 @@ def _hash(tensor: Tensor) -> str:
 _READ_DELAYS = (0.0, 0.1, 0.2, 0.5, 1.2)  # seconds; a network file system may show a new file late
 
 
-def check_shared_folder(folder: RunFolder, world: World, flag: str = "--save-dir") -> None:
+def check_shared_folder(folder: RunFolder, world: World) -> None:
     """Check that every rank sees rank 0's run folder. Collective.
 
     Every rank reads a token that rank 0 writes for a moment into the folder or its nearest parent. Device and inode
     numbers would not do: two nodes may see different numbers for a shared folder, and equal ones for two folders.
-
-    Args:
-        flag: the setting of its parent.
 
     Raises:
         ConfigError: on every rank, if rank 0 cannot write there or a rank does not see the token.
@@ -252,8 +250,44 @@ def check_shared_folder(folder: RunFolder, world: World, flag: str = "--save-dir
         (host, own_path, _), more = ranks[blind[0]], f" (and {len(blind) - 1} more ranks)" if len(blind) > 1 else ""
         raise ConfigError(
             f"rank {blind[0]} on {host}{more} does not see the run's folder: its {own_path} is not {ranks[0][1]} of "
-            f"rank 0 on {ranks[0][0]}; set {flag} to the absolute path of a folder that all nodes share"
+            f"rank 0 on {ranks[0][0]}; set --save-dir to the absolute path of a folder that all "
+            "nodes share, or to the URL of an object store"
         )
+
+
+def find_folders(folder: RunFolder, world: World) -> None:
+    """Find which ranks see the same local folder of a run, and set `world.leads`. Collective.
+
+    Each rank tries to create the same file, which one rank of each file system can; the others read who it was.
+
+    Raises:
+        ConfigError: on every rank, if one cannot write there.
+    """
+    world.leads = ()
+    if world.size == 1:
+        return
+    parent = folder.nearest_existing().absolute()
+    path = parent / f".lockstep.tmp-{world.broadcast(secrets.token_hex(8))}"  # collective
+
+    def create() -> bool:
+        try:
+            with create_file(path) as file:
+                file.write(str(world.rank).encode())
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise folder.write_error(parent, error) from error
+        return True
+
+    try:
+        on_all_ranks(world, create)  # collective
+        creators = gather_results(world, lambda: int(path.read_text()))  # collective
+    finally:
+        with suppress(OSError):
+            path.unlink()  # by any of them
+    first = {creator: creators.index(creator) for creator in creators}
+    if len(first) > 1:
+        world.leads = tuple(first[creator] for creator in creators)
 
 
 @contextmanager

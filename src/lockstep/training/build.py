@@ -46,7 +46,14 @@ from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run_state import RunState, Selection
 from lockstep.task import Order, Task, as_task, has_own
 from lockstep.training import resume
-from lockstep.training.agreement import check_samples, check_shared_folder, log_ranks, make_datasets, with_retries
+from lockstep.training.agreement import (
+    check_samples,
+    check_shared_folder,
+    find_folders,
+    log_ranks,
+    make_datasets,
+    with_retries,
+)
 from lockstep.training.build_engine import (
     OptimizerGroups,
     build_engine,
@@ -142,7 +149,7 @@ class RunParts:
         training: the training set. If the ranks change, engine and batches are rebuilt from it.
         notes: lines for the log, written once it is open.
         remote: the run's folder in an object store, if --save-dir is a URL.
-        uploader: of rank 0, once the folder is locked.
+        uploader: of the first rank of each local folder.
     """
 
     config: Config
@@ -313,8 +320,8 @@ def build(
     requested, say = _shared_config(config, world), notify(world)
     folder = RunFolder(requested.local_dir, requested.experiment_name)
     if resume:
-        flag = "--checkpoint.local-dir" if is_url(requested.save_dir) else "--save-dir"
-        check_shared_folder(folder, world, flag)  # collective
+        find = find_folders if is_url(requested.save_dir) else check_shared_folder
+        find(folder, world)  # collective
     remote = remote_run(requested)
     source, state = _find_checkpoint(folder, world, remote) if resume and not joining else (None, RunState())
     state = _read_newest_state(folder) if joining else state
@@ -530,7 +537,8 @@ def announce(built: RunParts) -> None:
     if built.config.checkpoint.mode == "none" and built.world.is_main:
         _LOG.warning("--checkpoint.mode none: no checkpoint is written, so these steps cannot be resumed or loaded")
     if built.remote:
-        _LOG.info("the run's folder is %s, uploaded to %s", built.folder.path, built.remote.url)
+        each = f"; each of {len(set(built.world.leads))} nodes has its own" if built.world.leads else ""
+        _LOG.info("the run's folder is %s, uploaded to %s%s", built.folder.path, built.remote.url, each)
     if line := resume.describe_extension(
         built.state, built.run_plan.step_plan.steps, built.lr * built.lr_factor(built.start)
     ):

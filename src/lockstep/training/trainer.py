@@ -12,7 +12,6 @@ import logging
 import traceback
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from typing import Self
 
 from lockstep.checkpoint.files import await_all_ranks
@@ -250,7 +249,7 @@ def _build_and_train(session: Session) -> Training:
         is_over = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
         if is_over and not built.state.evaluation_due:
             load_state(built)  # collective
-            await_all_ranks(world, partial(upload_rest, session, built))  # collective
+            upload_rest(session, built)  # collective
             notify(world)(_describe_no_steps(built))
             session.status = "finished" if built.start >= built.run_plan.step_plan.steps else "stopped"
             yield None
@@ -322,7 +321,7 @@ def _train_in_folder(session: Session, built: RunParts) -> Training:
     world = built.world
     on_all_ranks(world, lambda: check_range(built))
     await_all_ranks(world, lambda: check_init_from(built))  # collective
-    await_all_ranks(world, lambda: open_uploads(session, built))  # collective; before the folder is made
+    open_uploads(session, built)  # collective; before the folder is made
     try:
         on_all_ranks(world, lambda: lock_folder(built))
     except BaseException as error:
