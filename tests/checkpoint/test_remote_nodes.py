@@ -3,6 +3,7 @@
 import os
 import subprocess
 
+import pytest
 import small_runs
 import torch
 from ranks import run
@@ -122,6 +123,7 @@ def launchers(folder, *flags, nodes=("a", "b"), **variables):
     return [process.returncode for process in processes], told
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_on_a_node_of_its_own_is_replaced_and_its_part_uploaded(tmp_path):
     url = f"file://{tmp_path}/store"
     codes, told = launchers(tmp_path, "--save-dir", url, "--max-steps", "12", "--stop-at", "8", DIES="1")

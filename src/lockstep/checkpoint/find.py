@@ -30,7 +30,7 @@ from lockstep.checkpoint.check import (
 from lockstep.checkpoint.files import await_results, printable
 from lockstep.checkpoint.format import MANIFEST, STATE, Manifest, read_manifest, read_state, step_name
 from lockstep.checkpoint.remote import RemoteRun
-from lockstep.checkpoint.store import list_steps, path_of
+from lockstep.checkpoint.store import discard, list_steps, path_of
 from lockstep.checkpoint.stored import StoredFiles
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
@@ -65,7 +65,8 @@ def find_resume(
     steps, remote_steps = _steps(folder, world, remote)
     newest = _newest_stored if remote and world.leads else _newest
     path, downloaded = newest(folder, steps, world, say, remote, remote_steps)
-    if path is None and steps:  # a new start would overwrite them
+    at_risk = remote_steps if remote and world.leads else steps  # of nodes' parts alone no checkpoint can be made
+    if path is None and at_risk:  # a new start would overwrite them
         error = CheckpointError(
             f"{remote.url if remote else folder}: none of its {len(steps)} checkpoints is whole (see the lines above); "
             "repair one, move checkpoints/ away to start over from step 0, or use another --experiment-name"
@@ -124,6 +125,9 @@ def _newest_stored(
     `load` takes from the store what it lacks.
     """
     assert remote
+    await_results(
+        world, lambda: _drop_others(remote, folder, remote_steps) if world.leads_folder else None
+    )  # collective
     for step in reversed(steps):
         path = path_of(folder, step)
         problems = [f"it was not uploaded, and each node has only its part: not in {remote.url}"]
@@ -137,6 +141,15 @@ def _newest_stored(
         if world.is_main:
             say(f"skipped checkpoint {path.name}: {problems[0]}")
     return None, False
+
+
+def _drop_others(remote: RemoteRun, folder: Path, remote_steps: list[int]) -> None:
+    """Remove local parts of checkpoints of which the store has another one: they must not take its place."""
+    for step in {*list_steps(folder)} & {*remote_steps}:
+        with suppress(CheckpointError):
+            if read_manifest(path_of(folder, step)) == remote.manifest(step):
+                continue
+        discard(folder, [step])
 
 
 def _stored_problems(remote: RemoteRun, step: int, world: World) -> list[str]:

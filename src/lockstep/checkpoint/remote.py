@@ -264,7 +264,9 @@ class RemoteRun:
         if MANIFEST in there:
             if self.read(f"{name}/{MANIFEST}") == content:
                 return 0
-            self.discard_files([f"{name}/{MANIFEST}"])  # before any of its files changes
+            if not last:
+                return None  # rank 0's node removes it, before any of its files changes
+            self.discard_files([f"{name}/{MANIFEST}"])
         here = [each for each in sorted(manifest.files) if (path / each).is_file()]
         own = here if last else [each for each in here if each.endswith(".safetensors")]
         note = dump({"manifest": manifest.checksum, "files": own})

@@ -77,6 +77,7 @@ class Uploader:
         self._requests, self._done = 0, 0  # rounds asked for, and made
         self._change, self._ends = threading.Condition(), False
         self._thread: threading.Thread | None = None
+        self._beats = threading.Thread()
         self.sending: int | None = None
 
     # --- ownership
@@ -130,6 +131,8 @@ class Uploader:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lockstep-upload", daemon=True)
             self._thread.start()
+            self._beats = threading.Thread(target=self._beat_on, name="lockstep-beat", daemon=True)
+            self._beats.start()
 
     def _watch(self, before: bytes, seconds: float, other: str) -> None:
         deadline = time.monotonic() + seconds
@@ -193,7 +196,8 @@ class Uploader:
             self._ends = True
             self._change.notify_all()
         self._thread.join(0.0 if failed else _END_SECONDS)
-        is_idle, self._thread = not self._thread.is_alive(), None
+        self._beats.join(0.0 if failed else _END_SECONDS)  # it would write the file again
+        is_idle, self._thread = not (self._thread.is_alive() or self._beats.is_alive()), None
         if failed and missing:
             _LOG.warning("%s", missing)
         try:
@@ -220,7 +224,16 @@ class Uploader:
             "start there uploads them"
         )
 
-    # --- the thread
+    # --- the threads
+
+    def _beat_on(self) -> None:
+        """Change the owner's file while the other thread uploads, which may take longer than others watch it."""
+        while True:
+            with self._change:
+                if self._change.wait_for(lambda: self._ends or self._lost, self._beat):
+                    return
+            if self._is_main:
+                self._keep_ownership()
 
     def _run(self) -> None:
         while True:

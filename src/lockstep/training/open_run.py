@@ -183,7 +183,8 @@ def settle_uploads(built: RunParts) -> str:
     if not built.remote:
         return ""
     uploader, is_main = built.uploader, built.world.is_main
-    if built.world.leads:  # rank 0's completes the checkpoints, after those of the other nodes
+    if built.world.leads:  # rank 0's removes what is in the way of the others, and completes the checkpoints after them
+        await_results(built.world, lambda: uploader.settle() if uploader else "")  # collective
         await_results(built.world, lambda: uploader.settle() if uploader and not is_main else "")  # collective
     settle = lambda: uploader.settle() if uploader and is_main else ""  # noqa: E731
     missing: str = await_results(built.world, settle)[0]  # collective

@@ -191,7 +191,8 @@ def judge_shared_folder(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Report the ranks that see another folder."""
     blind = [rank for rank, each in enumerate(facts) if each is not None and not each["sees"]]
     if blind and is_url(place.config.save_dir):
-        text = f"{place.who(blind[0])} has a local folder of its own; nodes upload their parts to {place.config.save_dir}"
+        who, url = place.who(blind[0]), place.config.save_dir
+        text = f"{who} has a local folder of its own; each node uploads its part to {url}"
         return [ok("shared folder", text)]
     if not blind:
         return [ok("shared folder", f"all ranks see {facts[0]['folder']}")] if place.several_nodes and facts[0] else []
