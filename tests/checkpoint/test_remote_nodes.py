@@ -1,13 +1,14 @@
 """Runs of several nodes that share no folder, only an object store."""
 
 import os
+import shutil
 import subprocess
 
 import pytest
 import small_runs
 import torch
 from ranks import run
-from refusals import names
+from refusals import names, refuses
 from shell import environment, free_port
 from warm import python
 
@@ -15,6 +16,8 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint.remote import RemoteRun
 from lockstep.checkpoint.stored import open_run
+from lockstep.distributed.world import World
+from lockstep.errors import LockstepError
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -121,6 +124,45 @@ def launchers(folder, *flags, nodes=("a", "b"), **variables):
         processes.append(subprocess.Popen(command, cwd=folder / name, env=environment(**variables), **pipes))
     told = [process.communicate(timeout=120)[0] for process in processes]
     return [process.returncode for process in processes], told
+
+
+def parts(folder, value):
+    """A checkpoint's files on two nodes: all but the data on the first, which is rank 0's."""
+    for node in ("a", "b"):
+        path = checkpoint.path_of(folder / node, 3)
+        shutil.rmtree(path, ignore_errors=True)
+    whole = checkpoint.save(folder / "whole", 3, {"model/w": torch.full((9,), value)}, {}, World(), engine="single")
+    for node in ("a", "b"):
+        shutil.copytree(whole, path := checkpoint.path_of(folder / node, 3))
+        for name in ("index.json", "state.json") if node == "b" else ("rank-00000.safetensors",):
+            (path / name).unlink()
+    shutil.rmtree(folder / "whole")
+
+
+def test_a_manifest_follows_the_files_of_all_nodes_and_never_those_of_another_save(tmp_path):
+    remote, data = RemoteRun(f"file://{tmp_path}/store", "r"), "checkpoints/step-00000003/rank-00000.safetensors"
+
+    def send(node):
+        return remote.upload_part(tmp_path / node, 3, node, last=node == "a")
+
+    parts(tmp_path, 1.0)
+    assert (send("a"), remote.steps(), remote.leftovers()) == (None, [], [3])
+    assert send("b") > 0
+    assert send("a") > 0
+    assert remote.verify(3) == []
+    assert (send("a"), send("b")) == (0, 0)
+    parts(tmp_path, 2.0)  # the step is saved again, after a rollback
+    assert (send("b"), remote.verify(3)) == (None, [])  # the first stays whole until node 0 removes its manifest
+    assert (send("a"), remote.steps()) == (None, [])
+    assert send("b") > 0
+    remote.write(data, b"cut")  # what was sent is damaged there
+    with refuses(LockstepError, data, "3 bytes"):
+        send("a")
+    assert remote.steps() == []
+    assert (send("a"), send("b") > 0, send("a") > 0) == (None, True, True)
+    assert remote.verify(3) == []
+    remote.discard([3])
+    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.slow
