@@ -125,19 +125,15 @@ def _newest_stored(
     `load` takes from the store what it lacks.
     """
     assert remote
-    await_results(
-        world, lambda: _drop_others(remote, folder, remote_steps) if world.leads_folder else None
-    )  # collective
+    drop = partial(_drop_others, remote, folder, remote_steps)
+    await_results(world, lambda: drop() if world.leads_folder else None)  # collective
     for step in reversed(steps):
         path = path_of(folder, step)
         problems = [f"it was not uploaded, and each node has only its part: not in {remote.url}"]
         if step in remote_steps:
             problems = _stored_problems(remote, step, world)
         if not problems:
-            copy = partial(_copy_documents, remote, folder, step)
-            fresh = await_results(world, lambda: copy() if world.leads_folder else False)  # noqa: B023  # collective
-            await_results(world, lambda: attach(path, StoredFiles(remote, step, read_manifest(path))))  # noqa: B023
-            return path, fresh[0]
+            return path, _attach_stored(remote, folder, step, world)  # collective
         if world.is_main:
             say(f"skipped checkpoint {path.name}: {problems[0]}")
     return None, False
@@ -165,6 +161,18 @@ def _stored_problems(remote: RemoteRun, step: int, world: World) -> list[str]:
         return resume_problems(Path(step_name(step)), manifest) or remote.verify(step, [*names, *own])
 
     return sorted({problem for each in await_results(world, check) for problem in each})  # collective
+
+
+def _attach_stored(remote: RemoteRun, folder: Path, step: int, world: World) -> bool:
+    """Let all ranks read a checkpoint of the store; return whether rank 0's folder lacked it. Collective."""
+
+    def copy() -> bool:
+        return _copy_documents(remote, folder, step) if world.leads_folder else False
+
+    fresh: bool = await_results(world, copy)[0]  # collective
+    path = path_of(folder, step)
+    await_results(world, lambda: attach(path, StoredFiles(remote, step, read_manifest(path))))  # collective
+    return fresh
 
 
 def _copy_documents(remote: RemoteRun, folder: Path, step: int) -> bool:

@@ -321,8 +321,8 @@ def _write_new(
         )
         files = {file: entry for each, _, _ in shares for file, entry in each.items()}
         manifest = Manifest(step, world.size, engine, int(time.time()), files, not_finite=bad)
-        seen = [files for rank, (files, _, _) in enumerate(shares) if not (world.leads and world.leads[rank])]
-        visible = [name for each in seen for name in each]
+        leads = world.leads or (0,) * world.size
+        visible = [name for (each, _, _), lead in zip(shares, leads, strict=True) if lead == 0 for name in each]
 
         def finish() -> dict[str, str]:
             aliases = {alias: name for _, _, each in shares for alias, name in each.items()}

@@ -182,12 +182,11 @@ def settle_uploads(built: RunParts) -> str:
     """Wait for all uploads; return what is not uploaded, "" for nothing. Collective."""
     if not built.remote:
         return ""
-    uploader, is_main = built.uploader, built.world.is_main
-    if built.world.leads:  # rank 0's removes what is in the way of the others, and completes the checkpoints after them
-        await_results(built.world, lambda: uploader.settle() if uploader else "")  # collective
-        await_results(built.world, lambda: uploader.settle() if uploader and not is_main else "")  # collective
-    settle = lambda: uploader.settle() if uploader and is_main else ""  # noqa: E731
-    missing: str = await_results(built.world, settle)[0]  # collective
+    world, settle = built.world, built.uploader.settle if built.uploader else str
+    if world.leads:  # rank 0's removes what is in the way of the others, and completes the checkpoints after them
+        await_results(world, settle)  # collective
+        await_results(world, lambda: "" if world.is_main else settle())  # collective
+    missing: str = await_results(world, lambda: settle() if world.is_main else "")[0]  # collective
     return missing
 
 
