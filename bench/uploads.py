@@ -26,7 +26,7 @@ class Layers(lockstep.Task):
         return torch.nn.Sequential(*(each for layer in layers for each in (layer, torch.nn.GELU())))
 
     def dataset(self, split):
-        return torch.utils.data.TensorDataset(torch.randn(256, 1024)) if split == "training" else None
+        return torch.utils.data.TensorDataset(torch.randn(256, 1024)) if split == "train" else None
 
     def loss(self, model, batch):
         return model(batch[0]).square().mean()

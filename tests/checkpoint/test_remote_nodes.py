@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import small_runs
@@ -60,6 +61,15 @@ def on_nodes(world, folder, steps, engine, first, per_node):
     return [result.global_step, list(world.leads)]
 
 
+def on_new_nodes(world, folder, url):
+    """Begin a new run with a sharded model at the weights of a URL."""
+    place(folder, 6 + world.rank)
+    new = config(folder, experiment_name="new", init_from=url, lr=0.0, max_steps=1, engine="fsdp")
+    lockstep.train(new, Layers(), world)
+    copies = Path("local/file", str(folder).strip("/"), "store/r/checkpoints/step-00000012")
+    return sorted(path.name for path in copies.glob("*"))
+
+
 def test_nodes_without_a_shared_folder_upload_their_parts_and_resume_elsewhere(tmp_path):
     remote = RemoteRun(f"file://{tmp_path}/store", "r")
     assert run(on_nodes, 4, tmp_path, 7, "fsdp", 0, 2) == [[7, [0, 0, 2, 2]]] * 4
@@ -77,6 +87,10 @@ def test_nodes_without_a_shared_folder_upload_their_parts_and_resume_elsewhere(t
     assert {step: last.verify(step) for step in last.steps()} == {9: [], 12: []}
     with open_run(last.url) as path:
         assert checkpoint.fingerprint(checkpoint.path_of(path, 12)) == mark[0]
+    copies = run(on_new_nodes, 2, tmp_path, last.url)
+    assert copies == [["index.json", "manifest.json", "state.json"]] * 2  # of the data each rank read its part
+    with open_run(f"file://{tmp_path}/store/new/checkpoints/step-00000001") as path:
+        assert checkpoint.fingerprint(path) == mark[0]
 
 
 TASK = """
