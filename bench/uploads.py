@@ -1,6 +1,6 @@
 """Measure what uploads cost the training loop: the time of steps during an upload against that of the others.
 
-    python bench/uploads.py --url file:///dev/shm/uploads --steps 400
+    python bench/uploads.py --steps 120 --batch-size 16
 
 A store in memory costs no disk and no network, so what is left is the thread in the training's process: its share of
 the interpreter and of the memory's bandwidth. Steps during a save, which has a thread of its own, are left out. Both
@@ -67,7 +67,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="file:///dev/shm/lockstep-uploads")
     parser.add_argument("--local", default="/dev/shm/lockstep-uploads-local")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--save-every", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
