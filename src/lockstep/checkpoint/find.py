@@ -82,7 +82,8 @@ def find_resume(
 def find_newest(folder: Path, world: World, say: Say, remote: RemoteRun | None = None) -> Path | None:
     """Find the newest complete checkpoint of the run, as `find_resume`; None without one. Collective."""
     steps, remote_steps = _steps(folder, world, remote)
-    return _newest(folder, steps, world, say, remote, remote_steps)[0]
+    newest = _newest_stored if remote and world.leads else _newest
+    return newest(folder, steps, world, say, remote, remote_steps)[0]
 
 
 def _steps(folder: Path, world: World, remote: RemoteRun | None) -> tuple[list[int], list[int]]:
